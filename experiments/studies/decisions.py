@@ -1,5 +1,5 @@
 """Which policy decides best, charged with its own cost: what is deployed, its teacher and every baseline, on measured
-and on simulated tables; and whether the training of today is better than an older one.
+and on simulated tables.
 
     python experiments/studies/decisions.py key=value …
 
@@ -54,17 +54,9 @@ MEASURED: dict[str, Callable[[], ProfileTable]] = {
 }
 """How each measured table is read; README.md in the folder says how they were made."""
 TEST_SAMPLES = 2000
-FEW = 32
 STUDENT, TEACHER, UNGUARDED = "student (deployed)", "teacher", "teacher, no guard"
-WITHOUT_GRPO, OLD_RECIPE = ", regression only", ", old recipe"
-"""Endings of the names of networks and teachers."""
-OLD: dict[str, dict[str, Any]] = {
-    "policy": {},
-    "loss": {"kl_to_ref_coeff": 0.0, "regression_coeff": 0.2},
-    "optimiser": {"iterations": 50, "patience": 10, "retreat": 0, "lr": 2e-4},
-}
-"""An older recipe for training the network, by the settings in which it differs from the defaults of today. Its network
-also reads the features in bins where there are at most `FEW`, and else does not."""
+WITHOUT_GRPO = ", regression only"
+"""Ending of the names of networks and teachers."""
 LEARNERS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting", "latency_only")
 BASELINES = (STATIC, "best_static", "lookup_table", *LEARNERS, "random")
 CHARGED, FREE = "utility", "utility_free"
@@ -76,20 +68,10 @@ PARTS = {
     "experts next to the network": (UNGUARDED, "network"),
     "weights learned out of fold, against equal ones": (UNGUARDED, "teacher, no guard, equal weights"),
     "the guard": (TEACHER, UNGUARDED),
+    "GRPO, to the network": ("network", "network" + WITHOUT_GRPO),
+    "GRPO, to the teacher": (TEACHER, TEACHER + WITHOUT_GRPO),
 }
-"""What each part of the teacher adds: the policy with it, and without."""
-
-
-CONTRASTS = {
-    "network: new − old": ("network", "network" + OLD_RECIPE),
-    "without GRPO: new − old": ("network" + WITHOUT_GRPO, "network" + WITHOUT_GRPO + OLD_RECIPE),
-    "network: GRPO adds": ("network", "network" + WITHOUT_GRPO),
-    "network: GRPO added (old)": ("network" + OLD_RECIPE, "network" + WITHOUT_GRPO + OLD_RECIPE),
-    "teacher: new − old": (TEACHER, TEACHER + OLD_RECIPE),
-    "teacher: GRPO adds": (TEACHER, TEACHER + WITHOUT_GRPO),
-    "teacher: GRPO added (old)": (TEACHER + OLD_RECIPE, TEACHER + WITHOUT_GRPO + OLD_RECIPE),
-}
-"""Column of the comparison of recipes → the policy with what it is about, and without."""
+"""What each part adds: the policy with it, and without."""
 
 
 @dataclass
@@ -118,7 +100,7 @@ def run(config: DecisionsConfig) -> list[str]:
     if unknown:
         raise InputError(f"tables={unknown}: must be among {', '.join([*MEASURED, *KINDS])}")
     # other measured tables or other default settings are measured anew
-    groups = [OLD, *(GROUPS[name] for name in ("policy", "optimiser", "reward", "loss"))]
+    groups = [GROUPS[name] for name in ("policy", "optimiser", "reward", "loss")]
     digests = [read().digest for read in MEASURED.values()]
     folder = folder_for(config.runs, [digests, KINDS, *groups, StudentConfig(), STUDENT_STEPS])
     # the built-in profile takes longest, so it goes first
@@ -146,11 +128,10 @@ def measure(name: str, seed: int) -> dict[str, Any]:
         cell.judge(policy.name, policy, cell.experts_seconds)
     # a network, experts and a guard around it, with and without GRPO
     teachers: dict[str, tuple[StackedController, float]] = {}
-    for recipe, changes in (("", {}), (OLD_RECIPE, OLD)):
-        for stage, (network, seconds) in cell.networks(changes).items():
-            cell.judge("network" + stage + recipe, network, seconds)
-            teacher, more_seconds = _timed(cell.stack, network)
-            teachers[stage + recipe] = teacher, seconds + cell.experts_seconds + more_seconds
+    for stage, (network, seconds) in cell.networks().items():
+        cell.judge("network" + stage, network, seconds)
+        teacher, more_seconds = _timed(cell.stack, network)
+        teachers[stage] = teacher, seconds + cell.experts_seconds + more_seconds
     for ending, (teacher, seconds) in teachers.items():
         assert teacher.guard is not None
         cell.judge(TEACHER + ending, teacher, seconds, guard=teacher.guard.rows())
@@ -183,17 +164,14 @@ class _Cell:
         self.experts, self.experts_seconds = _timed(Experts.fit, table, self.fitted, self.budgets, EXPERTS, seed)
         self.policies: list[dict[str, Any]] = []
 
-    def networks(self, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Controller, float]]:
-        """A network of the default run after its training and where GRPO begins, each with the CPU seconds until then,
-        by the ending of its name; `changes` are those of settings, by group."""
+    def networks(self) -> dict[str, tuple[Controller, float]]:
+        """The network of the default run after its training and where GRPO begins, each with the CPU seconds until
+        then, by the ending of its name."""
         names = {"policy": "auto", "loss": "exact", "optimiser": "auto", "reward": "utility"}
-        groups = {group: replace(GROUPS[group][name], **changes.get(group, {})) for group, name in names.items()}
+        groups = {group: GROUPS[group][name] for group, name in names.items()}
         start, networks = time.process_time(), {}
         trainer = ControllerTrainer(self.table, self.split, seed=self.seed, budgets_ms=self.budgets, **groups)
-        *warm_ups, grpo = trainer.stages
-        if changes and len(warm_ups) == 2:
-            left_out = 0 if trainer.agent.normaliser.width <= FEW else 1
-            trainer.stages[left_out] = replace(warm_ups[left_out], iterations=0)
+        grpo = trainer.stages[-1]
 
         def begin() -> None:
             grpo.begin()
@@ -256,11 +234,6 @@ class MeasuredTable:
         low, high = self.utility[STATIC, key], self.utility[ORACLE, key]
         return Mean.over((self.utility[policy, key] - low) / (high - low))
 
-    def gain(self, policy: str, other: str) -> Mean:
-        """The paired difference in the share of the headroom, free."""
-        ours, theirs, low, high = (self.utility[name, FREE] for name in (policy, other, STATIC, ORACLE))
-        return Mean.over((ours - theirs) / (high - low))
-
     def lead(self, policy: str, other: str, key: str = CHARGED) -> Mean:
         """The paired difference in utility."""
         return Mean.over(self.utility[policy, key] - self.utility[other, key])
@@ -276,17 +249,6 @@ class MeasuredTable:
             gap = self.gap(policy, key)
             row |= {f"lead{ending}": self.lead(policy, STATIC, key).value, f"gap{ending}": gap.value if gap else None}
         return row | {"gap_measured": row["gap_free"] if self.name in MEASURED else None}
-
-
-def _gains(tables: Sequence[MeasuredTable]) -> dict[str, dict[str, list[Mean]]]:
-    """What each of `CONTRASTS` gains on the tables with headroom, and as means over them."""
-    rows = {t.name: [t.gain(*pair) for pair in CONTRASTS.values()] for t in tables if t.headroom >= LEAST_HEADROOM}
-    kinds = {"mean": set(rows), "mean, measured": rows.keys() & MEASURED, "mean, simulated": rows.keys() - MEASURED}
-    means = {
-        words: [Mean.over(gain.value for gain in column) for column in zip(*(rows[n] for n in names), strict=True)]
-        for words, names in kinds.items()
-    }
-    return {"tables": rows, "means": means}
 
 
 def decisions_page(cells: Sequence[Mapping[str, Any]]) -> str:
@@ -309,11 +271,7 @@ def decisions_page(cells: Sequence[Mapping[str, Any]]) -> str:
         above=[each.name for each in tables if each.lead(TEACHER, STUDENT).value > 0],
         loss=Mean.over(losses.values()),
         worst=min(losses.items(), key=lambda item: item[1]),
-        contrasts=list(CONTRASTS),
-        few=FEW,
-        gains=_gains(tables),
         measured=[each.name for each in tables if each.name in MEASURED],
-        old=" ".join(f"{group}.{key}={value}" for group, changes in OLD.items() for key, value in changes.items()),
         parts={words: [each.lead(*pair, FREE) for each in tables] for words, pair in PARTS.items()},
         STUDENT=STUDENT,
         TEACHER=TEACHER,

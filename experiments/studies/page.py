@@ -5,7 +5,6 @@ In a `Difference` here, `run` and `against` are in the words of the page.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from knobwise.experiments.compare.paired import differences
 from knobwise.experiments.compare.runs import ComparedRun, place_of
 from knobwise.experiments.report import words
 from knobwise.experiments.report.words import LEARNED, ORACLE, of_last_round, policy_name, ranked
-from knobwise.experiments.results.problem import DEMONSTRATIONS, FEASIBLE, GRPO, LATENCY, problem_of
+from knobwise.experiments.results.problem import FEASIBLE, GRPO, LATENCY, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 from knobwise.experiments.results.statistics import CHANCE, Difference, holm
 from knobwise.experiments.studies.running import rendered
@@ -85,7 +84,7 @@ class StudyRun(NamedTuple):
     baselines: bool = False
     results: Mapping[str, Any] = {}
     decisions: pl.DataFrame = pl.DataFrame()
-    """Of a finished controller."""
+    """Of a finished run."""
 
     @property
     def label(self) -> str:
@@ -113,7 +112,7 @@ def results_page(study: Study, finished: Sequence[StudyRun], seeds: Sequence[int
     for name, section in study.controllers.items():
         if runs := [run for run in finished if run.experiment == name]:
             controllers.append(_heading(name, section) | _controllers(study, section, runs, finished))
-    demonstrations = {run.experiment: run.results for run in finished if run.profile == "beams"}
+    demonstrations = {run.experiment: run for run in finished if run.profile == "beams"}
     for name, selector in study.selectors.items():
         if name in demonstrations:
             selectors.append(_heading(name, selector) | _selector(demonstrations[name], selector, demonstrations))
@@ -132,7 +131,7 @@ def results_page(study: Study, finished: Sequence[StudyRun], seeds: Sequence[int
         controllers=controllers,
         selectors=selectors,
         study=study,
-        beams=next(iter(demonstrations.values()), None),
+        beams=next((run.results for run in demonstrations.values()), None),
         words=words,
         of_last_round=of_last_round,
         FEASIBLE=FEASIBLE,
@@ -194,12 +193,11 @@ def _difference(run: StudyRun, base: StudyRun, policy: str = LEARNED) -> list[Di
 # -- selectors ---------------------------------------------------------------------------------------------------------
 
 
-def _selector(
-    results: Mapping[str, Any], section: SelectorSection, results_of: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+def _selector(run: StudyRun, section: SelectorSection, run_of: Mapping[str, StudyRun]) -> dict[str, Any]:
     """What the page says about an experiment with a selector."""
+    results = run.results
     compared = _pairs(section, results)
-    across = _networks(results, results_of[section.against]) if section.against in results_of else []
+    across = _networks(run, run_of[section.against]) if section.against in run_of else []
     rows = [*results["rows"], *results["controls"]]
     if not section.full:
         rows = [row for row in rows if "accuracy_per_seed" in row and row["policy"] != "random"]
@@ -235,21 +233,10 @@ def _pairs(section: SelectorSection, results: Mapping[str, Any]) -> list[Differe
     ]
 
 
-def _networks(results: Mapping[str, Any], base: Mapping[str, Any]) -> list[Difference]:
-    """Another network against the default one trained alike: SFT, and GRPO on recorded groups.
-
-    The answers of the two runs are not compared query by query, so a difference has the interval of independent
-    estimates (Newcombe 1998, method 10). It is too wide, since the queries are the same.
-    """
-    shots = results["trained_shots"]
-    compared: list[Difference] = []
-    for policy, base_policy in (("sft", "sft"), ("grpo_recorded", base["variants"][0])):
-        row, other = DEMONSTRATIONS.row(results, policy, shots), DEMONSTRATIONS.row(base, base_policy, shots)
-        if row and other:
-            difference = row["accuracy"] - other["accuracy"]
-            below, above = (abs(end - row["accuracy"]) for end in row["accuracy_ci95"])
-            other_below, other_above = (abs(end - other["accuracy"]) for end in other["accuracy_ci95"])
-            ci95 = difference - math.hypot(below, other_above), difference + math.hypot(above, other_below)
-            names = policy_name(policy, results), "the default network", policy, base_policy
-            compared.append(Difference(*names, shots, 0, difference, ci95))
-    return compared
+def _networks(run: StudyRun, base: StudyRun) -> list[Difference]:
+    """Another network against the default one trained alike: SFT, and GRPO on recorded groups, paired by query."""
+    compared, shots = list[Difference](), [place_of(run.results["trained_shots"])]
+    for policy, against in (("sft", "sft"), ("grpo_recorded", base.results["variants"][0])):
+        every, _ = differences(base.compared(), run.compared(), (against, policy), shots)
+        compared += [replace(d, run=policy_name(policy, run.results), against="the default network") for d in every]
+    return holm(compared)

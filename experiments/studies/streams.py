@@ -4,26 +4,24 @@
 
 Writes docs/streams.md, in some minutes. Requests are test samples of the built-in profile under its default budgets; an
 answer takes one of its measured latencies times a drift and jitter, all drawn. The controller decides by what it
-predicts, a teacher by what its student learns, inside its guard. `LatencyTracker` is the product's, the others were
-tried.
+predicts, a teacher by what its student learns, inside its guard.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr, ndtri
+from scipy.special import ndtr
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.serving.distillation import Lessons
 from knobwise.agents.serving.export import arrays_of_static, configurations_of
-from knobwise.agents.serving.tracker import CLIP, CLIPPED_SQUARE, SCALES, LatencyTracker, TrackedStatic
+from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
 from knobwise.agents.stack.stacked_controller import HOPELESS, StackedController
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
@@ -165,42 +163,9 @@ class Frozen:
     def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None: ...
 
 
-class Weighted(Frozen):
-    """Exponentially weighted mean and spread of clipped residuals (Roberts 1959, "Control Chart Tests Based on
-    Geometric Moving Averages")."""
-
-    def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None:
-        (mean, scale), gain = self.drift or (0.0, 1.0), 1 / 25
-        z = np.clip((np.log(measured_ms) - log_latency - mean) / (scale * spread), -CLIP, CLIP)
-        scaled = scale * (1 + gain * (z * z / CLIPPED_SQUARE - 1)) ** 0.5
-        self.drift = mean + gain * z * scale * spread, np.clip(scaled, *SCALES)
-
-
-class Conformal(Frozen):
-    """Adaptive conformal inference (Gibbs and Candès 2021, "Adaptive Conformal Inference Under Distribution Shift",
-    equation 2): α ← α + γ·(1 − level − late), where late is beyond the 1 − α quantile q of the latest 100 standardised
-    residuals. The offset moves the predicted quantile of the level to q."""
-
-    def __init__(self, level: float = 0.95, gamma: float = 0.02) -> None:
-        self.level, self.gamma, self.alpha = level, gamma, 1 - level
-        self.latest: deque[float] = deque(maxlen=100)
-        self.quantile = self.expected = float(ndtri(level))
-
-    def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None:
-        z = (float(np.log(measured_ms)) - log_latency) / spread
-        self.alpha += self.gamma * (1 - self.level - (z > self.quantile))
-        self.latest.append(z)
-        place = int(min(max(1 - self.alpha, 0.0), 1.0) * len(self.latest))
-        self.quantile = sorted(self.latest)[min(place, len(self.latest) - 1)]
-        self.drift = (self.quantile - self.expected) * spread, 1.0
-
-
 FOLLOWERS: dict[str, Callable[[World], Any]] = {
     "frozen": lambda world: Frozen(),
     "tracked": lambda world: LatencyTracker(world.configurations),
-    "level only": lambda world: LatencyTracker([{}] * len(world.configurations)),
-    "weighted": lambda world: Weighted(),
-    "conformal": lambda world: Conformal(),
 }
 
 

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import polars as pl
 from omegaconf import OmegaConf
 
 from knobwise.common.checks import at_least
@@ -184,13 +183,11 @@ def train(run: StudyRun) -> str:
 
 
 def _read(run: StudyRun) -> StudyRun:
-    """A finished run. A selector's results are enough for the page."""
+    """A finished run."""
     results = read_results(run.folder)
     stages = {key: run.settings.get(f"optimiser.{key}") for key in ("warmup_iterations", "iterations")}
     results.setdefault("training", stages)
-    return run._replace(
-        results=results, decisions=pl.DataFrame() if run.profile == "beams" else read_decisions(run.folder)
-    )
+    return run._replace(results=results, decisions=read_decisions(run.folder))
 
 
 main = functools.partial(run_from_words, "reference", ReferenceConfig, run)

@@ -107,11 +107,9 @@ def test_following_the_drift_pays_and_costs_little_without(case: Any) -> None:
     known, frozen, tracked = utility("as profiled", "known", "frozen", "tracked")
     assert known == frozen
     assert tracked > known - 0.02
-    known, frozen, tracked, conformal = utility("× 1.40", "known", "frozen", "tracked", "conformal")
-    assert tracked > known - 0.03 > frozen
-    assert frozen < conformal < tracked
-    known, tracked, level, weighted = utility("values", "known", "tracked", "level only", "weighted")
-    assert max(level, weighted) < tracked
+    for kind in ("× 1.40", "values"):
+        known, frozen, tracked = utility(kind, "known", "frozen", "tracked")
+        assert tracked > known - 0.03 > frozen
 
 
 def test_a_page_has_every_kind_and_every_policy(case: Any, tmp_path: Path) -> None:
@@ -121,7 +119,7 @@ def test_a_page_has_every_kind_and_every_policy(case: Any, tmp_path: Path) -> No
         assert page.count(f"\n| {kind}") == 2
     heads = [line for line in page.splitlines() if line.startswith("| stream |")]
     assert len(set(heads)) == 1
-    assert heads[0].count("|") == 10
+    assert heads[0].count("|") == 7
     assert page.count("static, tracked") == 2
 
 

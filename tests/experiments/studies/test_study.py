@@ -255,10 +255,10 @@ def selector(experiment: str, accuracies: dict[str, float], variants: list[str])
         for query in range(400)
         for shots in (2.0, 4.0)
     ]
-    decisions = pl.DataFrame(rows, schema=SCHEMA)
+    decisions = pl.DataFrame(rows, schema=SCHEMA).with_columns(score="accuracy")
     results = selector_results(decisions, small_beams(20)[0], seeds=[0, 1], trained_shots=2)
     results |= {"experiment": experiment, "variants": variants}
-    return StudyRun(experiment, "beams", "", True, Path(), [], {}, False, results)
+    return StudyRun(experiment, "beams", "", True, Path(), [], {}, False, results, decisions)
 
 
 def test_selectors_by_hand() -> None:
@@ -287,11 +287,10 @@ def test_another_network_is_held_against_the_default_one_trained_alike() -> None
     lines = lines_of(base, other)
     words = only(lines, "- Against the default network: worse: GRPO on recorded")
     assert "(-30.0 [" in words
-    assert "not paired" in words
     low, high = (float(end) for end in words.split("[")[1].split("]")[0].split(", "))
-    # of independent shares of 400 (twice): ± 1.96 √(.8·.2/400 + .5·.5/400) = 6.3 points
-    assert abs(low + 36.3) < 0.8
-    assert abs(high + 23.7) < 0.8
+    # paired: 120 of 400 queries are right in one run only, ± 1.96 √(.3·.7/400) = 4.5 points
+    assert abs(low + 34.5) < 0.8
+    assert abs(high + 25.5) < 0.8
     answer = only(lines, "| [A convex state update]")
     assert "| GRPO on recorded groups -30.0 [" in answer
-    assert "no difference shown for SFT, the interval is [" in answer
+    assert "the same on every sample for SFT" in answer

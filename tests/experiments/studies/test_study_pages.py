@@ -35,8 +35,6 @@ def entry(table: str, seed: int, student: float, loss: float, teacher: float) ->
     utility |= {STUDENT: student, "teacher": teacher}
     parts = {"teacher, no guard": 0.6, "network": 0.5, "network, regression only": 0.5}
     utility |= parts | {"teacher, no guard, equal weights": 0.6, "teacher, regression only": 0.3}
-    utility |= {"network, old recipe": 0.4, "network, regression only, old recipe": 0.45}
-    utility |= {"teacher, old recipe": teacher + 0.05 * seed, "teacher, regression only, old recipe": 0.3}
     free = utility | {STUDENT: student + 0.01, "teacher": student + 0.01 + loss / 100}
     policies: list[dict[str, Any]] = [
         {
@@ -97,31 +95,17 @@ def test_the_page_of_decisions_by_hand() -> None:
     assert "all charged, the student is first on 1 of 1 tables (first).\n" in worse
 
 
-def test_recipes_are_compared_table_by_table_and_in_the_mean() -> None:
+def test_what_grpo_adds_and_what_is_measured() -> None:
     cells = [entry(table, seed, 0.6, 0.2, 0.3) for table in ("builtin", "digits", "router") for seed in range(2)]
-    for cell in cells[2:4]:  # half the gain on the second table
-        next(row for row in cell["policies"] if row["policy"] == "network")["utility_free"] = 0.45
+    for cell in cells[2:4]:  # .1 less on the second table
+        next(row for row in cell["policies"] if row["policy"] == "network")["utility_free"] = 0.4
     page = decisions_page(cells)
     assert "Measured: builtin, digits (" in page
-    columns = row_of(page, "The training of the network, new and old", "table")[1:]
-    rows = {
-        name: dict(zip(columns, row_of(page, "The training of the network, new and old", name)[1:], strict=True))
-        for name in ("builtin", "digits", "mean", "mean, measured", "above / below 0 by more than the interval")
-    }
-    # (.5 − .4)/.5 and (.45 − .4)/.5: the mean of three tables is .5/3, of the measured ones .15 ± 12.706 · .05
-    assert rows["builtin"]["network: new − old"] == "0.200 ± 0.000"
-    assert rows["digits"]["network: new − old"] == "0.100 ± 0.000"
-    assert rows["mean"]["network: new − old"].startswith("0.167 ± 0.143")
-    assert rows["mean, measured"]["network: new − old"] == "0.150 ± 0.635"
-    assert rows["digits"]["network: GRPO adds"] == "-0.100 ± 0.000"
-    assert rows["builtin"]["network: GRPO added (old)"] == "-0.100 ± 0.000"
-    # the teacher gets .612 for nothing, the old one .3 and .35
-    assert rows["builtin"]["teacher: new − old"].startswith("0.574 ± 0.635")
-    counts = rows["above / below 0 by more than the interval"]
-    assert counts["network: GRPO adds"] == "0 / 1 of 3"
-    assert counts["without GRPO: new − old"] == "3 / 0 of 3"
+    assert "- GRPO, to the network: -0.0333 (0 / 1 of 3)" in page
+    assert "- GRPO, to the teacher: +0.3120 (3 / 0 of 3)" in page  # .612 for nothing, against .3
+    # (.5 − .3)/.5 and (.4 − .3)/.5
     row = row_of(page, "All tables", "network")
-    assert (row[4], row[5]) == ("0.367", "0.350")
+    assert (row[4], row[5]) == ("0.333", "0.300")
 
 
 def test_measured_tables_are_split_anew_for_each_seed() -> None:
@@ -162,16 +146,12 @@ def test_every_policy_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     optimisers = {name: replace(each, **quick) for name, each in GROUPS["optimiser"].items()}
     monkeypatch.setitem(GROUPS, "optimiser", optimisers)
     monkeypatch.setitem(GROUPS["policy"], "auto", replace(GROUPS["policy"]["auto"], members=2, experts=("ridge",)))
-    monkeypatch.setattr(decisions, "OLD", {"optimiser": {"iterations": 2}})
     monkeypatch.setattr(decisions, "TEST_SAMPLES", 100)
     monkeypatch.setattr(decisions, "make_baselines", lambda table, split, *rest: [Oracle(table, split.test)])
     cell = decisions.measure("few_samples", 1)
     policies = {row["policy"]: row for row in cell["policies"]}
     parts = {policy for pair in decisions.PARTS.values() for policy in pair}
-    recipes = {policy for pair in decisions.CONTRASTS.values() for policy in pair}
-    assert set(policies) == parts | recipes | {STUDENT, "oracle"}
-    regression = [policies[f"network, regression only{recipe}"] for recipe in ("", ", old recipe")]
-    assert regression[0]["utility_free"] == regression[1]["utility_free"]  # nothing of the old recipe comes before GRPO
+    assert set(policies) == parts | {STUDENT, "oracle"}
     assert max(row["utility"] for row in policies.values()) == policies["oracle"]["utility"]
     assert policies["oracle"]["decision_us"] == 0 < policies[STUDENT]["decision_us"]
     assert {"deployed", "unattainable", "too_dear"} <= set(policies["teacher"]["guard"][0])
