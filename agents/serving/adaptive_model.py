@@ -147,11 +147,17 @@ class AdaptiveModel:
         """Median of the latest decisions by features, as charged to the next one; 0 before the first."""
         return self._decided.decision_ms * 1e3
 
-    def answer(self, request: Request, budget_ms: float, arrived: float | None = None) -> Result:
-        """Answer one request under its budget, a deadline in ms after arrival.
+    def answer(
+        self, request: Request, budget_ms: float, arrived: float | None = None, price: float | None = None
+    ) -> Result:
+        """Answer one request under its budget.
 
-        `arrived` is a reading of `time.perf_counter()`, from which on waiting counts; None counts the request's own
-        work only.
+        Args:
+            budget_ms: a deadline in ms after arrival.
+            arrived: a reading of `time.perf_counter()`, from which on waiting counts; None counts the request's own
+                work only.
+            price: what a millisecond costs other requests, in utility, see `NumpyController.decide_priced`; None for
+                the guarded decision.
 
         Raises:
             InputError: a budget that is not positive, an arrival with the CPU clock.
@@ -163,14 +169,17 @@ class AdaptiveModel:
         with self._lock, self._clocked:
             begun, drift, latest = now(), self.tracker.drift, self._fallen_back
             limit = self._limit(latest, 0.0, budget_ms, arrived, begun)
-            expected = self.controller.fall_back(limit, drift)
+            expected = self.controller.fall_back(limit, drift) if price is None else None
             decided = now()
             took = decided - begun
             stage = self.model.first_stage(request, expected is None)
             if expected is None:
                 latest, start = self._decided, now()
                 limit = self._limit(latest, stage.extra_ms, budget_ms, arrived, begun)
-                expected = self.controller.decide_expected(stage.features, limit, drift)
+                if price is None:
+                    expected = self.controller.decide_expected(stage.features, limit, drift)
+                else:
+                    expected = self.controller.decide_priced(stage.features, limit, price, drift)
                 took += now() - start
             (answer,) = self._answers((stage,), (expected,))
             done = now()

@@ -149,6 +149,28 @@ class NumpyController:
             raise ValueError("a controller for mean budgets predicts no spread of latencies")
         return self._decided(features, budget_ms, drift)
 
+    def decide_priced(
+        self, features: Mapping[str, Array], budget_ms: float, price: float, drift: Drift | None = None
+    ) -> Expected:
+        """The same where time costs others: the configuration with the best expected utility − price · expected
+        latency, a price in utility per ms. There is no guard; of a hopeless request the fastest is taken.
+
+        Raises:
+            ValueError: as `decide_expected`, and for a controller that predicts no outcomes.
+        """
+        if self._utility is None or not self.header["stacked"] or self.header["priced"]:
+            raise ValueError("prices of time need a controller for deadlines that predicts outcomes")
+        factor, scale = self._checked(drift)
+        raw = self._joined_blocks(features, budget_ms)[None]
+        under = _Deadlines(np.array([budget_ms * factor], np.float32), self._around(drift), scale)
+        x = raw if self._normal is None else self._normal(raw)
+        score, meets, mean, square = (part[0] for part in self._joined([member(x, under) for member in self._members]))
+        spread = np.sqrt(np.maximum(square - mean.astype(np.float64) ** 2, 0))
+        latency_ms = np.exp(mean + (scale * spread) ** 2 / 2 + under.offset) / factor
+        hopeless = meets.max() < HOPELESS
+        index = int((mean + under.offset if hopeless else price * latency_ms - score).argmin())
+        return index, float(mean[index]), float(spread[index])
+
     def fall_back(self, budget_ms: float, drift: Drift | None = None) -> Expected | None:
         """What `decide_expected` gives where the guard falls back to budget-aware static, for which it needs no
         features; None where the policy decides."""
@@ -197,14 +219,7 @@ class NumpyController:
         return index.astype(np.int64), log_latency, spread
 
     def _decided(self, features: Mapping[str, Array], budget_ms: float, drift: Drift | None) -> Expected:
-        if not 0 < budget_ms < MOST_MS:
-            raise ValueError(f"a budget of {budget_ms}: must be positive and finite, in ms")
-        blocks = [features[name] for name in self._names if name in features]
-        if tuple(map(len, blocks)) != self._widths:
-            raise ValueError(self._wrong(features))
-        raw = np.concatenate(blocks, dtype=np.float32) if blocks else np.zeros(0, np.float32)
-        if raw.ndim != 1:
-            raise ValueError(self._wrong(features))
+        raw = self._joined_blocks(features, budget_ms)
         if (fixed := self.fall_back(budget_ms, drift)) is not None:
             return fixed
         factor, scale = self._checked(drift)
@@ -213,6 +228,18 @@ class NumpyController:
         limit = np.array([budget_ms * factor], np.float64 if self._mean else np.float32)
         index, log_latency, spread = self._chosen(raw[None], limit, None, self._around(drift), scale)
         return int(index[0]), float(log_latency[0]), float(spread[0])
+
+    def _joined_blocks(self, features: Mapping[str, Array], budget_ms: float) -> Array:
+        """The features of one request, float32 [d]."""
+        if not 0 < budget_ms < MOST_MS:
+            raise ValueError(f"a budget of {budget_ms}: must be positive and finite, in ms")
+        blocks = [features[name] for name in self._names if name in features]
+        if tuple(map(len, blocks)) != self._widths:
+            raise ValueError(self._wrong(features))
+        raw = np.concatenate(blocks, dtype=np.float32) if blocks else np.zeros(0, np.float32)
+        if raw.ndim != 1:
+            raise ValueError(self._wrong(features))
+        return raw
 
     def _checked(self, drift: Drift | None) -> tuple[float, float]:
         """The factor on a budget that stands for the mean offset, and the scale."""
