@@ -75,7 +75,9 @@ class PricePolicy(nn.Module):
     def rule(self) -> Callable[[float, float, float, NDArray[Any], NDArray[Any]], int]:
         """The decision for one request, in NumPy: time left in ms, how many wait behind, the recent load, and of each
         configuration the expected utility under the time left and the expected latency in ms, [C] each → its index."""
-        layers = [(m.weight.detach().numpy(), m.bias.detach().numpy()) for m in self.network if isinstance(m, nn.Linear)]
+        layers = [
+            (m.weight.detach().numpy(), m.bias.detach().numpy()) for m in self.network if isinstance(m, nn.Linear)
+        ]
         prices, service_ms = self.prices.numpy(), self.service_ms
 
         def choose(left_ms: float, backlog: float, load: float, utility: Any, latency_ms: Any) -> int:

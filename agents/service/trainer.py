@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 
 from knobwise.agents.checkpoint import Loaded

@@ -82,7 +82,7 @@ def complete(words: list[str]) -> None:
 def completions(line: str) -> list[str]:
     """What the last word of a command line may become: a verb, the next part of a key, or a value."""
     *before, word = line.split(" ")
-    verbs = [verb for verb in VERBS if verb != "train_selector"] + ["completion"]
+    verbs = [verb for verb in VERBS if not verb.startswith("train_")] + ["completion"]
     typed = [other for other in before[1:] if other]
     if not typed:
         return [f"{verb} " for verb in verbs if verb.startswith(word)]
