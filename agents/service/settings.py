@@ -16,7 +16,7 @@ class ServiceLossConfig(GRPOConfig):
     """G, rollouts of each trace."""
     kl_to_ref_coeff: float | None = 0.0
     """β, weight of the k3 KL to the policy at the start."""
-    discount: float = 0.98
+    discount: float = 0.99
     """γ, in 0..1, what the utility of the next request counts for the price of this one."""
 
     def __post_init__(self) -> None:

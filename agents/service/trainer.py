@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.service.baselines import Service
-from knobwise.agents.service.policy import OBSERVED, PricePolicy
+from knobwise.agents.service.policy import OBSERVED, SPREAD, PricePolicy
 from knobwise.agents.service.settings import ServiceLossConfig
 from knobwise.agents.training.loop import Stage, Trainer, seeded
 from knobwise.agents.training.settings import OptimiserConfig
@@ -28,10 +28,12 @@ class ServiceTrainer(Trainer):
     Args:
         env: of P = `optimiser.contexts` traces and G = `loss.group_size` rollouts.
         service: the same for judging.
+        rule: the price and the price per waiting request that training starts from, see `Service.tuned`.
         held_out: the traces that the best policy is chosen on.
     """
 
     agent: PricePolicy
+    reference: PricePolicy
     judged_by = "utility"
     trained_on = "on another profile or with other settings"
 
@@ -40,6 +42,7 @@ class ServiceTrainer(Trainer):
         env: ServiceQueue,
         service: Service,
         held_out: Traces,
+        rule: tuple[float, float],
         *,
         loss: ServiceLossConfig | None = None,
         optimiser: OptimiserConfig | None = None,
@@ -49,12 +52,13 @@ class ServiceTrainer(Trainer):
         self.table, self.service, self.held_out = service.table, service, held_out
         self.loss, settings = loss or ServiceLossConfig(), optimiser or OptimiserConfig()
         with seeded(seed, "cpu"):
-            policy = PricePolicy(env.prices, env.service_ms).eval()
+            policy = PricePolicy(env.prices, env.service_ms, rule).eval()
             reference, actor = copy.deepcopy(policy).requires_grad_(False), policy.actor()
             about = self.loss.of_grpo() | {"kl_to_ref_coeff": self.loss.kl_to_ref_coeff or 0.0}
             self.grpo = GRPOLoss(actor, **about, functional=False)
             stored = [*OBSERVED, "waited_ms", "action", "action_log_prob", ("next", "reward")]
-            stage = Stage("GRPO", self._by_request, settings.iterations, settings.lr, patience=settings.patience)
+            about_stage = "GRPO", self._by_request, settings.iterations, settings.lr, self._prepare
+            stage = Stage(*about_stage, patience=settings.patience)
             shape = (*env.batch_size, env.contexts.requests)
             options |= {"stored": stored, "shape": shape, "seed": seed}
             super().__init__(policy, reference, env, actor, [stage], settings, **options)
@@ -69,6 +73,11 @@ class ServiceTrainer(Trainer):
         for place in range(utility.shape[-1] - 2, -1, -1):
             to_come[..., place] += self.loss.discount * busy[..., place + 1] * to_come[..., place + 1]
         return traces.set("utility", utility).set(("next", "reward"), to_come)
+
+    def _prepare(self, share: float, watched: bool) -> None:
+        """What is best for draws that vary is not best for the prices at their middle, so they vary less and less."""
+        self.agent.spread = self.reference.spread = SPREAD[0] + (SPREAD[1] - SPREAD[0]) * share
+        self.grpo.diagnostics = watched
 
     def _by_request(self, minibatch: TensorDictBase) -> TensorDictBase:
         """The loss of traces [P, G, T], each request a context with its own group."""

@@ -23,8 +23,8 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 HOPELESS = 0.01
 """If no configuration is more likely than this to be on time, the one expected to be fastest is chosen."""
-FORGOTTEN = 16
-"""Arrivals after which a recent gap counts 1/e as much."""
+RECENT = 32
+"""Arrivals that the recent gap is a mean over: of all until then, afterwards exponentially weighted."""
 
 
 class Forecast(NamedTuple):
@@ -103,7 +103,7 @@ class Queue:
         group: G. All rollouts of a trace have the same arrivals, deadlines and measurements.
         servers: how many serve the queue.
         cost_ms: what a decision takes, before the request is served.
-        gap_ms: mean gap between arrivals that is assumed before the first ones.
+        gap_ms: the gap between arrivals that is assumed before the first one.
 
     Raises:
         InputError: no server, or arrivals as `check_arrivals` refuses them.
@@ -118,8 +118,8 @@ class Queue:
         self.rewards = RewardTable(table, TRAINING_REWARD)
         self.free_ms = torch.zeros(len(traces.rows), group, servers, dtype=torch.float64)
         gaps, recent = traces.arrivals_ms.diff(dim=1), [torch.full((len(traces.rows),), gap_ms, dtype=torch.float64)]
-        for gap in gaps.unbind(1):
-            recent.append(recent[-1] + (gap - recent[-1]) / FORGOTTEN)
+        for place, gap in enumerate(gaps.unbind(1)):
+            recent.append(recent[-1] + (gap - recent[-1]) / min(place + 2, RECENT))
         self._recent = torch.stack(recent, 1)
 
     @property

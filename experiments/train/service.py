@@ -57,10 +57,12 @@ class ServiceExperiment(Experiment):
         self.judged_on = {
             str(load): self.traces([load], self.test, JUDGED + i) for i, load in enumerate(config.judged_loads)
         }
+        self.tuned_on = self.traces(config.loads, self.fitted, TUNED)
+        self.tuned = self.service.tuned(self.tuned_on)
         held_out = self.traces(config.loads, self.fitted, HELD_OUT)
         about = {"loss": config.loss, "optimiser": settings}
         self.trainers = [
-            ServiceTrainer(env, self.service, held_out, seed=seed, **about)
+            ServiceTrainer(env, self.service, held_out, self.tuned[1:], seed=seed, **about)
             for env, seed in zip(envs, config.seeds, strict=True)
         ]
 
@@ -106,8 +108,7 @@ class ServiceExperiment(Experiment):
 
     def rules(self) -> tuple[dict[str, Decide], list[dict[str, Any]]]:
         """The rivals, tuned on traces of the training samples; and what was chosen."""
-        traces, service = self.traces(self.config.loads, self.fitted, TUNED), self.service
-        alone, *pair = service.tuned(traces)
+        service, (alone, *pair) = self.service, self.tuned
         rules = {"price_backlog": service.at_price(*pair), "price_single": service.at_price(alone)}
         tuned = [{"policy": "price_backlog", "price": pair[0], "per_waiting": pair[1]}]
         tuned += [{"policy": "price_single", "price": alone, "per_waiting": 0.0}]
@@ -116,5 +117,5 @@ class ServiceExperiment(Experiment):
             name = f"price_backlog_at_{load:g}"
             rules[name] = service.at_price(*pair)
             tuned.append({"policy": name, "price": pair[0], "per_waiting": pair[1]})
-        rules |= {"myopic": service.at_price(0.0), "best_static": service.best_static(traces)}
+        rules |= {"myopic": service.at_price(0.0), "best_static": service.best_static(self.tuned_on)}
         return rules | {"static_by_time_left": service.static_by_time_left(self.fitted)}, tuned

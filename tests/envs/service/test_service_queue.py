@@ -71,7 +71,7 @@ def test_the_recent_gap_knows_only_what_has_arrived() -> None:
     queue = Queue(table_of(), traces_of([0.0, 8.0, 100.0]), gap_ms=4.0)
     assert queue.head().gap_ms.item() == 4.0
     queue.serve(torch.tensor([[1]]))
-    assert queue.head().gap_ms.item() == 4.0 + (8.0 - 4.0) / 16
+    assert queue.head().gap_ms.item() == 4.0 + (8.0 - 4.0) / 2
 
 
 @settings(max_examples=30, deadline=None)
