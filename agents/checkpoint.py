@@ -14,6 +14,7 @@ from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.service.policy import PricePolicy
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
@@ -22,8 +23,10 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 
 FORMAT = "knobwise.Controller/2"
-Agent = Controller | StackedController | PricedChooser | Selector
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector)}
+Agent = Controller | StackedController | PricedChooser | Selector | PricePolicy
+KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector, PricePolicy)
+}
 
 NETWORK = ("structure", "members", "hidden", "layers", "budget_width")
 """The fields of `PolicyConfig` that make the network; a start may differ in the others."""
@@ -40,9 +43,10 @@ class Loaded(NamedTuple):
 
     @property
     def controller(self) -> Controller | StackedController | PricedChooser:
-        """The agent; an `InputError` when it is a selector."""
-        if isinstance(self.agent, Selector):
-            raise InputError(f"the checkpoint holds a selector, trained on {self.profile_name!r}, and no controller")
+        """The agent; an `InputError` when it is a selector or a policy of prices."""
+        if isinstance(self.agent, Selector | PricePolicy):
+            held = "selector" if isinstance(self.agent, Selector) else "policy of prices"
+            raise InputError(f"the checkpoint holds a {held}, trained on {self.profile_name!r}, and no controller")
         return self.agent
 
     @property

@@ -85,6 +85,7 @@ _DEFAULTS |= {"trained_on": "builtin"}
 GROUPS_OF = {
     "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
     "train_selector": ("beams", "encoder", "tracking"),
+    "train_service": ("profile", "tracking"),
     "inspect": ("profile",),
     "evaluate": ("profile", "reward", "beams", "encoder"),
     "profile": (),
@@ -108,9 +109,10 @@ SWEEP = "sweep"
 
 
 def schema_of(verb: str, words: Sequence[str]) -> str:
-    """The key in `VERBS`: `train` has one schema for controllers and one for selectors, by the experiment's name."""
-    selector = r"\+*experiment=(?:\w+\()?['\"]?selector"
-    return "train_selector" if verb == "train" and any(re.match(selector, word) for word in words) else verb
+    """The key in `VERBS`: `train` has a schema for controllers, one for selectors and one for services, by the
+    experiment's name."""
+    names = (re.match(r"\+*experiment=(?:\w+\()?['\"]?(selector|service)", word) for word in words)
+    return next((f"train_{name[1]}" for name in names if verb == "train" and name), verb)
 
 
 @cache
@@ -306,7 +308,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _listed_by(verb: str) -> str:
-    command = "train experiment=selector" if verb == "train_selector" else verb
+    command = verb.replace("_", " experiment=")
     return f"(`knobwise {command} --help` lists every option)"
 
 

@@ -32,6 +32,7 @@ from knobwise.common.progress import duration, say
 from knobwise.experiments.results.problem import problem_of
 from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 from knobwise.experiments.settings.selector_options import SelectorRun
+from knobwise.experiments.settings.service_options import ServiceRun
 
 STOP = "stop"
 POLL_S = 0.3
@@ -41,10 +42,12 @@ ANSWERS_S = 5.0
 
 
 def train(config: Any, words: list[str]) -> Path:
-    """Train a controller or a selector; returns the run's folder. Raises InputError: settings or files that cannot be
-    used; nothing has been written then."""
+    """Train a controller, a selector or the prices of a service; returns the run's folder. Raises InputError: settings
+    or files that cannot be used; nothing has been written then."""
     experiment: Any
-    if isinstance(config, SelectorRun):
+    if isinstance(config, ServiceRun):
+        from knobwise.experiments.train.service import ServiceExperiment as experiment
+    elif isinstance(config, SelectorRun):
         from knobwise.experiments.train.selector import SelectorExperiment as experiment
     else:
         from knobwise.experiments.train.controller import ControllerExperiment as experiment
@@ -55,7 +58,8 @@ def result_line(run: Path) -> str:
     """The result of a finished run in a few words: its utility, or the accuracy of each way of post-training."""
     results = json.loads((run / "results.json").read_text())
     if problem_of(results).averaged:
-        row = next(row for row in results["rows"] if row["policy"] == "controller" and row["budget_ms"] is None)
+        problem = problem_of(results)
+        row = problem.row(results, problem.trained[0], None)
         low, high = row["utility_ci95"]
         return f"utility {row['utility']:.3f} [{low:.3f}, {high:.3f}]"
     rows = [row for row in results["rows"] if row["shots"] == results["trained_shots"]] or results["rows"]

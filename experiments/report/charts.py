@@ -147,6 +147,12 @@ def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.L
     return alt.layer(*layers).properties(width=820, height=340)
 
 
+def by_load(rows: pl.DataFrame, policies: Sequence[str], loads: Sequence[str]) -> alt.LayerChart:
+    """Utility at constant and changing loads, in this order. Columns: policy, name, load, utility, low, high."""
+    x = alt.X("load:N", title="load", sort=list(loads), axis=alt.Axis(labelAngle=0))
+    return alt.layer(*_lines(rows, x, "utility", "utility (0 to 1)", policies)).properties(width=820, height=340)
+
+
 def _lines(
     rows: pl.DataFrame, x: alt.X, y: str, title: str, policies: Sequence[str], percent: bool = False
 ) -> list[alt.Chart]:

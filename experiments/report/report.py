@@ -17,7 +17,14 @@ from knobwise.experiments.report.page import render_page
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.tables import print_lines, print_table
 from knobwise.experiments.report.words import LEARNED, MIX, ORACLE, SINGLE, STATIC, TEACHER, policy_name, quantity
-from knobwise.experiments.results.problem import DEADLINE, DEMONSTRATIONS, MEAN_BUDGET, problem_of, shown_at
+from knobwise.experiments.results.problem import (
+    DEADLINE,
+    DEMONSTRATIONS,
+    MEAN_BUDGET,
+    SERVICE,
+    problem_of,
+    shown_at,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -148,4 +155,14 @@ def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_NUMBERS = {DEADLINE.name: _under_deadlines, MEAN_BUDGET.name: _under_mean_budgets, DEMONSTRATIONS.name: _of_selectors}
+def _of_services(results: Mapping[str, Any]) -> dict[str, Any]:
+    over = {(row["against"], row["load"]): row for row in results["differences"]}
+    return {"learned": words.means_of(results)[SERVICE.trained[0]], "over": over}
+
+
+_NUMBERS = {
+    DEADLINE.name: _under_deadlines,
+    MEAN_BUDGET.name: _under_mean_budgets,
+    DEMONSTRATIONS.name: _of_selectors,
+    SERVICE.name: _of_services,
+}

@@ -14,7 +14,16 @@ from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page, words
 from knobwise.experiments.report.words import MIX, ORACLE, SINGLE, policy_name, rows_at, shots_words
-from knobwise.experiments.results.problem import CONTROLS, DEMONSTRATIONS, LEARNED, UPPER, Problem, problem_of, shown_at
+from knobwise.experiments.results.problem import (
+    CONTROLS,
+    DEMONSTRATIONS,
+    LEARNED,
+    SERVICE,
+    UPPER,
+    Problem,
+    problem_of,
+    shown_at,
+)
 
 Charts = dict[str, alt.TopLevelMixin]
 """Heading → chart."""
@@ -40,6 +49,8 @@ POINTS = 6000
 
 def result_charts(results: Mapping[str, Any]) -> Charts:
     """The charts that the results have numbers for."""
+    if problem_of(results) is SERVICE:
+        return _over_loads(results)
     return _over_budgets(results) if problem_of(results).averaged else _over_shots(results)
 
 
@@ -131,6 +142,21 @@ def reliability(bins: Sequence[Mapping[str, float]]) -> alt.LayerChart:
     dots = alt.Chart(rows).encode(x, y, tooltip=tooltip)
     layers = dots.mark_line(strokeWidth=1.5), dots.mark_circle(size=60, opacity=1)
     return alt.layer(diagonal, *layers).properties(width=340, height=340)
+
+
+def _over_loads(results: Mapping[str, Any]) -> Charts:
+    """Utility at every load; rules that were tuned at a single load are thin and grey."""
+    rows = [row for row in results["rows"] if row["load"] is not None]
+    name = [policy_name(row["policy"]) for row in rows]
+    named = [each if row["policy"] in words.POLICIES else charts.OTHER for row, each in zip(rows, name, strict=True)]
+    bounds = [dict(zip(("low", "high"), row["utility_ci95"], strict=True)) for row in rows]
+    frame = pl.DataFrame(
+        [
+            {"policy": policy, "name": each, "load": row["load"], "utility": row["utility"], **bound}
+            for row, policy, each, bound in zip(rows, named, name, bounds, strict=True)
+        ]
+    )
+    return {"Utility against load": charts.by_load(frame, list(dict.fromkeys(named)), results["loads"])}
 
 
 # -- over numbers of shots ---------------------------------------------------------------------------------------------

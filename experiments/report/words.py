@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from scipy.special import stdtrit
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.results.problem import Metric
+from knobwise.experiments.results.problem import Metric, problem_of
 
 Row = Mapping[str, Any]
 
@@ -173,8 +173,9 @@ def unit_of(results: Mapping[str, Any]) -> str:
 
 
 def means_of(results: Mapping[str, Any]) -> dict[str, Row]:
-    """Policy → its row with the means over the budgets."""
-    return {row["policy"]: row for row in results["rows"] if row.get("budget_ms") is None}
+    """Policy → its row with the means over the budgets, or over the loads of a service."""
+    place = problem_of(results).place
+    return {row["policy"]: row for row in results["rows"] if row.get(place) is None}
 
 
 def ranked(results: Mapping[str, Any], metric: str = "utility") -> list[Row]:

@@ -1,4 +1,4 @@
-"""The three kinds of problem that a run can be about: everything that differs between them is a field of `Problem`.
+"""The kinds of problem that a run can be about: everything that differs between them is a field of `Problem`.
 
 No torch is imported.
 """
@@ -51,6 +51,7 @@ FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", "%")
 OVER_MIX = Metric("over_static_mix", "over static mix")
 OVER_SINGLE = Metric("over_best_single", "over best single")
 DECISION = Metric("decision_us_p50", "decision time", "µs")
+WAITED = Metric("waited_ms_mean", "mean wait", "ms")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ class Problem:
         return next((row for row in self.rows(results) if (row["policy"], row.get(self.place)) == wanted), {})
 
     def judged_at(self, results: Mapping[str, Any]) -> list[float]:
-        """The places that policies were judged at, sorted."""
+        """The places that policies were judged at, sorted; of a service its loads as they were given."""
+        if "loads" in results:
+            return list(results["loads"])
         return sorted({row[self.place] for row in self.rows(results) if row.get(self.place) is not None})
 
     def main_place(self, results: Mapping[str, Any]) -> float | None:
@@ -165,12 +168,27 @@ DEMONSTRATIONS = Problem(
     averaged=False,
     controls=CONTROLS,
 )
+SERVICE = Problem(
+    name="service",
+    agents="policies of prices",
+    place="load",
+    place_words=("load", "loads"),
+    samples="traces",
+    score="utility",
+    ranked_by="utility",
+    metrics=(UTILITY, ACCURACY, LATENCY, WAITED, ON_TIME),
+    low="myopic",
+    high="price_backlog",
+    trained=("price_grpo",),
+)
 
 
 def problem_of(results: Mapping[str, Any]) -> Problem:
     """The problem that the content of a `results.json` is about."""
     if results.get("system") == "selector":
         return DEMONSTRATIONS
+    if results.get("system") == SERVICE.name:
+        return SERVICE
     return MEAN_BUDGET if results.get("sense") == "mean" else DEADLINE
 
 

@@ -13,6 +13,7 @@ from knobwise.common.checks import a_seed, at_least, one_of, positive
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.experiments.settings.selector_options import SelectorRun
+from knobwise.experiments.settings.service_options import ServiceRun
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig, VLMTaskConfig
@@ -305,6 +306,7 @@ class WorkspaceRun:
 VERBS: dict[str, type[Any]] = {
     "train": TrainRun,
     "train_selector": SelectorRun,
+    "train_service": ServiceRun,
     "inspect": InspectRun,
     "evaluate": EvaluateRun,
     "profile": ProfileRun,
@@ -313,6 +315,6 @@ VERBS: dict[str, type[Any]] = {
     "compare": CompareRun,
     "workspace": WorkspaceRun,
 }
-"""The settings of every verb. `train` has two, see `schema_of`."""
-EXPERIMENTS = {"train": "controller", "train_selector": "selector"}
+"""The settings of every verb. `train` has three, see `schema_of`."""
+EXPERIMENTS = {"train": "controller", "train_selector": "selector", "train_service": "service"}
 """The experiment that runs when none is named."""
