@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -105,12 +106,19 @@ def same(first: Any, second: Any) -> bool:
 # -- in other processes ------------------------------------------------------------------------------------------------
 
 
+def started(words: list[str], **variables: str) -> subprocess.Popen[str]:
+    """A command at work in a new interpreter, which joblib and Ray start their processes from."""
+    environment = {**os.environ, **VARIABLES, **variables}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*COMMAND, *words], env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
 class Command:
     """A command at work, in a process forked from one that has imported everything, which others need seconds for."""
 
-    def __init__(self, words: list[str], **variables: str) -> None:
+    def __init__(self, words: list[str]) -> None:
         self.printed = tuple(Path(tempfile.mkstemp(prefix=f"{name}-")[1]) for name in ("out", "err"))
-        environment = {**os.environ, **VARIABLES, **variables}
+        environment = {**os.environ, **VARIABLES}
         context = multiprocessing.get_context("forkserver")
         self.process = context.Process(target=_work, args=(words, os.getcwd(), environment, self.printed))
         self.process.start()
@@ -121,6 +129,9 @@ class Command:
     def returncode(self) -> int | None:
         """None while it is at work; −n if signal n ended it."""
         return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -155,10 +166,13 @@ def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
 
 
 def stop_when(
-    condition: Callable[[], object], process: Command, number: int = signal.SIGKILL, seconds: float = 120
+    condition: Callable[[], object],
+    process: Command | subprocess.Popen[str],
+    number: int = signal.SIGKILL,
+    seconds: float = 120,
 ) -> str:
     """Send a command this signal as soon as this holds; what it wrote to stderr."""
-    wait_for(lambda: condition() or process.returncode is not None, seconds)
+    wait_for(lambda: condition() or process.poll() is not None, seconds)
     process.send_signal(number)
     _, message = process.communicate(timeout=seconds)
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), message

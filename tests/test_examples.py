@@ -50,10 +50,10 @@ def test_step_by_hand(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 
 def test_the_loop_fits_on_a_page_and_is_as_good_as_the_heads_of_the_experiments() -> None:
     """`knobwise train experiment=heads policy=independent seeds=[0] own_cost=false` gives 0.595; this is held
-    to within a point of it."""
+    to within a point of it, by half of its iterations."""
     assert len((ROOT / "examples" / "torchrl_loop.py").read_text().splitlines()) <= 60
     torch.manual_seed(1)
-    assert example("torchrl_loop").main() > 0.585
+    assert example("torchrl_loop").main(warm_up=300, iterations=150) > 0.585
 
 
 def test_torchrls_trainer_learns() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from commands import OPTIMISER, TABLE, Capture, Command, Patch, ctrl_c, refused, stop_when, write_table
+from commands import OPTIMISER, TABLE, Capture, Patch, ctrl_c, refused, started, stop_when, write_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -341,7 +341,7 @@ def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) 
         words += ["hydra.launcher.n_jobs=2", "budgets_ms=[0],null"]
     else:  # one process for both jobs, which is slow to start
         words += ["+hydra.launcher.ray.init.num_cpus=1", "+hydra.launcher.ray.init.include_dashboard=false"]
-    command = Command(words, RAY_AUTH_MODE="disabled")
+    command = started(words, RAY_AUTH_MODE="disabled")
     printed, message = command.communicate()
     assert command.returncode == (2 if fails else 0), message
     assert numbers(launcher) == numbers("runs")
@@ -364,7 +364,7 @@ def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) 
 def test_ctrl_c_ends_jobs_in_other_processes_and_the_same_command_goes_on(folder: Path) -> None:
     # seconds: a job looks every 0.3 s whether to stop
     long = ["optimiser.iterations=250", "optimiser.evaluate_every=50", "optimiser.patience=0"]
-    sweep = Command([*OBJECTIVE, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
+    sweep = started([*OBJECTIVE, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
     begun = "objective/*/checkpoints/seed0/last.pt"
     message = stop_when(lambda: list(Path("runs").glob(begun)), sweep, signal.SIGINT, 300)
     states = [outcome.state for outcome in outcomes()]  # the second may not have begun
