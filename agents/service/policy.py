@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
 
@@ -80,14 +79,14 @@ class PricePolicy(nn.Module):
         )
         return ProbabilisticTensorDictSequential(TensorDictModule(self, [*OBSERVED], ["logits"]), draw)
 
-    def rule(self) -> Callable[[float, float, float, NDArray[Any], NDArray[Any]], int]:
-        """The decision for one request, in NumPy: time left in ms, how many wait behind, the recent load, and of each
-        configuration the expected utility under the time left and the expected latency in ms, [C] each → its index."""
+    def single(self) -> Callable[[float, float, float], float]:
+        """`price` for one request, in NumPy: time left in ms, how many wait behind, the recent load → utility per
+        ms."""
         linear = [layer for layer in self.network if isinstance(layer, nn.Linear)]
         layers = [(each.weight.detach().numpy(), each.bias.detach().numpy()) for each in linear]
         prices, service_ms, levels = self.prices.numpy(), self.service_ms, np.arange(len(self.prices))
 
-        def choose(left_ms: float, backlog: float, load: float, utility: Any, latency_ms: Any) -> int:
+        def price(left_ms: float, backlog: float, load: float) -> float:
             left = min(max(left_ms / service_ms, -1.0), 6.0)
             x = np.array([left, min(backlog, 10) / 3, backlog > 0, min(load, 3.0)], np.float32)
             for weight, bias in layers[:-1]:
@@ -95,10 +94,9 @@ class PricePolicy(nn.Module):
                 x = x / (1 + np.exp(-x))
             weight, bias = layers[-1]
             start = np.interp(self.start[0] + self.start[1] * backlog, prices, levels)
-            price = np.interp(start + SCALE * float((weight @ x + bias)[0]), levels, prices)
-            return int((utility - price * latency_ms).argmax())
+            return float(np.interp(start + SCALE * float((weight @ x + bias)[0]), levels, prices))
 
-        return choose
+        return price
 
     def plain(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""

@@ -96,6 +96,14 @@ class Served(NamedTuple):
     waited_ms: Tensor
 
 
+def recent_gaps(arrivals_ms: Tensor, gap_ms: float) -> Tensor:
+    """The recent mean gap at each arrival, [P, T] → float64 [P, T]; `gap_ms` is assumed before the first one."""
+    recent = [torch.full((len(arrivals_ms),), gap_ms, dtype=torch.float64)]
+    for place, gap in enumerate(arrivals_ms.diff(dim=1).unbind(1)):
+        recent.append(recent[-1] + (gap - recent[-1]) / min(place + 2, RECENT))
+    return torch.stack(recent, 1)
+
+
 class Queue:
     """G rollouts of each of P traces, request by request: `head`, then `serve`, T times.
 
@@ -117,10 +125,7 @@ class Queue:
         self.traces, self.cost_ms, self.place = traces, cost_ms, 0
         self.rewards = RewardTable(table, TRAINING_REWARD)
         self.free_ms = torch.zeros(len(traces.rows), group, servers, dtype=torch.float64)
-        gaps, recent = traces.arrivals_ms.diff(dim=1), [torch.full((len(traces.rows),), gap_ms, dtype=torch.float64)]
-        for place, gap in enumerate(gaps.unbind(1)):
-            recent.append(recent[-1] + (gap - recent[-1]) / min(place + 2, RECENT))
-        self._recent = torch.stack(recent, 1)
+        self._recent = recent_gaps(traces.arrivals_ms, gap_ms)
 
     @property
     def over(self) -> bool:

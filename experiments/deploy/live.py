@@ -16,8 +16,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, averages
+from knobwise.agents.service.policy import PricePolicy
 from knobwise.agents.serving.adaptive_model import DECISIONS_KEPT, AdaptiveModel
 from knobwise.agents.serving.export import arrays_of_static, to_numpy
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
@@ -38,10 +38,13 @@ from knobwise.common.files import write_text
 from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
+from knobwise.envs.service.arrivals import Load
+from knobwise.envs.service.queue import recent_gaps
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.deploy.live_results import BEST_STATIC, Record, Served, Stream, live_results
+from knobwise.experiments.deploy.live_results import BEST_STATIC, PRICED, Record, Served, Stream, live_results
 from knobwise.experiments.report.live import print_live, write_live_page
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
+from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticRequests
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clocked_by
@@ -83,7 +86,8 @@ def run_live(
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets_ms = judged_budgets(table, config.budgets_ms)
-    stream = draw_stream(table, test, fitted, budgets_ms, requests, config)
+    prices = None if config.price is None else price_policy(config.price)
+    stream = draw_stream(table, test, fitted, budgets_ms, requests, config, prices)
     with one_thread(), threadpool_limits(1), collected_between():
         check_features(model, table, stream)
         served = AdaptiveModel(model, to_numpy(controller), clock=config.clock)
@@ -91,10 +95,12 @@ def run_live(
         if stream.timed:
             choices, ratios = served.timed_cells(table, stream.timed, config.calibration)
             speed = float(np.exp(np.nanmedian(ratios)))
-        stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
+        stream = stream.scaled(speed, arrivals=config.load is not None)
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
         server = Server(served, BudgetAwareStatic(table, fitted), fixed, stream, requests, config)
-        for tracker in (served.tracker, *(each.tracker for each in server.statics.values())):
+        if prices is not None:
+            server.add_prices(prices, speed)
+        for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
         stopped = server.serve()
     record = server.record
@@ -126,13 +132,27 @@ def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor
     return {name: int(choice) for name, choice in list(chosen.items())[:count]}
 
 
+def price_policy(path: str) -> PricePolicy:
+    """The policy of a checkpoint or a run. Raises InputError if it is another kind."""
+    agent = load_checkpoint(checkpoint_at(path)).agent
+    if not isinstance(agent, PricePolicy):
+        raise InputError(f"stream.price={path}: holds no policy of prices, from knobwise train experiment=service")
+    return agent
+
+
 # -- the stream --------------------------------------------------------------------------------------------------------
 
 
 def draw_stream(
-    table: ProfileTable, test: Tensor, fitted: Tensor, budgets_ms: Tensor, requests: Requests, config: LiveConfig
+    table: ProfileTable,
+    test: Tensor,
+    fitted: Tensor,
+    budgets_ms: Tensor,
+    requests: Requests,
+    config: LiveConfig,
+    prices: PricePolicy | None = None,
 ) -> Stream:
-    """Draw order, budgets (still in the profile's ms) and arrivals.
+    """Draw order, budgets and, by a load, arrivals (both still in the profile's ms).
 
     Raises:
         InputError: no request is of the test samples, or with `fresh` outside the profile.
@@ -154,6 +174,9 @@ def draw_stream(
     order = np.concatenate([rng.permutation(len(ids)) for _ in range(rounds)])[: config.requests]
     drawn = rng.choice(budgets_ms.double().numpy(), config.requests)
     arrivals = None if config.rate is None else rng.exponential(1 / config.rate, config.requests).cumsum()
+    if config.load is not None and prices is not None:
+        draw = torch.Generator().manual_seed(config.seed)
+        arrivals = Load.parse(config.load).arrivals(config.requests, prices.service_ms, draw).numpy() / 1e3
     known = [row for row in fitted.tolist() if table.sample_ids[row] in requests]
     timed = {row: requests.request(table.sample_ids[row]) for row in rng.permutation(known)[: config.calibration]}
     samples = {name: requests.request(name) for name in dict.fromkeys(ids[order])}
@@ -179,7 +202,7 @@ def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> N
 
 
 class Server:
-    """The policies in front of the model; each serves one request at a time: id, budget, ms it waited → `Served`."""
+    """The policies in front of the model; each serves one request at a time: its number, ms it waited → `Served`."""
 
     def __init__(
         self,
@@ -201,39 +224,73 @@ class Server:
         }
         # what a choice cost lately is taken off the next budget, as in the runtime
         self.latest: dict[str, deque[float]] = {name: deque(maxlen=DECISIONS_KEPT) for name in self.statics}
-        self.policies: dict[str, Callable[[str, float, float], Served]] = {
+        self.trackers = [model.tracker, *(static.tracker for static in self.statics.values())]
+        self.policies: dict[str, Callable[[int, float], Served]] = {
             LEARNED: partial(self.by_controller, self.model),
             FROZEN: partial(self.by_controller, self.frozen),
             **{name: partial(self.by_static, static) for name, static in self.statics.items()},
             **{name: partial(self.by_configuration, fixed[name]) for name in fixed if name != BEST_STATIC},
         }
-        shape = len(self.policies), len(stream.rows), config.repeats
-        fields = {name: np.zeros(shape, object if name == "drift" else float) for name in Served._fields}
-        self.record = Record(list(self.policies), fields)
         self._complete = 0, 0  # repeats, and requests of the next one, that every policy served
 
-    def by_controller(self, model: AdaptiveModel, name: str, budget: float, waited: float) -> Served:
-        start = self.clock()
-        result = model.answer(self.stream.requests[name], max(budget - waited, LEAST_LATENCY_MS))
-        took_ms, inference_ms = (self.clock() - start) * 1e3, result.answer.total_ms
+    def add_prices(self, policy: PricePolicy, speed: float) -> None:
+        """Also serve by a policy of prices, and by the rule that it started from, on a machine of this speed."""
+        assert self.stream.arrivals_s is not None
+        start, per_waiting = policy.start
+        arrivals_ms, service_ms = torch.from_numpy(self.stream.arrivals_s * 1e3), policy.service_ms * speed
+        self.loads = service_ms / recent_gaps(arrivals_ms[None], service_ms)[0].clamp_min(LEAST_LATENCY_MS).numpy()
+
+        def rule(left_ms: float, backlog: float, load: float) -> float:
+            return start + per_waiting * backlog
+
+        for name, price in zip(PRICED, (policy.single(), rule), strict=True):
+            model = AdaptiveModel(self.model.model, self.model.controller, clock=self.model.clock)
+            self.trackers.append(model.tracker)
+            self.policies[name] = partial(self.by_price, model, price, speed)
+
+    @cached_property
+    def record(self) -> Record:
+        """What was served so far, 0 for the rest."""
+        shape = len(self.policies), len(self.stream.rows), self.config.repeats
+        fields = {name: np.zeros(shape, object if name == "drift" else float) for name in Served._fields}
+        return Record(list(self.policies), fields)
+
+    def by_price(
+        self, model: AdaptiveModel, price: Callable[..., float], speed: float, i: int, waited: float
+    ) -> Served:
+        assert self.stream.arrivals_s is not None
+        # a hair later, so that rounding does not hide the request itself
+        now = self.stream.arrivals_s[i] + waited / 1e3 + 1e-9
+        arrived = int(np.searchsorted(self.stream.arrivals_s, now, side="right"))
+        start, left = self.clock(), float(self.stream.budgets_ms[i]) - waited
+        priced = price(left / speed, arrived - i - 1, float(self.loads[arrived - 1])) / speed
+        return self.by_controller(model, i, waited, priced, (self.clock() - start) * 1e3)
+
+    def by_controller(
+        self, model: AdaptiveModel, i: int, waited: float, price: float | None = None, spent_ms: float = 0.0
+    ) -> Served:
+        start, name = self.clock(), self.stream.ids[i]
+        left = max(float(self.stream.budgets_ms[i]) - waited, LEAST_LATENCY_MS)
+        result = model.answer(self.stream.requests[name], left, price=price)
+        took_ms, inference_ms = (self.clock() - start) * 1e3 + spent_ms, result.answer.total_ms
         overhead_ms, score = max(took_ms - inference_ms, 0.0), self.score(name, result.answer.text)
         about = result.limit_ms, result.decision_us, *result.expected
         return Served(result.choice, score, inference_ms, overhead_ms, waited, *about, result.drift)
 
-    def by_static(self, static: TrackedStatic, name: str, budget: float, waited: float) -> Served:
-        latest = self.latest[static.tracker.digest]
+    def by_static(self, static: TrackedStatic, i: int, waited: float) -> Served:
+        latest, budget = self.latest[static.tracker.digest], float(self.stream.budgets_ms[i])
         limit = max(budget - waited - (statistics.median(latest) if latest else 0.0), LEAST_LATENCY_MS)
         drift, start = static.tracker.drift, self.clock()
         choice, decided = static.decide(limit), self.clock()
-        served, answered = self.by_configuration(choice, name, budget, waited), self.clock()
+        served, answered = self.by_configuration(choice, i, waited), self.clock()
         static.update(choice, served.inference_ms)
         decision_ms = max((decided - start) * 1e3, 0.0)
         overhead_ms = decision_ms + max((self.clock() - answered) * 1e3, 0.0)
         latest.append(overhead_ms)
         return served._replace(limit_ms=limit, drift=drift, overhead_ms=overhead_ms, decision_us=decision_ms * 1e3)
 
-    def by_configuration(self, choice: int, name: str, budget: float, waited: float) -> Served:
-        vlm = self.model.model
+    def by_configuration(self, choice: int, i: int, waited: float) -> Served:
+        vlm, name = self.model.model, self.stream.ids[i]
         with clocked_by(self.config.clock):
             stage = vlm.first_stage(self.stream.requests[name], features=False)
             (answer,) = vlm.answer([stage], self.model.configurations[choice])
@@ -269,11 +326,10 @@ class Server:
         return self.stream.first(n), Record(self.record.policies, served)
 
     def _serve_request(self, policy: str, i: int, waited: float) -> Served:
-        name = self.stream.ids[i]
         try:
-            return self.policies[policy](name, float(self.stream.budgets_ms[i]), waited)
+            return self.policies[policy](i, waited)
         except Exception as error:
-            raise ServiceStopped(name, policy, error) from error
+            raise ServiceStopped(self.stream.ids[i], policy, error) from error
 
     def _serve_block(self, block: range, p: int, repeat: int, free: float) -> float:
         """Serve some requests by policy p, which is free after so many seconds, and return when it is free again."""

@@ -24,6 +24,8 @@ from knobwise.profiling.measuring.machine import cpu_name
 METRICS = ("accuracy", "latency_ms", "satisfaction", "utility")
 """What is known of every request."""
 BEST_STATIC = "best_static"
+PRICED = ("price_grpo", "price_backlog")
+"""A trained policy of prices, and the tuned rule that it started from."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Stream:
     """By id."""
     timed: Mapping[int, Request]
     """By row of the table, to find the speed of this machine."""
+
+    def scaled(self, speed: float, arrivals: bool) -> Stream:
+        """The same on a machine that takes `speed` times as long: budgets, and if wanted arrivals."""
+        arrivals_s = self.arrivals_s if self.arrivals_s is None or not arrivals else self.arrivals_s * speed
+        return replace(self, budgets_ms=self.budgets_ms * speed, arrivals_s=arrivals_s)
 
     def first(self, n: int) -> Stream:
         """The first n of them."""
@@ -93,7 +100,7 @@ def live_results(
     live = _outcomes(served["score"], (served["inference_ms"] + costs).unsqueeze(-1), budgets)
     replayed = _Replay(table, stream, served, costs) if (stream.rows >= 0).all() else None
     gained, choice = live["utility"].mean(-1), served["choice"].long()
-    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC)]
+    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC, *PRICED)]
     learned = record.policies.index(LEARNED)
     policies, agreement = [], []
     for p, name in enumerate(record.policies):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knobwise.experiments.report.tables import Table, print_lines, print_table
-from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC, interval, number, policy_name, ranked, sentences
+from knobwise.experiments.report.words import LEARNED, STATIC, interval, number, policy_name, ranked, sentences
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +42,7 @@ def policies(results: Mapping[str, Any]) -> Table:
 
 def name_of(results: Mapping[str, Any], policy: str) -> str:
     """A policy in words; a fixed configuration with its knobs."""
-    if policy in (LEARNED, FROZEN, STATIC):
+    if policy not in results["configurations"]:
         return policy_name(policy)
     knobs = ", ".join(f"{name} {value}" for name, value in results["configurations"][policy].items())
     return f"fixed, {policy_name(policy)}\n({knobs})"

@@ -119,6 +119,11 @@ class LiveConfig:
     rate: float | None = None
     """Requests per second, which arrive at random (Poisson) at one server per policy, so that waiting counts against
     the budget. None lets each request arrive when the one before it is answered."""
+    price: str | None = None
+    """A policy of prices for requests that wait: its checkpoint, or a run of `experiment=service`. It is compared too,
+    with the tuned rule that it started from."""
+    load: str | None = None
+    """With `price`: arrivals by a load, such as 0.9 or `steps 0.3 1.3`, see `knobwise train experiment=service`."""
     budgets_ms: list[float] | None = None
     """Budgets to draw from, in ms of the profile; None for five quantiles of its latencies. They are scaled by the
     speed of this machine."""
@@ -147,6 +152,10 @@ class LiveConfig:
             raise InputError(f"stream.fixed={self.fixed}: must be 1, 2 or 3")
         if self.rate is not None:
             positive("stream.rate", self.rate)
+        if self.load is not None and (self.price is None or self.rate is not None):
+            raise InputError(f"stream.load={self.load}: needs stream.price, and no stream.rate")
+        if self.price is not None and self.rate is None and self.load is None:
+            raise InputError("stream.price: is for requests that wait; give stream.rate or stream.load too")
 
 
 @dataclass

@@ -17,6 +17,7 @@ from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.service.policy import PricePolicy
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
@@ -153,9 +154,9 @@ def test_what_calls_take_beside_the_model_is_charged_too(case: Case, monkeypatch
     _, server = server_of(case, replace(SHORT, requests=3, warm_up=0, rate=1e-3), fixed=0)
     answer = server.model.answer
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.02)
-        return answer(*arguments)
+        return answer(*arguments, **options)
 
     monkeypatch.setattr(server.model, "answer", slow)
     assert server.serve() is None
@@ -177,6 +178,32 @@ def test_who_falls_behind_waits_for_itself_alone(case: Case) -> None:
     np.testing.assert_allclose(served["limit_ms"][2, :, 0], left, rtol=1e-6)
     left = np.maximum(stream.budgets_ms - served["waited_ms"][0, :, 0], 1e-9)
     assert (served["limit_ms"][0, 1:, 0] <= left[1:] + 1e-9).all()
+
+
+def test_prices_follow_the_backlog_that_each_policy_has_itself(case: Case) -> None:
+    """A price so high that whoever has somebody waiting behind takes the fastest, and a trained policy that agrees."""
+    config = replace(SHORT, requests=30, rate=400.0, warm_up=0)
+    stack = StackedController(case.controller, [], torch.ones(1)).eval()
+    stream, server = server_of(case._replace(controller=stack), config, fixed=0)  # type: ignore[arg-type]
+    server.add_prices(PricePolicy(torch.tensor([0.0, 1e3, 1e6]), 2.0, (0.0, 1e5)), speed=1.0)
+    assert server.serve() is None
+    record, arrivals = server.record, stream.arrivals_s
+    assert record.policies[-2:] == ["price_grpo", "price_backlog"]
+    assert arrivals is not None
+    served = {name: values[-2:, :, 0] for name, values in record.served.items()}
+    for p in range(2):
+        begun = arrivals + served["waited_ms"][p] / 1e3
+        backlog = (arrivals[None, :] <= begun[:, None] + 1e-9).sum(1) - np.arange(30) - 1
+        assert (backlog >= 0).all()
+        assert (backlog > 0).any()
+        assert (backlog == 0).any()
+        for i, name in enumerate(stream.ids):
+            features = ElasticAdaptive().first_stage(stream.requests[name]).features
+            price = 1e5 * backlog[i] if backlog[i] else 0.0
+            wanted = server.model.controller.decide_priced(
+                features, served["limit_ms"][p, i], price, served["drift"][p, i]
+            )
+            assert served["choice"][p, i] == wanted[0]
 
 
 def test_nothing_is_fitted_on_what_is_served(
