@@ -127,10 +127,7 @@ class Controller(nn.Module):
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
         """The inverse of `plain`, in eval mode. Raises InputError: a setting that exists no more."""
-        settings = dict(plain["policy"])
-        if settings.pop("budget_encoding", "sinusoidal") == "linear":  # earlier versions had both
-            settings["budget_width"] = 1
-        state, config = plain["state"], PolicyConfig(**settings)
+        state, config = plain["state"], PolicyConfig(**plain["policy"])
         controller = cls(
             [Knob(name, tuple(values)) for name, values in plain["knobs"]],
             state["configurations"],

@@ -85,9 +85,7 @@ class NumpyController:
         self._normal = _Normaliser(_under(arrays, "normaliser."), head["clip"]) if self._widths else None
         network = _under(arrays, "network.")
         self._utility = _UtilityNetwork(network, head) if head["structure"] == "utility" else None
-        if head["structure"] not in ("utility", "independent", "none"):  # "none" leaves all to the experts
-            raise ValueError(f"policy.structure={head['structure']} was removed; train and export again")
-        knobs = head["structure"] == "independent"
+        knobs = head["structure"] == "independent"  # it may be "none", which leaves all to the experts
         self._heads = _KnobNetwork(network, head, self.configurations) if knobs else None
         if self._heads:
             self.typical = arrays["network.typical"][0], arrays["network.typical"][1]

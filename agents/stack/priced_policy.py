@@ -107,7 +107,6 @@ class PricedChooser:
         """Tensors and plain values, for a checkpoint; the chooser must be a stack."""
         return {
             "name": self.name,
-            "kind": type(self.chooser).__name__,
             "chooser": self.chooser.plain(),
             "budgets_ms": self.budgets_ms,
             "prices": self.prices,
@@ -117,9 +116,7 @@ class PricedChooser:
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> PricedChooser:
-        """The inverse of `plain`. Raises InputError: a chooser that is no stack, as earlier versions had them."""
-        if plain["kind"] != StackedController.__name__:
-            raise InputError("under a mean budget its policy predicts no outcomes, or has a single network")
+        """The inverse of `plain`."""
         mix = plain["mix"] and StaticMix.restored(plain["mix"])
         chooser = StackedController.restored(plain["chooser"])
         return cls(plain["name"], chooser, plain["budgets_ms"], plain["prices"], mix, plain["guard"])

@@ -166,13 +166,11 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
                 f"{folder}: is a run of {problem.agents}, {folders[0]} one of {kind.agents}; their numbers mean "
                 "different things, compare runs of one kind"
             )
-        stages = ("warmup_iterations", "iterations")
-        content.setdefault("training", {stage: values.get(f"optimiser.{stage}") for stage in stages})
         decisions, missing = None, ""
         try:
             decisions = read_decisions(folder)
         except InputError as error:
-            missing = str(error) if (folder / FILE).exists() else f"has no {FILE} (an older run)"
+            missing = str(error) if (folder / FILE).exists() else f"has no {FILE}"
         runs.append(ComparedRun(folder, label, problem, content, values, decisions, missing))
     return runs
 

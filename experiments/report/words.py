@@ -199,8 +199,7 @@ def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
 
 def _with_fallback(row: Row) -> Row:
     worse = not (row["deployed"] or row.get("better"))
-    # earlier runs have no `unshown`
-    return {"unshown": False, **row, "worse": worse, "safer": not worse and not row["deployed"]}
+    return {**row, "worse": worse, "safer": not worse and not row["deployed"]}
 
 
 def guard_words(rows: Sequence[Row]) -> str:

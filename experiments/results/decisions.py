@@ -76,13 +76,12 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     """
     path = Path(folder) / FILE
     if not path.is_file():
-        raise InputError(f"{path}: no such file; run the experiment again, older runs have none")
+        raise InputError(f"{path}: no such file; run the experiment again")
     try:
         frame = pl.read_parquet(path)
     except (PolarsError, OSError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]}); run the experiment again") from error
-    newer = {"score_free", "split", "expected_in_time"}  # older runs have no such columns
-    if set(SCHEMA) - set(frame.columns) - newer:
+    if set(SCHEMA) - set(frame.columns):
         raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
     return _complete(frame)
 

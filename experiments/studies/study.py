@@ -184,10 +184,7 @@ def train(run: StudyRun) -> str:
 
 def _read(run: StudyRun) -> StudyRun:
     """A finished run."""
-    results = read_results(run.folder)
-    stages = {key: run.settings.get(f"optimiser.{key}") for key in ("warmup_iterations", "iterations")}
-    results.setdefault("training", stages)
-    return run._replace(results=results, decisions=read_decisions(run.folder))
+    return run._replace(results=read_results(run.folder), decisions=read_decisions(run.folder))
 
 
 main = functools.partial(run_from_words, "reference", ReferenceConfig, run)

@@ -454,15 +454,6 @@ def test_what_a_stack_expects_is_the_mixture_of_its_members(name: str) -> None:
     np.testing.assert_allclose(spread, (square - mean**2).sqrt()[rows, chosen], rtol=1e-4)  # type: ignore[operator]
 
 
-def test_a_file_of_a_structure_that_was_removed_is_refused() -> None:
-    table = small_table(60)
-    content = arrays_of(Controller.for_table(table, torch.arange(40), PolicyConfig(hidden=8)).eval())
-    head = json.loads(bytes(content["header"]).decode()) | {"structure": "joint"}
-    content = {**content, "header": np.frombuffer(json.dumps(head).encode(), np.uint8)}
-    with pytest.raises(ValueError, match=r"policy\.structure=joint was removed; train and export again"):
-        NumpyController(content)
-
-
 def test_heads_that_predict_no_latency_expect_what_is_typical() -> None:
     table = small_table(60, holes=0.2)
     light = to_numpy(Controller.for_table(table, torch.arange(40), PolicyConfig(hidden=8)).eval())

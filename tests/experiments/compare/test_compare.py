@@ -129,7 +129,7 @@ def test_older_runs_are_shown_and_not_tested(tmp_path: Path) -> None:
     assert comparison.differences == []
     assert comparison.notes == [
         f"Left out, not finished: {stopped}.",
-        "b has no decisions.parquet (an older run), so it is shown but not tested.",
+        "b has no decisions.parquet, so it is shown but not tested.",
     ]
     assert rows_of(comparison)[1]["shown"] == "not tested"
     assert method(comparison) == ""

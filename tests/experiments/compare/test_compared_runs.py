@@ -243,16 +243,18 @@ def test_curves_say_where_grpo_begins_and_a_single_point_is_a_dot(tmp_path: Path
     warm_ups = {"a": 10, "b": None}
     folders = []
     for name, begins in warm_ups.items():  # that of b is all of its training
-        settings = {"optimiser": {"warmup_iterations": 10, "iterations": 0 if begins is None else 20}}
-        folders.append(write_run(tmp_path / name, settings=settings))
+        training = {"warmup_iterations": 10, "iterations": 0 if begins is None else 20}
+        folders.append(write_run(tmp_path / name, settings={"optimiser": training}))
+        results = json.loads((folders[-1] / "results.json").read_text())
+        (folders[-1] / "results.json").write_text(json.dumps(results | {"training": training}))
     (folders[1] / "metrics.csv").write_text("seed,step,Val/Utility\n0,0,0.4\n1,0,0.6\n")
     comparison = comparison_of(list(map(str, folders)))
     assert "Dashed: where GRPO begins." in write_comparison(comparison, tmp_path / "page.html").read_text()
-    training = drawn(comparison)["Training, on validation samples"]
-    points = points_of(training)
+    curves = drawn(comparison)["Training, on validation samples"]
+    points = points_of(curves)
     names = [run.label for run in comparison.runs]
     assert {(p["name"], p["grpo"], p["alone"]) for p in points} == {(names[0], 10, False), (names[1], None, True)}
-    assert svg_of(training).count('stroke-dasharray="5,4"') == 2  # one in each panel: utility, latency
+    assert svg_of(curves).count('stroke-dasharray="5,4"') == 2  # one in each panel: utility, latency
 
 
 def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def results(**utilities: float) -> dict[str, Any]:
 
 def guard_row(budget: float, **more: Any) -> dict[str, Any]:
     content: dict[str, Any] = {"budget_ms": budget, "level": 0.95, "miss_price": 0.5, "gain": 0.1, "gain_se": 0.01}
-    content |= {"unattainable": False, "too_dear": False, "better": True, "deployed": True}
+    content |= {"unattainable": False, "unshown": False, "too_dear": False, "better": True, "deployed": True}
     content |= {"satisfaction_before": 0.91, "satisfaction_after": 0.955, "satisfaction_deployed": 0.955}
     content |= {"satisfaction_static": 0.981, "reason": "deployed: better than <static> by +0.100 ± 0.010"}
     return content | more

@@ -301,7 +301,7 @@ def test_what_cannot_be_paired_is_not_tested_and_it_is_said_why(tmp_path: Path) 
         assert found == []
         return words
 
-    assert "has no decisions.parquet (an older run), so it is shown but not tested" in note(decisions=False)
+    assert "has no decisions.parquet, so it is shown but not tested" in note(decisions=False)
     assert "was judged on other measurements than" in note(digest="sha256:other", samples=range(1, 61))
     assert "no test sample in common" in note(samples=range(100, 160))
     assert "only 2 test samples in common" in note(samples=range(58, 118))
