@@ -47,14 +47,14 @@ class PricePolicy(nn.Module):
         self.network = nn.Sequential(nn.Linear(4, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), last)
 
     def level(self, left_ms: Tensor, backlog: Tensor, load: Tensor) -> Tensor:
-        """Where between the prices the best one lies, a real number from 0 to K − 1, [*]."""
+        """Where between the prices the best one lies, a real number, below 0 and above K − 1 beyond them, [*]."""
         start = (self.start[0] + self.start[1] * backlog).clamp(self.prices[0], self.prices[-1])
         above = torch.searchsorted(self.prices, start.contiguous()).clamp_min(1)
         below = self.prices[above - 1]
         place = above - 1 + (start - below) / (self.prices[above] - below)
         x = [(left_ms / self.service_ms).clamp(-1, 6), backlog.clamp_max(10) / 3, (backlog > 0).float()]
         shift = self.network(torch.stack([*x, load.clamp_max(3)], -1)).squeeze(-1)
-        return (place + SCALE * shift).clamp(0, len(self.prices) - 1)
+        return place + SCALE * shift
 
     def forward(self, left_ms: Tensor, backlog: Tensor, load: Tensor) -> Tensor:
         """Float [*] each → logits [*, K]."""
@@ -64,7 +64,7 @@ class PricePolicy(nn.Module):
     @torch.no_grad()
     def price(self, left_ms: Tensor, backlog: Tensor, load: Tensor) -> Tensor:
         """The price at the level, in utility per ms, [*]."""
-        level = self.level(left_ms, backlog, load)
+        level = self.level(left_ms, backlog, load).clamp(0, len(self.prices) - 1)
         below = level.long().clamp_max(len(self.prices) - 2)
         return torch.lerp(self.prices[below], self.prices[below + 1], level - below)
 

@@ -104,7 +104,10 @@ class ServiceQueueEnv(gymnasium.Env[Observation, Any]):
         meets = self._env.forecast.meets(rows, left)[0, 0]
         utility = (self._env.forecast.accuracy[row].clamp(0, 1) * meets).nan_to_num(0.0).numpy()
         observation = {name: state[name].numpy().reshape(()).copy() for name in OBSERVED}
-        observation |= {"utility": utility, "latency_ms": self._env.forecast.latency_ms[row].nan_to_num(0.0).numpy()}
+        observation |= {
+            "utility": utility,
+            "latency_ms": self._env.forecast.latency_ms(rows)[0].nan_to_num(0.0).numpy(),
+        }
         sample = self.table.sample_ids[row]
         self._words = f"Sample {sample}: {left.item():.2f} ms left, {int(state['backlog'].item())} wait behind"
         return observation, {"row": row, "sample_id": sample}

@@ -45,10 +45,9 @@ class Forecast(NamedTuple):
         means = (table.accuracy[rows].nanmean(0), mean, spread)
         return cls(*(each.expand(table.num_samples, -1).where(table.mask, torch.nan) for each in means))
 
-    @property
-    def latency_ms(self) -> Tensor:
-        """E[latency] in ms, [N, C], of a log-normal variable: exp(μ + σ²/2)."""
-        return torch.exp(self.log_latency + self.spread.square() / 2)
+    def latency_ms(self, rows: Tensor) -> Tensor:
+        """E[latency] in ms of a log-normal variable, exp(μ + σ²/2): rows int64 [n] → [n, C]."""
+        return torch.exp(self.log_latency[rows] + self.spread[rows].square() / 2)
 
     def meets(self, rows: Tensor, left_ms: Tensor) -> Tensor:
         """The probability to be on time: rows int64 [P], times left float [P, G] → [P, G, C]; 0 if not profiled."""
@@ -60,7 +59,7 @@ class Forecast(NamedTuple):
         utility per ms."""
         meets = self.meets(rows, left_ms)
         price = torch.as_tensor(price, dtype=meets.dtype).unsqueeze(-1)
-        worth = self.accuracy[rows].unsqueeze(1).clamp(1e-3, 1.0) * meets - price * self.latency_ms[rows].unsqueeze(1)
+        worth = self.accuracy[rows].unsqueeze(1).clamp(1e-3, 1.0) * meets - price * self.latency_ms(rows).unsqueeze(1)
         fastest = self.log_latency[rows].nan_to_num(torch.inf).argmin(-1, keepdim=True)
         return torch.where(meets.amax(-1) < HOPELESS, fastest, worth.nan_to_num(-torch.inf).argmax(-1))
 
@@ -68,7 +67,7 @@ class Forecast(NamedTuple):
         """The mean expected latency of what is chosen for these samples, int64 [n], if nothing waits and time costs
         nothing: over deadlines [B]."""
         chosen = self.choose(rows, deadlines_ms.expand(len(rows), -1), 0.0)
-        return float(self.latency_ms[rows].gather(1, chosen).double().mean())
+        return float(self.latency_ms(rows).gather(1, chosen).double().mean())
 
 
 class Head(NamedTuple):

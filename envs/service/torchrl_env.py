@@ -17,7 +17,7 @@ from knobwise.envs.service.arrivals import TraceSampler
 from knobwise.envs.service.queue import Forecast, Head, Queue
 from knobwise.envs.tables.profile_table import ProfileTable
 
-PRICES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.28, 0.35, 0.44, 0.55, 0.67, 0.8, 1.0, 1.2, 1.5, 1.8, 2.3)
+PRICES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.28, 0.35, 0.44, 0.55, 0.67, 0.8, 1.0, 1.25, 1.6, 2.2, 3.2)
 """Of the time that a server needs for a request on average, in utility."""
 
 
@@ -79,7 +79,7 @@ class ServiceQueue(EnvBase):
         self.servers, self.cost_ms = servers, cost_ms
         self.service_ms = self.forecast.service_ms(rows, deadlines)
         self.gap_ms = self.service_ms / max(servers, 1)
-        self.prices = torch.tensor(PRICES if prices is None else prices) / self.service_ms
+        self.prices = torch.as_tensor(PRICES if prices is None else prices) / self.service_ms
         about = {"requests": requests, "gap_ms": self.gap_ms, "deadlines_ms": deadlines}
         self.contexts = TraceSampler(table, loads, rows=rows, seed=seed, **about)
         shape = self.batch_size
@@ -98,7 +98,7 @@ class ServiceQueue(EnvBase):
     def _observed(self, head: Head, reward: Tensor, **outcome: Tensor) -> TensorDict:
         over = torch.full((*self.batch_size, 1), self.queue.over)
         content: dict[str, Any] = {
-            "row": head.rows.unsqueeze(1).expand(self.batch_size),
+            "row": head.rows.unsqueeze(1).repeat(1, self.batch_size[1]),
             "left_ms": head.left_ms.float(),
             "waited_ms": head.waited_ms.float(),
             "backlog": head.backlog.float(),

@@ -33,7 +33,7 @@ class ServiceRun(Training):
     """Constant loads that a rule is tuned at, beside the one tuned on the loads of the training."""
     requests: int = 200
     """Requests in a trace."""
-    traces: int = 200
+    traces: int = 100
     """Traces to judge on, at each load; rules are tuned on as many."""
     servers: int = 1
     """Servers of the queue."""
