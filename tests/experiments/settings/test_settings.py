@@ -72,7 +72,7 @@ def test_the_small_original_has_half_a_million_parameters_and_nothing_else_is_di
 def test_the_settings_of_the_original_selector() -> None:
     settings = read_settings("train_selector", ["experiment=selector_seeds"])
     network = settings.selector
-    assert (network.version, network.projection, network.update, network.dropout) == ("v2", "linear", "convex", 0.5)
+    assert (network.projection, network.update, network.dropout) == ("linear", "convex", 0.5)
     assert (network.width, network.layers, network.temperature) == (256, 1, 0.1)
     sft = settings.sft
     assert (sft.epochs, sft.lr, sft.weight_decay, sft.rise) == (20, 1e-4, 1e-3, 0.05)
