@@ -14,6 +14,7 @@ from knobwise.experiments.report.page import OTHERS as OTHER
 from knobwise.experiments.report.page import by_hue, domain
 from knobwise.experiments.report.words import policy_name, quantity
 from knobwise.experiments.results.problem import FEASIBLE, ON_TIME
+from knobwise.experiments.results.statistics import pareto_front
 
 DASHED: dict[str, Any] = {"style": "quiet", "strokeWidth": 1.5, "strokeDash": [5, 4]}
 MOST_VALUES = 12
@@ -87,15 +88,6 @@ def plane(
     if references is not None:
         layers.append(_quiet(references, x, y))
     return alt.layer(*layers).properties(width=820, height=360)
-
-
-def pareto_front(accuracy: np.ndarray, latency_ms: np.ndarray) -> np.ndarray:
-    """The configurations that no other beats in accuracy without costing more: bool [C] from two float [C]."""
-    order = np.lexsort((-accuracy, latency_ms))
-    best = np.maximum.accumulate(accuracy[order])
-    front = np.zeros(len(order), dtype=bool)
-    front[order] = np.r_[True, best[1:] > best[:-1]]
-    return front
 
 
 def by_budget(

@@ -22,6 +22,7 @@ from knobwise.envs.configurations.budgets import default_budgets, few_budgets, l
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.report.tables import Table, print_lines, print_table
 from knobwise.experiments.report.words import policy_name, quantity, sentences
+from knobwise.experiments.results.statistics import pareto_front
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,8 +40,6 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     `static_choices`, `feasible_share`, `configuration_means` with `pareto`, `datasets`, `features`, `digest`, `notes`
     (the reader's), `warnings` (ours).
     """
-    from knobwise.experiments.report.charts import pareto_front
-
     digest, table = table.digest, table.without_first_look
     mask, accuracy, latency = table.mask, table.accuracy.nan_to_num(), table.latency_ms.nan_to_num()
     profiled = mask.sum(0)

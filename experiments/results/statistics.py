@@ -236,3 +236,12 @@ def holm(family: Sequence[Difference]) -> list[Difference]:
     corrected = np.empty_like(p)
     corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(p), 0, -1) * p[order]))
     return [replace(difference, p_holm=float(each)) for difference, each in zip(family, corrected, strict=True)]
+
+
+def pareto_front(accuracy: np.ndarray, latency_ms: np.ndarray) -> np.ndarray:
+    """The configurations that no other beats in accuracy without costing more: bool [C] from two float [C]."""
+    order = np.lexsort((-accuracy, latency_ms))
+    best = np.maximum.accumulate(accuracy[order])
+    front = np.zeros(len(order), dtype=bool)
+    front[order] = np.r_[True, best[1:] > best[:-1]]
+    return front

@@ -12,9 +12,10 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.service.baselines import Service
-from knobwise.agents.service.policy import PricePolicy, forecast_of
+from knobwise.agents.service.policy import PricePolicy
 from knobwise.agents.service.settings import ServiceLossConfig
-from knobwise.agents.service.trainer import ServiceTrainer
+from knobwise.agents.serving.distillation import forecast_of
+from knobwise.agents.training.service_trainer import ServiceTrainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
 from knobwise.envs import ProfileTable, ServiceQueue
@@ -68,11 +69,9 @@ def test_it_starts_as_the_tuned_rule_and_decides_alike_in_numpy() -> None:
     torch.nn.init.normal_(policy.network[-1].weight, std=0.1)
     again = PricePolicy.restored(policy.plain())
     torch.testing.assert_close(again.price(*some), policy.price(*some))
-    choose, latency = again.rule(), torch.tensor([1.0, 2.0, 3.0, 5.0, 8.0])
+    single = again.single()
     for left, waiting, load, price in zip(*(each.tolist() for each in some), policy.price(*some).tolist(), strict=True):
-        for utility in torch.rand(20, 5, generator=torch.Generator().manual_seed(0)):
-            expected = int((utility - price * latency).argmax())
-            assert choose(left, waiting, load, utility.numpy(), latency.numpy()) == expected
+        assert single(left, waiting, load) == pytest.approx(price, rel=1e-5)
 
 
 def test_rewards_to_come_end_where_nobody_waits(table: ProfileTable) -> None:

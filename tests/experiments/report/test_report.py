@@ -19,6 +19,7 @@ from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.report import on_decisions, print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import result_charts
 from knobwise.experiments.report.words import calibration_error, policy_name, quantity, read_results
+from knobwise.experiments.results.statistics import pareto_front
 
 BUDGETS = (120.0, 480.0)
 POLICIES = {"controller": 0.6, "budget_aware_static": 0.5, "random_forest": 0.58, "ridge": 0.55, "oracle": 0.8}
@@ -337,7 +338,7 @@ def test_results_are_printed_plainly_where_there_is_no_terminal() -> None:
 @settings(max_examples=60, deadline=None)
 def test_pareto_front_is_what_nothing_else_beats(points: list[tuple[int, int]]) -> None:
     accuracy, latency = np.array(points, dtype=float).T
-    front = charts.pareto_front(accuracy, latency)
+    front = pareto_front(accuracy, latency)
     for i, (a, t) in enumerate(points):
         beaten = any((b >= a and s <= t) and (b, s) != (a, t) for b, s in points)
         assert not (front[i] and beaten)

@@ -33,6 +33,7 @@ class ServiceTrainer(Trainer):
     """
 
     agent: PricePolicy
+    loss: ServiceLossConfig
     reference: PricePolicy
     judged_by = "utility"
     trained_on = "on another profile or with other settings"
