@@ -42,12 +42,15 @@ class Work:
     """A request, with what has been computed for it so far."""
 
     request: Request
-    pixels: NDArray[np.uint8]
-    """[h, w, 3], blue first, as OpenCV has them."""
     results: dict[tuple[Any, ...], tuple[Any, float]] = field(default_factory=dict)
     """What each step gave and the ms that it took."""
     reused_ms: float = 0.0
     """Time of the steps that were called for and had been computed before."""
+
+    @property
+    def pixels(self) -> NDArray[np.uint8]:
+        """[h, w, 3], blue first, as OpenCV has them."""
+        return self.step(("pixels",), lambda: np.ascontiguousarray(_rgb(self.request.image)[:, :, ::-1]))
 
     def step(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """The result of a step, computed unless it is there."""
@@ -101,15 +104,13 @@ class RapidOCRModel:
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         """The detector at side 288, and what its boxes and the question tell. Without features it does nothing. Raises
         InputError for an image that is no picture in RGB."""
-        start = clock_ms()
-        pixels = np.ascontiguousarray(_rgb(request.image)[:, :, ::-1])
-        work = Work(request, pixels)
+        work = Work(request)
         if not features:
-            spent = clock_ms() - start
-            return FirstStage(request, {}, work, spent, 0.0)
-        found = self._detect(work, LOOK)
+            return FirstStage(request, {}, work, 0.0, 0.0)
+        start = clock_ms()
+        boxes, scores = self._detect(work, LOOK)
         done = clock_ms()
-        blocks = {"image_features": box_features(request.question, *found, pixels.shape[:2])}
+        blocks = {"image_features": box_features(request.question, boxes, scores, work.pixels.shape[:2])}
         blocks["language_features"] = question_features(request.question)
         end = clock_ms()
         return FirstStage(request, blocks, work, end - start, end - done, self.reuses_look)
@@ -121,8 +122,9 @@ class RapidOCRModel:
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
         """Answer one request after another. Nothing but the first stage is reused, and that at its own side only."""
+        reused = self.reuses_look(configuration)
         with self.set_knobs(configuration):
-            return [self.answer_from(Work(s.kept.request, s.kept.pixels, dict(s.kept.results))) for s in stages]
+            return [self.answer_from(Work(s.request, dict(s.kept.results) if reused else {})) for s in stages]
 
     def answer_from(self, work: Work) -> Answer:
         """Answer with the present knobs, from what has been computed already; its time counts as if computed now."""
@@ -131,17 +133,19 @@ class RapidOCRModel:
         boxes, _ = self._detect(work, side)
         detected_ms = clock_ms() - start + work.reused_ms
         placed = shapes(boxes)
-        chosen = reading_order(question, placed)[: self._setting["boxes"]]
-        read = [self._read(work, side, boxes[i], int(i), passes) for i in chosen]
-        over = sum(turned for _, _, turned in read) > len(read) / 2
-        places = placed[chosen, :2] * (-1 if over else 1)
-        lines = [
-            Line(text, score, x, y, *placed[i, 2:4])
-            for i, (text, score, _), (x, y) in zip(chosen, read, places, strict=True)
-        ]
-        text = find_answer(question, lines)
+        order = reading_order(question, placed).tolist()
+        read = {i: self._read(work, side, boxes[i], i, passes) for i in order[: self._setting["boxes"]]}
+        over = sum(turned for _, _, turned in read.values()) > len(read) / 2
+        places = np.hstack([placed[:, :2] * (-1 if over else 1), placed[:, 2:4]])
+        lines = [Line(i, read[i][0] if i in read else None, *places[i]) for i in order]
+
+        def read_too(i: int) -> str:
+            read[i] = self._read(work, side, boxes[i], i, passes)
+            return read[i][0]
+
+        text = find_answer(question, lines, read_too)
         total_ms = clock_ms() - start + work.reused_ms
-        return Answer(text, total_ms, total_ms, detected_ms, len(boxes), len(chosen), len(text))
+        return Answer(text, total_ms, total_ms, detected_ms, len(boxes), len(read), len(text))
 
     def _detect(self, work: Work, side: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
         """Boxes [B, 4, 2] in pixels of the picture, and their scores [B] in another order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -31,11 +31,11 @@ _SIMILAR = 0.6
 
 @dataclass(frozen=True)
 class Line:
-    """A text that was read, with its place."""
+    """A detected box of text, with what was read in it."""
 
-    text: str
-    score: float
-    """How sure the recogniser is, 0–1."""
+    number: int
+    text: str | None
+    """None where it was not read."""
     x: float
     y: float
     """The middle of its box; of a picture seen upside down, as if it were turned."""
@@ -72,19 +72,21 @@ def reading_order(question: str, boxes: NDArray[np.float64]) -> NDArray[np.int64
     return np.argsort(-width * height, kind="stable")
 
 
-def find_answer(question: str, lines: Sequence[Line]) -> str:
-    """The answer to a question among the texts that were read; empty where there is none."""
-    lines = [line for line in lines if line.text.strip()]
+def find_answer(question: str, boxes: Sequence[Line], read: Callable[[int], str]) -> str:
+    """The answer to a question among the texts that were read; empty where there is none. What stands beside or below
+    a text is read if it was not, by `read` with the number of its box."""
+    lines = [line for line in boxes if line.text and line.text.strip()]
     if not lines:
         return ""
     aspect = aspect_of(question)
     if aspect == "title":
         return _title(lines)
+    unread = [line for line in boxes if line.text is None]
     if aspect in ("beside", "below"):
-        return _neighbour(_sought(question), lines, aspect)
-    if aspect == "total" and (total := _neighbour("total", lines, "beside")):
+        return _neighbour(_sought(question), lines, unread, aspect, read)
+    if aspect == "total" and (total := _neighbour("total", lines, unread, "beside", read)):
         return _matched(_PATTERNS["total"], total) or total
-    matches = [match for line in lines if (match := _matched(_PATTERNS[aspect], line.text))]
+    matches = [match for line in lines if (match := _matched(_PATTERNS[aspect], str(line.text)))]
     if aspect == "total":
         return max(matches, key=lambda text: float(re.sub(r"[^\d]", "", text)), default="")
     return max(matches, key=len, default="")
@@ -94,7 +96,7 @@ def _title(lines: Sequence[Line]) -> str:
     """The tallest line, with what stands in the same row and is nearly as tall."""
     tallest = max(lines, key=lambda line: line.height)
     row = [n for n in lines if abs(n.y - tallest.y) < 0.5 * tallest.height and n.height > 0.7 * tallest.height]
-    return " ".join(line.text for line in sorted(row, key=lambda line: line.x))
+    return " ".join(str(line.text) for line in sorted(row, key=lambda line: line.x))
 
 
 def _sought(question: str) -> str:
@@ -102,24 +104,27 @@ def _sought(question: str) -> str:
     return re.split(r"\b(?:of|to|below|under|beside)\b", question.rstrip("?. "))[-1].strip()
 
 
-def _neighbour(name: str, lines: Sequence[Line], where: str) -> str:
+def _neighbour(name: str, lines: Sequence[Line], unread: Sequence[Line], where: str, read: Callable[[int], str]) -> str:
     """The text beside or below the line that reads most like a name; empty if none does."""
-    likeness = [_likeness(name, line.text) for line in lines]
+    likeness = [_likeness(name, str(line.text)) for line in lines]
     best = int(np.argmax(likeness))
     if likeness[best] < _SIMILAR:
         return ""
-    anchor = lines[best]
-    rest = anchor.text[len(name) :].strip(" :.-")
-    if where == "beside" and rest and len(anchor.text) > len(name) + 2:  # one box holds both
+    anchor, places = lines[best], [*lines, *unread]
+    text = str(anchor.text)
+    rest = text[len(name) :].strip(" :.-")
+    if where == "beside" and rest and len(text) > len(name) + 2:  # one box holds both
         return rest
     if where == "beside":
-        row = [n for n in lines if abs(n.y - anchor.y) < 0.6 * anchor.height and n.x > anchor.x]
-        return min(row, key=lambda line: line.x - anchor.x).text if row else ""
-    start = anchor.x - anchor.width / 2
-    column = [
-        n for n in lines if n.y > anchor.y + 0.5 * anchor.height and abs(n.x - n.width / 2 - start) < anchor.width
-    ]
-    return min(column, key=lambda line: line.y).text if column else ""
+        row = [n for n in places if abs(n.y - anchor.y) < 0.6 * anchor.height and n.x > anchor.x]
+        line = min(row, key=lambda n: n.x, default=None)
+    else:
+        start = anchor.x - anchor.width / 2
+        column = [n for n in places if abs(n.x - n.width / 2 - start) < anchor.width]
+        line = min((n for n in column if n.y > anchor.y + 0.5 * anchor.height), key=lambda n: n.y, default=None)
+    if line is None:
+        return ""
+    return read(line.number) if line.text is None else line.text
 
 
 def _likeness(name: str, text: str) -> float:

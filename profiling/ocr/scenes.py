@@ -1,7 +1,7 @@
 """Pictures with text and a question about it, as TextVQA asks: signs drawn on real photographs.
 
 A scene depends on a seed and its number alone, so there are as many fresh ones as anybody wants. The photographs are
-those that scikit-learn ships (CC BY 2.0), the fonts Roboto (Apache-2.0), Source Serif Pro (OFL-1.1) and Pillow's own.
+those that scikit-learn ships (CC BY 2.0), the fonts Source Sans Pro and Source Serif Pro (OFL-1.1) and Pillow's own.
 """
 
 from __future__ import annotations
@@ -25,15 +25,25 @@ INSTALL = "pip install 'knobwise[ocr]'"
 WIDTH, HEIGHT = 960, 720
 """Pixels of a picture."""
 _FONTS = {
-    "font_roboto": ("Roboto-Regular", "Roboto-Bold", "Roboto-Light", "Roboto-Italic", "Roboto-Black"),
+    "font_source_sans_pro": tuple(f"SourceSansPro-{face}" for face in ("Regular", "Bold", "Light", "It", "Black")),
     "font_source_serif_pro": ("SourceSerifPro-Regular", "SourceSerifPro-Bold", "SourceSerifPro-It"),
 }
-_FIRST = "Golden Silver Green River Harbor Old Royal Sunny Blue Maple Corner Central Grand Little North Crystal".split()
-_SECOND = "Bakery Garage Market Books Garden Kitchen Hotel Pharmacy Cinema Tailor Museum Florist Studio Diner".split()
-_ITEMS = "Coffee Tea Bread Cheese Apples Honey Butter Salad Soup Juice Olives Pasta Rice Cake Milk Pepper Sugar".split()
-_ITEMS += "Lemon Onion Garlic Salmon Yogurt Waffles Noodles Ticket Poster Batteries Candles Umbrella Notebook".split()
-_CLUTTER = "SALE OPEN EXIT NEW Welcome Parking Push Pull Taxi Bus Stop Free Today Only Menu Closed Station Way".split()
-_CLUTTER += "Avenue Street Please Wait Here Tickets Express Daily Fresh Original Quality Since Special Offer".split()
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_FIRST = _words("Golden Silver Green River Harbor Old Royal Sunny Blue Maple Corner Central Grand Little North Crystal")
+_SECOND = _words("Bakery Garage Market Books Garden Kitchen Hotel Pharmacy Cinema Tailor Museum Florist Studio Diner")
+_ITEMS = _words(
+    "Coffee Tea Bread Cheese Apples Honey Butter Salad Soup Juice Olives Pasta Rice Cake Milk Pepper Sugar Lemon "
+    "Onion Garlic Salmon Yogurt Waffles Noodles Ticket Poster Batteries Candles Umbrella Notebook"
+)
+_CLUTTER = _words(
+    "SALE OPEN EXIT NEW Welcome Parking Push Pull Taxi Bus Stop Free Today Only Menu Closed Station Way Avenue "
+    "Street Please Wait Here Tickets Express Daily Fresh Original Quality Since Special Offer"
+)
 
 
 @dataclass(frozen=True)
