@@ -1,12 +1,14 @@
 """Pictures with text and a question about it, as TextVQA asks: signs drawn on real photographs.
 
-A scene depends on a seed and its number alone, so there are as many fresh ones as anybody wants. The photographs are
+A scene depends on its number alone, so there are as many fresh ones as anybody wants. The photographs are
 those that scikit-learn ships (CC BY 2.0), the fonts Source Sans Pro and Source Serif Pro (OFL-1.1) and Pillow's own.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -19,8 +21,8 @@ from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.answer_metrics import answer_accuracy
 
-QUESTIONS = ("title", "phone", "code", "total", "price", "below")
 METRIC = "anls"
+SEED = 1
 INSTALL = "pip install 'knobwise[ocr]'"
 WIDTH, HEIGHT = 960, 720
 """Pixels of a picture."""
@@ -54,27 +56,36 @@ class Scene:
     question: str
     answers: tuple[str, ...]
     kind: str
-    """Which of `QUESTIONS`."""
+    """What the question asks for: title, phone, code, total, price, below."""
 
 
-@dataclass(frozen=True)
 class Scenes:
-    """All scenes of a seed, by number from 0."""
+    """All scenes, as `Requests` whose ids are their numbers: those of the shipped profile, and beyond them fresh ones
+    without end."""
 
-    seed: int = 1
+    def __init__(self) -> None:
+        self._answers: dict[int, tuple[str, ...]] = {}  # of the scenes that were drawn
 
     def __getitem__(self, row: int) -> Scene:
         """Draw a scene. Raises InputError if the packages that ship fonts are missing."""
-        return _Drawing(np.random.default_rng((self.seed, row))).scene()
+        scene = _Drawing(np.random.default_rng((SEED, row))).scene()
+        self._answers[row] = scene.answers
+        return scene
 
-    def request(self, row: int) -> Request:
-        """What a model is asked."""
-        scene = self[row]
+    def ids(self) -> Iterator[str]:
+        return map(str, itertools.count())
+
+    def __contains__(self, sample_id: object) -> bool:
+        return isinstance(sample_id, str) and sample_id.isascii() and sample_id.isdigit()
+
+    def request(self, sample_id: str) -> Request:
+        scene = self[int(sample_id)]
         return Request(scene.image, scene.question)
 
-    def score(self, row: int, answer: str) -> float:
+    def score(self, sample_id: str, answer: str) -> float:
         """The ANLS of an answer, in [0, 1]."""
-        return answer_accuracy(METRIC, answer, self[row].answers)
+        row = int(sample_id)
+        return answer_accuracy(METRIC, answer, self._answers.get(row) or self[row].answers)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from knobwise.common.checks import a_seed, at_least, one_of
+from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import CLOCKS
 
@@ -20,10 +20,6 @@ class OCRProfileConfig:
 
     samples: int = 2000
     """Scenes, from number 0 on; more of them later are measured beside those that exist."""
-    repeats: int = 1
-    """How often each is measured."""
-    seed: int = 1
-    """Of the scenes."""
     side: tuple[int, ...] = SIDES
     """Values to measure: pixels of the longer side that the detector sees."""
     boxes: tuple[int, ...] = (2, 4, 7, 10)
@@ -33,20 +29,14 @@ class OCRProfileConfig:
     read with a low score are read again upside down)."""
     clock: str = "cpu"
     """cpu: CPU time of the thread. wall: the time that passes."""
-    straight: int = 100
-    """Scenes that are also answered straight through, at the end, to check the composed times and answers."""
-    shard: int = 0
-    """Which part of the scenes this process measures, from 0."""
-    shards: int = 1
-    """Number of parts that the scenes are divided into."""
+    straight_every: int = 20
+    """Of so many scenes one is also answered straight through with some configurations, to check the composed times
+    and answers."""
 
     def __post_init__(self) -> None:
-        for name, least in {"samples": 1, "repeats": 1, "straight": 0, "shards": 1}.items():
-            at_least(f"ocr.{name}", getattr(self, name), least)
-        a_seed("ocr.seed", self.seed)
+        at_least("ocr.samples", self.samples, 1)
+        at_least("ocr.straight_every", self.straight_every, 1)
         one_of("ocr.clock", self.clock, CLOCKS)
-        if not 0 <= self.shard < self.shards:
-            raise InputError(f"ocr.shard must be 0 to {self.shards - 1}, since ocr.shards={self.shards}")
         for name in ("side", "boxes", "passes"):
             values = tuple(getattr(self, name))
             if not values or len(set(values)) < len(values):

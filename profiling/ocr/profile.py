@@ -1,0 +1,187 @@
+"""Profile RapidOCR on scenes. It can be interrupted at any time.
+
+profile_ocr("out")  →  out/table.safetensors  profile.json  state/…  (to resume from)
+
+Each step of a scene (a detection, a box cut out, classified, read) is timed once, and the answers of all configurations
+are composed from these steps, which gives the same answers and nearly the times of answers straight through.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import polars as pl
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knobwise.common.progress import progress
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.profiling.measuring.adaptive_model import FirstStage, check_configuration, clocked_by
+from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_thread, write_json
+from knobwise.profiling.measuring.measuring import appended, collected_between
+from knobwise.profiling.measuring.outputs import CLOCK_NAMES, WINDOW
+from knobwise.profiling.measuring.settings import changed_settings
+from knobwise.profiling.ocr.adapter import LOOK, RapidOCRModel, Work
+from knobwise.profiling.ocr.scenes import SEED, Scenes
+from knobwise.profiling.ocr.settings import OCRProfileConfig
+
+NAME = "ocr"
+_STRAIGHT = 3
+"""Configurations under which a scene is answered straight through."""
+
+
+def profile_ocr(out_dir: str | Path, config: OCRProfileConfig | None = None) -> Path:
+    """Measure scenes under every configuration, write the profile, and return its folder.
+
+    Repeat the call to resume it. Raises InputError: RapidOCR is not installed, a value that a knob does not take,
+    another run in `out_dir`.
+    """
+    config = config or OCRProfileConfig()
+    model, out, state = RapidOCRModel(), Path(out_dir), Path(out_dir) / "state"
+    grid = [
+        check_configuration(model.knobs, dict(zip(("side", "boxes", "passes"), values, strict=True)))
+        for values in itertools.product(config.side, config.boxes, config.passes)
+    ]
+    about = {"machine": {"cpu": cpu_name(), "architecture": platform.machine(), "python": platform.python_version()}}
+    about["versions"] = {name: version(name) for name in ("rapidocr", "onnxruntime", "opencv-python-headless", "numpy")}
+    claim(state / "config.json", about | {k: v for k, v in asdict(config).items() if k != "samples"})
+    with appended(state / "measured.jsonl") as log, one_thread(), clocked_by(config.clock), collected_between():
+        log.seek(0)
+        done = {json.loads(line)["scene"] for line in log}
+        missing = [i for i in range(config.samples) if i not in done]
+        with progress("measuring", config.samples, config.samples - len(missing)) as tick:
+            for count, line in enumerate(_measured(model, grid, missing, config.straight_every), 1):
+                log.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+                tick(config.samples - len(missing) + count, "")
+    _write(out, state / "measured.jsonl", model, grid, config, about)
+    return out
+
+
+def _measured(
+    model: RapidOCRModel, grid: list[dict[str, Any]], rows: list[int], straight_every: int
+) -> Iterator[dict[str, Any]]:
+    """What is written down of each of these scenes. Configurations come in random order."""
+    scenes = Scenes()
+    if rows:  # untimed
+        model.answer([model.first_stage(scenes.request(str(rows[0])))], grid[-1])
+    for row in rows:
+        scene, sample_id = scenes[row], str(row)
+        order = np.random.default_rng((SEED, row)).permutation(len(grid)).tolist()
+        stage = model.first_stage(scenes.request(sample_id))
+        answers = {}
+        for c in order:
+            with model.set_knobs(grid[c]):
+                answers[c] = model.answer_from(stage.kept)
+        texts = [answers[c].text for c in range(len(grid))]
+        yield {
+            "scene": row,
+            "kind": scene.kind,
+            "accuracy": [round(scenes.score(sample_id, text), 4) for text in texts],
+            "total_ms": [round(answers[c].total_ms, 3) for c in range(len(grid))],
+            "unused_ms": [round(stage.unused_ms(setting), 3) for setting in grid],
+            "features_ms": round(stage.extra_ms, 4),
+            "detector_ms": _detector_ms(stage),
+            "cost_ms": round(sum(ms for _, ms in stage.kept.results.values()), 3),
+            "features": stage.features,
+            "straight": [
+                _straight(model, stage, grid[c], c, texts[c], answers[c].total_ms)
+                for c in (order[:_STRAIGHT] if row % straight_every == 0 else ())
+            ],
+        }
+
+
+def _detector_ms(stage: FirstStage) -> float:
+    """Time of the detector at its smallest side, the same work for every scene."""
+    work: Work = stage.kept
+    return float(work.results["detect", LOOK][1])
+
+
+def _straight(
+    model: RapidOCRModel, stage: FirstStage, setting: dict[str, Any], c: int, text: str, composed_ms: float
+) -> dict[str, Any]:
+    """An answer straight through, compared with the composed one."""
+    (answer,) = model.answer([model.first_stage(stage.request)], setting)
+    return {"configuration": c, "same": answer.text == text, "ratio": answer.total_ms / composed_ms}
+
+
+def _write(
+    out: Path,
+    log: Path,
+    model: RapidOCRModel,
+    grid: list[dict[str, Any]],
+    config: OCRProfileConfig,
+    about: dict[str, Any],
+) -> None:
+    """Write the table and, last, `profile.json`."""
+    lines = {line["scene"]: line for line in map(json.loads, log.read_text().splitlines())}
+    measured = [lines[i] for i in range(config.samples)]
+    in_order = [line["scene"] for line in lines.values() if line["scene"] < config.samples]
+    speed = _speed(np.array([lines[i]["detector_ms"] for i in in_order]))[np.argsort(in_order)]
+    look_ms = np.array([line["unused_ms"] for line in measured]) / speed[:, None]
+    latency_ms = np.array([line["total_ms"] for line in measured]) / speed[:, None] + look_ms
+    knobs = tuple(Knob(name, tuple(sorted(getattr(config, name)))) for name in grid[0])
+    places = [[knob.values.index(setting[knob.name]) for knob in knobs] for setting in grid]
+    features_ms = round(float(np.median([line["features_ms"] for line in measured])), 4)
+    table = ProfileTable(
+        name=NAME,
+        knobs=knobs,
+        configurations=torch.tensor(places),
+        accuracy=_tensor([line["accuracy"] for line in measured]),
+        latency_ms=_tensor(latency_ms),
+        mask=torch.ones(latency_ms.shape, dtype=torch.bool),
+        sample_ids=tuple(map(str, range(config.samples))),
+        features={name: _tensor([line["features"][name] for line in measured]) for name in measured[0]["features"]},
+        question_types=tuple(line["kind"] for line in measured),
+        features_ms=features_ms,
+        first_look_ms=_tensor(look_ms),
+    )
+    table.save(out / "table.safetensors")
+    checks = [check for line in measured for check in line["straight"]]
+    ratios = np.array([check["ratio"] for check in checks])
+    content = {
+        "name": NAME,
+        "model": f"{model.name}, with the weights in its wheel",
+        "command": " ".join(["knobwise profile model=ocr out=DIR", *changed_settings("ocr.", config)]),
+        "config": asdict(config),
+        "seed": SEED,
+        "samples": len(measured),
+        "configurations": len(grid),
+        **about,
+        "clock": {
+            "latency_ms": f"{CLOCK_NAMES[config.clock]}; composed of steps that were timed once for each scene",
+            "drift": f"divided out, by the running median over {WINDOW} scenes of the detector's time at side {LOOK}",
+            "speed_p5_p50_p95": np.quantile(speed, (0.05, 0.5, 0.95)).round(3).tolist(),
+        },
+        "composition": {
+            "straight_answers": len(checks),
+            "scenes": sum(bool(line["straight"]) for line in measured),
+            "same_text": round(float(np.mean([check["same"] for check in checks])), 4),
+            "median_relative_error": round(float(np.median(np.abs(ratios - 1))), 4),
+            "median_ratio": round(float(np.median(ratios)), 4),
+        },
+        "features_ms": features_ms,
+        "first_look_ms": round(float(np.median(look_ms.max(1))), 2),
+        "cost_s": round(sum(line["cost_ms"] for line in measured) / 1e3, 1),
+        "sha256": digests(out, ("table.safetensors",)),
+    }
+    write_json(out / "profile.json", content)
+
+
+def _speed(detector_ms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How much slower than usual the machine was at each moment, from times [n] of the same work in their order."""
+    level = pl.Series(detector_ms).rolling_median(WINDOW, min_samples=1, center=True).to_numpy()
+    return level / np.median(level)
+
+
+def _tensor(values: Any) -> Tensor:
+    return torch.from_numpy(np.asarray(values, np.float32))
