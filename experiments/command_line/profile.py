@@ -16,6 +16,7 @@ from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.profiling.ocr.settings import OCRProfileConfig
 
 
 def profile(config: ProfileRun) -> None:
@@ -27,6 +28,10 @@ def profile(config: ProfileRun) -> None:
             from knobwise.profiling.elastic.profile import profile_elastic
 
             _summary(profile_elastic(config.out, config.elastic))
+        elif config.model == "ocr":
+            from knobwise.profiling.ocr.profile import profile_ocr
+
+            _summary(profile_ocr(config.out, config.ocr))
         elif config.data is not None:
             from knobwise.profiling.huggingface.profile import profile_hugging_face
 
@@ -42,7 +47,8 @@ def profile(config: ProfileRun) -> None:
 
 def _summary(folder: Path) -> None:
     """Print what a measured profile holds; where other processes are still measuring, its folder alone."""
-    if (table := folder / "table.parquet").exists():
+    written = (folder / name for name in ("table.parquet", "table.safetensors"))
+    if table := next(filter(Path.exists, written), None):
         features = next((str(path) for path in sorted(folder.glob("features.*"))), None)
         inspect(InspectRun(profile=TableProfile(path=str(table), features=features, name=folder.name)))
     print(f"profile: {folder}")
@@ -50,7 +56,7 @@ def _summary(folder: Path) -> None:
 
 def _check(config: ProfileRun) -> None:
     """Refuse options that are for another kind of model."""
-    if config.data is not None and config.model in ("elastic", "learner"):
+    if config.data is not None and config.model in ("elastic", "ocr", "learner"):
         raise InputError(
             f"data={config.data}: model={config.model} makes its own questions; name the model that answers these, "
             "model=NAME_OR_FOLDER"
@@ -60,8 +66,9 @@ def _check(config: ProfileRun) -> None:
             if is_set:
                 knobs = "; the knobs of the elastic model are elastic.max_crops, …" if config.model == "elastic" else ""
                 raise InputError(f"{name}: is for a Hugging Face model with data=FILE{knobs}")
-    if config.model != "elastic" and config.elastic != ElasticProfileConfig():
-        raise InputError(f"elastic: is for model=elastic, not for model={config.model}")
+    for name, usual in (("elastic", ElasticProfileConfig()), ("ocr", OCRProfileConfig())):
+        if config.model != name and getattr(config, name) != usual:
+            raise InputError(f"{name}: is for model={name}, not for model={config.model}")
     if config.device is not None:
         a_device("device", config.device)
         if config.device.startswith("cuda"):

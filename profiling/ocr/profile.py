@@ -55,13 +55,19 @@ def profile_ocr(out_dir: str | Path, config: OCRProfileConfig | None = None) -> 
     about = {"machine": {"cpu": cpu_name(), "architecture": platform.machine(), "python": platform.python_version()}}
     about["versions"] = {name: version(name) for name in ("rapidocr", "onnxruntime", "opencv-python-headless", "numpy")}
     claim(state / "config.json", about | {k: v for k, v in asdict(config).items() if k != "samples"})
-    with appended(state / "measured.jsonl") as log, one_thread(), clocked_by(config.clock), collected_between():
+    with (
+        appended(state / "measured.jsonl") as log,
+        one_thread(),
+        clocked_by(config.clock),
+        collected_between() as collect,
+    ):
         log.seek(0)
         done = {json.loads(line)["scene"] for line in log}
         missing = [i for i in range(config.samples) if i not in done]
         with progress("measuring", config.samples, config.samples - len(missing)) as tick:
             for count, line in enumerate(_measured(model, grid, missing, config.straight_every), 1):
                 log.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+                collect()
                 tick(config.samples - len(missing) + count, "")
     _write(out, state / "measured.jsonl", model, grid, config, about)
     return out
@@ -72,8 +78,8 @@ def _measured(
 ) -> Iterator[dict[str, Any]]:
     """What is written down of each of these scenes. Configurations come in random order."""
     scenes = Scenes()
-    if rows:  # untimed
-        model.answer([model.first_stage(scenes.request(str(rows[0])))], grid[-1])
+    for setting in grid if rows else ():  # a warm-up
+        model.answer([model.first_stage(scenes.request(str(rows[0])))], setting)
     for row in rows:
         scene, sample_id = scenes[row], str(row)
         order = np.random.default_rng((SEED, row)).permutation(len(grid)).tolist()
