@@ -26,7 +26,7 @@ from torch import Tensor
 
 from knobwise.common.progress import progress
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
-from knobwise.profiling.measuring.adaptive_model import FirstStage, check_configuration, clocked_by
+from knobwise.profiling.measuring.adaptive_model import FirstStage, Request, check_configuration, clocked_by
 from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_thread, write_json
 from knobwise.profiling.measuring.measuring import appended, collected_between
 from knobwise.profiling.measuring.outputs import CLOCK_NAMES, WINDOW
@@ -78,12 +78,13 @@ def _measured(
 ) -> Iterator[dict[str, Any]]:
     """What is written down of each of these scenes. Configurations come in random order."""
     scenes = Scenes()
-    for setting in grid if rows else ():  # a warm-up
-        model.answer([model.first_stage(scenes.request(str(rows[0])))], setting)
+    warm_up = [model.first_stage(scenes.request(str(row))) for row in rows[:1]]
+    for setting in grid:
+        model.answer(warm_up, setting)
     for row in rows:
         scene, sample_id = scenes[row], str(row)
         order = np.random.default_rng((SEED, row)).permutation(len(grid)).tolist()
-        stage = model.first_stage(scenes.request(sample_id))
+        stage = model.first_stage(Request(scene.image, scene.question))
         answers = {}
         for c in order:
             with model.set_knobs(grid[c]):
