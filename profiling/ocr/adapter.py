@@ -29,7 +29,7 @@ from knobwise.profiling.ocr.layout import ASPECTS, Line, aspect_of, find_answer,
 from knobwise.profiling.ocr.scenes import INSTALL
 from knobwise.profiling.ocr.settings import PASSES, SIDES
 
-LOOK = SIDES[0]
+FIRST_SIDE = SIDES[0]
 """Side of the detector in the first stage, in pixels."""
 _SURE = 0.85
 """A text that is read with a lower score than this is read once more, upside down, in the second pass."""
@@ -92,7 +92,7 @@ class RapidOCRModel:
         threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
         how = {**threads, "Global.log_level": "error", "Global.use_preprocess_img": False, "Det.limit_type": "max"}
         self._detectors = {side: RapidOCR(params={**how, "Det.limit_side_len": side}) for side in SIDES}
-        self._reader = self._detectors[LOOK]
+        self._reader = self._detectors[FIRST_SIDE]
         cv2.setNumThreads(1)
         self._setting = check_configuration(self.knobs, {})
 
@@ -112,7 +112,7 @@ class RapidOCRModel:
         if not features:
             return FirstStage(request, {}, work, 0.0, 0.0)
         start = clock_ms()
-        boxes, scores = self._detect(work, LOOK)
+        boxes, scores = self._detect(work, FIRST_SIDE)
         done = clock_ms()
         blocks = {"image_features": box_features(request.question, boxes, scores, work.pixels.shape[:2])}
         blocks["language_features"] = question_features(request.question)
@@ -122,7 +122,7 @@ class RapidOCRModel:
     @staticmethod
     def reuses_look(configuration: Configuration) -> bool:
         """Whether a configuration continues from the first stage."""
-        return configuration.get("side", SIDES[-1]) == LOOK
+        return configuration.get("side", SIDES[-1]) == FIRST_SIDE
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
         """Answer one request after another. Nothing but the first stage is reused, and that at its own side only."""
@@ -155,10 +155,10 @@ class RapidOCRModel:
         """Boxes [B, 4, 2] in pixels of the picture, and their scores [B] in another order."""
 
         def detect() -> Any:
-            found = self._detectors[side](work.pixels, use_det=True, use_cls=False, use_rec=False)
-            if found.boxes is None:
+            detected = self._detectors[side](work.pixels, use_det=True, use_cls=False, use_rec=False)
+            if detected.boxes is None:
                 return np.zeros((0, 4, 2), np.float32), np.zeros(0)
-            return np.asarray(found.boxes, np.float32), np.asarray(found.scores, np.float64)
+            return np.asarray(detected.boxes, np.float32), np.asarray(detected.scores, np.float64)
 
         work.step(("pixels",), lambda: np.ascontiguousarray(_rgb(work.request.image)[:, :, ::-1]))
         return work.step(("detect", side), detect)

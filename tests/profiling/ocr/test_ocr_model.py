@@ -15,7 +15,7 @@ from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.profiling.models import load_model
-from knobwise.profiling.ocr.adapter import LOOK, RapidOCRModel, Work, box_features
+from knobwise.profiling.ocr.adapter import FIRST_SIDE, RapidOCRModel, Work, box_features
 from knobwise.profiling.ocr.layout import Line, aspect_of, find_answer, reading_order, shapes
 from knobwise.profiling.ocr.scenes import Scenes
 from knobwise.profiling.ocr.settings import PASSES, SIDES
@@ -154,7 +154,7 @@ def test_a_step_that_is_reused_counts_once_in_each_answer(model: RapidOCRModel) 
     stage = model.first_stage(Scenes().request("4"))
     work: Work = stage.kept
     work.results = {key: (result, 1e6 if key == ("pixels",) else 1e7) for key, (result, _) in work.results.items()}
-    with model.set_knobs({"side": LOOK, "boxes": 2}):
+    with model.set_knobs({"side": FIRST_SIDE, "boxes": 2}):
         assert round(model.answer_from(work).total_ms, -5) == 1.1e7
         assert round(model.answer_from(work).total_ms, -5) == 1.1e7
     with model.set_knobs({"side": 416, "boxes": 2}):
@@ -164,10 +164,10 @@ def test_a_step_that_is_reused_counts_once_in_each_answer(model: RapidOCRModel) 
 def test_only_the_side_of_the_first_look_continues_from_it(model: RapidOCRModel) -> None:
     stage = model.first_stage(Scenes().request("4"))
     assert set(stage.features) == {"image_features", "language_features"}
-    assert stage.unused_ms({"side": LOOK}) == 0
+    assert stage.unused_ms({"side": FIRST_SIDE}) == 0
     assert stage.unused_ms({"side": 416}) == stage.unused_ms({}) == stage.total_ms - stage.extra_ms > 0
     stage.kept.results = {key: (result, 1e7) for key, (result, _) in stage.kept.results.items()}
-    assert model.answer([stage], {"side": LOOK, "boxes": 2})[0].total_ms > 1e7
+    assert model.answer([stage], {"side": FIRST_SIDE, "boxes": 2})[0].total_ms > 1e7
     assert model.answer([stage], {"side": 416, "boxes": 2})[0].total_ms < 1e6
 
 
@@ -181,7 +181,7 @@ def test_a_picture_without_text_has_an_empty_answer(model: RapidOCRModel) -> Non
     request = replace(Scenes().request("4"), image=np.zeros((200, 300, 3), np.uint8))
     stage = model.first_stage(request)
     assert not stage.features["image_features"].any()
-    assert model.answer([stage], {"side": LOOK})[0].text == ""
+    assert model.answer([stage], {"side": FIRST_SIDE})[0].text == ""
     with pytest.raises(InputError, match="image: float64 of shape"):
         model.first_stage(Request(np.zeros((200, 300)), "What is the total?"))
 
