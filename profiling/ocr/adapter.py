@@ -49,9 +49,8 @@ class Work:
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
-        """[h, w, 3], blue first, as OpenCV has them."""
-        result: NDArray[np.uint8] = self.results["pixels",][0]
-        return result
+        """[h, w, 3], blue first, as OpenCV has them: the result of a step of `_detect`."""
+        return self.results["pixels",][0]  # type: ignore[no-any-return]
 
     def step(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """The result of a step, computed unless it is there. Steps do not call for one another, lest a time be counted
@@ -140,8 +139,8 @@ class RapidOCRModel:
         order = reading_order(question, placed).tolist()
         read = {i: self._read(work, side, boxes[i], i, passes) for i in order[: self._setting["boxes"]]}
         over = sum(turned for _, _, turned in read.values()) > len(read) / 2
-        places = np.hstack([placed[:, :2] * (-1 if over else 1), placed[:, 2:4]])
-        lines = [Line(i, read[i][0] if i in read else None, *places[i]) for i in order]
+        placed[:, :2] *= -1 if over else 1
+        lines = [Line(i, read[i][0] if i in read else None, *placed[i, :4]) for i in order]
 
         def read_too(i: int) -> str:
             read[i] = self._read(work, side, boxes[i], i, passes)
@@ -180,9 +179,8 @@ class RapidOCRModel:
             text, score = work.step(("read", side, number), lambda: read(pixels))
             if passes != "second" or score >= _SURE:
                 return text, score, False
-        other, certainty = work.step(
-            ("read over", side, number), lambda: read(np.ascontiguousarray(pixels[::-1, ::-1]))
-        )
+        over = ("read over", side, number)
+        other, certainty = work.step(over, lambda: read(np.ascontiguousarray(pixels[::-1, ::-1])))
         return (other, certainty, True) if turned or certainty > score else (text, score, False)
 
 

@@ -9,8 +9,6 @@ are composed from these steps, which gives the same answers and nearly the times
 from __future__ import annotations
 
 import itertools
-import json
-import platform
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
@@ -26,12 +24,12 @@ from torch import Tensor
 
 from knobwise.common.progress import progress
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
-from knobwise.profiling.measuring.adaptive_model import FirstStage, Request, check_configuration, clocked_by
-from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_thread, write_json
+from knobwise.profiling.measuring.adaptive_model import Request, check_configuration, clocked_by
+from knobwise.profiling.measuring.machine import claim, digests, machine, write_json
 from knobwise.profiling.measuring.measuring import appended, collected_between
 from knobwise.profiling.measuring.outputs import CLOCK_NAMES, WINDOW
 from knobwise.profiling.measuring.settings import changed_settings
-from knobwise.profiling.ocr.adapter import FIRST_SIDE, RapidOCRModel, Work
+from knobwise.profiling.ocr.adapter import FIRST_SIDE, RapidOCRModel
 from knobwise.profiling.ocr.scenes import SEED, Scenes
 from knobwise.profiling.ocr.settings import OCRProfileConfig
 
@@ -48,28 +46,24 @@ def profile_ocr(out_dir: str | Path, config: OCRProfileConfig | None = None) -> 
     """
     config = config or OCRProfileConfig()
     model, out, state = RapidOCRModel(), Path(out_dir), Path(out_dir) / "state"
-    grid = [
-        check_configuration(model.knobs, dict(zip(("side", "boxes", "passes"), values, strict=True)))
-        for values in itertools.product(config.side, config.boxes, config.passes)
-    ]
-    about = {"machine": {"cpu": cpu_name(), "architecture": platform.machine(), "python": platform.python_version()}}
-    about["versions"] = {name: version(name) for name in ("rapidocr", "onnxruntime", "opencv-python-headless", "numpy")}
-    claim(state / "config.json", about | {k: v for k, v in asdict(config).items() if k != "samples"})
-    with (
-        appended(state / "measured.jsonl") as log,
-        one_thread(),
-        clocked_by(config.clock),
-        collected_between() as collect,
-    ):
+    values = itertools.product(config.side, config.boxes, config.passes)
+    names = [knob.name for knob in model.knobs]
+    grid = [check_configuration(model.knobs, dict(zip(names, setting, strict=True))) for setting in values]
+    packages = ("rapidocr", "onnxruntime", "opencv-python-headless", "numpy")
+    about = {"machine": machine() | {"threads": 1}, "versions": {name: version(name) for name in packages}}
+    claim(state / "config.json", about | asdict(config) | {"samples": None})
+    with appended(state / "measured.jsonl") as log, clocked_by(config.clock), collected_between() as collect:
         log.seek(0)
-        done = {json.loads(line)["scene"] for line in log}
-        missing = [i for i in range(config.samples) if i not in done]
+        lines = {line["scene"]: line for line in map(orjson.loads, log)}
+        missing = [row for row in range(config.samples) if row not in lines]
         with progress("measuring", config.samples, config.samples - len(missing)) as tick:
-            for count, line in enumerate(_measured(model, grid, missing, config.straight_every), 1):
+            for line in _measured(model, grid, missing, config.straight_every):
                 log.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+                lines[line["scene"]] = line
                 collect()
-                tick(config.samples - len(missing) + count, "")
-    _write(out, state / "measured.jsonl", model, grid, config, about)
+                tick(sum(row < config.samples for row in lines), "")
+    measured = [line for row, line in lines.items() if row < config.samples]
+    _write(out, measured, grid, config, about | {"model": f"{model.name}, with the weights in its wheel"})
     return out
 
 
@@ -82,65 +76,48 @@ def _measured(
     for setting in grid:
         model.answer(warm_up, setting)
     for row in rows:
-        scene, sample_id = scenes[row], str(row)
-        order = np.random.default_rng((SEED, row)).permutation(len(grid)).tolist()
+        scene = scenes[row]
         stage = model.first_stage(Request(scene.image, scene.question))
-        answers = {}
+        answers: list[Any] = [None] * len(grid)
+        order = np.random.default_rng((SEED, row)).permutation(len(grid)).tolist()
         for c in order:
             with model.set_knobs(grid[c]):
                 answers[c] = model.answer_from(stage.kept)
-        texts = [answers[c].text for c in range(len(grid))]
+        straight = []
+        for c in order[:_STRAIGHT] if row % straight_every == 0 else ():
+            (answer,) = model.answer([model.first_stage(stage.request)], grid[c])
+            same = answer.text == answers[c].text
+            straight.append({"configuration": c, "same": same, "ratio": answer.total_ms / answers[c].total_ms})
         yield {
             "scene": row,
             "kind": scene.kind,
-            "accuracy": [round(scenes.score(sample_id, text), 4) for text in texts],
-            "total_ms": [round(answers[c].total_ms, 3) for c in range(len(grid))],
+            "accuracy": [round(scenes.score(str(row), answer.text), 4) for answer in answers],
+            "total_ms": [round(answer.total_ms, 3) for answer in answers],
             "unused_ms": [round(stage.unused_ms(setting), 3) for setting in grid],
             "features_ms": round(stage.extra_ms, 4),
-            "detector_ms": _detector_ms(stage),
-            "cost_ms": round(sum(ms for _, ms in stage.kept.results.values()), 3),
-            "features": stage.features,
-            "straight": [
-                _straight(model, stage, grid[c], c, texts[c], answers[c].total_ms)
-                for c in (order[:_STRAIGHT] if row % straight_every == 0 else ())
-            ],
+            "detector_ms": stage.kept.results["detect", FIRST_SIDE][1],
+            "features": {name: block.tolist() for name, block in stage.features.items()},
+            "straight": straight,
         }
-
-
-def _detector_ms(stage: FirstStage) -> float:
-    """Time of the detector at its smallest side, the same work for every scene."""
-    work: Work = stage.kept
-    return float(work.results["detect", FIRST_SIDE][1])
-
-
-def _straight(
-    model: RapidOCRModel, stage: FirstStage, setting: dict[str, Any], c: int, text: str, composed_ms: float
-) -> dict[str, Any]:
-    """An answer straight through, compared with the composed one."""
-    (answer,) = model.answer([model.first_stage(stage.request)], setting)
-    return {"configuration": c, "same": answer.text == text, "ratio": answer.total_ms / composed_ms}
 
 
 def _write(
     out: Path,
-    log: Path,
-    model: RapidOCRModel,
+    measured: list[dict[str, Any]],
     grid: list[dict[str, Any]],
     config: OCRProfileConfig,
     about: dict[str, Any],
 ) -> None:
-    """Write the table and, last, `profile.json`."""
-    lines = {line["scene"]: line for line in map(json.loads, log.read_text().splitlines())}
-    measured = [lines[i] for i in range(config.samples)]
-    in_order = [line["scene"] for line in lines.values() if line["scene"] < config.samples]
-    slowness = _slowness(np.array([lines[i]["detector_ms"] for i in in_order]))[np.argsort(in_order)]
+    """Write the table and, last, `profile.json`, from lines in the order that they were measured in."""
+    slowness = _slowness(np.array([line["detector_ms"] for line in measured]))
+    order = np.argsort([line["scene"] for line in measured])
+    measured, slowness = [measured[i] for i in order], slowness[order]
     table = _table(measured, slowness, grid, config)
     table.save(out / "table.safetensors")
     checks = [check for line in measured for check in line["straight"]]
     ratios = np.array([check["ratio"] for check in checks])
     content = {
         "name": NAME,
-        "model": f"{model.name}, with the weights in its wheel",
         "command": " ".join(["knobwise profile model=ocr out=DIR", *changed_settings("ocr.", config)]),
         "config": asdict(config),
         "seed": SEED,
@@ -161,7 +138,6 @@ def _write(
         },
         "features_ms": table.features_ms,
         "first_look_ms": round(float(np.median([max(line["unused_ms"]) for line in measured])), 2),
-        "cost_s": round(sum(line["cost_ms"] for line in measured) / 1e3, 1),
         "sha256": digests(out, ("table.safetensors",)),
     }
     write_json(out / "profile.json", content)

@@ -21,7 +21,6 @@ from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.answer_metrics import answer_accuracy
 
-METRIC = "anls"
 SEED = 1
 INSTALL = "pip install 'knobwise[ocr]'"
 WIDTH, HEIGHT = 960, 720
@@ -30,6 +29,9 @@ _FONTS = {
     "font_source_sans_pro": tuple(f"SourceSansPro-{face}" for face in ("Regular", "Bold", "Light", "It", "Black")),
     "font_source_serif_pro": ("SourceSerifPro-Regular", "SourceSerifPro-Bold", "SourceSerifPro-It"),
 }
+
+
+_Colour = tuple[int, ...]
 
 
 def _words(text: str) -> list[str]:
@@ -43,18 +45,18 @@ _ITEMS = _words(
     "Onion Garlic Salmon Yogurt Waffles Noodles Ticket Poster Batteries Candles Umbrella Notebook"
 )
 _CLUTTER = _words(
-    "SALE OPEN EXIT NEW Welcome Parking Push Pull Taxi Bus Stop Free Today Only Menu Closed Station Way Avenue "
-    "Street Please Wait Here Tickets Express Daily Fresh Original Quality Since Special Offer"
+    "SALE OPEN EXIT NEW Welcome Parking Push Pull Taxi Bus Stop Free Today Only Menu Closed Station Way Avenue Street "
+    "Please Wait Here Tickets Express Daily Fresh Original Quality Since Special Offer"
 )
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture, a question about it, and the right answers."""
+    """A picture, a question about it, and the right answer."""
 
     image: Image.Image
     question: str
-    answers: tuple[str, ...]
+    answer: str
     kind: str
     """What the question asks for: title, phone, code, total, price, below."""
 
@@ -64,12 +66,12 @@ class Scenes:
     without end."""
 
     def __init__(self) -> None:
-        self._answers: dict[int, tuple[str, ...]] = {}  # of the scenes that were drawn
+        self._answers = dict[int, str]()  # of the scenes that were drawn
 
     def __getitem__(self, row: int) -> Scene:
         """Draw a scene. Raises InputError if the packages that ship fonts are missing."""
         scene = _Drawing(np.random.default_rng((SEED, row))).scene()
-        self._answers[row] = scene.answers
+        self._answers[row] = scene.answer
         return scene
 
     def ids(self) -> Iterator[str]:
@@ -85,7 +87,7 @@ class Scenes:
     def score(self, sample_id: str, answer: str) -> float:
         """The ANLS of an answer, in [0, 1]."""
         row = int(sample_id)
-        return answer_accuracy(METRIC, answer, self._answers.get(row) or self[row].answers)
+        return answer_accuracy("anls", answer, (self._answers.get(row) or self[row].answer,))
 
 
 @cache
@@ -101,13 +103,11 @@ def _font_files() -> tuple[bytes | None, ...]:
     """Every font as the bytes of its file; None for Pillow's own."""
     try:
         files = [
-            (resources.files(package) / "files" / f"{name}.ttf").read_bytes()
-            for package, names in _FONTS.items()
-            for name in names
+            resources.files(package) / "files" / f"{name}.ttf" for package, names in _FONTS.items() for name in names
         ]
     except ModuleNotFoundError as error:
         raise InputError(f"model=ocr: {error.name} is not installed; {INSTALL}") from error
-    return None, *files
+    return None, *(file.read_bytes() for file in files)
 
 
 @cache
@@ -138,10 +138,9 @@ class _Drawing:
         noise = rng.normal(0, rng.uniform(0, 9), (HEIGHT, WIDTH, 1))
         picture = Image.fromarray((np.asarray(picture) + noise).clip(0, 255).astype(np.uint8))
         kind = str(rng.choice(sorted(facts)))
-        question, answers = facts[kind]
-        return Scene(picture, question, answers, kind)
+        return Scene(picture, *facts[kind], kind)
 
-    def _choice(self, words: list[str]) -> str:
+    def _choice(self, *words: str) -> str:
         return words[int(self.rng.integers(len(words)))]
 
     def _photograph(self) -> Image.Image:
@@ -155,19 +154,17 @@ class _Drawing:
         part = ImageOps.mirror(part) if rng.random() < 0.5 else part
         return ImageEnhance.Brightness(part).enhance(rng.uniform(0.6, 1.3))
 
-    def _colours(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    def _colours(self) -> tuple[_Colour, _Colour]:
         """Paper and ink, light on dark or dark on light."""
-        dark, light = self.rng.integers(0, 110, 3), self.rng.integers(165, 256, 3)
-        pair = (light, dark) if self.rng.random() < 0.7 else (dark, light)
-        paper, ink = (tuple(map(int, colour)) for colour in pair)
-        return paper, ink  # type: ignore[return-value]
+        dark, light = (tuple(self.rng.integers(*limits, 3).tolist()) for limits in ((0, 110), (165, 256)))
+        return (light, dark) if self.rng.random() < 0.7 else (dark, light)
 
     def _clutter(self, picture: Image.Image) -> None:
         """A word somewhere, on the photograph itself or on a plate."""
         rng = self.rng
         paper, ink = self._colours()
         font = _font(int(rng.integers(self.fonts)), int(np.exp(rng.uniform(np.log(14), np.log(60)))))
-        text = " ".join(self._choice(_CLUTTER) for _ in range(int(rng.integers(1, 3))))
+        text = " ".join(self._choice(*_CLUTTER) for _ in range(int(rng.integers(1, 3))))
         box = font.getbbox(text)
         plate = Image.new("RGBA", (int(box[2]) + 12, int(box[3]) + 12), (*paper, 255 if rng.random() < 0.6 else 0))
         ImageDraw.Draw(plate).text((6, 4), text, font=font, fill=(*ink, 255))
@@ -175,61 +172,54 @@ class _Drawing:
         at = int(rng.uniform(0, max(1, WIDTH - plate.width))), int(rng.uniform(0, max(1, HEIGHT - plate.height)))
         picture.paste(plate, at, plate)
 
-    def _sign(self, size: int) -> tuple[Image.Image, dict[str, tuple[str, tuple[str, ...]]]]:
-        """A sign whose body has letters of this size; and by kind the questions that it answers."""
+    def _sign(self, size: int) -> tuple[Image.Image, dict[str, tuple[str, str]]]:
+        """A sign whose body has letters of this size; and by kind a question that it answers, with the answer."""
         rng = self.rng
         paper, ink = self._colours()
         body = _font(int(rng.integers(self.fonts)), size)
         heading = _font(int(rng.integers(self.fonts)), int(min(64, size * rng.uniform(1.3, 2.4))))
-        title = f"{self._choice(_FIRST)} {self._choice(_SECOND)}"
+        title = f"{self._choice(*_FIRST)} {self._choice(*_SECOND)}"
         title = title.upper() if rng.random() < 0.3 else title
-        facts = {"title": (self._ask("What does the title say?", "What is the name on the sign?"), (title,))}
-
+        facts = {"title": (self._choice("What does the title say?", "What is the name on the sign?"), title)}
         names = [str(name) for name in rng.choice(_ITEMS, int(rng.integers(2, 8)), replace=False)]
         prices = [f"{rng.integers(1, 40)}.{rng.integers(0, 100):02}" for _ in names]
         rows: list[tuple[str, str]] = list(zip(names, prices, strict=True))
         i = int(rng.integers(len(rows)))
-        ask = self._ask(f"What is the price of {names[i]}?", f"What stands next to {names[i]}?")
-        facts["price"] = ask, (prices[i],)
+        ask = self._choice(f"What is the price of {names[i]}?", f"What stands next to {names[i]}?")
+        facts["price"] = ask, prices[i]
         j = int(rng.integers(len(rows) - 1))
-        facts["below"] = f"What stands below {names[j]}?", (names[j + 1],)
+        facts["below"] = f"What stands below {names[j]}?", names[j + 1]
         if rng.random() < 0.6:
             total = f"{sum(float(price) for price in prices):.2f}"
-            rows.append((self._ask("Total", "TOTAL", "Total:"), total))
-            facts["total"] = self._ask("What is the total?", "How much is it in total?"), (total,)
-        lines = []
+            rows.append((self._choice("Total", "TOTAL", "Total:"), total))
+            facts["total"] = self._choice("What is the total?", "How much is it in total?"), total
         if rng.random() < 0.6:
             phone = f"{rng.integers(200, 999)}-{rng.integers(200, 999)}-{rng.integers(0, 10000):04}"
-            lines.append(self._ask("Tel. ", "Call ", "") + phone)
-            facts["phone"] = self._ask("What is the phone number?", "Which number can be called?"), (phone,)
+            rows.append((self._choice("Tel. ", "Call ", "") + phone, ""))
+            facts["phone"] = self._choice("What is the phone number?", "Which number can be called?"), phone
         if rng.random() < 0.6:
             letters = "".join(chr(ord("A") + int(k)) for k in rng.integers(0, 26, 2))
             code = f"{letters}-{rng.integers(1000, 10000)}"
-            lines.append(self._ask("Code ", "Ref. ", "No. ") + code)
-            facts["code"] = self._ask("What is the code?", "Which code is given?"), (code,)
-        return self._set(title, rows, lines, heading, body, paper, ink), facts
-
-    def _ask(self, *words: str) -> str:
-        return self._choice(list(words))
+            rows.append((self._choice("Code ", "Ref. ", "No. ") + code, ""))
+            facts["code"] = self._choice("What is the code?", "Which code is given?"), code
+        return self._set(title, rows, heading, body, paper, ink), facts
 
     def _set(
-        self, title: str, rows: list[tuple[str, str]], lines: list[str], heading: Any, body: Any, paper: Any, ink: Any
+        self, title: str, rows: list[tuple[str, str]], heading: Any, body: Any, paper: _Colour, ink: _Colour
     ) -> Image.Image:
-        """The sign: title, rows of two columns, lines."""
+        """The sign: title, then rows of two columns; the second one may be empty."""
         step = int(body.size * self.rng.uniform(1.3, 1.8))
-        left = max(int(body.getlength(name)) for name, _ in rows) + int(body.size * self.rng.uniform(1.5, 5))
-        right = max(int(body.getlength(price)) for _, price in rows)
-        inner = max(left + right, int(heading.getlength(title)), *(int(body.getlength(line)) for line in lines), 0)
-        margin = body.size
+        left = max(int(body.getlength(first)) for first, second in rows if second)
+        left += int(body.size * self.rng.uniform(1.5, 5))
+        widths = [int(body.getlength(second or first)) + (left if second else 0) for first, second in rows]
+        inner, margin = max(*widths, int(heading.getlength(title))), body.size
         top = margin + int(heading.size * 1.5)
-        sign = Image.new("RGBA", (inner + 2 * margin, top + step * (len(rows) + len(lines)) + margin), (*paper, 255))
+        sign = Image.new("RGBA", (inner + 2 * margin, top + step * len(rows) + margin), (*paper, 255))
         draw = ImageDraw.Draw(sign)
         draw.text((margin, margin // 2), title, font=heading, fill=ink)
-        for number, (name, price) in enumerate(rows):
-            draw.text((margin, top + number * step), name, font=body, fill=ink)
-            draw.text((margin + left, top + number * step), price, font=body, fill=ink)
-        for number, line in enumerate(lines, len(rows)):
-            draw.text((margin, top + number * step), line, font=body, fill=ink)
+        for number, (first, second) in enumerate(rows):
+            draw.text((margin, top + number * step), first, font=body, fill=ink)
+            draw.text((margin + left, top + number * step), second, font=body, fill=ink)
         return sign
 
     def _paste(self, picture: Image.Image, sign: Image.Image) -> None:
