@@ -105,8 +105,9 @@ def _sought(question: str) -> str:
 
 
 def _neighbour(name: str, lines: Sequence[Line], unread: Sequence[Line], where: str, read: Callable[[int], str]) -> str:
-    """The text beside or below the line that reads most like a name; empty if none does."""
-    likeness = [_likeness(name, str(line.text)) for line in lines]
+    """The text beside or below the line whose beginning reads most like a name; empty if none does."""
+    sought = name.lower()
+    likeness = [SequenceMatcher(None, sought, str(line.text).lower()[: len(name)]).ratio() for line in lines]
     best = int(np.argmax(likeness))
     if likeness[best] < _SIMILAR:
         return ""
@@ -125,11 +126,6 @@ def _neighbour(name: str, lines: Sequence[Line], unread: Sequence[Line], where: 
     if line is None:
         return ""
     return read(line.number) if line.text is None else line.text
-
-
-def _likeness(name: str, text: str) -> float:
-    """How alike a name and the beginning of a text are, 0–1, whatever their case."""
-    return SequenceMatcher(None, name.lower(), text.lower()[: len(name)]).ratio()
 
 
 def _matched(pattern: str, text: str) -> str:

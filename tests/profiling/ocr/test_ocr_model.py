@@ -30,15 +30,12 @@ def model() -> RapidOCRModel:
     return RapidOCRModel()
 
 
-# -- scenes ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_scene_depends_on_its_number_alone() -> None:
     first, other = Scenes(), Scenes()
     assert other[8].kind  # whatever was drawn before
     scene, again = first[5], other[5]
     assert np.array_equal(scene.image, again.image)
-    assert (scene.question, scene.answers) == (again.question, again.answers)
+    assert (scene.question, scene.answer) == (again.question, again.answer)
     assert not np.array_equal(scene.image, first[6].image)
     assert [aspect_of(first[row].question) for row in (0, 1, 2, 4)] == ["title", "beside", "code", "total"]
 
@@ -49,13 +46,10 @@ def test_scenes_are_requests_without_end() -> None:
     assert "123456" in scenes
     assert "x" not in scenes
     assert 7 not in scenes
-    (answer,) = scenes[2].answers
+    answer = scenes[2].answer
     assert scenes.request("2").question == "What is the code?"
     assert scenes.score("2", answer) == Scenes().score("2", answer.lower()) == 1
     assert scenes.score("2", "") == 0
-
-
-# -- layout ------------------------------------------------------------------------------------------------------------
 
 
 def line(number: int, text: str | None, x: float, y: float, width: float = 60, height: float = 20) -> Line:
@@ -92,16 +86,11 @@ def test_answers_from_what_was_read_and_the_neighbour_that_is_read_for_it(questi
 
 
 def test_the_neighbour_alone_is_read_too() -> None:
-    read: list[int] = []
-
-    def remembered(number: int) -> str:
-        read.append(number)
-        return UNREAD[number]
-
-    find_answer("What is the total?", MENU, remembered)
-    assert read == []
-    find_answer("What stands below Tea?", MENU, remembered)
-    assert read == [3]
+    unread = dict(UNREAD)
+    find_answer("What is the total?", MENU, unread.pop)
+    assert unread == UNREAD
+    find_answer("What stands below Tea?", MENU, unread.pop)
+    assert list(unread) == [2]
 
 
 def test_shapes_and_reading_order() -> None:
@@ -130,9 +119,6 @@ def test_features_have_a_fixed_length_and_are_finite(count: int, seed: int) -> N
     assert features.dtype == np.float32
     assert np.isfinite(features).all()
     assert features[0] == np.float32(count / 10)
-
-
-# -- the model ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", ["0", "4"])  # one stands upside down, one is small
