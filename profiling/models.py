@@ -24,8 +24,8 @@ def load_model(
     """A model and its requests.
 
     Args:
-        name: `elastic`, the built-in model with its own scenes; `module:Class`, a class of the user's own; or a Hugging
-            Face vision-language model, by folder or name.
+        name: `elastic`, the built-in model, or `ocr`, RapidOCR, each with its own scenes; `module:Class`, a class of
+            the user's own; or a Hugging Face vision-language model, by folder or name.
         data: a file of questions (`read_vqa_data`); None for the `questions` of the user's class.
         config: metric, prompt and length of answers.
         importance, dtype, device: of a Hugging Face model, see `profile_hugging_face`.
@@ -37,6 +37,11 @@ def load_model(
         from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 
         return ElasticAdaptive(), ElasticRequests()
+    if name == "ocr":
+        from knobwise.profiling.ocr.adapter import RapidOCRModel
+        from knobwise.profiling.ocr.scenes import Scenes
+
+        return RapidOCRModel(), Scenes()
     if ":" in name:
         model = model_of_class(name)
         return model, Questions(questions_of(name, model, data), config.metric, config.prompt)

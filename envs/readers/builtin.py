@@ -1,4 +1,5 @@
-"""The profile that comes with knobwise: an elastic vision-language model, really measured (see `profile.json`)."""
+"""The profiles that come with knobwise: an elastic vision-language model and RapidOCR, really measured (see their
+`profile.json`)."""
 
 from __future__ import annotations
 
@@ -9,14 +10,21 @@ from pathlib import Path
 
 from knobwise.envs.tables.profile_table import ProfileTable
 
+_DATA = Path(str(resources.files("knobwise.envs") / "data"))
+
 
 def builtin_profile(accuracy: str = "accuracy") -> ProfileTable:
     """Read the built-in profile; its accuracy is `accuracy` (exact match) or `soft_score` (share of right tokens)."""
     from knobwise.envs.readers.long_table import read_long_table
 
-    folder = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))
+    folder = _DATA / "builtin"
     features_ms = json.loads((folder / "profile.json").read_text())["features_ms"]
     table = read_long_table(
         folder / "table.parquet", features=folder / "features.npz", name="builtin", accuracy=accuracy
     )
     return replace(table, features_ms=features_ms)
+
+
+def ocr_profile() -> ProfileTable:
+    """Read the profile of RapidOCR. Needs none of its packages."""
+    return ProfileTable.load(_DATA / "ocr" / "table.safetensors")

@@ -17,6 +17,7 @@ from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.profiling.ocr.settings import OCRProfileConfig
 
 
 def profile(config: ProfileRun) -> None:
@@ -27,7 +28,7 @@ def profile(config: ProfileRun) -> None:
         if config.launcher == "ray":
             profile_shards(config)
             _summary(Path(config.out))
-        elif config.model == "elastic" or ":" in config.model or config.data is not None:
+        elif config.model in ("elastic", "ocr") or ":" in config.model or config.data is not None:
             _summary(measure(config))
         else:
             _profile_beams(config)
@@ -39,7 +40,8 @@ def profile(config: ProfileRun) -> None:
 
 def _summary(folder: Path) -> None:
     """Print what a measured profile holds; where other processes are still measuring, its folder alone."""
-    if (table := folder / "table.parquet").exists():
+    written = (folder / name for name in ("table.parquet", "table.safetensors"))
+    if table := next(filter(Path.exists, written), None):
         features = next((str(path) for path in sorted(folder.glob("features.*"))), None)
         inspect(InspectRun(profile=TableProfile(path=str(table), features=features, name=folder.name)))
     print(f"profile: {folder}")
@@ -47,7 +49,7 @@ def _summary(folder: Path) -> None:
 
 def _check(config: ProfileRun) -> None:
     """Refuse options that are for another kind of model."""
-    if config.data is not None and config.model in ("elastic", "learner"):
+    if config.data is not None and config.model in ("elastic", "ocr", "learner"):
         raise InputError(
             f"data={config.data}: model={config.model} makes its own questions; name the model that answers these, "
             "model=NAME_OR_FOLDER"
@@ -60,8 +62,9 @@ def _check(config: ProfileRun) -> None:
     one_of("launcher", config.launcher, ("here", "ray"))
     if config.launcher == "ray" and config.data is None and ":" not in config.model:
         raise InputError(f"launcher=ray: divides the shards of a model with knobs.shards, not model={config.model}")
-    if config.model != "elastic" and config.elastic != ElasticProfileConfig():
-        raise InputError(f"elastic: is for model=elastic, not for model={config.model}")
+    for name, usual in (("elastic", ElasticProfileConfig()), ("ocr", OCRProfileConfig())):
+        if config.model != name and getattr(config, name) != usual:
+            raise InputError(f"{name}: is for model={name}, not for model={config.model}")
     if config.device is not None:
         a_device("device", config.device)
         if config.device.startswith("cuda"):

@@ -20,6 +20,10 @@ def measure(config: ProfileRun) -> Path:
         from knobwise.profiling.elastic.profile import profile_elastic
 
         return profile_elastic(config.out, config.elastic)
+    if config.model == "ocr":
+        from knobwise.profiling.ocr.profile import profile_ocr
+
+        return profile_ocr(config.out, config.ocr)
     if ":" in config.model:
         return _profile_class(config)
     from knobwise.profiling.huggingface.profile import profile_hugging_face

@@ -19,6 +19,7 @@ from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig, VLMTaskConfig
 from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.profiling.ocr.settings import OCRProfileConfig
 
 
 @dataclass
@@ -212,10 +213,10 @@ class ProfileRun:
     """knobwise profile: measure a model at every configuration, or record which demonstrations help it."""
 
     model: str = "elastic"
-    """elastic, the built-in elastic model; a Hugging Face vision-language model by its name or folder, with `data`; or
-    module:Class, a class of your own (docs/real_models.md), which may bring its questions along. To record
-    demonstrations: learner, the built-in in-context learner, or a Hugging Face model with vlm.data and
-    vlm.embeddings."""
+    """elastic, the built-in elastic model; ocr, RapidOCR, with the packages of knobwise[ocr]; a Hugging Face
+    vision-language model by its name or folder, with `data`; or module:Class, a class of your own (docs/real_models.md),
+    which may bring its questions along. To record demonstrations: learner, the built-in in-context learner, or a Hugging
+    Face model with vlm.data and vlm.embeddings."""
     data: str | None = None
     """The questions that a model is measured on, as JSON lines, JSON, Parquet or CSV: id, image, question,
     answers, optionally image_id and choices."""
@@ -227,6 +228,8 @@ class ProfileRun:
     """A trained selector, whose draws are recorded as one more round in `out`."""
     elastic: ElasticProfileConfig = field(default_factory=ElasticProfileConfig)
     """The elastic vision-language model, and what is measured."""
+    ocr: OCRProfileConfig = field(default_factory=OCRProfileConfig)
+    """With model=ocr: what is measured."""
     knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
     """With `data`: which values of the model's knobs are measured, and how."""
     importance: str | None = None

@@ -26,6 +26,14 @@ class BuiltinProfile:
 
 
 @dataclass
+class OCRProfile:
+    """The profile of RapidOCR that comes with knobwise."""
+
+    format: str = "ocr"
+    """The reader."""
+
+
+@dataclass
 class Exp5Exp6Profile:
     """Accuracy files and latency files as the profiler of the original system writes them."""
 
@@ -147,7 +155,7 @@ def read_profile(config: Any) -> ProfileTable:
 
 
 def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
-    from knobwise.envs.readers.builtin import builtin_profile
+    from knobwise.envs.readers.builtin import builtin_profile, ocr_profile
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
     from knobwise.envs.simulated.calibrated import simulate_calibrated
     from knobwise.envs.simulated.kinds import simulate
@@ -157,6 +165,8 @@ def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
     match config:
         case BuiltinProfile():
             return builtin_profile(**settings)
+        case OCRProfile():
+            return ocr_profile()
         case Exp5Exp6Profile():
             return read_exp5_exp6(**settings)
         case CoreExpProfile():
@@ -198,6 +208,7 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
 
 PROFILES: dict[str, type[Any]] = {
     "builtin": BuiltinProfile,
+    "ocr": OCRProfile,
     "exp5_exp6": Exp5Exp6Profile,
     "core_exp": CoreExpProfile,
     "table": TableProfile,

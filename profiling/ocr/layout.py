@@ -1,0 +1,133 @@
+"""From a question and detected boxes to the order in which they are read, and from what was read to an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+import numpy as np
+from numpy.typing import NDArray
+
+ASPECTS = ("title", "phone", "code", "total", "beside", "below")
+"""What a question can be about."""
+_CUES = {
+    "phone": ("phone", "call", "tel"),
+    "code": ("code", "reference"),
+    "total": ("total", "in all"),
+    "below": ("below", "under"),
+    "beside": ("price", "next to", "beside", "cost"),
+}
+_PATTERNS = {
+    "phone": r"\+?\d[\d\- ().]{6,}\d",
+    "code": r"[A-Z]{1,4}[ \-–—]?\d{2,}",
+    "total": r"\d+[.,]\s?\d{2}",
+}
+_LENGTHS = {"phone": 6.5, "code": 4.5, "total": 2.5}
+"""Width of such a text divided by its height, roughly."""
+_SIMILAR = 0.6
+
+
+@dataclass(frozen=True)
+class Line:
+    """A detected box of text, with what was read in it."""
+
+    number: int
+    text: str | None
+    """None where it was not read."""
+    x: float
+    y: float
+    """The middle of its box; of a picture seen upside down, as if it were turned."""
+    width: float
+    height: float
+
+
+def aspect_of(question: str) -> str:
+    """What a question is about, one of `ASPECTS`, by the words in it; `title` if by none."""
+    plain = question.lower()
+    return next((aspect for aspect, cues in _CUES.items() if any(cue in plain for cue in cues)), "title")
+
+
+def shapes(boxes: NDArray[np.float32]) -> NDArray[np.float64]:
+    """[B, 5] the middle (x, y), width, height and angle (degrees) of boxes [B, 4, 2], whose corners are in reading
+    order."""
+    corners = boxes.astype(np.float64)
+    along = (corners[:, 1] - corners[:, 0] + corners[:, 2] - corners[:, 3]) / 2
+    across = (corners[:, 3] - corners[:, 0] + corners[:, 2] - corners[:, 1]) / 2
+    sizes = np.hypot(along[:, 0], along[:, 1]), np.hypot(across[:, 0], across[:, 1])
+    angles = np.degrees(np.arctan2(along[:, 1], along[:, 0]))
+    return np.stack([*corners.mean(1).T, *sizes, angles], 1)
+
+
+def reading_order(question: str, boxes: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The boxes (`shapes` [B, 5]) in the order in which they are worth reading: for a title the tallest first, for a
+    number those first whose length suits it, else the largest first."""
+    width, height = boxes[:, 2], boxes[:, 3].clip(1)
+    aspect = aspect_of(question)
+    if aspect == "title":
+        return np.argsort(-height, kind="stable")
+    if aspect in _LENGTHS:
+        return np.argsort(np.abs(np.log(width.clip(1) / height / _LENGTHS[aspect])), kind="stable")
+    return np.argsort(-width * height, kind="stable")
+
+
+def find_answer(question: str, boxes: Sequence[Line], read: Callable[[int], str]) -> str:
+    """The answer to a question among the texts that were read; empty where there is none. What stands beside or below
+    a text is read if it was not, by `read` with the number of its box."""
+    lines = [line for line in boxes if line.text and line.text.strip()]
+    if not lines:
+        return ""
+    aspect = aspect_of(question)
+    if aspect == "title":
+        return _title(lines)
+    unread = [line for line in boxes if line.text is None]
+    if aspect in ("beside", "below"):
+        return _neighbour(_sought(question), lines, unread, aspect, read)
+    if aspect == "total" and (total := _neighbour("total", lines, unread, "beside", read)):
+        return _matched(_PATTERNS["total"], total) or total
+    matches = [match for line in lines if (match := _matched(_PATTERNS[aspect], str(line.text)))]
+    if aspect == "total":
+        return max(matches, key=lambda text: float(re.sub(r"[^\d]", "", text)), default="")
+    return max(matches, key=len, default="")
+
+
+def _title(lines: Sequence[Line]) -> str:
+    """The tallest line, with what stands in the same row and is nearly as tall."""
+    tallest = max(lines, key=lambda line: line.height)
+    row = [n for n in lines if abs(n.y - tallest.y) < 0.5 * tallest.height and n.height > 0.7 * tallest.height]
+    return " ".join(str(line.text) for line in sorted(row, key=lambda line: line.x))
+
+
+def _sought(question: str) -> str:
+    """The name that a question asks about: what stands behind "of", "to" or "below"."""
+    return re.split(r"\b(?:of|to|below|under|beside)\b", question.rstrip("?. "))[-1].strip()
+
+
+def _neighbour(name: str, lines: Sequence[Line], unread: Sequence[Line], where: str, read: Callable[[int], str]) -> str:
+    """The text beside or below the line whose beginning reads most like a name; empty if none does."""
+    sought = name.lower()
+    likeness = [SequenceMatcher(None, sought, str(line.text).lower()[: len(name)]).ratio() for line in lines]
+    best = int(np.argmax(likeness))
+    if likeness[best] < _SIMILAR:
+        return ""
+    anchor, places = lines[best], [*lines, *unread]
+    text = str(anchor.text)
+    rest = text[len(name) :].strip(" :.-")
+    if where == "beside" and rest and len(text) > len(name) + 2:  # one box holds both
+        return rest
+    if where == "beside":
+        row = [n for n in places if abs(n.y - anchor.y) < 0.6 * anchor.height and n.x > anchor.x]
+        line = min(row, key=lambda n: n.x, default=None)
+    else:
+        start = anchor.x - anchor.width / 2
+        column = [n for n in places if abs(n.x - n.width / 2 - start) < anchor.width]
+        line = min((n for n in column if n.y > anchor.y + 0.5 * anchor.height), key=lambda n: n.y, default=None)
+    if line is None:
+        return ""
+    return read(line.number) if line.text is None else line.text
+
+
+def _matched(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[0].strip() if match else ""
