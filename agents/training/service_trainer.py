@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 
 from knobwise.agents.checkpoint import Loaded
@@ -18,6 +19,7 @@ from knobwise.agents.training.loop import Stage, Trainer, seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.service.arrivals import Traces
 from knobwise.envs.service.torchrl_env import ServiceQueue
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses import GRPOLoss
 
 
@@ -35,6 +37,9 @@ class ServiceTrainer(Trainer):
     agent: PricePolicy
     loss: ServiceLossConfig
     reference: PricePolicy
+    env: ServiceQueue
+    table: ProfileTable
+    loss: ServiceLossConfig
     judged_by = "utility"
     trained_on = "on another profile or with other settings"
 
@@ -59,7 +64,8 @@ class ServiceTrainer(Trainer):
             self.grpo = GRPOLoss(actor, **about, functional=False)
             stored = [*OBSERVED, "waited_ms", "action", "action_log_prob", ("next", "reward")]
             about_stage = "GRPO", self._by_request, settings.iterations, settings.lr, self._prepare
-            stage = Stage(*about_stage, patience=settings.patience)
+            steer = None if self.loss.kl_band is None else self._steer
+            stage = Stage(*about_stage, steer=steer, patience=settings.patience)
             shape = (*env.batch_size, env.contexts.requests)
             options |= {"stored": stored, "shape": shape, "seed": seed}
             super().__init__(policy, reference, env, actor, [stage], settings, **options)
@@ -67,10 +73,10 @@ class ServiceTrainer(Trainer):
         self._resumable = {"loss": asdict(self.loss), "optimiser": asdict(settings), "loads": repr(env.contexts.loads)}
 
     def _with_returns(self, traces: TensorDictBase) -> TensorDictBase:
-        """Rewards [P, G, T] become discounted utilities to come, up to the next request that no rollout of its trace
-        lets wait: from there on all are in the same state, whatever was done before."""
-        utility, busy = traces["next", "reward"].squeeze(-1), (traces["waited_ms"] > 0).any(1, keepdim=True)
-        to_come = utility.clone()
+        """Rewards [P, G, T] become discounted utilities to come; with one server up to the next request that no rollout
+        of its trace lets wait: from there on all are in the same state, whatever was done before."""
+        utility, to_come = (traces["next", "reward"].squeeze(-1).clone() for _ in range(2))
+        busy = (traces["waited_ms"] > 0).any(1, keepdim=True) | (self.env.servers > 1)
         for place in range(utility.shape[-1] - 2, -1, -1):
             to_come[..., place] += self.loss.discount * busy[..., place + 1] * to_come[..., place + 1]
         return traces.set("utility", utility).set(("next", "reward"), to_come)
@@ -82,7 +88,11 @@ class ServiceTrainer(Trainer):
 
     def _by_request(self, minibatch: TensorDictBase) -> TensorDictBase:
         """The loss of traces [P, G, T], each request a context with its own group."""
-        return self.grpo(minibatch.transpose(1, 2).flatten(0, 1))
+        requests = minibatch.transpose(1, 2).flatten(0, 1)
+        with torch.no_grad():
+            start = self.reference(*(requests[name] for name in OBSERVED)).log_softmax(-1)
+        likely = start.gather(-1, requests["action"].unsqueeze(-1)).squeeze(-1)
+        return self.grpo(requests.set("reference_log_prob", likely))
 
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """The most probable prices."""

@@ -92,7 +92,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(folder: Path) -> None:
         (["checkpoint=none.pt"], "no such checkpoint"),
         (["profile.path=ot.parquet", "profile.features=of.npz"], "was trained on"),
         (["servers=0"], "servers=0: must be at least 1"),
-        (["loads=[0]"], "load '0': must be positive"),
+        (["loads=[0]"], "load 0: must be positive"),
         (["judged_loads=[recorded none.txt]"], "none.txt: cannot be read"),
         (["judged_loads=[recorded back.txt]"], "back.txt: arrival 2 comes before the one above it"),
         (["tuned_at=[-1]"], "tuned_at=-1.0: must be positive"),
