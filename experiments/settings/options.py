@@ -214,9 +214,9 @@ class ProfileRun:
 
     model: str = "elastic"
     """elastic, the built-in elastic model; ocr, RapidOCR, with the packages of knobwise[ocr]; a Hugging Face
-    vision-language model by its name or folder, with `data`; or module:Class, a class of your own (docs/real_models.md),
-    which may bring its questions along. To record demonstrations: learner, the built-in in-context learner, or a Hugging
-    Face model with vlm.data and vlm.embeddings."""
+    vision-language model by its name or folder, with `data`; or module:Class, a class of your own, which may bring its
+    questions along (docs/real_models.md). To record demonstrations: learner, the built-in in-context learner, or a
+    Hugging Face model with vlm.data and vlm.embeddings."""
     data: str | None = None
     """The questions that a model is measured on, as JSON lines, JSON, Parquet or CSV: id, image, question,
     answers, optionally image_id and choices."""
