@@ -35,7 +35,6 @@ class ServiceTrainer(Trainer):
     """
 
     agent: PricePolicy
-    loss: ServiceLossConfig
     reference: PricePolicy
     env: ServiceQueue
     table: ProfileTable

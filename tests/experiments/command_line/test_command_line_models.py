@@ -244,13 +244,13 @@ def test_a_live_run_on_the_elastic_model(folder: Path, train: Callable[..., Path
 
 
 def test_two_files_as_one_profile(folder: Path, train: Callable[..., Path]) -> None:
-    run = train("joint", *JOINT)
+    run = train("joint", *JOINT, "own_cost=false")
     results = json.loads((run / "results.json").read_text())
     assert results["profile"]["samples"] == 120
     assert {row["dataset"] for row in results["by_dataset"]} == {"first", "second"}
     assert "static_per_dataset" in {row["policy"] for row in results["rows"]}
     words = ["evaluate", *JOINT, f"checkpoint={run / BEST}", "budgets_ms=[8,12]"]
-    assert main([*words, "baselines=false", "json=again.json"]) == 0
+    assert main([*words, "baselines=false", "own_cost=false", "json=again.json"]) == 0
     again = json.loads(Path("again.json").read_text())
     rows_of_file = [[row for row in result["rows"] if row["policy"] == "controller"] for result in (results, again)]
     assert [row["utility"] for row in rows_of_file[0]] == [row["utility"] for row in rows_of_file[1]]
