@@ -50,7 +50,7 @@ class Work:
     @property
     def pixels(self) -> NDArray[np.uint8]:
         """[h, w, 3], blue first, as OpenCV has them: the result of a step of `_detect`."""
-        return self.results["pixels",][0]  # type: ignore[no-any-return]
+        return self.results["pixels",][0]
 
     def step(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """The result of a step, computed unless it is there. Steps do not call for one another, lest a time be counted
