@@ -107,10 +107,9 @@ class RapidOCRModel:
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         """The detector at side 288, and what its boxes and the question tell. Without features it does nothing. Raises
         InputError for an image that is no picture in RGB."""
-        work = Work(request)
+        start, work = clock_ms(), Work(request)
         if not features:
             return FirstStage(request, {}, work, 0.0, 0.0)
-        start = clock_ms()
         boxes, scores = self._detect(work, FIRST_SIDE)
         done = clock_ms()
         blocks = {"image_features": box_features(request.question, boxes, scores, work.pixels.shape[:2])}

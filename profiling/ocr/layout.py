@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 
 ASPECTS = ("title", "phone", "code", "total", "beside", "below")
 """What a question can be about."""
-_CUES = {
-    "phone": ("phone", "call", "tel"),
-    "code": ("code", "reference"),
-    "total": ("total", "in all"),
-    "below": ("below", "under"),
-    "beside": ("price", "next to", "beside", "cost"),
-}
+_CUES = {"phone": "phone|call", "code": "code", "total": "total", "below": "below", "beside": "price|next to"}
 _PATTERNS = {
     "phone": r"\+?\d[\d\- ().]{6,}\d",
     "code": r"[A-Z]{1,4}[ \-–—]?\d{2,}",
@@ -45,8 +39,7 @@ class Line:
 
 def aspect_of(question: str) -> str:
     """What a question is about, one of `ASPECTS`, by the words in it; `title` if by none."""
-    plain = question.lower()
-    return next((aspect for aspect, cues in _CUES.items() if any(cue in plain for cue in cues)), "title")
+    return next((aspect for aspect, cues in _CUES.items() if re.search(cues, question, re.IGNORECASE)), "title")
 
 
 def shapes(boxes: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -83,7 +76,8 @@ def find_answer(question: str, boxes: Sequence[Line], read: Callable[[int], str]
         return _title(lines)
     unread = [line for line in boxes if line.text is None]
     if aspect in ("beside", "below"):
-        return _neighbour(_sought(question), lines, unread, aspect, read)
+        sought = re.split(r"\b(?:of|to|below)\b", question.rstrip("?. "))[-1].strip()
+        return _neighbour(sought, lines, unread, aspect, read)
     if aspect == "total" and (total := _neighbour("total", lines, unread, "beside", read)):
         return _matched(_PATTERNS["total"], total) or total
     matches = [match for line in lines if (match := _matched(_PATTERNS[aspect], str(line.text)))]
@@ -99,24 +93,18 @@ def _title(lines: Sequence[Line]) -> str:
     return " ".join(str(line.text) for line in sorted(row, key=lambda line: line.x))
 
 
-def _sought(question: str) -> str:
-    """The name that a question asks about: what stands behind "of", "to" or "below"."""
-    return re.split(r"\b(?:of|to|below|under|beside)\b", question.rstrip("?. "))[-1].strip()
-
-
 def _neighbour(name: str, lines: Sequence[Line], unread: Sequence[Line], where: str, read: Callable[[int], str]) -> str:
     """The text beside or below the line whose beginning reads most like a name; empty if none does."""
-    sought = name.lower()
-    likeness = [SequenceMatcher(None, sought, str(line.text).lower()[: len(name)]).ratio() for line in lines]
+    sought, texts = name.lower(), [str(line.text) for line in lines]
+    likeness = [SequenceMatcher(None, sought, text.lower()[: len(name)]).ratio() for text in texts]
     best = int(np.argmax(likeness))
     if likeness[best] < _SIMILAR:
         return ""
     anchor, places = lines[best], [*lines, *unread]
-    text = str(anchor.text)
-    rest = text[len(name) :].strip(" :.-")
-    if where == "beside" and rest and len(text) > len(name) + 2:  # one box holds both
-        return rest
     if where == "beside":
+        rest = texts[best][len(name) :].strip(" :.-")
+        if rest and len(texts[best]) > len(name) + 2:  # one box holds both
+            return rest
         row = [n for n in places if abs(n.y - anchor.y) < 0.6 * anchor.height and n.x > anchor.x]
         line = min(row, key=lambda n: n.x, default=None)
     else:

@@ -33,7 +33,7 @@ from knobwise.profiling.ocr.adapter import FIRST_SIDE, RapidOCRModel
 from knobwise.profiling.ocr.scenes import SEED, Scenes
 from knobwise.profiling.ocr.settings import OCRProfileConfig
 
-NAME = "ocr"
+_Dicts = list[dict[str, Any]]
 _STRAIGHT = 3
 """Configurations under which a scene is answered straight through."""
 
@@ -67,9 +67,7 @@ def profile_ocr(out_dir: str | Path, config: OCRProfileConfig | None = None) -> 
     return out
 
 
-def _measured(
-    model: RapidOCRModel, grid: list[dict[str, Any]], rows: list[int], straight_every: int
-) -> Iterator[dict[str, Any]]:
+def _measured(model: RapidOCRModel, grid: _Dicts, rows: list[int], straight_every: int) -> Iterator[dict[str, Any]]:
     """What is written down of each of these scenes. Configurations come in random order."""
     scenes = Scenes()
     warm_up = [model.first_stage(scenes.request(str(row))) for row in rows[:1]]
@@ -101,15 +99,11 @@ def _measured(
         }
 
 
-def _write(
-    out: Path,
-    measured: list[dict[str, Any]],
-    grid: list[dict[str, Any]],
-    config: OCRProfileConfig,
-    about: dict[str, Any],
-) -> None:
+def _write(out: Path, measured: _Dicts, grid: _Dicts, config: OCRProfileConfig, about: dict[str, Any]) -> None:
     """Write the table and, last, `profile.json`, from lines in the order that they were measured in."""
-    slowness = _slowness(np.array([line["detector_ms"] for line in measured]))
+    # how much slower than usual the machine was at each moment: the first detection is the same work for every scene
+    level = pl.Series([line["detector_ms"] for line in measured]).rolling_median(WINDOW, min_samples=1, center=True)
+    slowness = (level / level.median()).to_numpy()
     order = np.argsort([line["scene"] for line in measured])
     measured, slowness = [measured[i] for i in order], slowness[order]
     table = _table(measured, slowness, grid, config)
@@ -117,7 +111,7 @@ def _write(
     checks = [check for line in measured for check in line["straight"]]
     ratios = np.array([check["ratio"] for check in checks])
     content = {
-        "name": NAME,
+        "name": "ocr",
         "command": " ".join(["knobwise profile model=ocr out=DIR", *changed_settings("ocr.", config)]),
         "config": asdict(config),
         "seed": SEED,
@@ -143,19 +137,14 @@ def _write(
     write_json(out / "profile.json", content)
 
 
-def _table(
-    measured: list[dict[str, Any]],
-    slowness: NDArray[np.float64],
-    grid: list[dict[str, Any]],
-    config: OCRProfileConfig,
-) -> ProfileTable:
+def _table(measured: _Dicts, slowness: NDArray[np.float64], grid: _Dicts, config: OCRProfileConfig) -> ProfileTable:
     """Times divided by the slowness [N] of the machine; the first look is added where it is not reused."""
     look_ms = np.array([line["unused_ms"] for line in measured]) / slowness[:, None]
     latency_ms = np.array([line["total_ms"] for line in measured]) / slowness[:, None] + look_ms
     knobs = tuple(Knob(name, tuple(sorted(getattr(config, name)))) for name in grid[0])
     places = [[knob.values.index(setting[knob.name]) for knob in knobs] for setting in grid]
     return ProfileTable(
-        name=NAME,
+        name="ocr",
         knobs=knobs,
         configurations=torch.tensor(places),
         accuracy=_tensor([line["accuracy"] for line in measured]),
@@ -167,12 +156,6 @@ def _table(
         features_ms=round(float(np.median([line["features_ms"] for line in measured])), 4),
         first_look_ms=_tensor(look_ms),
     )
-
-
-def _slowness(detector_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How much slower than usual the machine was at each moment, from times [n] of the same work in their order."""
-    level = pl.Series(detector_ms).rolling_median(WINDOW, min_samples=1, center=True).to_numpy()
-    return level / np.median(level)
 
 
 def _tensor(values: Any) -> Tensor:
