@@ -80,7 +80,7 @@ class ServiceQueue(EnvBase):
         self.service_ms = self.forecast.service_ms(rows, deadlines)
         self.gap_ms = self.service_ms / max(servers, 1)
         self.prices = torch.as_tensor(PRICES if prices is None else prices) / self.service_ms
-        about = {"requests": requests, "gap_ms": self.gap_ms, "deadlines_ms": deadlines}
+        about: dict[str, Any] = {"requests": requests, "gap_ms": self.gap_ms, "deadlines_ms": deadlines}
         self.contexts = TraceSampler(table, loads, rows=rows, seed=seed, **about)
         shape = self.batch_size
         self.action_spec = Categorical(len(self.prices), shape=shape, dtype=torch.int64)

@@ -51,15 +51,15 @@ def run(config: ServiceStudyConfig) -> list[str]:
 def service_page(results: dict[str, Any]) -> str:
     """docs/service.md, from the results of a run."""
     over = {(row["against"], row["load"]): row for row in results["differences"]}
-    own = [load for load in results["loads"] if (f"price_backlog_at_{load}", load) in over]
-    changing = [load for load in results["loads"] if load not in own]
+    constant = [load for load in results["loads"] if (f"price_backlog_at_{load}", load) in over]
+    changing = [load for load in results["loads"] if load not in constant]
     at = {(row["policy"], row["load"]): row for row in results["rows"]}
     return rendered(
         "service.md.j2",
         results=results,
         at=at,
         over=over,
-        own=own,
+        constant=constant,
         changing=changing,
         policies=[row["policy"] for row in words.ranked(results)],
         words=words,

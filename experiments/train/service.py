@@ -10,9 +10,9 @@ import torch
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.service.baselines import Decide, Outcome, Service
-from knobwise.agents.service.policy import forecast_of
-from knobwise.agents.service.trainer import ServiceTrainer
+from knobwise.agents.service.policy import PricePolicy, forecast_of
 from knobwise.agents.serving.own_cost import expected_cost_ms
+from knobwise.agents.training.service_trainer import ServiceTrainer
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import default_budgets
@@ -89,7 +89,8 @@ class ServiceExperiment(Experiment):
             folder / "checkpoints" / f"seed{seed}": load_checkpoint(folder / "checkpoints" / f"seed{seed}" / "best.pt")
             for seed in self.config.seeds
         }
-        policies = {"price_grpo": [self.service.by_policy(loaded.agent) for loaded in best.values()]}
+        agents = [loaded.agent for loaded in best.values()]
+        policies = {"price_grpo": [self.service.by_policy(each) for each in agents if isinstance(each, PricePolicy)]}
         rules, tuned = self.rules()
         policies |= {name: [rule] for name, rule in rules.items()}
         outcomes: dict[str, dict[str, list[Outcome]]] = {name: {} for name in policies}
