@@ -11,12 +11,6 @@ from numpy.typing import NDArray
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
 
-from knobwise.agents.serving.distillation import Lessons
-from knobwise.agents.stack.stacked_controller import StackedController
-from knobwise.common.errors import InputError
-from knobwise.envs.service.queue import Forecast
-from knobwise.envs.tables.profile_table import ProfileTable
-
 OBSERVED = ("left_ms", "backlog", "load")
 """What the policy reads of a request, as `ServiceQueue` observes it."""
 SPREAD = (1.5, 0.5)
@@ -112,15 +106,3 @@ class PricePolicy(nn.Module):
         policy = cls(plain["state"]["prices"], *about)
         policy.load_state_dict(plain["state"])
         return policy.eval()
-
-
-def forecast_of(agent: Any, table: ProfileTable) -> Forecast:
-    """What a controller expects of every sample of a table. Raises InputError: it is none for deadlines that predicts
-    outcomes."""
-    if not isinstance(agent, StackedController) or agent.priced:
-        raise InputError(
-            f"checkpoint: holds a {type(agent).__name__}; requests that wait need a controller for deadlines that "
-            "predicts outcomes, from knobwise train experiment=controller or experiment=lean"
-        )
-    _, *predicted = Lessons.of_teacher(agent, agent.features(table.features, table.num_samples))
-    return Forecast(*(part.float().where(table.mask, torch.nan) for part in predicted))

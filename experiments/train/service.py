@@ -10,7 +10,8 @@ import torch
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.service.baselines import Decide, Outcome, Service
-from knobwise.agents.service.policy import PricePolicy, forecast_of
+from knobwise.agents.service.policy import PricePolicy
+from knobwise.agents.serving.forecast import forecast_of
 from knobwise.agents.serving.own_cost import expected_cost_ms
 from knobwise.agents.training.service_trainer import ServiceTrainer
 from knobwise.common.errors import InputError
