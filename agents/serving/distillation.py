@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.agents.stack.weights import weighted
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.envs.service.queue import Forecast
 from knobwise.envs.tables.profile_table import ProfileTable
 
 WIDE = 1024
@@ -185,15 +184,3 @@ def _beginner(teacher: Controller, lessons: Lessons, seed: int) -> Controller:
 def _rate(share: float) -> float:
     """A short rise, then half a cosine."""
     return min(share / 0.05, 0.5 + 0.5 * math.cos(math.pi * share))
-
-
-def forecast_of(agent: Any, table: ProfileTable) -> Forecast:
-    """What a controller expects of every sample of a table. Raises InputError: it is none for deadlines that predicts
-    outcomes."""
-    if not isinstance(agent, StackedController) or agent.priced:
-        raise InputError(
-            f"checkpoint: holds a {type(agent).__name__}; requests that wait need a controller for deadlines that "
-            "predicts outcomes, from knobwise train experiment=controller or experiment=lean"
-        )
-    _, *predicted = Lessons.of_teacher(agent, agent.features(table.features, table.num_samples))
-    return Forecast(*(part.float().where(table.mask, torch.nan) for part in predicted))

@@ -63,8 +63,9 @@ class ServiceQueueEnv(gymnasium.Env[Observation, Any]):
         shape, most = (table.num_configurations,), float(np.finfo(np.float32).max)
         self.action_space = spaces.Discrete(len(self.prices))
         boxes: dict[str, spaces.Space[Any]] = {name: spaces.Box(-most, most, ()) for name in OBSERVED}
-        boxes |= {"utility": spaces.Box(0, 1, shape), "latency_ms": spaces.Box(0, most, shape)}
-        self.observation_space: Any = spaces.Dict(boxes)
+        self.observation_space: Any = spaces.Dict(
+            boxes | {"utility": spaces.Box(0, 1, shape), "latency_ms": spaces.Box(0, most, shape)}
+        )
         self._state: TensorDict | None = None
         self._words = ""
 

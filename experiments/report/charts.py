@@ -113,7 +113,7 @@ def by_budget(
     wide = max(positive) > 20 * min(positive)
     scale = alt.Scale(type="log") if wide else alt.Scale(zero=False, nice=False, padding=12)
     x = alt.X("budget_ms:Q", title=f"latency budget ({unit})", scale=scale, axis=alt.Axis(tickCount=size[0] // 80))
-    layers = _lines(rows, x, y, title, policies, percent)
+    layers = lines(rows, x, y, title, policies, percent)
     if level is not None:
         layers.append(alt.Chart(pl.DataFrame({"level": [level]})).mark_rule(**DASHED).encode(y="level:Q"))
     if references is not None:
@@ -135,17 +135,11 @@ def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.L
     axis = alt.Axis(values=sorted(rows["shots"].unique()), format="d", grid=False)
     x = alt.X("shots:Q", title="demonstrations (shots)", axis=axis, scale=alt.Scale(padding=24, nice=False, zero=False))
     mark = alt.Chart(pl.DataFrame({"shots": [trained]})).mark_rule(**DASHED).encode(x)
-    layers = [mark, *_lines(rows, x, "accuracy", "accuracy (0 to 1)", policies)]
+    layers = [mark, *lines(rows, x, "accuracy", "accuracy (0 to 1)", policies)]
     return alt.layer(*layers).properties(width=820, height=340)
 
 
-def by_load(rows: pl.DataFrame, policies: Sequence[str], loads: Sequence[str]) -> alt.LayerChart:
-    """Utility at constant and changing loads, in this order. Columns: policy, name, load, utility, low, high."""
-    x = alt.X("load:N", title="load", sort=list(loads), axis=alt.Axis(labelAngle=0))
-    return alt.layer(*_lines(rows, x, "utility", "utility (0 to 1)", policies)).properties(width=820, height=340)
-
-
-def _lines(
+def lines(
     rows: pl.DataFrame, x: alt.X, y: str, title: str, policies: Sequence[str], percent: bool = False
 ) -> list[alt.Chart]:
     """Lines over x, with a band where the interval is known (low, high)."""

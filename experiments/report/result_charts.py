@@ -156,7 +156,9 @@ def _over_loads(results: Mapping[str, Any]) -> Charts:
             for row, policy, each, bound in zip(rows, named, name, bounds, strict=True)
         ]
     )
-    return {"Utility against load": charts.by_load(frame, list(dict.fromkeys(named)), results["loads"])}
+    x = alt.X("load:N", title="load", sort=results["loads"], axis=alt.Axis(labelAngle=0))
+    layers = charts.lines(frame, x, "utility", "utility (0 to 1)", list(dict.fromkeys(named)))
+    return {"Utility against load": alt.layer(*layers).properties(width=820, height=340)}
 
 
 # -- over numbers of shots ---------------------------------------------------------------------------------------------

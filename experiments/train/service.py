@@ -11,7 +11,7 @@ import torch
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.service.baselines import Decide, Outcome, Service
 from knobwise.agents.service.policy import PricePolicy
-from knobwise.agents.serving.distillation import forecast_of
+from knobwise.agents.serving.forecast import forecast_of
 from knobwise.agents.serving.own_cost import expected_cost_ms
 from knobwise.agents.training.service_trainer import ServiceTrainer
 from knobwise.common.errors import InputError
@@ -90,8 +90,8 @@ class ServiceExperiment(Experiment):
             folder / "checkpoints" / f"seed{seed}": load_checkpoint(folder / "checkpoints" / f"seed{seed}" / "best.pt")
             for seed in self.config.seeds
         }
-        agents = [loaded.agent for loaded in best.values() if isinstance(loaded.agent, PricePolicy)]
-        policies = {"price_grpo": [self.service.by_policy(agent) for agent in agents]}
+        agents = [loaded.agent for loaded in best.values()]
+        policies = {"price_grpo": [self.service.by_policy(each) for each in agents if isinstance(each, PricePolicy)]}
         rules, tuned = self.rules()
         policies |= {name: [rule] for name, rule in rules.items()}
         outcomes: dict[str, dict[str, list[Outcome]]] = {name: {} for name in policies}

@@ -14,7 +14,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.service.baselines import Service
 from knobwise.agents.service.policy import PricePolicy
 from knobwise.agents.service.settings import ServiceLossConfig
-from knobwise.agents.serving.distillation import forecast_of
+from knobwise.agents.serving.forecast import forecast_of
 from knobwise.agents.training.service_trainer import ServiceTrainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError

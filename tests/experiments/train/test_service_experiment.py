@@ -65,6 +65,7 @@ def test_a_run_and_its_page(folder: Path, capsys: Capture) -> None:
     page = (path / "report.html").read_text()
     assert "Utility against load" in page
     assert {file.name for file in path.iterdir()} >= {"config.yaml", "metrics.csv", "checkpoints"}
+    assert "its report compares them" in mistake(["compare", str(path), str(path)], capsys)
     assert run(ServiceStudyConfig(run=str(path), out="service.md")) == []
     written = Path("service.md").read_text()
     assert "| price by GRPO |" in written
