@@ -16,6 +16,8 @@ from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.common.errors import InputError
+from knobwise.experiments.compare.runs import read_runs
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.studies.service import ServiceStudyConfig, run
 
@@ -65,7 +67,8 @@ def test_a_run_and_its_page(folder: Path, capsys: Capture) -> None:
     page = (path / "report.html").read_text()
     assert "Utility against load" in page
     assert {file.name for file in path.iterdir()} >= {"config.yaml", "metrics.csv", "checkpoints"}
-    assert "its report compares them" in mistake(["compare", str(path), str(path)], capsys)
+    with pytest.raises(InputError, match="its report compares them"):
+        read_runs([path])
     assert run(ServiceStudyConfig(run=str(path), out="service.md")) == []
     written = Path("service.md").read_text()
     assert "| price by GRPO |" in written
