@@ -354,7 +354,7 @@ TRAIN = ["train", *QUICK]
         ([*TRAIN, *FIRST, "policy.deploy=student", "budget=mean"], "policy.deploy=student: is for deadlines"),
         ([*TRAIN, *FIRST, "policy.deploy=pupil"], "policy.deploy='pupil': must be one of auto, student, teacher"),
         ([*LIVE, "FIRST"], "live needs the best.pt of a training on profile 'builtin'"),
-        ([*LIVE, *FIRST, "FIRST"], "live needs profile=builtin"),
+        ([*LIVE, *FIRST, "FIRST"], "is not what model 'elastic' was measured on"),
         ([*LIVE, "BUILTIN", "profile.accuracy=soft_score"], "live needs the best.pt"),
         ([*LIVE, "BUILTIN", "stream.requests=0"], "stream.requests=0: must be at least 1"),
         ([*LIVE, "BUILTIN", "stream.clock=sun"], "stream.clock='sun': must be one of wall, cpu"),
