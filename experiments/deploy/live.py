@@ -110,7 +110,8 @@ def run_live(
             raise InputError(f"{stopped}; nothing was served before") from stopped.__cause__
     results = live_results(table, stream, record, served.controller, speed)
     results |= {"model": model.name, "tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
-    results |= {"repeats": record.served["choice"].shape[2], "rate": config.rate, "clock": config.clock}
+    results |= {"repeats": record.served["choice"].shape[2], "rate": config.rate}
+    results |= {"load": config.load, "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
         write_text(config.json, json.dumps(results, indent=1))

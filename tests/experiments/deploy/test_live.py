@@ -304,7 +304,7 @@ def test_a_replay_that_is_wrong_is_found_out() -> None:
     away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
     assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
     assert not any(policy == "cheapest" for policy, _ in away)
-    results |= {"repeats": 1, "rate": None, "clock": "wall"}
+    results |= {"repeats": 1, "rate": None, "load": None, "clock": "wall"}
     assert "they differ in " in live_report.verdict(results)[-1]
 
 
