@@ -37,7 +37,7 @@ from knobwise.experiments.results.run_folder import STUDENT
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.train.run import Experiment, keep_best, tracker_of
+from knobwise.experiments.train.run import Experiment, keep_best, train_seed
 
 STUDENT_STEPS = 3
 """Steps of a student's fit for each iteration of its teacher's training; at least 200 in all."""
@@ -114,18 +114,12 @@ class ControllerExperiment(Experiment):
         for trainer in self.trainers:
             if self.number:
                 trainer.title = f"split {self.number}, {trainer.title}"
-            trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
-            trainer.resume(trainer.folder / "last.pt")
-            if not trainer.finished:
-                # the checkpoint was written before the rows of its own iteration were complete
-                step = trainer.iteration - 1
-                with tracker_of(self.config, folder, self.table, "train", trainer.seed, step) as trainer.log:
-                    trainer.run()
-            loaded = load_checkpoint(best := trainer.folder / "best.pt")
+            checkpoints = train_seed(trainer, self.config, folder)
+            loaded = load_checkpoint(best := checkpoints / "best.pt")
             if isinstance(loaded.agent, Controller):  # else it was completed before a stop
                 loaded = self.completed(trainer, loaded.agent)
                 loaded.save(best)
-            student = trainer.folder / STUDENT
+            student = checkpoints / STUDENT
             if not student.exists() and (deployed := self.deployed(loaded, trainer.seed)) is not loaded:
                 deployed.save(student)
         for other in self.others:

@@ -17,6 +17,7 @@ import polars as pl
 import torch
 from rich.console import Console
 
+from knobwise.agents.training.loop import Trainer
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text, written_whole
 from knobwise.common.progress import say
@@ -93,6 +94,18 @@ def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
             with written_whole(folder / "checkpoints" / name) as temporary:
                 shutil.copyfile(best / name, temporary)
     return best
+
+
+def train_seed(trainer: Trainer, config: Any, folder: Path) -> Path:
+    """Train one seed of a run, or go on where it stopped; gives the folder of its checkpoints."""
+    trainer.folder = checkpoints = folder / "checkpoints" / f"seed{trainer.seed}"
+    trainer.resume(checkpoints / "last.pt")
+    if not trainer.finished:
+        # the checkpoint was written before the rows of its own iteration were complete
+        step = trainer.iteration - 1
+        with tracker_of(config, folder, trainer.table, "train", trainer.seed, step) as trainer.log:
+            trainer.run()
+    return checkpoints
 
 
 def tracker_of(

@@ -23,7 +23,7 @@ from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.service import service_results
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.settings.service_options import ServiceRun
-from knobwise.experiments.train.run import Experiment, keep_best, tracker_of
+from knobwise.experiments.train.run import Experiment, keep_best, train_seed
 
 HELD_OUT, TUNED, JUDGED = 10_001, 10_002, 10_003
 """Seeds of the traces that policies are chosen on, that rules are tuned on, and that all are judged on."""
@@ -76,13 +76,7 @@ class ServiceExperiment(Experiment):
     def train(self, folder: Path) -> None:
         """Train every seed that is not finished."""
         for trainer in self.trainers:
-            trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
-            trainer.resume(trainer.folder / "last.pt")
-            if not trainer.finished:
-                # the checkpoint was written before the rows of its own iteration were complete
-                step = trainer.iteration - 1
-                with tracker_of(self.config, folder, self.table, "train", trainer.seed, step) as trainer.log:
-                    trainer.run()
+            train_seed(trainer, self.config, folder)
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
         """Every seed's best policy and every rule on the same fresh traces, at every load."""
