@@ -251,7 +251,7 @@ class ProfileRun:
 
 @dataclass
 class ExportRun:
-    """knobwise export: write a trained controller as files that decide alone, and compare them with it."""
+    """knobwise export: write a trained controller as a file that decides alone, and compare it with the controller."""
 
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint, or the folder of a run, for what it deploys."""
@@ -260,12 +260,8 @@ class ExportRun:
     features must be the same."""
     out: str = "exported"
     """Folder for the files."""
-    onnx: bool = False
-    """Write controller.onnx too; needs the packages of knobwise[export]."""
-    int8: bool = False
-    """Write controller.int8.onnx too, with weights of 8 bits. Some decisions differ; export.json says how many."""
     threads: int = 1
-    """Threads of torch, NumPy and onnxruntime."""
+    """Threads of torch and NumPy."""
 
 
 @dataclass
