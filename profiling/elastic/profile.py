@@ -1,13 +1,12 @@
-"""Profile the elastic model: train or load it, measure it, write the profile. It can be interrupted at any time.
+"""Profile the elastic model. It can be interrupted at any time.
 
-profile_elastic("out")  →  out/table.parquet  features.npz  samples.parquet  profile.json  elastic.safetensors
+profile_elastic("out")  →  out/table.parquet  features.npz  samples.parquet  profile.json
                            out/exp5/…  out/exp6/…  (the same as exp5/exp6 files)  out/state/…  (to resume from)
 """
 
 from __future__ import annotations
 
 import platform
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,10 +18,9 @@ import torch
 
 from knobwise.common.files import written_whole
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, question_of
-from knobwise.profiling.elastic.model import ElasticVLM, weights_path
+from knobwise.profiling.elastic.model import ElasticVLM
 from knobwise.profiling.elastic.scenes import CELL, Scenes, draw_samples, share_of_right, to_words
 from knobwise.profiling.elastic.settings import ElasticProfileConfig
-from knobwise.profiling.elastic.training import train
 from knobwise.profiling.measuring.adaptive_model import KNOBS, check_configuration
 from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_thread, write_json
 from knobwise.profiling.measuring.measuring import Plan, appended, measure, read_logs
@@ -42,24 +40,21 @@ from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.settings import changed_settings
 
 DATASET = "elastic_scenes"
-MODEL_FILE = "elastic.safetensors"
 _WARM_UP_ROUNDS = 3
 
 
 def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = None) -> Path:
-    """Train (or load) the elastic model, measure every configuration, write the profile, and return its folder.
+    """Measure every configuration, write the profile, and return its folder.
 
     Repeat the call with the same ``config`` to resume it. Everything runs on one torch thread. Raises ValueError for
     settings that the model cannot run, or another run in ``out_dir``.
     """
     config = config or ElasticProfileConfig()
     if config.quick:
-        training = replace(config.training, steps=min(config.training.steps, 40))
-        config = replace(config, samples=min(config.samples, 32), repeats=1, training=training)
-    probe = ElasticVLM.load(weights_path(config.model)) if config.model else ElasticVLM(config.size)
-    knobs = ElasticAdaptive(probe).knobs
+        config = replace(config, samples=min(config.samples, 32), repeats=1)
+    model = ElasticAdaptive()
     for configuration in config.configurations:
-        check_configuration(knobs, configuration._asdict())
+        check_configuration(model.knobs, configuration._asdict())
 
     samples = draw_samples(config.samples, config.seed)
     plan = _plan(samples, config)
@@ -69,23 +64,10 @@ def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = N
     left_out = {"exp_json", "detrend"} | ({"clock"} if config.clock == "wall" else set())
     claim(state / "config.json", identity | {k: v for k, v in asdict(config).items() if k not in left_out})
     with one_thread():
-        _profile(out, state, config, samples, plan)
+        with appended(state / "measured-0.jsonl") as log:
+            measure(model, plan, log, plan.done(read_logs(state)))
+        _write(out, config, model.model, samples, plan, read_logs(state))
     return out
-
-
-def _profile(out: Path, state: Path, config: ElasticProfileConfig, samples: Sequence[Scenes], plan: Plan) -> None:
-    path = out / MODEL_FILE
-    if not path.exists():
-        if config.model:
-            with written_whole(path) as temporary:
-                shutil.copyfile(weights_path(config.model), temporary)
-        else:
-            train(config.training, config.size, state / "training.pt").save(path)
-    # measured as it will be loaded: with weights rounded to half precision
-    model = ElasticVLM.load(path)
-    with appended(state / "measured-0.jsonl") as log:
-        measure(ElasticAdaptive(model), plan, log, plan.done(read_logs(state)))
-    _write(out, config, model, samples, plan, read_logs(state))
 
 
 def _plan(samples: Sequence[Scenes], config: ElasticProfileConfig) -> Plan:
@@ -185,7 +167,6 @@ def _about(
         },
         "features_ms": features_ms(plan, log),
         "cost_cpu_s": {
-            "training": round(model.training_s, 1),
             "measuring": round(float(plan.select(log)["extra.cpu_ms"].sum()) / 1e3, 1),
         },
         "sha256": digests(out, ("table.parquet", "features.npz", "samples.parquet")),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from knobwise.common.checks import at_least, one_of, positive
+from knobwise.common.checks import at_least, one_of
 from knobwise.profiling.measuring.adaptive_model import CLOCKS
 
 
@@ -48,34 +48,6 @@ class ElasticSize:
 
 
 @dataclass
-class TrainingConfig:
-    """How the elastic model is trained."""
-
-    steps: int = 3200
-    """Optimiser steps; one step is one batch of scenes of one grid size."""
-    batch_size: int = 48
-    """Scenes per step."""
-    learning_rate: float = 2.5e-3
-    """Peak of AdamW's rate, reached after 100 steps, cosine to 3 % of it."""
-    random_crops: float = 0.5
-    """Share of the steps at a random cap on tiles, log-uniform: what few tiles cost is then what they do not show."""
-    random_top_k: float = 0.0
-    """Share of the steps at a random number of experts; halved over the second half of the training."""
-    random_blocks: float = 0.06
-    """Share of the steps with random middle blocks left out; halved over the second half too."""
-    seed: int = 0
-    """Seeds the weights and every batch."""
-
-    def __post_init__(self) -> None:
-        at_least("elastic.training.steps", self.steps, 1)
-        at_least("elastic.training.batch_size", self.batch_size, 1)
-        positive("elastic.training.learning_rate", self.learning_rate)
-        for name in ("random_crops", "random_top_k", "random_blocks"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share between 0 and 1, not {getattr(self, name)}")
-
-
-@dataclass
 class ElasticProfileConfig:
     """What ``profile_elastic`` measures."""
 
@@ -97,16 +69,10 @@ class ElasticProfileConfig:
     """Values of the second knob: experts per token."""
     num_active_blocks: tuple[int, ...] = (3, 4, 5, 6)
     """Values of the third knob: blocks that run."""
-    model: str = ""
-    """Weights (.safetensors) to measure; ``shipped`` for those that come with knobwise; empty trains a new model."""
     exp_json: bool = True
     """Whether to write exp5/exp6 files too; they are some hundred times larger than the table."""
     quick: bool = False
-    """A trial run in a minute: at most 32 samples, 1 repeat, 40 training steps. The figures mean nothing."""
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    """How the model is trained."""
-    size: ElasticSize = field(default_factory=ElasticSize)
-    """How large the model is."""
+    """A trial run in a minute: at most 32 samples, 1 repeat. The figures mean nothing."""
 
     def __post_init__(self) -> None:
         at_least("elastic.samples", self.samples, 1)

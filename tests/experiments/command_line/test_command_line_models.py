@@ -272,7 +272,7 @@ def inspected(out: str, dataset: str, features: str) -> dict[str, Any]:
 
 
 def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: Capture) -> None:
-    words = ["elastic.quick=true", "elastic.samples=6", "elastic.model=shipped", "elastic.max_crops=[2,12]"]
+    words = ["elastic.quick=true", "elastic.samples=6", "elastic.max_crops=[2,12]"]
     words += ["elastic.top_k=[1,4]", "elastic.num_active_blocks=[6]"]
     assert main(["profile", "model=elastic", "out=measured", *words]) == 0
     assert "profile: measured" in capsys.readouterr().out

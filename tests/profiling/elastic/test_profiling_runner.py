@@ -1,4 +1,4 @@
-"""Training the elastic model and the in-context learner, and the profile that the elastic model gets."""
+"""The profile that the elastic model gets."""
 
 import hashlib
 import json
@@ -12,111 +12,19 @@ import torch
 
 from knobwise.envs.readers.exp_files import read_exp5_exp6
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.profiling.demonstrations import learner
-from knobwise.profiling.demonstrations.learner import Learner, LearnerConfig, train_learner
-from knobwise.profiling.elastic import profile, training
+from knobwise.profiling.elastic import profile
 from knobwise.profiling.elastic.model import ElasticVLM
 from knobwise.profiling.elastic.profile import DATASET, command, profile_elastic
-from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig, ElasticSize, TrainingConfig
-from knobwise.profiling.elastic.training import calibrate, train
+from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig, ElasticSize
 from knobwise.profiling.measuring.measuring import read_logs
 
-TINY = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=2)
-CONFIG = ElasticProfileConfig(
-    samples=5, repeats=2, max_crops=(1, 4), top_k=(1, 2), num_active_blocks=(3, 4), size=TINY,
-    training=TrainingConfig(steps=2, batch_size=4),
-)  # fmt: skip
+CONFIG = ElasticProfileConfig(samples=5, repeats=2, max_crops=(1, 4), top_k=(1, 2), num_active_blocks=(3, 4))
 
 
-def train_elastic(state, steps=6, **more):
-    return train(TrainingConfig(steps=steps, batch_size=4), TINY, state, **more)
-
-
-def train_a_learner(state, steps=6, **more):
-    return train_learner(LearnerConfig(steps=steps, batch_size=4), state, **more)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_calibration():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "calibrate", lambda model, seed: calibrate(model, seed, batches=1))
-        yield
-
-
-@pytest.fixture(params=[(training, train_elastic), (learner, train_a_learner)], ids=["elastic", "learner"])
-def made(request):
-    return request.param
-
-
-def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(made, tmp_path, monkeypatch):
-    module, trained = made
-    whole = trained(tmp_path / "whole.pt")
-    loss, calls = module._loss, []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return loss(*args)
-
-    monkeypatch.setattr(module, "_loss", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "parts.pt", save_every_s=0)
-    assert torch.load(tmp_path / "parts.pt", weights_only=True)["step"] == 3
-    parts = trained(tmp_path / "parts.pt")
-    for a, b in zip(whole.state_dict().values(), parts.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
-    for name in ("digest", "drop_order"):
-        assert getattr(whole, name, None) == getattr(parts, name, None)
-
-
-def test_a_checkpoint_of_other_settings_is_refused_and_the_global_generator_left_alone(made, tmp_path):
-    _, trained = made
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    trained(tmp_path / "state.pt", steps=1)
-    assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(ValueError, match="other settings"):
-        trained(tmp_path / "state.pt", steps=2)
-
-
-@pytest.mark.parametrize(
-    ("module", "model", "config", "batches", "steps", "learning_rate"),
-    [
-        (training, lambda: ElasticVLM(TINY), TrainingConfig(steps=40, batch_size=16), 4, 40, 1e-2),
-        (learner, Learner, LearnerConfig(batch_size=32), 3, 60, 3e-3),
-    ],
-)
-def test_training_lowers_the_loss(module, model, config, batches, steps, learning_rate):
-    torch.manual_seed(0)
-    model = model()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    losses = []
-    for step in range(steps):
-        loss = module._loss(model, config, step % batches)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    few = 4 if module is training else 6
-    assert sum(losses[-few:]) < 0.7 * sum(losses[:few])
-
-
-def test_the_drop_order_names_every_middle_block_once():
-    torch.manual_seed(0)
-    assert sorted(calibrate(ElasticVLM(TINY).eval(), batches=1)) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("settings", "wrong"),
-    [
-        *((TrainingConfig, wrong) for wrong in ({"steps": 0}, {"learning_rate": 0.0}, {"random_crops": 1.5})),
-        *((ElasticSize, wrong) for wrong in ({"width": 10, "heads": 4}, {"blocks": 1}, {"max_top_k": 9})),
-    ],
-)
-def test_impossible_settings_are_refused(settings, wrong):
+@pytest.mark.parametrize("wrong", [{"width": 10, "heads": 4}, {"blocks": 1}, {"max_top_k": 9}])
+def test_impossible_sizes_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        settings(**wrong)
+        ElasticSize(**wrong)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +59,7 @@ def test_the_exp_files_hold_the_same_profile_and_every_sample_has_features(out):
     assert table.num_repeats == 2
     with np.load(out / "features.npz", allow_pickle=False) as features:
         assert features["sample_id"].tolist() == list(range(5))
-        assert (features["image_features"].shape, features["language_features"].shape) == ((5, 32), (5, 16))
+        assert (features["image_features"].shape, features["language_features"].shape) == ((5, 192), (5, 96))
         assert all(np.isfinite(features[name]).all() for name in features.files)
 
 
@@ -168,13 +76,12 @@ def test_the_description_fits_the_files(out):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"top_k": (1, 3)}, "top_k=3: this model takes 1 to 2"),
-        ({"num_active_blocks": (1,)}, "num_active_blocks=1: this model takes 2 to 4"),
+        ({"top_k": (1, 5)}, "top_k=5: this model takes 1 to 4"),
+        ({"num_active_blocks": (1,)}, "num_active_blocks=1: this model takes 2 to 6"),
         ({"max_crops": ()}, "max_crops needs at least one value"),
         ({"top_k": (1, 1)}, "no value twice"),
         ({"clock": "sun"}, "must be one of wall, cpu"),
         ({"samples": 0}, "elastic.samples=0: must be at least 1"),
-        ({"model": "nowhere.safetensors"}, "no such file"),
     ],
 )
 def test_impossible_settings_are_refused_before_anything_is_written(tmp_path, wrong, message):
@@ -186,7 +93,7 @@ def test_impossible_settings_are_refused_before_anything_is_written(tmp_path, wr
 def test_an_interrupted_measurement_resumes_and_measures_nothing_twice(out, tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "_WARM_UP_ROUNDS", 0)
     runs, generate = [], ElasticVLM.generate
-    config = replace(CONFIG, model=str(out / profile.MODEL_FILE), exp_json=False)
+    config = replace(CONFIG, exp_json=False)
 
     def counted(self, image, prompt, configuration, overview):
         if len(runs) == 20:
@@ -210,7 +117,7 @@ def test_an_interrupted_measurement_resumes_and_measures_nothing_twice(out, tmp_
 
 
 def test_cpu_time_can_be_the_latency(out, tmp_path):
-    config = replace(CONFIG, model=str(out / profile.MODEL_FILE), exp_json=False, repeats=1, clock="cpu")
+    config = replace(CONFIG, exp_json=False, repeats=1, clock="cpu")
     table = pl.read_parquet(profile_elastic(tmp_path, config) / "table.parquet")
     assert (table["latency_ms"] / table["cpu_ms"] - 1).abs().median() < 0.05
     assert json.loads((tmp_path / "profile.json").read_text())["clock"]["latency_ms"].startswith("thread CPU")
@@ -220,7 +127,7 @@ def test_cpu_time_can_be_the_latency(out, tmp_path):
 
 def test_the_command_names_what_is_not_the_default():
     assert command(ElasticProfileConfig()) == "knobwise profile model=elastic out=DIR"
-    assert command(replace(CONFIG, size=ElasticSize())) == (
+    assert command(CONFIG) == (
         "knobwise profile model=elastic out=DIR elastic.samples=5 elastic.repeats=2 elastic.max_crops=[1,4] "
-        "elastic.top_k=[1,2] elastic.num_active_blocks=[3,4] elastic.training.steps=2 elastic.training.batch_size=4"
+        "elastic.top_k=[1,2] elastic.num_active_blocks=[3,4]"
     )
