@@ -17,7 +17,6 @@ from knobwise.experiments.settings.service_options import ServiceRun
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig, VLMTaskConfig
-from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.profiling.ocr.settings import OCRProfileConfig
 
@@ -226,12 +225,10 @@ class ProfileRun:
     """here, in this process; or ray: the parts of knobs.shards as Ray tasks, a GPU for each where there are any."""
     checkpoint: str | None = None
     """A trained selector, whose draws are recorded as one more round in `out`."""
-    elastic: ElasticProfileConfig = field(default_factory=ElasticProfileConfig)
-    """The elastic vision-language model, and what is measured."""
     ocr: OCRProfileConfig = field(default_factory=OCRProfileConfig)
     """With model=ocr: what is measured."""
     knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
-    """With `data`: which values of the model's knobs are measured, and how."""
+    """With a model that has knobs: which of their values are measured, and how."""
     importance: str | None = None
     """With `data`: a file with the importance of each block, {"4": 0.0156, …}, the least important being left out
     first. None leaves out blocks from the end on."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 CELL = 8  # pixels; the side of scikit-learn's digit images
 MAX_SIDE = 8  # cells
+SEED = 1  # of the scenes of the built-in profile
 ANSWER_TOKENS = MAX_SIDE + 1  # the longest answer is a row or a column, then <end>
 PROMPT_TOKENS = 6  # question word, up to four positions, <answer>
 

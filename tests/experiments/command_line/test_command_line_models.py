@@ -272,11 +272,11 @@ def inspected(out: str, dataset: str, features: str) -> dict[str, Any]:
 
 
 def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: Capture) -> None:
-    words = ["elastic.quick=true", "elastic.samples=6", "elastic.max_crops=[2,12]"]
-    words += ["elastic.top_k=[1,4]", "elastic.num_active_blocks=[6]"]
+    words = ["knobs.samples=6", "knobs.repeats=1", "knobs.max_crops=[2,12]"]
+    words += ["knobs.top_k=[1,4]", "knobs.num_active_blocks=[6]"]
     assert main(["profile", "model=elastic", "out=measured", *words]) == 0
     assert "profile: measured" in capsys.readouterr().out
-    facts = inspected("measured", "elastic-scenes", "features.npz")
+    facts = inspected("measured", "elastic", "features.safetensors")
     assert (facts["samples"], facts["configurations"], facts["coverage"]) == (6, 4, 1)
     assert [facts["knobs"][name]["values"] for name in ("max_crops", "top_k")] == [[2, 12], [1, 4]]
 
@@ -358,9 +358,12 @@ TRAIN = ["train", *QUICK]
         (["evaluate", "BUILTIN", "stream.requests=5"], "stream: is for live=true"),
         (["profile", "model=files/model", "device=cpu", "out=out", "data=gone.jsonl"], "gone.jsonl: no such file"),
         (["profile", "data=files/questions.jsonl", "out=out"], "model=NAME_OR_FOLDER"),
-        (["profile", "out=out", "knobs.top_k=[1]"], "the knobs of the elastic model are elastic.max_crops"),
+        (
+            ["profile", "out=out", "model=learner", "knobs.top_k=[1]"],
+            "knobs: is for model=elastic, a class",
+        ),
+        (["profile", "out=out", "knobs.top_k=[5]"], "top_k=5: this model takes 1 to 4"),
         (["profile", "out=out", "importance=blocks.json"], "importance: is for a Hugging Face model"),
-        ([*ASKED, "elastic.quick=true"], "elastic: is for model=elastic"),
         ([*ASKED, "importance=files/importance.json"], "'first' is not the number of a block"),
         ([*ASKED, "device=tpu"], "device=tpu: must be cpu or cuda"),
         ([*ASKED, "knobs.top_k=2"], "knobs.top_k=2: must be a list, knobs.top_k=[2]"),
