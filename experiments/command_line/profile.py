@@ -66,12 +66,7 @@ def _check(config: ProfileRun) -> None:
         if config.model != name and getattr(config, name) != usual:
             raise InputError(f"{name}: is for model={name}, not for model={config.model}")
     if config.device is not None:
-        a_device("device", config.device)
-        if config.device.startswith("cuda"):
-            import torch
-
-            if not torch.cuda.is_available():
-                raise InputError(f"device={config.device}: torch finds no GPU here; use device=cpu")
+        a_device("device", config.device, usable=True)
 
 
 def _profile_beams(config: ProfileRun) -> None:

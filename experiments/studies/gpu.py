@@ -1,14 +1,11 @@
-"""A Hugging Face vision-language model of full width on a GPU: what its knobs cost and save, and a controller in front
-of it.
+"""A Hugging Face vision-language model of full width on a GPU: what its knobs cost, and a controller in front of it.
 
     python -m knobwise.experiments.studies.gpu key=value …
 
-Weights are random: times are measured, accuracies are simulated (`knobwise.envs.simulated.calibrated`). Measures the
-model, trains a controller on the table, serves it live by the same model, writes docs/gpu.md. Estimated for one H100 at
-0.12 s an answer: 1 minute to make the model, 6 to measure 30 samples × 48 configurations twice, 2 to train and serve.
-Repeat the command to resume: nothing is measured twice. A small model on a CPU:
-
-    … device=cpu width=64 experts=32 vision_blocks=2 out=page.md
+Weights are random: times are measured, accuracies simulated (`knobwise.envs.simulated.calibrated`). Measures the model,
+trains a controller on the table, serves it live by the same model, writes docs/gpu.md. Estimated for one H100 at 0.12 s
+an answer: 1 minute to make the model, 6 to measure 30 samples × 48 configurations twice, 1.5 to train and serve. Repeat
+the command to resume. A CPU takes a small model: device=cpu width=64 knobs.top_k=[4,8] out=FILE.
 """
 
 from __future__ import annotations
@@ -23,11 +20,10 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
 from PIL import Image
 
 from knobwise.agents.serving.export import configurations_of
-from knobwise.common.checks import a_device, at_least
+from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.simulated.calibrated import simulate_calibrated
@@ -36,7 +32,6 @@ from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.sweep_jobs import train
 from knobwise.experiments.deploy.live import run_live
 from knobwise.experiments.report import words
-from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.studies.running import quiet, rendered, run_from_words
@@ -49,13 +44,14 @@ from knobwise.profiling.measuring.questions import VQAData, VQAItem
 from knobwise.profiling.measuring.requests import Questions
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
-METRIC = "knobwise.experiments.studies.gpu:simulated_accuracy"
-SHAPES = ((1.4, 1.0), (1.0, 0.6), (0.6, 0.6), (1.8, 0.5), (0.6, 1.4), (0.4, 0.4))
-"""Width and height of pictures, as shares of the side of a square that fills as many crops as there can be."""
-LENGTHS = (4, 16, 8, 32)
-"""Words of questions."""
-WORDS = ("how", "many", "red", "signs", "stand", "left", "behind", "that", "small", "house", "what", "says")
+PICTURES = ((1.4, 1.0, 4), (1.0, 0.6, 16), (0.6, 0.6, 8), (1.8, 0.5, 32), (0.6, 1.4, 4), (0.4, 0.4, 16))
+"""Width and height, as shares of the side of a square that fills all crops; words of the question."""
 MS = ("vision_ms", "prefill_ms", "decode_ms", "latency_ms")
+
+
+def _measured() -> VLMProfileConfig:
+    grid: Any = {"max_crops": (2, 4, 8, 12), "top_k": (4, 8, 16, 32), "num_active_blocks": (8, 12, 16)}
+    return VLMProfileConfig("gpu", samples=30, metric="exact", **grid, repeats=2, max_new_tokens=4)
 
 
 @dataclass
@@ -63,135 +59,79 @@ class GPUStudyConfig:
     """The settings, each as key=value."""
 
     width: int = 2048
-    """Of the language model, a multiple of 64; other widths go with it. 2048 with the defaults below needs 23 GB."""
-    experts: int = 128
-    """In each of 16 decoder blocks."""
-    vision_blocks: int = 27
-    """Blocks of the vision tower."""
+    """Of the language model, a multiple of 64; all other sizes go with it. The default needs 24 GB."""
     device: str = "cuda"
     """cuda, or cpu for a small model."""
-    max_crops: list[int] = field(default_factory=lambda: [2, 4, 8, 12])
-    """Values to measure, out of those that accuracy is simulated at: 2, 4, … 12."""
-    top_k: list[int] = field(default_factory=lambda: [4, 8, 16, 32])
-    """Likewise: 4, 8, … 32."""
-    num_active_blocks: list[int] = field(default_factory=lambda: [8, 12, 16])
-    """Likewise: 8, 10, … 16."""
-    samples: int = 30
-    """Pictures, each with a question."""
-    repeats: int = 2
-    """Measurements of each sample with each configuration."""
-    new_tokens: int = 4
-    """Tokens of every answer; the first comes with the prefill."""
-    requests: int = 100
-    """Requests that each of four policies serves live."""
+    knobs: VLMProfileConfig = field(default_factory=_measured)
+    """What is measured. Accuracy is simulated at max_crops 2, 4, … 12, top_k 4, 8, … 32, blocks 8, 10, … 16."""
+    stream: LiveConfig = field(default_factory=lambda: LiveConfig(100, fixed=1, calibration=60, warm_up=2))
+    """The requests that are served live."""
     train: list[str] = field(default_factory=list)
-    """Further words of the training's command, such as policy=utility."""
+    """Further words of the training's command, such as optimiser.iterations=50."""
     folder: str = "profiles/gpu"
-    """Measurements and training."""
-    seed: int = 0
-    """Of weights, pictures, questions and simulated accuracies."""
+    """For measurements and training."""
     out: str = "docs/gpu.md"
     """The page."""
 
     def __post_init__(self) -> None:
-        a_device("device", self.device)
-        for name, least in {"samples": 10, "repeats": 2, "new_tokens": 2, "experts": 8, "vision_blocks": 1}.items():
-            at_least(name, getattr(self, name), least)
-        if self.width < 64 or self.width % 64:
-            raise InputError(f"width={self.width}: must be a multiple of 64")
-        if self.device != "cpu" and not torch.cuda.is_available():
-            raise InputError(f"device={self.device}: torch finds no GPU here; device=cpu width=64 tries the command")
+        a_device("device", self.device, usable=True)
 
 
 def run(config: GPUStudyConfig) -> list[str]:
     """Measure, train, serve and write the page. Raises InputError: a value of a knob that was not simulated, or as
-    `profile_vlm`, `knobwise train` and `run_live`."""
-    folder, items = Path(config.folder), questions(config)
-    settings: dict[str, Any] = {knob: getattr(config, knob) for knob in KNOBS} | {"repeats": config.repeats}
-    measured = VLMProfileConfig("gpu", metric=METRIC, max_new_tokens=config.new_tokens, seed=config.seed, **settings)
+    `random_qwen`, `profile_vlm`, `knobwise train` and `run_live`."""
+    folder, items, device = Path(config.folder), questions(config.knobs), config.device
     with one_thread():
-        sizes = {name: getattr(config, name) for name in ("width", "experts", "vision_blocks", "device", "seed")}
-        model = RandomVLM(*random_qwen(**sizes, crops=max(config.max_crops)), max_new_tokens=config.new_tokens)
-        about = {"sizes": sizes, "device": config.device, "transformers": version("transformers")}
-        profile_vlm(folder, model, VQAData(items, items), measured, about)
-    command = [
-        "profile=table",
-        "name=controller",
-        f"runs={folder}",
-        "seeds=[0]",
-        "tracking=disabled",
-        "policy=utility",
-        "policy.guard=false",
-    ]
+        made = random_qwen(config.width, max(config.knobs.max_crops), device)
+        model = RandomVLM(*made, max_new_tokens=config.knobs.max_new_tokens)
+        about = {"width": config.width, "device": device, "transformers": version("transformers")}
+        profile_vlm(folder, model, VQAData(items, items), config.knobs, about)
+    # without its guard, which after so few samples would mostly leave the features out
+    command = ["profile=table", "profile.name=simulated-accuracy", "policy=utility", "policy.guard=false", "seeds=[0]"]
     command += [f"profile.path={folder / 'table.parquet'}", f"profile.features={folder / 'features.safetensors'}"]
-    command += ["profile.name=simulated-accuracy", f"device={config.device.partition(':')[0]}", *config.train]
-    training = read_settings("train", command)
-    checkpoint = checkpoint_at(train(training, command))
-    stream = LiveConfig(requests=config.requests, fixed=1, calibration=60, warm_up=2, seed=config.seed)
-    with quiet():  # it takes the answers for real
-        live = run_live(checkpoint, read_profile(training.profile), model, Questions(items, METRIC), stream)
+    command += [f"runs={folder}", "name=controller", "tracking=disabled", f"device={device.partition(':')[0]}"]
+    settings = read_settings("train", command := [*command, *config.train])
+    checkpoint = train(settings, command) / "checkpoints" / "best.pt"
+    with quiet():  # its sentences take the answers for real
+        live = run_live(checkpoint, read_profile(settings.profile), model, Questions(items, "exact"), config.stream)
     profile = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
     write_text(config.out, gpu_page(profile, pl.read_parquet(folder / "table.parquet"), live))
     return []
 
 
 class RandomVLM(HuggingFaceVLM):
-    """A model at random weights, whose answers name the configuration that gave them, as accuracy is simulated by it."""
-
-    @property
-    def name(self) -> str:
-        return f"{super().name} at random weights"
+    """A model at random weights. Its answers name the configuration that gave them, by which they are right or not."""
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
-        return [replace(answer, text=_key(configuration)) for answer in super().answer(stages, configuration)]
+        return [replace(answer, text=str(configuration)) for answer in super().answer(stages, configuration)]
 
 
-def _key(configuration: Configuration) -> str:
-    return " ".join(f"{knob}={configuration[knob]}" for knob in KNOBS)
-
-
-def simulated_accuracy(answer: str, simulated: Sequence[str]) -> float:
-    """What was simulated for the configuration that an answer names; `simulated` has "configuration: accuracy"."""
-    accuracy = dict(each.split(": ") for each in simulated)
-    return float(accuracy[answer.partition(": ")[0]])
-
-
-def questions(config: GPUStudyConfig) -> tuple[VQAItem, ...]:
-    """Pictures of several shapes with questions of several lengths; in the place of right answers the simulated
-    accuracy of every configuration. Raises InputError for a value of a knob that was not simulated."""
-    settings = CalibratedConfig(("text_vqa",), config.samples, image_width=0, language_width=0, seed=config.seed)
+def questions(measured: VLMProfileConfig) -> tuple[VQAItem, ...]:
+    """Pictures of several shapes with questions of several lengths. The right answers are the configurations whose
+    simulated answer is. Raises InputError for a value of a knob that was not simulated."""
+    settings = CalibratedConfig(("text_vqa",), measured.samples or 0, image_width=0, language_width=0)
     simulated = simulate_calibrated(settings)
     for knob in simulated.knobs:
-        if unknown := set(getattr(config, knob.name)) - set(knob.values):
+        values = getattr(measured, knob.name)
+        if not values or not set(values) <= set(knob.values):
             known = ", ".join(map(str, knob.values))
-            raise InputError(f"{knob.name}={min(unknown)}: accuracy is simulated at {known} only")
-    keys = list(map(_key, configurations_of(simulated)))
-    rng, side = np.random.default_rng(config.seed), CROP_SIDE * max(config.max_crops) ** 0.5
-    items = []
+            raise InputError(f"knobs.{knob.name}={list(values)}: accuracy is simulated at {known}; name some of these")
+    keys = list(map(str, configurations_of(simulated)))
+    rng, side, items = np.random.default_rng(0), CROP_SIDE * max(measured.max_crops) ** 0.5, []
     for i, accuracy in enumerate(simulated.accuracy.tolist()):
-        width, height = (int(side * share) for share in SHAPES[i % len(SHAPES)])
-        picture = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        question = " ".join(rng.choice(WORDS, LENGTHS[i % len(LENGTHS)]))
-        answers = tuple(f"{key}: {value:.2f}" for key, value in zip(keys, accuracy, strict=True))
-        items.append(VQAItem(str(i), picture, f"{question}?", answers))
+        width, height, length = PICTURES[i % len(PICTURES)]
+        pixels = rng.integers(0, 256, (int(height * side), int(width * side), 3), dtype=np.uint8)
+        right = [key for key, value in zip(keys, accuracy, strict=True) if value > 0]
+        items.append(VQAItem(str(i), Image.fromarray(pixels), "sign " * length, tuple(right or ["none"])))
     return tuple(items)
 
 
 def gpu_page(profile: dict[str, Any], table: pl.DataFrame, live: dict[str, Any]) -> str:
     """docs/gpu.md, from `profile.json`, the long table and the results of the live stream."""
     cells = table.group_by("sample_id", *KNOBS).agg(pl.col(MS).median(), jitter=pl.col("latency_ms").log().std())
-    marginal = {knob: cells.group_by(knob).agg(pl.col(MS).mean()).sort(knob).to_dicts() for knob in KNOBS}
-    by_configuration = cells.group_by(KNOBS).agg(pl.col(MS).mean()).sort("latency_ms").to_dicts()
+    means = {knob: cells.group_by(knob).agg(pl.col(MS).mean()).sort(knob).to_dicts() for knob in KNOBS}
     jitter = cells["jitter"].median(), cells["jitter"].quantile(0.95, "linear")
-    return rendered(
-        "gpu.md.j2",
-        profile=profile,
-        live=live,
-        marginal=marginal,
-        jitter=jitter,
-        extremes=(by_configuration[0], by_configuration[-1]),
-        words=words,
-    )
+    return rendered("gpu.md.j2", profile=profile, live=live, means=means, jitter=jitter, words=words)
 
 
 if __name__ == "__main__":
