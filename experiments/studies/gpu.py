@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +36,7 @@ from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.studies.running import quiet, rendered, run_from_words
 from knobwise.profiling.huggingface.model import HuggingFaceVLM
 from knobwise.profiling.huggingface.random_weights import CROP_SIDE, random_qwen
-from knobwise.profiling.measuring.adaptive_model import KNOBS, Answer, Configuration, FirstStage
+from knobwise.profiling.measuring.adaptive_model import KNOBS, Answer, Configuration
 from knobwise.profiling.measuring.machine import one_thread
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
@@ -46,12 +45,9 @@ from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 PICTURES = ((1.4, 1.0, 4), (1.0, 0.6, 16), (0.6, 0.6, 8), (1.8, 0.5, 32), (0.6, 1.4, 4), (0.4, 0.4, 16))
 """Width and height, as shares of the side of a square that fills all crops; words of the question."""
+MEASURED: Any = {"samples": 30, "metric": "exact", "repeats": 2, "max_new_tokens": 4}
+MEASURED |= {"max_crops": (2, 4, 8, 12), "top_k": (4, 8, 16, 32), "num_active_blocks": (8, 12, 16)}
 MS = ("vision_ms", "prefill_ms", "decode_ms", "latency_ms")
-
-
-def _measured() -> VLMProfileConfig:
-    grid: Any = {"max_crops": (2, 4, 8, 12), "top_k": (4, 8, 16, 32), "num_active_blocks": (8, 12, 16)}
-    return VLMProfileConfig("gpu", samples=30, metric="exact", **grid, repeats=2, max_new_tokens=4)
 
 
 @dataclass
@@ -62,7 +58,7 @@ class GPUStudyConfig:
     """Of the language model, a multiple of 64; all other sizes go with it. The default needs 24 GB."""
     device: str = "cuda"
     """cuda, or cpu for a small model."""
-    knobs: VLMProfileConfig = field(default_factory=_measured)
+    knobs: VLMProfileConfig = field(default_factory=lambda: VLMProfileConfig("gpu", **MEASURED))
     """What is measured. Accuracy is simulated at max_crops 2, 4, … 12, top_k 4, 8, … 32, blocks 8, 10, … 16."""
     stream: LiveConfig = field(default_factory=lambda: LiveConfig(100, fixed=1, calibration=60, warm_up=2))
     """The requests that are served live."""
@@ -102,20 +98,18 @@ def run(config: GPUStudyConfig) -> list[str]:
 class RandomVLM(HuggingFaceVLM):
     """A model at random weights. Its answers name the configuration that gave them, by which they are right or not."""
 
-    def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
+    def answer(self, stages: Any, configuration: Configuration) -> list[Answer]:
         return [replace(answer, text=str(configuration)) for answer in super().answer(stages, configuration)]
 
 
 def questions(measured: VLMProfileConfig) -> tuple[VQAItem, ...]:
     """Pictures of several shapes with questions of several lengths. The right answers are the configurations whose
     simulated answer is. Raises InputError for a value of a knob that was not simulated."""
-    settings = CalibratedConfig(("text_vqa",), measured.samples or 0, image_width=0, language_width=0)
-    simulated = simulate_calibrated(settings)
+    simulated = simulate_calibrated(CalibratedConfig(("text_vqa",), measured.samples or 0))
     for knob in simulated.knobs:
         values = getattr(measured, knob.name)
         if not values or not set(values) <= set(knob.values):
-            known = ", ".join(map(str, knob.values))
-            raise InputError(f"knobs.{knob.name}={list(values)}: accuracy is simulated at {known}; name some of these")
+            raise InputError(f"knobs.{knob.name}={list(values)}: must be some of {list(knob.values)}")
     keys = list(map(str, configurations_of(simulated)))
     rng, side, items = np.random.default_rng(0), CROP_SIDE * max(measured.max_crops) ** 0.5, []
     for i, accuracy in enumerate(simulated.accuracy.tolist()):

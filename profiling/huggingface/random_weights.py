@@ -1,5 +1,4 @@
-"""A Qwen3-VL-MoE at random weights, with a processor that works: its times are real, its answers are not. Nothing is
-downloaded."""
+"""A Qwen3-VL-MoE at random weights: its times are real, its answers are not. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ import torch
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.families import TOKENS_PER_CROP
 
-PATCH, BLOCKS = 16, 16
-"""Side of a patch in pixels, of which 2 × 2 become a token; decoder blocks."""
+PATCH, BLOCKS = 16, 16  # side of a patch in pixels, of which 2 × 2 become a token; decoder blocks
 CROP_SIDE = 2 * PATCH * int(TOKENS_PER_CROP**0.5)
 """Side in pixels of a square picture that is one crop."""
 _SPECIAL = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<|im_end|>"}
@@ -24,15 +22,10 @@ _CHAT = (
 
 def random_qwen(width: int, crops: int, device: str) -> tuple[Any, Any]:
     """A model in bfloat16, always with the same weights, made on the device itself, and its processor. It never ends an
-    answer.
+    answer. No image gets more than `crops`.
 
-    Args:
-        width: of the language model, a multiple of 64; all other sizes go with it. At 2048 they are those of
-            Qwen3-VL-30B-A3B (but for its 48 decoder blocks): 128 experts of width 768, 11.1 billion weights.
-        crops: the most crops of an image.
-
-    Raises:
-        InputError: another width.
+    All sizes go with the width of the language model. At 2048 they are those of Qwen3-VL-30B-A3B, but for its 48
+    decoder blocks: 11.1 billion weights. Raises InputError for a width that is no multiple of 64.
     """
     if width < 64 or width % 64:
         raise InputError(f"width={width}: must be a multiple of 64")
