@@ -64,12 +64,7 @@ def _check(config: ProfileRun) -> None:
     if config.model != "ocr" and config.ocr != OCRProfileConfig():
         raise InputError(f"ocr: is for model=ocr, not for model={config.model}")
     if config.device is not None:
-        a_device("device", config.device)
-        if config.device.startswith("cuda"):
-            import torch
-
-            if not torch.cuda.is_available():
-                raise InputError(f"device={config.device}: torch finds no GPU here; use device=cpu")
+        a_device("device", config.device, usable=True)
 
 
 def _profile_beams(config: ProfileRun) -> None:
