@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
-from knobwise.agents.serving.adaptation import adapted, fit_offsets, log_ratios
+from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
 from knobwise.agents.serving.export import export_numpy
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
