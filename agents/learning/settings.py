@@ -18,7 +18,7 @@ class UpdateConfig:
     """Every n-th request is held out to judge with; the others are fitted to."""
     clip: float = 100.0
     """The largest importance weight 1/probability."""
-    steps: int = 200
+    steps: int = 100
     """Steps of GRPO after the offsets; 0 for none."""
     minibatch: int = 256
     """Requests in each."""

@@ -272,6 +272,7 @@ def _with_grpo(agent: Agent, logged: Logged, config: UpdateConfig) -> Any:
     module = TensorDictModule(policy, ["x", "limit", "offset", "scale"], ["log_probs"])
     settings = {"objective": "exact", "advantage": "centred", "kl_to_ref_coeff": config.kl_coeff, "functional": False}
     loss = GRPOLoss(ProbabilisticTensorDictSequential(module, draw), **settings)
+    loss.diagnostics = False
     optimiser = torch.optim.Adam(head.parameters(), lr=config.lr)
     generator = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):

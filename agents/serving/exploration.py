@@ -22,6 +22,8 @@ class Drawn(NamedTuple):
     """Of the configuration under the policy that drew it, exactly."""
     among: list[int]
     """Every configuration that could have been drawn."""
+    best: int
+    """The choice without exploration."""
 
 
 class Exploration:
@@ -73,4 +75,4 @@ class Exploration:
             chosen = index, float(mean[index]), float(spread[index])
         probability = (1 - self.share) * (chosen[0] == best[0]) + self.share / len(places) * (chosen[0] in places)
         possible = {*places, best[0]} if self.share < 1 else {*places}
-        return chosen, Drawn(probability, sorted(possible))
+        return chosen, Drawn(probability, sorted(possible), best[0])

@@ -164,6 +164,7 @@ def row_of(
         "knobs": dict(configuration),
         "probability": drawn.probability,
         "among": drawn.among,
+        "best": drawn.best,
         "budget_ms": float(result.budget_ms),
         "limit_ms": float(result.limit_ms),
         "price": price,
@@ -330,7 +331,8 @@ def _fault(
     count = math.inf if configurations is None else len(configurations)
     if not _is_index(choice, count) or (configurations is not None and row.get("knobs") != configurations[choice]):
         return "an unknown configuration"
-    if not isinstance(among, list) or choice not in among or not all(_is_index(each, count) for each in among):
+    drawable = [*among, row.get("best")] if isinstance(among, list) else [None]
+    if choice not in drawable[:-1] or not all(_is_index(each, count) for each in drawable):
         return "a choice that could not be drawn"
     if not (isinstance(row.get("id"), str) and isinstance(row.get("met"), bool) and isinstance(row.get("knobs"), dict)):
         return "a damaged row"

@@ -1,4 +1,4 @@
-"""`knobwise adapt`, through the command line: a controller for the hardware that some cells were timed on."""
+"""`knobwise update`, through the command line: from a log, and for the hardware that some cells were timed on."""
 
 from __future__ import annotations
 
@@ -67,24 +67,24 @@ def test_some_timed_cells_give_a_controller_for_other_hardware(folder: Path, cap
     loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
     cells = pl.read_parquet("t.parquet").sample(16, seed=0)
     timed(cells).write_csv("timed.csv")
-    assert main(["adapt", *TRAINED_ON, "profile=table", "profile.path=timed.csv", "out=adapted"]) == 0
+    assert main(["update", *TRAINED_ON, "profile=table", "profile.path=timed.csv", "out=adapted"]) == 0
     printed = capsys.readouterr().out
     assert "16 timed cells: configurations take 2." in printed or "take 1.9" in printed
-    adapted = load_checkpoint("adapted/controller.pt")
+    adapted = load_checkpoint("adapted/current/controller.pt")
     facts = adapted.extra["adapted"]
     table = read_long_table("t.parquet", features="f.npz")
     factors = torch.tensor([FACTORS[table.configuration(c)["top_k"]] for c in range(12)])
     assert facts["factors"] == pytest.approx(factors.tolist(), rel=0.06)
     assert (facts["timed"], facts["cells"]) == ("timed", 16)
-    numpy = NumpyController.load("adapted/controller.npz")
+    numpy = NumpyController.load("adapted/current/controller.npz")
     assert agreement(adapted.controller, numpy.choose, table, default_budgets(table))["different"] == 0
     there = replace(table, latency_ms=table.latency_ms * factors)
     test, budgets = loaded.extra["test_rows"], default_budgets(there)
     utility = [judge(each.controller, there, test, budgets).metrics()["Utility"] for each in (loaded, adapted)]
     assert utility[1] > utility[0] + 0.1
     # it is a checkpoint like any other, but not one to adapt again
-    assert main(["export", "checkpoint=adapted/controller.pt", *TABLE, "onnx=false", "out=exported"]) == 0
-    words = ["adapt", *TRAINED_ON, "profile=builtin", "checkpoint=adapted/controller.pt"]
+    assert main(["export", "checkpoint=adapted/current", *TABLE, "onnx=false", "out=exported"]) == 0
+    words = ["update", *TRAINED_ON, "profile=builtin", "checkpoint=adapted/current"]
     assert "was adapted before; give the controller as it was trained" in mistake(words, capsys)
 
 
@@ -107,11 +107,11 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
         "untimed.csv": "no row with both accuracy and latency_ms",
     }
     for name, message in messages.items():
-        words = ["adapt", *TRAINED_ON, "profile=table", f"profile.path={name}", "out=nothing"]
+        words = ["update", *TRAINED_ON, "profile=table", f"profile.path={name}", "out=nothing"]
         assert message in refused(words, capsys)
-    assert "is another, 'builtin'" in refused(["adapt", "profile=builtin"], capsys)
-    assert "profile: name what was timed on the other hardware" in refused(["adapt"], capsys)
-    assert "trained_on=table trained_on.path=a.csv" in refused(["adapt", "trained_on=a.csv"], capsys)
+    assert "is another, 'builtin'" in refused(["update", "profile=builtin"], capsys)
+    assert "give log=FOLDER, the requests that it learns from, or what was timed" in refused(["update"], capsys)
+    assert "trained_on=table trained_on.path=a.csv" in refused(["update", "trained_on=a.csv"], capsys)
 
 
 def knobs(table: ProfileTable) -> Agent:
@@ -134,14 +134,14 @@ def test_controllers_without_latencies_to_move_are_refused(
 ) -> None:
     table = small_table(40)
     save_checkpoint("other.pt", make(table), table, {})
-    assert message in refused(["adapt", "profile=builtin", "checkpoint=other.pt", "out=nothing"], capsys)
+    assert message in refused(["update", "profile=builtin", "checkpoint=other.pt", "out=nothing"], capsys)
 
 
 def test_all_cells_are_read_by_the_knobs_of_the_controller(folder: Path, capsys: Capture) -> None:
     """Other columns may look like knobs."""
     every = timed(pl.read_parquet("t.parquet")).with_columns(watts=pl.int_range(pl.len()))
     every.write_csv("all.csv")
-    assert main(["adapt", *TRAINED_ON, "profile=table", "profile.path=all.csv", "out=every"]) == 0
+    assert main(["update", *TRAINED_ON, "profile=table", "profile.path=all.csv", "out=every"]) == 0
     assert f"{120 * 12} timed cells" in capsys.readouterr().out
-    factors = load_checkpoint("every/controller.pt").extra["adapted"]["factors"]
+    factors = load_checkpoint("every/current/controller.pt").extra["adapted"]["factors"]
     assert np.log(factors).mean() == pytest.approx(math.log(12) / 2, abs=0.01)
