@@ -50,23 +50,20 @@ def run(config: UpdateRun) -> Path:
     """
     out = Path(config.out)
     if config.rollback:
-        with locked(out):
-            return _roll_back(out)
+        return _roll_back(out)
     if (config.log is None) == (config.profile is None):
         raise InputError(
             "update: give log=FOLDER, the requests that it learns from, or what was timed on other hardware: "
             "profile=table profile.path=FILE"
         )
     if config.every is None or config.log is None:
-        with locked(out):
-            return _update(config, out)
+        return _update(config, out)
     known = 0
     while True:
         count = len(read_log(config.log).rows)
         if count >= known + config.every:
             known = count
-            with locked(out):
-                _update(config, out)
+            _update(config, out)
             config = replace(config, checkpoint=str(out / CURRENT))
         time.sleep(POLL_S)
 
@@ -75,23 +72,31 @@ def _update(config: UpdateRun, out: Path) -> Path:
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     if problem := _problem(loaded, config.log is None):
         raise InputError(f"{config.checkpoint}: {problem}")
-    digest, current = to_numpy(loaded.controller).digest, serving(out)
-    if current is not None and NumpyController.load(current / CONTROLLER).digest != digest:
-        raise InputError(
-            f"out={out}: serves another controller than checkpoint={config.checkpoint}; give checkpoint={out / CURRENT}"
-            ", or another folder"
-        )
+    digest = to_numpy(loaded.controller).digest
+    _check_serving(config, digest, serving(out))
     learn: Callable[[UpdateRun, Loaded, str], tuple[Loaded, dict[str, Any]]]
     learn = _from_log if config.log is not None else _from_cells
     updated, facts = learn(config, loaded, digest)
-    if current is None:
-        current = _added(out, loaded, {"before": None, "from": config.checkpoint})
-        serve(out, current)
-    version = _added(out, updated, {"before": current.name, **facts})
-    if facts["better"]:
-        serve(out, version)
+    with locked(out):
+        _check_serving(config, digest, current := serving(out))  # another process may have been here
+        if current is None:
+            current = _added(out, loaded, {"before": None, "from": config.checkpoint})
+            serve(out, current)
+        version = _added(out, updated, {"before": current.name, **facts})
+        if facts["better"]:
+            serve(out, version)
     print_lines(Console(), [f"{version}: {'serves now' if facts['better'] else f'{current.name} goes on serving'}"])
     return serving(out) or version
+
+
+def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None:
+    """Refuse to go on from another controller than the one that serves."""
+    if current is not None and NumpyController.load(current / CONTROLLER).digest != digest:
+        again = Path(config.out) / CURRENT
+        raise InputError(
+            f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; give checkpoint={again}, "
+            "or another folder"
+        )
 
 
 def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
@@ -112,7 +117,8 @@ def _roll_back(out: Path) -> Path:
     before = json.loads((current / UPDATE).read_text())["before"]
     if before is None:
         raise InputError(f"out={out}: {current.name} is the first version; there is none before it")
-    serve(out, out / VERSIONS / before)
+    with locked(out):
+        serve(out, out / VERSIONS / before)
     print_lines(Console(), [f"{out / VERSIONS / before}: serves again, in the place of {current.name}"])
     return out / VERSIONS / before
 

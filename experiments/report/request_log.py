@@ -50,7 +50,6 @@ def print_log(facts: Mapping[str, Any], console: Console) -> None:
             *(f"{count:,} set aside: {reason}" for reason, count in sorted(facts["set_aside"].items())),
         ],
     )
-    used = [
-        [label, f"{count:,}", f"{count / facts['requests']:.1%}"] for label, count in facts["configurations"].items()
-    ]
+    total, used = facts["requests"], facts["configurations"].items()
+    cells = [[label, f"{count:,}", f"{count / total:.1%}"] for label, count in used]
     print_table(console, ["configuration", "requests", "share"], cells, range(3))
