@@ -3,6 +3,10 @@
 Both decide anew for every logged request, under its budget and drift. Where the log holds no evidence about a choice,
 because it could not have been drawn, the new controller is judged as if it chose what the old one chooses: what no
 request can show is never a reason to take over.
+
+The weights are heavy, and a log in which no rare draw happened to occur looks as if there were none. So an interval is
+never narrower than what the logged probabilities make of squared residuals: a correction w·ρ that is drawn with
+probability p has the second moment p·w²·E ρ², and E ρ² is shrunk towards that of a reward known to be 0 to 1.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ LEAST_DIFFERENT = 10
 """With fewer requests that the two decide differently, and the log can tell apart, nothing is shown."""
 
 
+RESIDUAL_SQUARE, COUNTS = 0.25, 10
+"""What E ρ² is shrunk towards, and how many requests that counts for."""
+
+
 class Estimate(NamedTuple):
     """A mean utility, or a difference of two, with its 95 % interval."""
 
@@ -30,10 +38,11 @@ class Estimate(NamedTuple):
     high: float
 
     @classmethod
-    def of_mean(cls, values: Tensor, around: float = 0.0) -> Estimate:
-        """Of the mean of independent values [n], plus a number."""
-        value, error = _moments(values)
-        return cls(around + value, around + value - 1.96 * error, around + value + 1.96 * error)
+    def of_mean(cls, values: Tensor, model: Tensor, noise: Tensor, around: float = 0.0) -> Estimate:
+        """Of the mean of independent values [n] = model + correction, plus a number; `noise` [n] are the second moments
+        of the corrections."""
+        value, error = around + _mean(values), _standard_error(values, model, noise)
+        return cls(value, value - 1.96 * error, value + 1.96 * error)
 
 
 class Judgement(NamedTuple):
@@ -82,7 +91,7 @@ def judge(
     expected: Tensor,
     old: NDArray[np.int64],
     new: NDArray[np.int64],
-    clip: float = 100.0,
+    clip: float = 200.0,
     confidence: float = 0.95,
 ) -> Judgement:
     """Compare the choices [n] of two controllers on n labelled requests of a log.
@@ -91,56 +100,88 @@ def judge(
     configuration.
     """
     rows = np.arange(len(old))
-    supported = logged.support[rows, old] & logged.support[rows, new]
+    supported = (logged.propensity[rows, old] > 0) & (logged.propensity[rows, new] > 0)
     unsupported = int(((old != new) & ~supported).sum())
     new = np.where(supported, new, old)
-    chosen, probability = torch.from_numpy(logged.choice), torch.from_numpy(logged.probability)
-    reward = torch.from_numpy(logged.accuracy * logged.met)
-    expected = expected.double()
-    rewards = doubly_robust(expected, chosen, reward, probability, clip)
-    choices = {"old": torch.from_numpy(old).unsqueeze(1), "new": torch.from_numpy(new).unsqueeze(1)}
-    robust = {name: rewards.gather(1, choice).squeeze(1) for name, choice in choices.items()}
-    model = {name: expected.gather(1, choice).squeeze(1) for name, choice in choices.items()}
-    inverse = (1 / probability).clamp_max(clip)
-    weights = {name: inverse * (choice.squeeze(1) == chosen) for name, choice in choices.items()}
-    normalised = {name: self_normalised(reward, weight) for name, weight in weights.items()}
-    value, error = _moments(robust["new"] - robust["old"])
-    different = int((old != new).sum())
+    differs, expected = torch.from_numpy(old != new), expected.double()
+    sides = {name: _Side.of_choices(logged, each, expected, clip) for name, each in (("old", old), ("new", new))}
+    before, after = sides["old"], sides["new"]
+    zero, gain = torch.zeros(len(old), dtype=torch.float64), after.robust - before.robust
+    model, noise = after.model - before.model, differs * (after.noise + before.noise)
+    ratio_noise = differs * (after.ratio_noise + before.ratio_noise)
+    influence, ratio = after.influence - before.influence, after.ratio - before.ratio
     z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
-    bound = value - z * error
-    ratio = {name: Estimate.of_mean(parts[1], float(parts[0])) for name, parts in normalised.items()}
-    (old_value, old_parts), (new_value, new_parts) = normalised["old"], normalised["new"]
-    ratio["difference"] = Estimate.of_mean(new_parts - old_parts, float(new_value - old_value))
+    bound = _mean(gain) - z * _standard_error(gain, model, noise)
     return Judgement(
         requests=len(old),
-        different=different,
+        different=int(differs.sum()),
         unsupported=unsupported,
-        doubly_robust=_estimates(robust),
-        direct=_estimates(model),
-        self_normalised=ratio,
-        effective_requests={
-            name: len(old) * float(effective_sample_size(weight.log())) if weight.any() else 0.0
-            for name, weight in weights.items()
-        },
+        doubly_robust={name: Estimate.of_mean(side.robust, side.model, side.noise) for name, side in sides.items()}
+        | {"difference": Estimate.of_mean(gain, model, noise)},
+        direct={name: Estimate.of_mean(side.model, side.model, zero) for name, side in sides.items()}
+        | {"difference": Estimate.of_mean(model, model, zero)},
+        self_normalised={
+            name: Estimate.of_mean(side.influence, zero, side.ratio_noise, side.ratio) for name, side in sides.items()
+        }
+        | {"difference": Estimate.of_mean(influence, zero, ratio_noise, ratio)},
+        effective_requests={name: side.effective for name, side in sides.items()},
         clip=clip,
-        clipped=int((1 / probability > clip).sum()),
+        clipped=int((logged.probability * clip < 1).sum()),
         confidence=confidence,
         bound=bound,
-        better=different >= LEAST_DIFFERENT and bound > 0,
+        better=int(differs.sum()) >= LEAST_DIFFERENT and bound > 0,
     )
 
 
-def _estimates(values: dict[str, Tensor]) -> dict[str, Estimate]:
-    estimates = {name: Estimate.of_mean(each) for name, each in values.items()}
-    return estimates | {"difference": Estimate.of_mean(values["new"] - values["old"])}
+class _Side(NamedTuple):
+    """What the log says about one policy, for each of n requests: doubly robust, by the model, the second moment of the
+    correction; and the value by weights alone, what each request moves it, and the second moment of that."""
+
+    robust: Tensor
+    model: Tensor
+    noise: Tensor
+    ratio: float
+    influence: Tensor
+    ratio_noise: Tensor
+    effective: float
+
+    @classmethod
+    def of_choices(cls, logged: Logged, choices: NDArray[np.int64], expected: Tensor, clip: float) -> _Side:
+        """From choices [n], and utilities that a model expects [n, C]."""
+        chosen, probability = torch.from_numpy(logged.choice), torch.from_numpy(logged.probability)
+        reward, choice = torch.from_numpy(logged.accuracy * logged.met), torch.from_numpy(choices).unsqueeze(1)
+        chance = torch.from_numpy(logged.propensity).gather(1, choice).squeeze(1)
+        drawn = choice.squeeze(1) == chosen
+        weight = (1 / probability).clamp_max(clip) * drawn
+        value, influence = self_normalised(reward, weight)
+        model = expected.gather(1, choice).squeeze(1)
+        moment = chance * (1 / chance.clamp_min(1e-12)).clamp_max(clip).square()
+        return cls(
+            robust=doubly_robust(expected, chosen, reward, probability, clip).gather(1, choice).squeeze(1),
+            model=model,
+            noise=moment * _mean_square(reward - model, drawn),
+            ratio=float(value),
+            influence=influence,
+            ratio_noise=moment * _mean_square(reward - value, drawn),
+            effective=len(choices) * float(effective_sample_size(weight.log())) if drawn.any() else 0.0,
+        )
 
 
-def _moments(values: Tensor) -> tuple[float, float]:
-    """The mean of [n] and its standard error; NaN of none."""
+def _mean_square(residual: Tensor, drawn: Tensor) -> float:
+    """E ρ² of the requests that were drawn, shrunk."""
+    return float((residual[drawn].square().sum() + COUNTS * RESIDUAL_SQUARE) / (drawn.sum() + COUNTS))
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean())
+
+
+def _standard_error(values: Tensor, model: Tensor, noise: Tensor) -> float:
+    """Of the mean of [n], from the sample or from what is known of its parts, whichever is larger."""
     n = len(values)
-    if not n:
-        return float("nan"), float("nan")
-    return float(values.mean()), float((values - values.mean()).square().sum() / max(n - 1, 1) / n) ** 0.5
+    if n < 2:
+        return float("nan")
+    return float(torch.maximum(values.var(), model.var() + noise.mean()) / n) ** 0.5
 
 
 def _finite(value: float) -> float | None:

@@ -16,7 +16,7 @@ class UpdateConfig:
     """One-sided: a step takes over where its gain in utility on held-out requests is above 0 with this confidence."""
     held_out: int = 4
     """Every n-th request is held out to judge with; the others are fitted to."""
-    clip: float = 100.0
+    clip: float = 200.0
     """The largest importance weight 1/probability."""
     steps: int = 100
     """Steps of GRPO after the offsets; 0 for none."""

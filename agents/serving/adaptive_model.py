@@ -302,7 +302,7 @@ class AdaptiveModel:
                 controller=self.controller.digest,
                 configuration=result.configuration,
                 features=stage.features,
-                drawn=drawn or Drawn(1.0, [result.choice], result.choice),
+                drawn=drawn or Drawn(1.0, {result.choice: 1.0}, result.choice),
                 price=price,
                 result=result,
                 answer_ms=result.answer.total_ms + stage.unused_ms(result.configuration),

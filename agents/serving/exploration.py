@@ -20,8 +20,8 @@ class Drawn(NamedTuple):
 
     probability: float
     """Of the configuration under the policy that drew it, exactly."""
-    among: list[int]
-    """Every configuration that could have been drawn."""
+    chances: dict[int, float]
+    """The same for every configuration that could have been drawn."""
     best: int
     """The choice without exploration."""
 
@@ -73,6 +73,7 @@ class Exploration:
         if explores:
             index = self._random.choice(places)
             chosen = index, float(mean[index]), float(spread[index])
-        probability = (1 - self.share) * (chosen[0] == best[0]) + self.share / len(places) * (chosen[0] in places)
-        possible = {*places, best[0]} if self.share < 1 else {*places}
-        return chosen, Drawn(probability, sorted(possible), best[0])
+        chances = dict.fromkeys(places, self.share / len(places))
+        if self.share < 1:
+            chances[best[0]] = chances.get(best[0], 0.0) + 1 - self.share
+        return chosen, Drawn(chances[chosen[0]], chances, best[0])

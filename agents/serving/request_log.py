@@ -94,7 +94,7 @@ class RequestLog:
     def add(self, row: Mapping[str, Any]) -> str:
         """Write a row, see `row_of`, and return the id of its request: its own, or a new one."""
         request_id = row.get("id") or f"{self._files[REQUESTS][1]}-{self._rows[REQUESTS]}"
-        self._write(REQUESTS, {"id": request_id, "time": time.time(), **row})
+        self._write(REQUESTS, {"time": time.time(), **row, "id": request_id})
         return request_id
 
     def label(self, request_id: str, accuracy: float) -> None:
@@ -163,7 +163,8 @@ def row_of(
         "choice": result.choice,
         "knobs": dict(configuration),
         "probability": drawn.probability,
-        "among": drawn.among,
+        "among": list(drawn.chances),
+        "chances": list(drawn.chances.values()),
         "best": drawn.best,
         "budget_ms": float(result.budget_ms),
         "limit_ms": float(result.limit_ms),
@@ -194,10 +195,8 @@ class Logged(NamedTuple):
     """float32 [n, C] and float64 [n]: the drift that the decision allowed for."""
     choice: Array
     """int64 [n]."""
-    probability: Array
-    """float64 [n]: of this choice, in (0, 1]."""
-    support: Array
-    """bool [n, C]: the configurations that could have been drawn."""
+    propensity: Array
+    """float64 [n, C]: the probability of every configuration under the policy that drew the choice."""
     log_latency: Array
     """float64 [n]: ln ms that was predicted of the choice, without drift."""
     answer_ms: Array
@@ -205,6 +204,11 @@ class Logged(NamedTuple):
     """bool [n]: answered on time."""
     accuracy: Array
     """float64 [n], in [0, 1]; NaN where there is no label."""
+
+    @property
+    def probability(self) -> Array:
+        """float64 [n]: of the choice, in (0, 1]."""
+        return np.take_along_axis(self.propensity, self.choice[:, None], 1)[:, 0]
 
     def take(self, rows: Array) -> Logged:
         """Some of the requests: bool or int64."""
@@ -266,13 +270,13 @@ def logged_of(rows: Sequence[Mapping[str, Any]], count: int, feature_sizes: Mapp
     """Good rows as arrays, for `count` configurations."""
     n = len(rows)
     features = {name: np.full((n, size), np.nan, np.float32) for name, size in feature_sizes.items()}
-    offset, scale, support = np.zeros((n, count), np.float32), np.ones(n), np.zeros((n, count), bool)
+    offset, scale, propensity = np.zeros((n, count), np.float32), np.ones(n), np.zeros((n, count))
     for place, row in enumerate(rows):
         for name, block in (row["features"] or {}).items():
             features[name][place] = _unpacked(block)
         if row["drift"] is not None:
             offset[place], scale[place] = _unpacked(row["drift"][0]), row["drift"][1]
-        support[place, row["among"]] = True
+        propensity[place, row["among"]] = row["chances"]
 
     def column(name: str, kind: Any = np.float64) -> Array:
         return np.array([row[name] for row in rows], kind)
@@ -286,8 +290,7 @@ def logged_of(rows: Sequence[Mapping[str, Any]], count: int, feature_sizes: Mapp
         offset=offset,
         scale=scale,
         choice=column("choice", np.int64),
-        probability=column("probability"),
-        support=support,
+        propensity=propensity,
         log_latency=column("log_latency"),
         answer_ms=column("answer_ms"),
         met=column("met", bool),
@@ -331,10 +334,10 @@ def _fault(
     count = math.inf if configurations is None else len(configurations)
     if not _is_index(choice, count) or (configurations is not None and row.get("knobs") != configurations[choice]):
         return "an unknown configuration"
-    drawable = [*among, row.get("best")] if isinstance(among, list) else [None]
-    if choice not in drawable[:-1] or not all(_is_index(each, count) for each in drawable):
-        return "a choice that could not be drawn"
-    if not (isinstance(row.get("id"), str) and isinstance(row.get("met"), bool) and isinstance(row.get("knobs"), dict)):
+    if not _are_chances(among, row.get("chances"), count, choice, probability):
+        return "a probability that the chances of the draw contradict"
+    whole = isinstance(row.get("id"), str) and isinstance(row.get("met"), bool) and isinstance(row.get("knobs"), dict)
+    if not (whole and _is_index(row.get("best"), count)):
         return "a damaged row"
     positive = [row.get(name) for name in ("budget_ms", "limit_ms", "answer_ms")]
     if not all(_is_number(ms) and ms > 0 for ms in positive) or not _is_number(row.get("log_latency")):
@@ -343,16 +346,27 @@ def _fault(
         return "an accuracy outside [0, 1]"
     try:
         sizes = {name: len(_unpacked(block)) for name, block in (row["features"] or {}).items()}
-        offset, scale = row["drift"] or (None, 1.0)
-        offsets = np.zeros(0) if offset is None else _unpacked(offset)
+        packed, scale = (None, 1.0) if row["drift"] is None else row["drift"]
+        offsets = None if row["drift"] is None else _unpacked(packed)
     except (KeyError, TypeError, ValueError, AttributeError):
         return "a damaged row"
-    shaped = len(offsets) in (0, len(configurations or offsets)) and np.isfinite(offsets).all()
+    shaped = offsets is None or (np.isfinite(offsets).all() and (count == math.inf or len(offsets) == count))
     if not (shaped and _is_number(scale) and scale > 0):
         return "a drift of another shape"
     if sizes and feature_sizes is not None and sizes != dict(feature_sizes):
         return "features of other shapes"
     return ""
+
+
+def _are_chances(among: Any, chances: Any, count: float, choice: int, probability: float) -> bool:
+    """Whether these are the probabilities of distinct configurations, with this one of the choice."""
+    if not (isinstance(among, list) and isinstance(chances, list) and len(among) == len(chances)):
+        return False
+    if len({*map(str, among)}) < len(among) or not all(_is_index(each, count) for each in among):
+        return False
+    if not all(map(_is_number, chances)) or min(chances, default=0) <= 0 or abs(sum(chances) - 1) > 1e-6:
+        return False
+    return choice in among and abs(chances[among.index(choice)] - probability) < 1e-9
 
 
 def _is_number(value: Any) -> bool:

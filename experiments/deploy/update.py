@@ -94,8 +94,8 @@ def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None
     if current is not None and NumpyController.load(current / CONTROLLER).digest != digest:
         again = Path(config.out) / CURRENT
         raise InputError(
-            f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; give checkpoint={again}, "
-            "or another folder"
+            f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; give "
+            f"checkpoint={again}, or another folder"
         )
 
 
