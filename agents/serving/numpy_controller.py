@@ -111,7 +111,8 @@ class NumpyController:
             OSError: if it cannot be read.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            # opened here, since np.load leaves a damaged file open
+            with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             return cls(arrays)
         except OSError:

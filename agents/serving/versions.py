@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.common.errors import InputError
 
@@ -67,7 +66,7 @@ class Watched:
         self._looked = -EVERY_S
         if not self._path.exists():
             raise InputError(f"watch: {self._path} does not exist; give a controller.npz, or the folder of one")
-        self._wanted = configurations_of(controller), controller.feature_sizes
+        self._wanted = _interface(controller)
 
     def newer(self, controller: NumpyController) -> NumpyController | None:
         """Another controller than this, where the file was replaced since the last call by one that can be used."""
@@ -77,15 +76,23 @@ class Watched:
         try:
             state = self._path.stat()
             mark = state.st_ino, state.st_mtime_ns, state.st_size
-            if mark == self._mark:
-                return None
-            self._mark = mark
+        except OSError:
+            mark = 0, 0, 0
+        if mark == self._mark:
+            return None
+        self._mark = mark
+        try:
             new = NumpyController.load(self._path)
-            if (configurations_of(new), new.feature_sizes) != self._wanted or new.header["priced"]:
+            if _interface(new) != self._wanted:
                 raise ValueError("its configurations, features or limits are others")
         except (OSError, ValueError) as error:
-            logging.getLogger(__name__).warning(
-                "watch: %s is refused, the old controller goes on: %s", self._path, error
-            )
+            log = logging.getLogger(__name__)
+            log.warning("watch: %s is refused, the controller at hand goes on: %s", self._path, error)
             return None
         return new if new.digest != controller.digest else None
+
+
+def _interface(controller: NumpyController) -> tuple[object, ...]:
+    """What a controller must share with another that takes its place."""
+    configurations = controller.configurations.tolist()
+    return controller.knobs, configurations, controller.feature_sizes, controller.header["priced"]

@@ -31,7 +31,7 @@ def test_every_estimate_by_hand() -> None:
         4,
         2,
         1,
-    )  # 2 could not have been drawn: as the old
+    )  # 2 cannot be drawn
     # doubly robust, old: 0.6 + (r − 0.6)/0.8 where 0 was drawn
     assert judged.doubly_robust["old"].value == pytest.approx((1.1 + 0.6 + 0.475 + 1.1) / 4, abs=1e-6)
     # new: 0.4 without a draw, 0.4 + (0 − 0.4)/0.2, then as the old

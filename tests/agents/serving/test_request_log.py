@@ -124,7 +124,7 @@ def test_labels_that_cannot_be_joined_are_set_aside(written: Path, tmp_path: Pat
     read = read_log(tmp_path)
     assert dict(read.aside) == {"a label of an unknown request": 1, "a label outside [0, 1]": 2}
     assert read.rows[0]["accuracy"] == 0.25  # the latest
-    with pytest.raises(InputError, match="no requests-….jsonl in it"):
+    with pytest.raises(InputError, match="give the folder of AdaptiveModel"):
         read_log(tmp_path / "nothing")
 
 
