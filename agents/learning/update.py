@@ -95,7 +95,7 @@ class Contexts(NamedTuple):
         return cls(x, *(part.float() if part.dtype == torch.float64 else part for part in rest))
 
 
-def update(agent: Agent, logged: Logged, config: UpdateConfig | None = None) -> Update:
+def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Update:
     """Let a controller learn from a log, and judge it.
 
     Args:
@@ -115,7 +115,7 @@ def update(agent: Agent, logged: Logged, config: UpdateConfig | None = None) -> 
         raise InputError(f"update: {len(logged.ids)} requests are too few; let it serve some more")
     steps: dict[str, Judgement] = {}
     offsets = _latency_offsets(agent, fit)
-    candidate = adapted(agent, offsets, Contexts.of_log(agent, fit).x)
+    candidate: Any = adapted(agent, offsets, Contexts.of_log(agent, fit).x)
     candidates = {"latencies": candidate}
     lessons = fit.take(fit.seen & ~np.isnan(fit.accuracy))
     logits = torch.zeros(len(network.configurations), dtype=torch.float64)
@@ -270,8 +270,9 @@ def _with_grpo(agent: Agent, logged: Logged, config: UpdateConfig) -> Any:
         distribution_kwargs={"configurations": controller.configurations},
     )
     module = TensorDictModule(policy, ["x", "limit", "offset", "scale"], ["log_probs"])
-    settings = {"objective": "exact", "advantage": "centred", "kl_to_ref_coeff": config.kl_coeff, "functional": False}
-    loss = GRPOLoss(ProbabilisticTensorDictSequential(module, draw), **settings)
+    actor = ProbabilisticTensorDictSequential(module, draw)
+    beta = config.kl_coeff
+    loss = GRPOLoss(actor, objective="exact", advantage="centred", kl_to_ref_coeff=beta, functional=False)
     loss.diagnostics = False
     optimiser = torch.optim.Adam(head.parameters(), lr=config.lr)
     generator = torch.Generator().manual_seed(config.seed)

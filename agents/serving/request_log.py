@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -369,11 +369,11 @@ def _are_chances(among: Any, chances: Any, count: float, choice: int, probabilit
     return choice in among and abs(chances[among.index(choice)] - probability) < 1e-9
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_index(value: Any, count: float) -> bool:
+def _is_index(value: Any, count: float) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < count
 
 
@@ -382,6 +382,6 @@ def _packed(values: Array) -> str:
     return base64.b64encode(np.asarray(values, np.float32).tobytes()).decode()
 
 
-def _unpacked(text: str) -> Array:
+def _unpacked(text: Any) -> Array:
     """Raises TypeError or ValueError for what `_packed` did not write."""
     return np.frombuffer(base64.b64decode(text, validate=True), np.float32)

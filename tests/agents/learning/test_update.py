@@ -27,7 +27,7 @@ def slow_crops(values: Mapping[str, int]) -> float:
 
 
 def logged_requests(
-    folder: Path, count: int = 900, drifts: bool = True, label: bool = True, tracker: bool = False
+    folder: Path, count: int = 700, drifts: bool = True, label: bool = True, tracker: bool = False
 ) -> tuple[StackedController, ProfileTable, Logged]:
     agent, table = small_stack(300)
     slower = slow_crops if drifts else (lambda values: 1.0)
@@ -72,8 +72,8 @@ def test_accuracies_that_fell_are_learned(tmp_path: Path) -> None:
 
 
 def test_grpo_learns_near_the_old_policy_and_repeatably(tmp_path: Path) -> None:
-    agent, _, logged = logged_requests(tmp_path, count=300)
-    config = UpdateConfig(steps=15, lr=1e-3)
+    agent, _, logged = logged_requests(tmp_path, count=150)
+    config = UpdateConfig(steps=4, lr=1e-3)
     first, second = (update(agent, logged, config) for _ in range(2))
     assert list(first.steps) == ["latencies", "accuracies", "grpo"]
     assert equal_states(first.candidate, second.candidate)

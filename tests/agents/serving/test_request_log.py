@@ -128,7 +128,7 @@ def test_labels_that_cannot_be_joined_are_set_aside(written: Path, tmp_path: Pat
         read_log(tmp_path / "nothing")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 20_000), noise=st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 255)), max_size=4))
 def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(
     written: Path, tmp_path: Path, cut: int, noise: list[tuple[int, int]]

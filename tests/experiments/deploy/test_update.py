@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from commands import OPTIMISER, TABLE, Capture, Patch, mistake, refused, write_table
 from helpers import driven_apart, small_table
+from replayed import logging_model, serve_requests
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import Agent, load_checkpoint, save_checkpoint
@@ -20,6 +22,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.serving.export import agreement
 from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.serving.request_log import RequestLog
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -145,3 +148,73 @@ def test_all_cells_are_read_by_the_knobs_of_the_controller(folder: Path, capsys:
     assert f"{120 * 12} timed cells" in capsys.readouterr().out
     factors = load_checkpoint("every/current/controller.pt").extra["adapted"]["factors"]
     assert np.log(factors).mean() == pytest.approx(math.log(12) / 2, abs=0.01)
+
+
+def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
+    folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    table = read_long_table("t.parquet", features="f.npz")
+    log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
+    current, quick = tmp_path / "out" / "current", ["learning.steps=3"]
+
+    def slower(values: object) -> float:
+        return 1.0 if dict(values)["top_k"] == 4 else 3.0  # type: ignore[call-overload]
+
+    agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
+    options = {"explore": 0.4, "explore_loss": 0.4, "seed": 0, "tracker": False}
+    model = logging_model(tmp_path / "log", agent, table, slower, **options)
+    serve_requests(model, table, 700)
+    RequestLog(tmp_path / "log").label("nobody", 1.0)
+    assert main(["inspect", log, f"json={tmp_path / 'facts.json'}"]) == 0
+    printed = capsys.readouterr().out
+    assert "700 requests by 1 controllers" in printed
+    assert "100.0% labelled" in printed
+    assert "1 set aside: a label of an unknown request" in printed
+    assert json.loads((tmp_path / "facts.json").read_text())["set_aside"] == {"a label of an unknown request": 1}
+
+    assert main(["update", log, out, *quick]) == 0
+    printed = capsys.readouterr().out
+    assert "0001: serves now" in printed
+    assert "offsets of latencies" in printed
+    facts = json.loads((current / "update.json").read_text())
+    assert (facts["before"], facts["better"], facts["requests"]) == ("0000", True, 700)
+    assert any(step["better"] and step["doubly_robust"]["difference"][0] > 0 for step in facts["steps"].values())
+    updated = load_checkpoint(current / "controller.pt")
+    serving = NumpyController.load(current / "controller.npz")
+    assert agreement(updated.controller, serving.choose, table, default_budgets(table))["different"] == 0
+    model.watch(current)
+    assert model.controller.digest == serving.digest
+    serve_requests(model, table, 60, seed=1)
+
+    # the log now holds requests of both versions; the old checkpoint is not what serves any more
+    assert "serves another controller" in mistake(["update", log, out, *quick], capsys)
+    assert main(["update", log, out, *quick, f"checkpoint={current}"]) == 0
+    assert "760 requests" in capsys.readouterr().out
+    assert (tmp_path / "out" / "versions" / "0002").exists()  # whether it serves or not
+    before = json.loads((current / "update.json").read_text())["before"]
+    assert main(["update", "rollback=true", out]) == 0
+    assert current.resolve().name == before
+    while json.loads((current / "update.json").read_text())["before"] is not None:
+        assert main(["update", "rollback=true", out]) == 0
+    assert (
+        NumpyController.load(current / "controller.npz").digest
+        == NumpyController.load(tmp_path / "out" / "versions" / "0000" / "controller.npz").digest
+    )
+    assert "0000 is the first version" in mistake(["update", "rollback=true", out], capsys)
+    # a log of another controller is refused, with the reason
+    assert main(["update", log, f"out={tmp_path / 'else'}", "checkpoint=adapted/current"]) == 2
+    captured = capsys.readouterr()
+    assert "760 set aside: of another controller" in captured.out
+    assert "no request in it can be used" in captured.err
+
+
+def test_mistakes_of_an_update_are_one_line(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    for words, message in (
+        ([f"log={tmp_path}"], "no requests-….jsonl in it; give the folder of AdaptiveModel(log=…)"),
+        (["log=a", "profile=builtin"], "give log=FOLDER"),
+        (["rollback=true", "out=nothing"], "there is no version in it to go back from"),
+        (["log=a", "learning.confidence=2"], "learning.confidence=2.0: must be at least 0.5"),
+        (["log=a", "every=0"], "every=0: must be at least 1"),
+    ):
+        assert message in refused(["update", *words], capsys)
+    assert "no requests-….jsonl in it" in mistake(["inspect", "log=nothing"], capsys)
