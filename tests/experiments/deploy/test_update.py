@@ -155,7 +155,10 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
 ) -> None:
     table = read_long_table("t.parquet", features="f.npz")
     log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
-    current, quick = tmp_path / "out" / "current", ["learning.steps=3"]
+    current, quick = (
+        tmp_path / "out" / "current",
+        ["learning.steps=3", "learning.held_out=2", "learning.confidence=0.8"],
+    )
 
     def slower(values: object) -> float:
         return 1.0 if dict(values)["top_k"] == 4 else 3.0  # type: ignore[call-overload]
@@ -202,7 +205,8 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     )
     assert "0000 is the first version" in mistake(["update", "rollback=true", out], capsys)
     # a log of another controller is refused, with the reason
-    assert main(["update", log, f"out={tmp_path / 'else'}", "checkpoint=adapted/current"]) == 2
+    save_checkpoint(tmp_path / "else.pt", driven_apart(table, agent.config), table, {})
+    assert main(["update", log, f"out={tmp_path / 'else'}", f"checkpoint={tmp_path / 'else.pt'}"]) == 2
     captured = capsys.readouterr()
     assert "760 set aside: of another controller" in captured.out
     assert "no request in it can be used" in captured.err
