@@ -90,7 +90,7 @@ GROUPS_OF = {
     "evaluate": ("profile", "reward", "beams", "encoder"),
     "profile": (),
     "export": ("profile",),
-    "adapt": ("profile", "trained_on"),
+    "update": ("profile", "trained_on"),
     "compare": (),
     "workspace": (),
 }

@@ -26,7 +26,7 @@ VERBS = {
     "inspect": "command_line.profile:inspect",
     "profile": "command_line.profile:profile",
     "export": "deploy.export:run",
-    "adapt": "deploy.adapt:run",
+    "update": "deploy.update:run",
     "workspace": "tracking.workspace:workspace",
 }
 """The function of each verb. It is imported only when it runs: that takes longer than answering a mistake."""

@@ -100,9 +100,17 @@ def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], A
 
 
 def inspect(config: InspectRun) -> None:
-    """Print what a profile holds, and write it where the settings say."""
+    """Print what a profile or a log holds, and write it where the settings say."""
     from rich.console import Console
 
+    if config.log is not None:
+        from knobwise.experiments.report.request_log import inspect_log, print_log
+
+        facts = inspect_log(config.log)
+        print_log(facts, Console())
+        if config.json is not None:
+            write_text(config.json, json.dumps(facts, indent=1))
+        return
     from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
 
     facts = inspect_table(read_profile(config.profile))

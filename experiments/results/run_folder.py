@@ -26,14 +26,17 @@ UNFINISHED = ".unfinished"
 """A locked file in a run's folder until its last step is done."""
 STUDENT = "student.pt"
 """The checkpoint of what is deployed, beside `best.pt`, if that is not the trained policy itself."""
+VERSION = "controller.pt"
+"""The checkpoint in a version that `knobwise update` wrote."""
 FORMS = ("deployed", "teacher")
 LONGEST_NAME = 120
 LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads", "jobs")
 
 
 def checkpoint_at(path: str | Path, form: str = "deployed") -> Path:
-    """The checkpoint at a path: the file itself, or in the folder of a run, of whose seeds it takes the best on
-    validation, what is `deployed` or the `teacher` that it was taught by. Most policies are deployed as they are.
+    """The checkpoint at a path: the file itself, that of a version of `knobwise update`, or in the folder of a run, of
+    whose seeds it takes the best on validation, what is `deployed` or the `teacher` that it was taught by. Most
+    policies are deployed as they are.
 
     Raises:
         InputError: an unknown form, a run that is not finished.
@@ -42,6 +45,8 @@ def checkpoint_at(path: str | Path, form: str = "deployed") -> Path:
     path = Path(path)
     if not path.is_dir():
         return path
+    if (path / VERSION).exists():
+        return path / VERSION
     if (path / UNFINISHED).exists():
         raise InputError(f"{path}: the run is not finished; repeat its command to resume it")
     checkpoints = path / "checkpoints"

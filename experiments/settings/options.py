@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.checks import a_seed, at_least, one_of, positive
 from knobwise.common.errors import InputError
@@ -96,10 +97,12 @@ class TrainRun(Training):
 
 @dataclass
 class InspectRun:
-    """knobwise inspect: what a profile holds, what is wrong with it, how much there is to gain."""
+    """knobwise inspect: what a profile holds, what is wrong with it, how much there is to gain; or what a log holds."""
 
     profile: Any = MISSING
     """What was measured, or is simulated."""
+    log: str | None = None
+    """In the place of a profile: the folder of `AdaptiveModel(log=…)`."""
     json: str | None = None
     """Write the facts to this file."""
     html: str | None = None
@@ -267,18 +270,30 @@ class ExportRun:
 
 
 @dataclass
-class AdaptRun:
-    """knobwise adapt: a trained controller for other hardware, from a few timed cells."""
+class UpdateRun:
+    """knobwise update: a deployed controller learns from the log of its requests, and the new one takes over where the
+    log shows that it is better; or a controller for other hardware, from a few timed cells."""
 
     checkpoint: str = "runs/latest"
-    """The controller, for deadlines, and one that predicts latencies (policy=auto or policy=utility): a checkpoint, or
-    the folder of a run, for what it deploys."""
+    """The controller, for deadlines, and one that predicts latencies (policy=auto or policy=utility): a checkpoint, the
+    folder of a run, for what it deploys, or the current version in `out`."""
+    log: str | None = None
+    """What it learns from: the folder of `AdaptiveModel(log=…)`."""
+    out: str = "updated"
+    """Folder for the versions; out/current is the one that serves."""
+    rollback: bool = False
+    """Let the version before the current one serve again, and do nothing else."""
+    every: int | None = None
+    """Go on, and update whenever the log has grown by so many requests, until the command is interrupted."""
+    learning: UpdateConfig = field(default_factory=UpdateConfig)
+    """How it learns from the log, and when the new controller takes over."""
     profile: Any = None
-    """What was timed on the other hardware: any cells of `trained_on`, some 30 are enough. Must be given."""
+    """In the place of a log: what was timed on other hardware, any cells of `trained_on`, some 30 are enough."""
     trained_on: Any = MISSING
-    """The profile of the training."""
-    out: str = "adapted"
-    """Folder for the files."""
+    """With `profile`: the profile of the training."""
+
+    def __post_init__(self) -> None:
+        at_least("every", 1 if self.every is None else self.every, 1)
 
 
 @dataclass
@@ -321,7 +336,7 @@ VERBS: dict[str, type[Any]] = {
     "evaluate": EvaluateRun,
     "profile": ProfileRun,
     "export": ExportRun,
-    "adapt": AdaptRun,
+    "update": UpdateRun,
     "compare": CompareRun,
     "workspace": WorkspaceRun,
 }
