@@ -80,6 +80,15 @@ class MemberPredictions(NamedTuple):
             views.insert(0, View(*(part.mean(0) for part in of_members)))
         return View(*(weighted(parts, self.weights) for parts in zip(*views, strict=True)))
 
+    def drifted(self, offset: Tensor, scale: float) -> MemberPredictions:
+        """The same on a machine where ln ms is off by `offset`, float [C], and its spread by the factor `scale`."""
+
+        def moved(part: Any) -> Any:
+            return part._replace(log_latency=part.log_latency + offset, spread=part.spread * scale)
+
+        outcomes = None if self.outcomes is None else moved(self.outcomes)
+        return self._replace(outcomes=outcomes, experts=[moved(prediction) for prediction in self.experts])
+
     def costs(self) -> tuple[Tensor, Tensor]:
         """ΣwÂ and ΣwL̂ in ms, [n, C] each, which decide at a price."""
         costs = [(prediction.accuracy, prediction.latency_ms) for prediction in self.experts]
