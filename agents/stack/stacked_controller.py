@@ -178,12 +178,18 @@ class StackedController(nn.Module):
         """Decisions inside the guard: blocks [n, d], limits [n] in ms, mask bool [n, C] → configurations int64 [n]."""
         device = self.configurations.device
         normal = self.features({name: block.to(device) for name, block in features.items()}, len(limits))
+        return self.choose_from(self.predictions(normal), limits, mask)
+
+    @torch.no_grad()
+    def choose_from(self, predicted: MemberPredictions, limits: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The same from what the members predict, which serves any limits."""
+        device = self.configurations.device
         limits = limits.to(device, torch.float32)
         shape = len(limits), len(self.configurations)
         mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask.to(device)
         if self.priced:
-            return choose_at_price(*self.predictions(normal).costs(), 1 / limits.double(), mask)
-        score, meets, log_latency = self.view(normal, limits)
+            return choose_at_price(*predicted.costs(), 1 / limits.double(), mask)
+        score, meets, log_latency = predicted.view(limits)
         hopeless = meets.masked_fill(~mask, 0.0).amax(1) < HOPELESS
         if self.guard is None or self.static is None:
             chosen = pick(score, log_latency, mask)
