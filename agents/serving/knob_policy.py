@@ -27,9 +27,8 @@ from knobwise.common.errors import InputError
 Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
 Configuration = dict[str, Any]
-GRID, EXACT, AT_ONCE = 96, 1e-3, 64
-"""Budgets that a change of the decision is first looked for at; how exactly it is then located, in ln ms; and inputs
-that are explained together."""
+GRID, EXACT = 96, 1e-3
+"""Budgets that a change of the decision is first looked for at, and how exactly it is then located, in ln ms."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,7 @@ class KnobPolicy:
         chosen = self._choose(blocks, limits, drift)
         results: list[Any] = [dict(self.configurations[index]) for index in chosen.tolist()]
         if explain:
-            results = []
-            for part in torch.arange(n).split(AT_ONCE):
-                some = {name: block[part] for name, block in blocks.items()}
-                results += self._explained(some, limits[part], chosen[part], drift, between_ms)
+            results = self._explained(blocks, limits, chosen, drift, between_ms)
         return results if sizes else results[0]
 
     def save(self, path: str | Path) -> None:
@@ -176,7 +172,6 @@ class KnobPolicy:
         key = "utility" if "utility" in numbers else "probability"
         # the mean offset acts on the budget, as `NumpyController` has it
         guards = self._guards(limits if drift is None else limits * math.exp(-float(np.mean(drift[0]))))
-        steps = self._by_budget(blocks, limits, drift, between_ms)
         explained = []
         for i, rows in enumerate(torch.stack(list(numbers.values()), -1).tolist()):
             expected = [
@@ -189,9 +184,11 @@ class KnobPolicy:
             reason = "highest expected utility" if key == "utility" else "most probable"
             if row[key] < expected[0][key] - 1e-6:
                 reason = self._other_reason(expected, guards[i])
+            low, high = between_ms or (float(limits[i]) / 10, float(limits[i]) * 10)
+            steps = self._by_budget({name: block[i : i + 1] for name, block in blocks.items()}, drift, low, high)
             without = None if drift is None else dict(self.configurations[int(before[i])])
             decision = dict(row["configuration"])
-            explained.append(Explanation(decision, reason, expected, next(others, None), steps[i], guards[i], without))
+            explained.append(Explanation(decision, reason, expected, next(others, None), steps, guards[i], without))
         return explained
 
     def _other_reason(self, expected: list[dict[str, Any]], guard: dict[str, Any] | None) -> str:
@@ -215,37 +212,25 @@ class KnobPolicy:
         return [dict(rows[group]) for group in groups.tolist()]
 
     def _by_budget(
-        self, blocks: Mapping[str, Tensor], limits: Tensor, drift: Drift | None, between_ms: tuple[float, float] | None
-    ) -> list[list[tuple[float, Configuration]]]:
-        """For each input the budgets from which on each of its decisions holds."""
-        n, priced = len(limits), isinstance(self.agent, PricedChooser)
-        ends = torch.stack([limits / 10, limits * 10]) if between_ms is None else torch.tensor(between_ms)[:, None]
-        low, high = ends.double().log().expand(2, n).unsqueeze(2)
-        logs = (low + (high - low) * torch.linspace(0, 1, GRID, dtype=torch.float64)).numpy()
-        if isinstance(self.agent, PricedChooser):
-            logs = np.broadcast_to(self.agent.budgets_ms.double().sort().values.log(), (n, len(self.agent.budgets_ms)))
-        rows, logs = np.arange(n).repeat(logs.shape[1]), logs.flatten()
+        self, blocks: Mapping[str, Tensor], drift: Drift | None, low: float, high: float
+    ) -> list[tuple[float, Configuration]]:
+        """For one input [1, d] the budgets from which on each of its decisions holds."""
 
-        def decided(rows: NDArray[np.int64], logs: NDArray[np.float64]) -> NDArray[np.int64]:
-            some = {name: block[rows] for name, block in blocks.items()}
+        def decided(logs: NDArray[np.float64]) -> NDArray[np.int64]:
+            some = {name: block.expand(len(logs), -1) for name, block in blocks.items()}
             return self._choose(some, torch.from_numpy(np.exp(logs)).float(), drift).numpy()
 
-        chosen = decided(rows, logs)
-        while True:  # halve every interval in which the decision changes
-            starts = (rows[1:] != rows[:-1]) | (chosen[1:] != chosen[:-1])
-            wide = starts & (rows[1:] == rows[:-1]) & (np.diff(logs) > EXACT) & (not priced)
-            if not wide.any():
-                break
-            middle = rows[1:][wide], (logs[1:] + logs[:-1])[wide] / 2
-            added = *middle, decided(*middle)
-            rows, logs, chosen = map(np.concatenate, zip((rows, logs, chosen), added, strict=True))
-            order = np.lexsort((logs, rows))
-            rows, logs, chosen = rows[order], logs[order], chosen[order]
-        steps: list[list[tuple[float, Configuration]]] = [[] for _ in range(n)]
-        for place in np.flatnonzero(np.r_[True, starts]).tolist():
-            configuration = dict(self.configurations[chosen[place]])
-            steps[rows[place]].append((float(np.exp(logs[place])), configuration))
-        return steps
+        logs, exact = np.linspace(math.log(low), math.log(high), GRID), EXACT
+        if isinstance(self.agent, PricedChooser):  # no other budget has a price
+            logs, exact = self.agent.budgets_ms.double().sort().values.log().numpy(), math.inf
+        chosen = decided(logs)
+        while (wide := (chosen[1:] != chosen[:-1]) & (np.diff(logs) > exact)).any():
+            middle = (logs[1:] + logs[:-1])[wide] / 2
+            logs, chosen = np.r_[logs, middle], np.r_[chosen, decided(middle)]
+            order = logs.argsort()
+            logs, chosen = logs[order], chosen[order]
+        starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
+        return [(float(np.exp(logs[i])), dict(self.configurations[chosen[i]])) for i in starts]
 
     @torch.no_grad()
     def _expected(self, blocks: Mapping[str, Tensor], limits: Tensor, drift: Drift | None) -> dict[str, Tensor]:
