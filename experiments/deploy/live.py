@@ -162,12 +162,13 @@ def draw_stream(
     row_of = {sample_id: row for row, sample_id in enumerate(table.sample_ids)}
     if config.fresh:
         fresh = (sample_id for sample_id in requests.ids() if sample_id not in row_of)
-        ids = np.array(list(itertools.islice(fresh, config.requests)), object)
+        ids = np.array(list(itertools.islice(fresh, config.skip, config.skip + config.requests)), object)
     else:
         ids = np.array([name for row in test.tolist() if (name := table.sample_ids[row]) in requests], object)
     if not len(ids):
         raise InputError(
-            f"live: every question is of profile {table.name!r}; stream.fresh=false serves its test samples"
+            f"live: profile {table.name!r} holds every question after stream.skip={config.skip}; stream.fresh=false "
+            "serves its test samples"
             if config.fresh
             else f"live: no question is a test sample of profile {table.name!r}; stream.fresh=true serves others"
         )

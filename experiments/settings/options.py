@@ -115,6 +115,8 @@ class LiveConfig:
     """Number of requests: test samples in random order, repeated in another order if there are too few."""
     fresh: bool = False
     """Serve samples that the profile does not hold instead. A replay of them is not possible."""
+    skip: int = 0
+    """With `fresh`: how many such samples to leave out first, so that another call serves others."""
     repeats: int = 1
     """How often the whole stream is served, each time with the policies in another random order."""
     rate: float | None = None
@@ -146,11 +148,14 @@ class LiveConfig:
     def __post_init__(self) -> None:
         for name in ("requests", "repeats", "fixed", "calibration"):
             at_least(f"stream.{name}", getattr(self, name), 1)
-        at_least("stream.warm_up", self.warm_up, 0)
+        for name in ("warm_up", "skip"):
+            at_least(f"stream.{name}", getattr(self, name), 0)
         a_seed("stream.seed", self.seed)
         one_of("stream.clock", self.clock, ("wall", "cpu"))
         if self.fixed > 3:
             raise InputError(f"stream.fixed={self.fixed}: must be 1, 2 or 3")
+        if self.skip and not self.fresh:
+            raise InputError(f"stream.skip={self.skip}: is for stream.fresh=true")
         if self.rate is not None:
             positive("stream.rate", self.rate)
         if self.load is not None and (self.price is None or self.rate is not None):

@@ -351,6 +351,14 @@ def test_fresh_samples_are_served_without_a_replay(
     stream = draw_stream(case.table, case.split.test, case.fitted, torch.ones(1), ElasticRequests(), config)
     assert set(stream.rows.tolist()) == {-1}
     assert sorted(map(int, stream.ids)) == list(range(2000, 2010))
+    later = replace(config, skip=10)
+    stream = draw_stream(case.table, case.split.test, case.fitted, torch.ones(1), ElasticRequests(), later)
+    assert sorted(map(int, stream.ids)) == list(range(2010, 2020))
+
+
+def test_samples_are_skipped_among_fresh_ones_only() -> None:
+    with pytest.raises(InputError, match=r"stream\.skip=5: is for stream\.fresh=true"):
+        replace(SHORT, skip=5)
 
 
 class Failing(ElasticAdaptive):
