@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import numpy as np
+import polars as pl
 import pytest
 from commands import OPTIMISER, TABLE, Capture, Patch, refused, write_table
 from page_parts import charts_of, svg_of
