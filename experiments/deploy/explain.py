@@ -27,7 +27,7 @@ from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExplainRun
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 
-SHOWN = 10
+MOST = 10
 """Configurations in the table of a decision."""
 
 
@@ -116,10 +116,10 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
         str(explained["decision"]): "chosen",
         str((explained["runner_up"] or {}).get("configuration")): "runner-up",
     }
-    shown = [row for i, row in enumerate(expected) if i < SHOWN or str(row["configuration"]) in marked]
+    listed = [row for i, row in enumerate(expected) if i < MOST or str(row["configuration"]) in marked]
     header, rows = ["configuration", ""], []
     header += [name for name in ("utility", "accuracy", "latency_ms", "on_time", "probability") if name in expected[0]]
-    for row in shown:
+    for row in listed:
         label = " ".join(f"{name}={value}" for name, value in row["configuration"].items())
         cells = [quantity(row[n], unit) if n == "latency_ms" else number(row[n], ".3f") for n in header[2:]]
         measured = row["measured"] or {}
@@ -128,6 +128,6 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
     header = [name.replace("latency_ms", "latency").replace("_", " ") for name in header]
     header += ["measured accuracy", "measured latency"]
     strong = [place for place, row in enumerate(rows) if row[1] == "chosen"]
-    console, facts = Console(), {"left_out": len(expected) - len(shown), "unit": unit, "config": config}
+    console, facts = Console(), {"left_out": len(expected) - len(listed), "unit": unit, "config": config}
     print_table(console, header, rows, range(len(header)), strong)
     print_lines(console, sentences("explain.txt.j2", explained=explained, **facts))
