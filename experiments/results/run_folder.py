@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import os
@@ -16,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from filelock import lock_descriptor
 from omegaconf import OmegaConf
 
 from knobwise.common.checks import one_of
@@ -125,7 +125,7 @@ def _made(folder: Path, file: str, words: str) -> TextIO | None:
         half_made = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     lock = (half_made / UNFINISHED).open("w")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_descriptor(lock.fileno())
         (half_made / file).write_text(words)
         umask = os.umask(0)  # mkdtemp makes private folders
         os.umask(umask)
@@ -149,11 +149,9 @@ def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
         lock = (folder / UNFINISHED).open("r+")
     except OSError:  # it is finished
         return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock_descriptor(lock.fileno(), blocking=False):
         lock.close()
-        raise InputError(f"{folder}: another process is training this run; give yours another name=…") from None
+        raise InputError(f"{folder}: another process is training this run; give yours another name=…")
     if (folder / UNFINISHED).exists():
         return lock
     lock.close()  # it has just been finished

@@ -17,7 +17,6 @@ from knobwise.experiments.settings.service_options import ServiceRun
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig, VLMTaskConfig
-from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.profiling.ocr.settings import OCRProfileConfig
 
@@ -250,12 +249,10 @@ class ProfileRun:
     """here, in this process; or ray: the parts of knobs.shards as Ray tasks, a GPU for each where there are any."""
     checkpoint: str | None = None
     """A trained selector, whose draws are recorded as one more round in `out`."""
-    elastic: ElasticProfileConfig = field(default_factory=ElasticProfileConfig)
-    """The elastic vision-language model, and what is measured."""
     ocr: OCRProfileConfig = field(default_factory=OCRProfileConfig)
     """With model=ocr: what is measured."""
     knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
-    """With `data`: which values of the model's knobs are measured, and how."""
+    """With a model that has knobs: which of their values are measured, and how."""
     importance: str | None = None
     """With `data`: a file with the importance of each block, {"4": 0.0156, …}, the least important being left out
     first. None leaves out blocks from the end on."""
@@ -275,7 +272,7 @@ class ProfileRun:
 
 @dataclass
 class ExportRun:
-    """knobwise export: write a trained controller as files that decide alone, and compare them with it."""
+    """knobwise export: write a trained controller as a file that decides alone, and compare it with the controller."""
 
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint, or the folder of a run, for what it deploys."""
@@ -284,12 +281,8 @@ class ExportRun:
     features must be the same."""
     out: str = "exported"
     """Folder for the files."""
-    onnx: bool = False
-    """Write controller.onnx too; needs the packages of knobwise[export]."""
-    int8: bool = False
-    """Write controller.int8.onnx too, with weights of 8 bits. Some decisions differ; export.json says how many."""
     threads: int = 1
-    """Threads of torch, NumPy and onnxruntime."""
+    """Threads of torch and NumPy."""
 
 
 @dataclass

@@ -173,6 +173,7 @@ def write_vlm_profile(
         "clock": {
             "latency_ms": f"{CLOCK_NAMES[plan.clock]}, as the model reads it",
             "statistic": f"median of {plan.repeats}",
+            "drift": f"divided out, by the running median of {WINDOW}" if about["config"]["detrend"] else "left in",
             **steadiness(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
         },

@@ -18,7 +18,7 @@ from knobwise.__main__ import main
 from knobwise.agents.checkpoint import Agent, load_checkpoint, save_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.evaluation import judge
-from knobwise.agents.serving.export import agreement
+from knobwise.agents.serving.export import parity
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
@@ -77,13 +77,13 @@ def test_some_timed_cells_give_a_controller_for_other_hardware(folder: Path, cap
     assert facts["factors"] == pytest.approx(factors.tolist(), rel=0.06)
     assert (facts["timed"], facts["cells"]) == ("timed", 16)
     numpy = NumpyController.load("adapted/controller.npz")
-    assert agreement(adapted.controller, numpy.choose, table, default_budgets(table))["different"] == 0
+    parity(adapted.controller, numpy.choose, table, default_budgets(table), "adapted")
     there = replace(table, latency_ms=table.latency_ms * factors)
     test, budgets = loaded.extra["test_rows"], default_budgets(there)
     utility = [judge(each.controller, there, test, budgets).metrics()["Utility"] for each in (loaded, adapted)]
     assert utility[1] > utility[0] + 0.1
     # it is a checkpoint like any other, but not one to adapt again
-    assert main(["export", "checkpoint=adapted/controller.pt", *TABLE, "onnx=false", "out=exported"]) == 0
+    assert main(["export", "checkpoint=adapted/controller.pt", *TABLE, "out=exported"]) == 0
     words = ["adapt", *TRAINED_ON, "profile=builtin", "checkpoint=adapted/controller.pt"]
     assert "was adapted before; give the controller as it was trained" in mistake(words, capsys)
 
