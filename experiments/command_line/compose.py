@@ -88,6 +88,7 @@ GROUPS_OF = {
     "train_service": ("profile", "tracking"),
     "inspect": ("profile",),
     "evaluate": ("profile", "reward", "beams", "encoder"),
+    "explain": ("profile",),
     "profile": (),
     "export": ("profile",),
     "update": ("profile", "trained_on"),

@@ -22,6 +22,7 @@ from knobwise.common.progress import say
 VERBS = {
     "train": "command_line.sweep_jobs:train",
     "evaluate": "deploy.evaluate:run",
+    "explain": "deploy.explain:run",
     "compare": "compare.compare:compare",
     "inspect": "command_line.profile:inspect",
     "profile": "command_line.profile:profile",

@@ -216,6 +216,25 @@ class EvaluateRun:
 
 
 @dataclass
+class ExplainRun:
+    """knobwise explain: why a trained controller sets the knobs as it does: what the decisions of a run show, or with
+    `sample` and `budget_ms` what it expects of each configuration for one input."""
+
+    checkpoint: str = "runs/latest"
+    """The folder of a run; with `sample` also a checkpoint."""
+    profile: Any = MISSING
+    """With `sample`: what holds it, best the profile that the controller was trained on."""
+    sample: str | None = None
+    """The id of a sample of the profile, or DATASET/ID."""
+    budget_ms: float | None = None
+    """With `sample`: how long the answer may take, in ms."""
+    tracker: str | None = None
+    """With `sample`: what a tracker has learned in front of the model, `tracker.state()` written as JSON."""
+    json: str | None = None
+    """Write the explanation to this file."""
+
+
+@dataclass
 class ProfileRun:
     """knobwise profile: measure a model at every configuration, or record which demonstrations help it."""
 
@@ -334,6 +353,7 @@ VERBS: dict[str, type[Any]] = {
     "train_service": ServiceRun,
     "inspect": InspectRun,
     "evaluate": EvaluateRun,
+    "explain": ExplainRun,
     "profile": ProfileRun,
     "export": ExportRun,
     "update": UpdateRun,

@@ -184,7 +184,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     assert any(step["better"] and step["doubly_robust"]["difference"][0] > 0 for step in facts["steps"].values())
     updated = load_checkpoint(current / "controller.pt")
     serving = NumpyController.load(current / "controller.npz")
-    assert agreement(updated.controller, serving.choose, table, default_budgets(table))["different"] == 0
+    parity(updated.controller, serving.choose, table, default_budgets(table), "updated")
     model.watch(current)
     assert model.controller.digest == serving.digest
     serve_requests(model, table, 60, seed=1)
