@@ -175,6 +175,7 @@ def _over_shots(results: Mapping[str, Any]) -> Charts:
     frame = pl.DataFrame(rows, infer_schema_length=None)
     bars = frame.filter(pl.col("shots") == shots).sort("accuracy", descending=True, maintain_order=True)
     drawn: Charts = {f"Accuracy with {shots_words(shots)}": charts.policy_bars(bars.drop("policy", "shots"))}
+    drawn |= _learned_rewards(results)
     if len(results["shots"]) == 1:
         return drawn
     named = dict.fromkeys((DEMONSTRATIONS.main_policy(results), *LEARNED[-2:], *baselines(results)[:1]))
@@ -184,6 +185,37 @@ def _over_shots(results: Mapping[str, Any]) -> Charts:
     lines = frame.filter(pl.col("kind") != "control").with_columns(policy=colour).drop("kind")
     legend = [*labels.values(), charts.OTHER]
     return drawn | {"Accuracy against shots": charts.by_shots(lines, legend, results["trained_shots"])}
+
+
+def _learned_rewards(results: Mapping[str, Any]) -> Charts:
+    """Accuracy against true calls, and how well learned rewards predict right answers."""
+    judged = rows_at(results, shown_at(results))
+    spent = [
+        {"policy": policy_name(row["policy"], results), "calls": sum(row["calls"]) / len(row["calls"])}
+        | numbers(DEMONSTRATIONS, judged[row["policy"]])
+        for row in results.get("true_calls", [])
+        if row["policy"] in judged
+    ]
+    drawn: Charts = {}
+    if spent:
+        x = alt.X("calls:Q", title="true calls of the answering model in GRPO", scale=alt.Scale(type="symlog"))
+        base = alt.Chart(pl.DataFrame(spent))
+        base = base.encode(x, alt.Color("policy:N", title=None), tooltip=["policy:N", "calls:Q", "accuracy:Q"])
+        rules = base.mark_rule().encode(alt.Y("low:Q", title="accuracy", scale=alt.Scale(zero=False)), y2="high:Q")
+        layers = rules, base.mark_circle(size=60).encode(y="accuracy:Q")
+        drawn["Accuracy against true calls"] = alt.layer(*layers).properties(width=620, height=260)
+    if bins := results.get("calibration"):
+        frame = pl.DataFrame(
+            [{**row, **{key: policy_name(row[key], results) for key in ("policy", "drawn_by")}} for row in bins]
+        )
+        x, y = alt.X("expected:Q", title="predicted"), alt.Y("right:Q", title="right answers")
+        dashed = pl.DataFrame({"expected": [0.0, 1.0], "right": [0.0, 1.0]})
+        lines = alt.Chart(frame).encode(x, y, alt.Color("policy:N", title=None), alt.StrokeDash("drawn_by:N"))
+        lines = lines.mark_line(point=True).encode(tooltip=["policy", "drawn_by", "expected", "right", "sequences"])
+        drawn["Calibration of the learned reward"] = alt.layer(
+            alt.Chart(dashed).mark_line(**charts.DASHED).encode(x, y), lines
+        ).properties(width=420, height=340)
+    return drawn
 
 
 # -- training curves ---------------------------------------------------------------------------------------------------
