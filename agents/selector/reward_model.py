@@ -15,30 +15,27 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
 from knobwise.agents.selector.evaluation import bank_rows
-from knobwise.agents.selector.selector import standardisation
 from knobwise.agents.selector.settings import RewardModelConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import Scorer, recorded_groups
 
-BATCH = 256
-"""Sequences in a step of a fit."""
-CHUNK = 8192
-"""Sequences that are predicted at once."""
+BATCH, CHUNK = 256, 8192
+"""Sequences in a step of a fit, and those that are predicted at once."""
+LR, DROPOUT = 2e-3, 0.2
+"""Learning rate of AdamW, which falls linearly to 0 in each fit."""
 REWARD = DemonstrationRewardConfig(mode="hard_plus_soft", soft_weight=0.0)
 """What the environment makes of a predicted `vqa_correct`: the same number."""
 
 
 class Answered(NamedTuple):
-    """n sequences whose answers are known."""
+    """n sequences whose answers are known: queries int64 [n]; rows of the bank in the order shown, int64 [n, T], −1
+    after the end; right answers float32 [n], 0 or 1."""
 
     rows: Tensor
-    """int64 [n], the queries."""
     shown: Tensor
-    """int64 [n, T], rows of the bank in the order shown, −1 after the end."""
     right: Tensor
-    """float32 [n], 0 or 1."""
 
     def joined(self, other: Answered) -> Answered:
         """These and others, which may be longer or shorter."""
@@ -74,10 +71,10 @@ class Member(nn.Module):
     A demonstration x moves the state s to g·s + (1 − g)·tanh(U[s; x]) with g = sigmoid(W[s; x]).
     """
 
-    def __init__(self, features: int, width: int, dropout: float) -> None:
+    def __init__(self, features: int, width: int) -> None:
         super().__init__()
         self.query, self.candidate = nn.Linear(features, width), nn.Linear(features, width)
-        self.token = nn.Sequential(nn.Linear(3 * width, width), nn.GELU(), nn.Dropout(dropout))
+        self.token = nn.Sequential(nn.Linear(3 * width, width), nn.GELU(), nn.Dropout(DROPOUT))
         self.update = nn.Linear(2 * width, 2 * width)
         self.head = nn.Sequential(nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, 1))
 
@@ -94,33 +91,24 @@ class Member(nn.Module):
 
 
 class RewardModel:
-    """An ensemble of `Member`s, computed as one, for embeddings of width d. It learns on the CPU.
-
-    A query's pool says which candidates places stand for; the answering model sees nothing else of it.
-    """
+    """An ensemble of `Member`s, computed as one on the CPU, for embeddings with this mean and scale, [d]. It sees what
+    the answering model sees: the query and its demonstrations in their order, not the rest of the pool."""
 
     def __init__(self, config: RewardModelConfig, mean: Tensor, scale: Tensor) -> None:
         self.config, self.mean, self.scale = config, mean, scale
-        members = [Member(len(mean), config.width, config.dropout) for _ in range(config.members)]
+        members = [Member(len(mean), config.width) for _ in range(config.members)]
         self.network, (self.weights, _) = members[0], stack_module_state(members)  # type: ignore[arg-type]
         self.answered: Answered | None = None
-
-    @classmethod
-    def fitted(cls, config: RewardModelConfig, table: BeamTable, rows: Tensor) -> RewardModel:
-        """Learned from what was recorded of queries `rows`, int64 [n]. Raises InputError: no known answers."""
-        model = cls(config, *standardisation(table.queries[rows], table.candidates))
-        model.learn(table, recorded_answers(table, rows, config.recorded), config.epochs)
-        return model
 
     def learn(self, table: BeamTable, answered: Answered, epochs: int) -> float:
         """Go several times over these answers and all those before them; gives the mean cross-entropy of the last."""
         self.answered = answered = answered if self.answered is None else self.answered.joined(answered)
-        optimiser = torch.optim.AdamW(self.weights.values(), lr=self.config.lr)
+        optimiser = torch.optim.AdamW(self.weights.values(), lr=LR)
         count, loss = len(answered.right), torch.zeros(())
         for epoch in range(epochs):
             order, total = torch.stack([torch.randperm(count) for _ in range(self.config.members)]), 0.0
             for start, places in zip(range(0, count, BATCH), order.split(BATCH, 1), strict=True):
-                optimiser.param_groups[0]["lr"] = self.config.lr * (1 - (epoch + start / count) / epochs)
+                optimiser.param_groups[0]["lr"] = LR * (1 - (epoch + start / count) / epochs)
                 logits = self._logits(table, answered.rows[places], answered.shown[places], learning=True)
                 loss = F.binary_cross_entropy_with_logits(logits, answered.right[places], reduction="none").mean(1)
                 optimiser.zero_grad()
@@ -152,23 +140,13 @@ class RewardModel:
         ]
         return torch.cat(parts, 1)
 
-    def scorer(self, table: BeamTable) -> Scorer:
-        """The learned reward in the answering model's place: what it gives as `vqa_correct` is penalised."""
-
-        def score(rows: Tensor, shown: Tensor) -> dict[str, Tensor]:
-            return {"vqa_correct": penalised(self.probabilities(table, rows, shown), self.config.kappa)}
-
-        return score
+    def score(self, table: BeamTable, rows: Tensor, shown: Tensor) -> dict[str, Tensor]:
+        """The penalised probability as `vqa_correct`, float [n]: with a table bound, a scorer for the environment."""
+        return {"vqa_correct": penalised(self.probabilities(table, rows, shown), self.config.kappa)}
 
     def correct(self, table: BeamTable, rows: Tensor, drawn: Tensor, scorer: Scorer) -> dict[str, float]:
-        """Answer a draw of each query really, and learn from it.
-
-        Args:
-            rows: int64 [n]; each is a true call.
-            drawn: int64 [n, G, T], draws of the policy as rows of the bank.
-
-        Returns: what is logged of it.
-        """
+        """Answer one of G draws of each query really, and learn from it: n true calls. Queries are int64 [n], draws
+        rows of the bank, int64 [n, G, T]. Gives what is logged of it."""
         queries, group, shots = drawn.shape
         predicted = self.probabilities(table, rows.repeat_interleave(group), drawn.reshape(-1, shots))
         predicted = predicted.unflatten(1, (queries, group))
@@ -185,20 +163,12 @@ class RewardModel:
         return {"Asked_Right": float(right.mean()), "Asked_Expected": float(expected), "Reward_Model_Loss": loss}
 
     def state(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint."""
+        """What it learned, for a checkpoint."""
         assert self.answered is not None
         weights = {name: weight.detach() for name, weight in self.weights.items()}
-        return {"mean": self.mean, "scale": self.scale, "weights": weights, "answered": tuple(self.answered)}
+        return {"weights": weights, "answered": tuple(self.answered)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
-        self.mean, self.scale = state["mean"], state["scale"]
         self.weights = {name: weight.requires_grad_() for name, weight in state["weights"].items()}
         self.answered = Answered(*state["answered"])
-
-    @classmethod
-    def restored(cls, config: RewardModelConfig, state: dict[str, Any]) -> RewardModel:
-        """The ensemble of a `state`."""
-        model = cls(config, state["mean"], state["scale"])
-        model.load_state(state)
-        return model

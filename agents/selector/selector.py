@@ -40,15 +40,6 @@ def _looked_up(table: Tensor, rows: Tensor) -> Tensor:
     return features.masked_fill((rows < 0).unsqueeze(-1).to(table.device), 0.0)
 
 
-def standardisation(queries: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and scale [d] of the columns of embeddings, [q, d] and [m, d]."""
-    both = torch.cat([queries, candidates]).double()
-    mean = both.mean(0)
-    scale = (both - mean).square().mean(0).sqrt()
-    # a column that never varies gives 0; relative to the mean, from which it differs by rounding
-    return mean.float(), torch.where(scale > 1e-6 * mean.abs(), scale, torch.inf).float()
-
-
 class Selector(nn.Module):
     """A policy over ordered sequences of demonstrations from a query's own pool, for embeddings of width `features`.
 
@@ -69,8 +60,12 @@ class Selector(nn.Module):
     def fitted(cls, config: SelectorConfig, queries: Tensor, candidates: Tensor) -> Selector:
         """A fresh selector that standardises by these embeddings, [q, d] and [m, d]: those of training alone."""
         selector = cls(config, queries.shape[-1])
-        for buffer, values in zip((selector.mean, selector.scale), standardisation(queries, candidates), strict=True):
-            buffer.copy_(values)
+        both = torch.cat([queries, candidates]).double()
+        mean = both.mean(0)
+        scale = (both - mean).square().mean(0).sqrt()
+        selector.mean.copy_(mean)
+        # a column that never varies gives 0; relative to the mean, from which it differs by rounding
+        selector.scale.copy_(torch.where(scale > 1e-6 * mean.abs(), scale, torch.inf))
         return selector
 
     def distribution(

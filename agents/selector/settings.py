@@ -60,10 +60,6 @@ class RewardModelConfig:
     """Networks in the ensemble."""
     width: int = 64
     """Width of each."""
-    dropout: float = 0.2
-    """In each, while it learns."""
-    lr: float = 2e-3
-    """Learning rate of AdamW, which falls linearly to 0 in each fit."""
     epochs: int = 6
     """Passes over the recorded sequences before GRPO."""
     refit_epochs: int = 2
@@ -74,6 +70,3 @@ class RewardModelConfig:
             at_least(f"reward_model.{name}", getattr(self, name), least)
         one_of("reward_model.ask", self.ask, ("disagreement", "highest", "random"))
         one_of("reward_model.recorded", self.recorded, tuple(GROUPS))
-        positive("reward_model.lr", self.lr)
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"reward_model.dropout={self.dropout}: must be in [0, 1)")

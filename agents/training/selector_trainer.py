@@ -110,9 +110,9 @@ class SelectorTrainer(Trainer):
         self.reward_model, self.calls, self.corrected = copy.deepcopy(reward_model), 0, dict[str, float]()
         scored_by: Scorer | None = self._answer if live else None
         if self.reward_model is not None:
-            learned = [float(weight.detach().double().sum()) for weight in self.reward_model.weights.values()]
-            sums += [*learned, self.reward_model.config]
-            scored_by, live = self.reward_model.scorer(table), True
+            sums += [float(weight.detach().double().sum()) for weight in self.reward_model.weights.values()]
+            sums.append(self.reward_model.config)
+            scored_by, live = functools.partial(self.reward_model.score, table), True
             reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
         self._resumable = repr((stage, live, shots, self.config, self.loss, reward, groups, sums))
         settings, group = self.config.optimiser(len(split.train)), self.loss.group_size

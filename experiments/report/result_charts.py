@@ -189,32 +189,31 @@ def _over_shots(results: Mapping[str, Any]) -> Charts:
 
 def _learned_rewards(results: Mapping[str, Any]) -> Charts:
     """Accuracy against true calls, and how well learned rewards predict right answers."""
-    judged = rows_at(results, shown_at(results))
+    judged, drawn = rows_at(results, shown_at(results)), dict[str, alt.TopLevelMixin]()
     spent = [
-        {"policy": policy_name(row["policy"], results), "calls": sum(row["calls"]) / len(row["calls"])}
-        | numbers(DEMONSTRATIONS, judged[row["policy"]])
+        numbers(DEMONSTRATIONS, judged[row["policy"]])
+        | {"policy": "GRPO", "name": "GRPO", "calls": sum(row["calls"]) / len(row["calls"])}
         for row in results.get("true_calls", [])
         if row["policy"] in judged
     ]
-    drawn: Charts = {}
     if spent:
-        x = alt.X("calls:Q", title="true calls of the answering model in GRPO", scale=alt.Scale(type="symlog"))
-        base = alt.Chart(pl.DataFrame(spent))
-        base = base.encode(x, alt.Color("policy:N", title=None), tooltip=["policy:N", "calls:Q", "accuracy:Q"])
-        rules = base.mark_rule().encode(alt.Y("low:Q", title="accuracy", scale=alt.Scale(zero=False)), y2="high:Q")
-        layers = rules, base.mark_circle(size=60).encode(y="accuracy:Q")
-        drawn["Accuracy against true calls"] = alt.layer(*layers).properties(width=620, height=260)
+        axis = alt.Axis(values=sorted(row["calls"] for row in spent), format=",.0f")
+        x = alt.X("calls:Q", title="true calls", axis=axis, scale=alt.Scale(type="symlog", constant=100))
+        layers = charts.lines(pl.DataFrame(spent).sort("calls"), x, "accuracy", "accuracy (0 to 1)", ["GRPO"])
+        drawn["Accuracy against true calls"] = alt.layer(*layers).properties(width=820, height=260)
     if bins := results.get("calibration"):
-        frame = pl.DataFrame(
-            [{**row, **{key: policy_name(row[key], results) for key in ("policy", "drawn_by")}} for row in bins]
+        rows = [
+            {**row, "policy": policy_name(row["policy"], results)}
+            | {"drawn_by": "itself" if row["drawn_by"] == row["policy"] else policy_name(row["drawn_by"], results)}
+            for row in bins
+        ]
+        x, y = alt.X("expected:Q", title="predicted probability"), alt.Y("right:Q", title="share of right answers")
+        diagonal = alt.Chart(pl.DataFrame({"expected": [0.0, 1.0], "right": [0.0, 1.0]})).mark_line(**charts.DASHED)
+        lines = (
+            alt.Chart(pl.DataFrame(rows)).mark_line(point=True).encode(x, y, alt.Color("drawn_by:N", title="drawn by"))
         )
-        x, y = alt.X("expected:Q", title="predicted"), alt.Y("right:Q", title="right answers")
-        dashed = pl.DataFrame({"expected": [0.0, 1.0], "right": [0.0, 1.0]})
-        lines = alt.Chart(frame).encode(x, y, alt.Color("policy:N", title=None), alt.StrokeDash("drawn_by:N"))
-        lines = lines.mark_line(point=True).encode(tooltip=["policy", "drawn_by", "expected", "right", "sequences"])
-        drawn["Calibration of the learned reward"] = alt.layer(
-            alt.Chart(dashed).mark_line(**charts.DASHED).encode(x, y), lines
-        ).properties(width=420, height=340)
+        layer = alt.layer(diagonal.encode(x, y), lines).properties(width=240, height=240)
+        drawn["Calibration of the learned reward"] = layer.facet("policy:N", data=pl.DataFrame(rows), columns=3)
     return drawn
 
 

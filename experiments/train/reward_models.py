@@ -10,66 +10,53 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.evaluation import bank_rows, draw
-from knobwise.agents.selector.reward_model import Answered, RewardModel, recorded_answers
+from knobwise.agents.selector.reward_model import RewardModel
 from knobwise.agents.selector.selector import StoredEmbeddings
 from knobwise.agents.training.seeding import seeded
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.settings.beams import SelectorData, hide
 from knobwise.experiments.settings.selector_options import SelectorRun
 
-BINS = 10
-DRAWS = 4
-"""Sequences drawn for each held-out query."""
+BINS, DRAWS = 10, 4
+"""Of the calibration: its bins, and the sequences that a policy draws for each held-out query."""
 
 
 def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> dict[str, Any]:
-    """Of every variant that draws while it learns its `true_calls`, by seed, and the recorded answers that its reward
-    was learned from; of every learned reward its `calibration` on sequences for held-out queries: those that RCE and
-    the variant itself draw, or without a scorer the recorded ones. {} without such variants."""
-    rows: list[dict[str, Any]] = []
-    bins: list[dict[str, Any]] = []
+    """`true_calls` of every variant that draws while it learns, by seed, with the recorded answers that its reward was
+    learned from; `calibration` of every learned reward on what RCE and the variant itself draw for held-out queries,
+    where a scorer can answer that. {} without such variants."""
+    rows, bins = list[dict[str, Any]](), list[dict[str, Any]]()
     for name in config.variants:
-        plan, folders = config.plan(name), [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
-        if not plan.variant.live and plan.reward_model is None:
+        variant, _, _, _, learned = config.plan(name)
+        if not variant.live and learned is None:
             continue
-        states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in folders]
-        calls, recorded = [state["calls"] for state in states], 0
-        if plan.reward_model is not None:
-            models = [RewardModel.restored(plan.reward_model, state["reward_model"]) for state in states]
-            recorded = len(states[0]["reward_model"]["answered"][2]) - calls[0]
-            test = hide(data.test, plan.variant.hidden)
-            base = "hidden_rce" if plan.variant.hidden else "rce"
-            for source in ("recorded",) if data.test_scorer is None else (base, name):
-                expected, right = [], []
-                for model, seed in zip(models, folders, strict=True):
-                    if data.test_scorer is None:
-                        answered = recorded_answers(test, data.test_rows, plan.reward_model.recorded)
-                    else:
-                        answered = _drawn(seed / source / "best.pt", test, data, config.shots)
-                    expected.append(model.probabilities(test, answered.rows, answered.shown).mean(0))
-                    right.append(answered.right)
-                named = {"policy": name, "drawn_by": source}
-                bins += [named | each for each in calibration(torch.cat(expected), torch.cat(right))]
+        seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
+        states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
+        calls = [state["calls"] for state in states]
+        recorded = 0 if learned is None else len(states[0]["reward_model"]["answered"][0]) - calls[0]
         rows.append({"policy": name, "calls": calls, "recorded": recorded})
-    return ({"true_calls": rows} if rows else {}) | ({"calibration": bins} if bins else {})
+        if learned is None or data.test_scorer is None:
+            continue
+        test, queries = hide(data.test, variant.hidden), data.test_rows.repeat_interleave(DRAWS)
+        embeddings = StoredEmbeddings(test.queries, test.candidates)
+        for drawn_by in ("hidden_rce" if variant.hidden else "rce", name):
+            expected, right = [], []
+            for seed, state in zip(seeds, states, strict=True):
+                selector = load_checkpoint(seed / drawn_by / "best.pt").selector
+                model = RewardModel(learned, selector.mean, selector.scale)
+                model.load_state(state["reward_model"])
+                with seeded(0, "cpu"):
+                    drawn = draw(selector, embeddings, test, data.test_rows, config.shots, DRAWS)
+                shown = bank_rows(test, drawn, data.test_rows).flatten(0, 1)
+                expected.append(model.probabilities(test, queries, shown).mean(0))
+                right.append(data.test_scorer(queries, shown)["vqa_correct"].float().cpu())
+            named = {"policy": name, "drawn_by": drawn_by}
+            bins += [named | each for each in calibration(torch.cat(expected), torch.cat(right))]
+    return {key: value for key, value in (("true_calls", rows), ("calibration", bins)) if value}
 
 
 def calibration(expected: Tensor, right: Tensor) -> list[dict[str, Any]]:
     """n sequences in ten bins of equally many and of rising probability: how many `sequences`, and the means of
     `expected` and `right`, both float [n]."""
-    order = expected.argsort(stable=True).tensor_split(BINS)
-    return [
-        {"sequences": len(some), "expected": float(expected[some].mean()), "right": float(right[some].mean())}
-        for some in order
-        if len(some)
-    ]
-
-
-def _drawn(checkpoint: Path, test: BeamTable, data: SelectorData, shots: int) -> Answered:
-    """Draws of a selector for the held-out queries, answered."""
-    assert data.test_scorer is not None
-    embeddings, rows = StoredEmbeddings(test.queries, test.candidates), data.test_rows
-    with seeded(0, "cpu"):
-        places = draw(load_checkpoint(checkpoint).selector, embeddings, test, rows, shots, DRAWS)
-    rows, shown = rows.repeat_interleave(DRAWS), bank_rows(test, places, rows).flatten(0, 1)
-    return Answered(rows, shown, data.test_scorer(rows, shown)["vqa_correct"].float().cpu())
+    bins = [some for some in expected.argsort(stable=True).tensor_split(BINS) if len(some)]
+    means = [{key: float(x[some].mean()) for key, x in (("expected", expected), ("right", right))} for some in bins]
+    return [{"sequences": len(some)} | each for some, each in zip(bins, means, strict=True)]

@@ -161,7 +161,7 @@ class SelectorStages:
         self.rows = torch.arange(data.table.num_queries)
         self.encoder: ClipEncoder | None = None
         self.lora: dict[Selector, dict[str, Tensor]] = {}  # of each selector that was trained with CLIP
-        self.reward_models: dict[tuple[str, str], RewardModel] = {}
+        self.reward_models: dict[Any, dict[str, Any]] = {}  # what they learned from records
         self.zero_shot = None if data.scorer is None else probability(data.scorer, self.rows)
 
     def check(
@@ -230,7 +230,7 @@ class SelectorStages:
             same = (replace(reward, shuffled=False), _rce_settings(loss)) == usual
             start = rce if same else self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
         if variant.live or learned is not None:
-            model = None if learned is None else self.reward_model(table, learned)
+            model = None if learned is None else self.reward_model(table, sft, learned)
             self.stage(name, "grpo", table, start, live=variant.live, reward_model=model, **settings)
             return
         groups = GroupConfig(variant.groups, rounds=1)
@@ -250,14 +250,16 @@ class SelectorStages:
         scored = score(self.data.scorer, self.rows, table.pool, draws, "policy", self.zero_shot)
         return table.with_beams(scored.sequences, scored.fields, scored.found_by, number)
 
-    def reward_model(self, table: BeamTable, config: RewardModelConfig) -> RewardModel:
+    def reward_model(self, table: BeamTable, sft: Selector, config: RewardModelConfig) -> RewardModel:
         """The learned reward before GRPO; variants that differ only in what comes after share its fit."""
-        key = table.digest, repr(replace(config, calls=0, kappa=0.0, ask="random", refit_epochs=1))
-        if key not in self.reward_models:
-            with seeded(self.seed, "cpu"):
-                self.reward_models[key] = RewardModel.fitted(config, table, self.data.split.train)
-        model = copy.copy(self.reward_models[key])
-        model.config = config
+        key = table.digest, config.recorded, config.members, config.width, config.epochs
+        with seeded(self.seed, "cpu"):
+            model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
+            if key in self.reward_models:
+                model.load_state(copy.deepcopy(self.reward_models[key]))
+            else:
+                model.learn(table, recorded_answers(table, self.data.split.train, config.recorded), config.epochs)
+                self.reward_models[key] = copy.deepcopy(model.state())
         return model
 
     def stage(self, name: str, stage: str, table: BeamTable, start: Selector, **settings: Any) -> Selector:

@@ -9,8 +9,8 @@ import torch
 from helpers import small_beams
 
 from knobwise.agents.selector.reward_model import Answered, RewardModel, penalised, recorded_answers
-from knobwise.agents.selector.selector import standardisation
-from knobwise.agents.selector.settings import RewardModelConfig
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 
@@ -19,7 +19,8 @@ TINY = RewardModelConfig(width=16, members=3, epochs=4)
 
 def fresh(table: BeamTable, config: RewardModelConfig = TINY) -> RewardModel:
     torch.manual_seed(0)
-    return RewardModel(config, *standardisation(table.queries, table.candidates))
+    selector = Selector.fitted(SelectorConfig(width=4), table.queries, table.candidates)
+    return RewardModel(config, selector.mean, selector.scale)
 
 
 def test_the_penalty_by_hand() -> None:
@@ -42,24 +43,34 @@ def test_members_are_computed_as_each_would_be_alone() -> None:
     assert every.std(0).min() > 0
 
 
-def test_the_order_counts_and_padding_does_not() -> None:
+def test_the_order_counts() -> None:
+    """Where only the first demonstration decides, the reversed sequence has another answer, and it learns that."""
+    table, _ = small_beams(100)
+    model, rows, shown = fresh(table), torch.arange(100), table.pool[:, :2]
+    first, second = table.candidates[shown][..., 0].unbind(1)
+    model.learn(table, Answered(rows, shown, first), 150)
+    apart = (first > 0) & (second == 0)
+    assert apart.sum() > 10
+    expected, reversed_ = (model.probabilities(table, rows, x).mean(0)[apart] for x in (shown, shown.flip(1)))
+    assert (expected - reversed_).mean() > 0.8
+
+
+def test_padding_changes_nothing() -> None:
     table, _ = small_beams()
     model, rows, shown = fresh(table), torch.arange(6), table.pool[:6, :2]
-    before = model.probabilities(table, rows, shown)
-    assert (before - model.probabilities(table, rows, shown.flip(1))).abs().max() > 1e-3
     padded = torch.nn.functional.pad(shown, (0, 2), value=-1)
-    torch.testing.assert_close(model.probabilities(table, rows, padded), before)
-    model.answered = Answered(rows, shown, torch.ones(6))
-    longer = model.answered.joined(Answered(rows, padded, torch.zeros(6)))
+    torch.testing.assert_close(model.probabilities(table, rows, padded), model.probabilities(table, rows, shown))
+    longer = Answered(rows, shown, torch.ones(6)).joined(Answered(rows, padded, torch.zeros(6)))
     assert longer.shown.shape == (12, 4)
+    assert longer.shown[:6, 2:].eq(-1).all()
     assert longer.right.tolist() == [1] * 6 + [0] * 6
 
 
 def test_it_predicts_right_answers_of_queries_that_it_never_saw() -> None:
     table, scorer = small_beams(200)
     split = table.split(0.8, 0.1)
-    torch.manual_seed(0)
-    model = RewardModel.fitted(replace(TINY, epochs=20, lr=1e-2), table, split.train)
+    model = fresh(table)
+    model.learn(table, recorded_answers(table, split.train, "without_beams"), 60)
     rows = split.test.repeat_interleave(6)
     shown = table.pool[rows].gather(1, table.sequences[split.test].flatten(0, 1))
     right = scorer(rows, shown)["vqa_correct"]
