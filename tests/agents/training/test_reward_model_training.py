@@ -74,14 +74,14 @@ def test_live_draws_are_counted_too(tmp_path: Path) -> None:
 
 
 def test_the_learned_reward_teaches_and_the_shuffled_one_does_not() -> None:
-    data = small_beams(200, seed=1)
+    data = small_beams(300, seed=1)
     config, model = replace(SHORT, epochs=5, queries=16), replace(TINY, calls=300)
     learned = trainer(data, model, config=config)
     before, _ = learned._judge()
     learned.run()
     shuffled = trainer(data, model, config=config, shuffled=True)
     shuffled.run()
-    assert learned.best["score"] > before + 0.2
+    assert learned.best["score"] > before + 0.15
     assert shuffled.best["score"] < before + 0.1
 
 
