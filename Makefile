@@ -24,7 +24,7 @@ lint: $(INSTALLED)-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED)-bench
+bench: $(INSTALLED)
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 $(INSTALLED): setup.cfg constraints.txt
@@ -34,10 +34,6 @@ $(INSTALLED): setup.cfg constraints.txt
 
 $(INSTALLED)-test: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
-	touch $@
-
-$(INSTALLED)-bench: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[export]"
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Median time of a decision by torch, NumPy, ONNX float32 and ONNX int8, in µs at batch 1 on one CPU thread.
+"""Median time of a decision by torch and NumPy, in µs at batch 1 on one CPU thread.
 
 For the default stack, its student, which a run deploys, the lean network, and a student with 2,848 features (768 +
 2,080) and 240 configurations; every request has its own budget. NumPy decides with normalisation and guard, and under
@@ -12,14 +12,11 @@ rounds of ten decisions:
 
 from __future__ import annotations
 
-import functools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,7 +26,6 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.export import Agent, to_numpy
-from knobwise.agents.serving.onnx_graph import export_onnx, onnx_session, quantise_onnx
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.envs import builtin_profile
 from knobwise.envs.configurations.budgets import default_budgets
@@ -66,7 +62,7 @@ def built_in() -> tuple[ProfileTable, dict[str, Agent]]:
     return table, {"default stack": stack, STUDENT: student_on(table), "lean utility": lean}
 
 
-def forms_of(agent: Agent, table: ProfileTable, folder: Path) -> dict[str, Callable[[int], object]]:
+def forms_of(agent: Agent, table: ProfileTable) -> dict[str, Callable[[int], object]]:
     """For each form a function that decides on request number i."""
     generator = torch.Generator().manual_seed(1)
     count = table.num_samples
@@ -76,22 +72,12 @@ def forms_of(agent: Agent, table: ProfileTable, folder: Path) -> dict[str, Calla
     limits, controller = budgets.tolist(), to_numpy(agent)
     drift = np.random.default_rng(0).normal(0.1, 0.05, table.num_configurations), 1.2
     tensors = [{name: block[row : row + 1] for name, block in table.features.items()} for row in range(count)]
-    feeds = [{name: block.numpy() for name, block in request.items()} for request in tensors]
-    samples = [{name: block[0] for name, block in request.items()} for request in feeds]
-    for feed, limit in zip(feeds, limits, strict=True):
-        feed["budget_ms"] = np.float32([limit])
-    forms: dict[str, Callable[[int], object]] = {
+    samples = [{name: block[0].numpy() for name, block in request.items()} for request in tensors]
+    return {
         "torch": lambda i: agent.choose(tensors[i], budgets[i : i + 1]),
         "NumPy": lambda i: controller.decide(samples[i], limits[i]),
         "NumPy under drift": lambda i: controller.decide_expected(samples[i], limits[i], drift),
     }
-    for form in ("ONNX float32", "ONNX int8"):
-        path = folder / f"{form}.onnx"
-        export_onnx(agent, path)
-        if form.endswith("int8"):
-            quantise_onnx(path, path)
-        forms[form] = functools.partial(lambda session, i: session.run(None, feeds[i]), onnx_session(path))
-    return forms
 
 
 def measure(forms: Mapping[str, Callable[[int], object]], requests: int, rounds: int) -> dict[str, list[float]]:
@@ -129,7 +115,6 @@ if __name__ == "__main__":
     wide = simulate_calibrated(CalibratedConfig(samples=100, image_width=768, language_width=2080))
     cases = [*((table, name, agent) for name, agent in agents.items()), (wide, WIDE, student_on(wide))]
     for table, name, agent in cases:
-        with tempfile.TemporaryDirectory() as folder:
-            median = show(name, measure(forms_of(agent, table, Path(folder)), table.num_samples, rounds))
+        median = show(name, measure(forms_of(agent, table), table.num_samples, rounds))
         if name in BARS_US:
             print(f"  a decision under drift: {median['NumPy under drift']:.1f} µs; bar {BARS_US[name]:.0f} µs")

@@ -141,3 +141,38 @@ def gaussian_nll(target: Tensor, mean: Tensor, spread: Tensor, variance: Tensor 
     With a variance the mean over several targets, of which `target` is the mean."""
     square = (target - mean).square() if variance is None else (target - mean).square() + variance
     return 0.5 * square / spread.square() + spread.log()
+
+
+# -- from a log --------------------------------------------------------------------------------------------------------
+
+
+def doubly_robust(expected: Tensor, chosen: Tensor, reward: Tensor, probability: Tensor, clip: float) -> Tensor:
+    """The reward of every alternative, from the outcome of a single one: q̂(c) + 1[c = a]·min(1/p, clip)·(r − q̂(a)).
+
+    Dudík, Langford and Li 2011, "Doubly Robust Policy Evaluation and Learning", equation 2. The mean over contexts of
+    Σ_c π(c)·this is the value of a policy π; it is unbiased if either q̂ or the probabilities are right, no weight is
+    clipped, and all that π chooses could have been drawn.
+
+    Args:
+        expected: q̂, what a model that has not seen the outcomes expects, [n, C].
+        chosen: a, int64 [n].
+        reward: r, [n].
+        probability: p > 0, of a under the policy that drew it, [n].
+        clip: the largest weight.
+
+    Returns: [n, C].
+    """
+    place = chosen.unsqueeze(1)
+    weight = (1 / probability).clamp_max(clip).unsqueeze(1)
+    return expected.scatter_add(1, place, weight * (reward.unsqueeze(1) - expected.gather(1, place)))
+
+
+def self_normalised(reward: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ w·r / Σ w, the value of a policy from importance weights w = π(a)/p alone, and how far each context moves it,
+    of mean 0, whose standard error is that of the value (the delta method): [n], [n] → [], [n]. NaN without any weight.
+
+    Swaminathan and Joachims 2015, "The Self-Normalized Estimator for Counterfactual Learning", equation 6.
+    """
+    mean = weight.mean()
+    value = (weight * reward).mean() / mean
+    return value, weight * (reward - value) / mean

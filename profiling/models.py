@@ -58,8 +58,12 @@ def load_model(
 
 
 def model_of_class(name: str) -> AdaptiveVLM:
-    """An instance of the class `module:Class`, made without arguments. Raises InputError: there is none, it raises, or
-    lacks a member of `AdaptiveVLM` (named)."""
+    """An instance of the class `module:Class`, made without arguments, or the model `elastic`. Raises InputError: there
+    is no such class, it raises, or lacks a member of `AdaptiveVLM` (named)."""
+    if name == "elastic":
+        from knobwise.profiling.elastic.adapter import ElasticAdaptive
+
+        return ElasticAdaptive()
     made = imported(f"model={name}", name, "class", "my_module:MyModel")
     try:
         model = made()

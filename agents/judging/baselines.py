@@ -75,10 +75,12 @@ class BudgetAwareStatic(Averages):
         wanted = budgets_ms.double().expand(len(self._sorted_ms), -1).contiguous()
         return self._running.gather(1, torch.searchsorted(self._sorted_ms, wanted, right=True)).T
 
-    def scaled(self, factors: Tensor) -> Self:
-        """The same for hardware on which each configuration takes a factor of its time, [C]."""
-        times = {"latency_ms": self.latency_ms * factors, "_sorted_ms": self._sorted_ms * factors.unsqueeze(1)}
-        return self.restored(self.plain() | times)
+    def scaled(self, factors: Tensor, accuracies: Tensor | None = None) -> Self:
+        """The same where each configuration takes a factor of its time, and has a factor of its accuracy, [C] each."""
+        scaled = {"latency_ms": self.latency_ms * factors, "_sorted_ms": self._sorted_ms * factors.unsqueeze(1)}
+        if accuracies is not None:
+            scaled["_running"] = self._running * accuracies.unsqueeze(1)
+        return self.restored(self.plain() | scaled)
 
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         distinct, which = budgets_ms.unique(return_inverse=True)

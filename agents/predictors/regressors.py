@@ -34,8 +34,6 @@ class Regressor(nn.Module):
         super().__init__()
         for name, value in buffers.items():
             self.register_buffer(name, value if value.dtype == torch.int64 else value.float())
-        # plain numbers can be traced
-        self.counts = {name: int(value) for name, value in buffers.items() if name in ("k", "depth")}
 
     def rescaled(self, scale: Tensor, offset: Tensor) -> Any:
         """The same with outputs·scale + offset, [o] each."""
@@ -67,9 +65,7 @@ class Neighbours(Regressor):
 
     def forward(self, x: Tensor) -> Tensor:
         distance = squared_distances(x * self.weights, self.points, self.squares)
-        nearest = distance.topk(self.counts["k"], largest=False, sorted=False).indices
-        if torch.compiler.is_compiling():  # in ONNX an embedding bag would be a loop over the requests
-            return self.values[nearest].mean(1)
+        nearest = distance.topk(int(self.k), largest=False, sorted=False).indices
         return functional.embedding_bag(nearest, self.values, mode="mean")
 
 
@@ -81,7 +77,7 @@ class Trees(Regressor):
 
     def forward(self, x: Tensor) -> Tensor:
         node = self.roots.expand(x.shape[0], -1)
-        for _ in range(self.counts["depth"]):
+        for _ in range(int(self.depth)):
             goes_left = x.gather(1, self.feature[node]) <= self.threshold[node]
             node = torch.where(goes_left, self.left[node], self.right[node])
         # each tree's leaf is in the components of the tree's fit

@@ -15,17 +15,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.serving.exploration import Drawn, Exploration
 from knobwise.agents.serving.export import configurations_of, to_numpy
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.serving.numpy_controller import Drift, Expected, NumpyController
+from knobwise.agents.serving.request_log import RequestLog, Result, row_of
 from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.agents.serving.versions import Watched
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
@@ -59,38 +62,6 @@ class _Overhead:
             self.decision_ms, self.beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
 
 
-@dataclass(slots=True)
-class Result:
-    """An answer under a budget."""
-
-    answer: Answer
-    configuration: dict[str, int]
-    """The knobs of the answer."""
-    choice: int
-    """The controller's index of the configuration."""
-    budget_ms: float
-    limit_ms: float
-    """The rest of the budget that the decision was made under."""
-    drift: Drift | None
-    """What the decision allowed for: offsets of ln ms [C] and the factor on their spread; None for nothing."""
-    expected: tuple[float, float]
-    """The predicted mean and standard deviation of the configuration's ln ms, without drift."""
-    total_ms: float
-    """waited_ms + overhead_ms + answer.total_ms."""
-    waited_ms: float
-    """Time since its arrival without its own work; 0 if the arrival is unknown."""
-    overhead_ms: float
-    """What the controller adds: features, with a first look that the answer does not continue from, decision, knobs
-    set, tracking, and the calls between them."""
-    decision_us: float
-    """The part of the overhead that the decision took, for the whole batch."""
-
-    @property
-    def met(self) -> bool:
-        """Whether it was answered on time."""
-        return self.total_ms <= self.budget_ms
-
-
 class AdaptiveModel:
     """A model that sets its own knobs, request by request.
 
@@ -104,10 +75,16 @@ class AdaptiveModel:
             a new one, or one for this controller to go on with. False: nothing but `calibrate` changes it.
         clock: wall, or cpu for the CPU time of the thread, on a machine that others use too; then there are no arrivals
             (waiting takes no CPU time), and the model must run on one thread and take its times from `clock_ms`.
+        log: a folder, or the log in it, that gets a row for each request once it is answered.
+        explore: the share of the requests, for which a configuration is drawn that is expected to lose at most
+            `explore_loss` utility, see `Exploration`; not of those at a price. A log without any shows the outcomes of
+            the controller's choices only.
+        seed: of the draws.
 
     Raises:
         InputError: a controller for mean budgets, one whose configurations the model cannot run, the tracker of another
-            controller, an unknown clock.
+            controller, an unknown clock, a log that cannot be written, exploration by a controller that predicts no
+            outcomes.
     """
 
     def __init__(
@@ -117,6 +94,10 @@ class AdaptiveModel:
         *,
         tracker: bool | LatencyTracker = True,
         clock: str = "wall",
+        log: RequestLog | str | Path | None = None,
+        explore: float = 0.0,
+        explore_loss: float = 0.05,
+        seed: int | None = None,
     ) -> None:
         controller = controller.agent if isinstance(controller, KnobPolicy) else controller
         exported = getattr(controller, "header", {})
@@ -128,6 +109,7 @@ class AdaptiveModel:
         if isinstance(controller, Controller | StackedController):
             controller = to_numpy(controller)  # the same decisions, several times faster
         self.controller: NumpyController = controller
+        exported = getattr(controller, "header", {})
         self.model, self.clock = model, clock
         self._clocked = clocked_by(clock)  # entered with the lock only
         self._now: Callable[[], float] = time.thread_time if clock == "cpu" else time.perf_counter
@@ -139,6 +121,12 @@ class AdaptiveModel:
         if (self.tracker.digest, self.tracker.names) != (fresh.digest, fresh.names):
             raise InputError("runtime: the tracker is of another controller; start with tracker=True")
         self._tracks = tracker is not False
+        self.log = log if isinstance(log, RequestLog | None) else RequestLog(log)
+        exploration = Exploration(explore, explore_loss, seed)
+        self._exploration = exploration if explore else None
+        if explore and exported.get("structure") == "independent":
+            raise InputError("runtime: explore needs a controller that predicts outcomes, from policy=auto or utility")
+        self._watched: Watched | None = None
         self._lock = threading.Lock()
         self._decided, self._fallen_back = _Overhead(), _Overhead()
 
@@ -146,6 +134,25 @@ class AdaptiveModel:
     def decision_us(self) -> float:
         """Median of the latest decisions by features, as charged to the next one; 0 before the first."""
         return self._decided.decision_ms * 1e3
+
+    def watch(self, path: str | Path) -> None:
+        """From now on look for a new controller before a request, at most once a second, and go on with it: the `.npz`
+        at this path, or controller.npz in the folder there. What the tracker learned is kept, as the offsets of an
+        updated controller are what its tracker did not follow. A file that cannot be used is refused in a line of the
+        log, and the controller at hand goes on.
+
+        Raises:
+            InputError: there is no controller at the path.
+        """
+        watched = Watched(path, self.controller)
+        with self._lock:
+            self._watched = watched
+            self._follow(watched)
+
+    def _follow(self, watched: Watched) -> None:
+        if (controller := watched.newer(self.controller)) is not None:
+            self.controller = controller
+            self.tracker.digest = controller.digest
 
     def answer(
         self, request: Request, budget_ms: float, arrived: float | None = None, price: float | None = None
@@ -167,12 +174,17 @@ class AdaptiveModel:
         now = self._now
         # right after the model has run every line costs microseconds: keep only what one request needs
         with self._lock, self._clocked:
+            if self._watched is not None:
+                self._follow(self._watched)
+            exploration = self._exploration if price is None else None
             begun, drift, latest = now(), self.tracker.drift, self._fallen_back
             limit = self._limit(latest, 0.0, budget_ms, arrived, begun)
             expected = self.controller.fall_back(limit, drift) if price is None else None
+            explores, drawn = exploration is not None and exploration.turn(), None
+            fallen_back = expected is not None
             decided = now()
             took = decided - begun
-            stage = self.model.first_stage(request, expected is None)
+            stage = self.model.first_stage(request, not fallen_back or explores)
             if expected is None:
                 latest, start = self._decided, now()
                 limit = self._limit(latest, stage.extra_ms, budget_ms, arrived, begun)
@@ -180,6 +192,10 @@ class AdaptiveModel:
                     expected = self.controller.decide_expected(stage.features, limit, drift)
                 else:
                     expected = self.controller.decide_priced(stage.features, limit, price, drift)
+                took += now() - start
+            if exploration is not None:
+                start, seen = now(), None if fallen_back else stage.features
+                expected, drawn = exploration.draw(self.controller, seen, limit, drift, expected, explores)
                 took += now() - start
             (answer,) = self._answers((stage,), (expected,))
             done = now()
@@ -189,7 +205,10 @@ class AdaptiveModel:
             beyond_ms = _positive((done - begun) * 1e3 - work_ms - decision_ms)
             latest.add(decision_ms, beyond_ms)
             about = stage, budget_ms, limit, drift, arrived
-            return self._result(about, expected, answer, decision_ms, beyond_ms, done)
+            result = self._result(about, expected, answer, decision_ms, beyond_ms, done)
+            if self.log is not None:
+                self._note(result, stage, drawn, price)
+            return result
 
     def generate(
         self, requests: Sequence[Request], budgets_ms: float | Sequence[float], arrived: Sequence[float] | None = None
@@ -220,6 +239,8 @@ class AdaptiveModel:
         if not all(0 < budget < math.inf for budget in budgets):
             raise InputError(f"runtime: budgets_ms={budgets}: all must be positive, in ms")
         with self._lock, self._clocked:
+            if self._watched is not None:
+                self._follow(self._watched)
             return self._generate(requests, budgets, moments)
 
     def _generate(
@@ -235,6 +256,9 @@ class AdaptiveModel:
         drift = self.tracker.drift
         expected = self.controller.choose_expected(arrays, np.array(limits, np.float32), None, drift)
         each = list(zip(*(values.tolist() for values in expected), strict=True))
+        drawn: list[Drawn | None] = [None] * len(each)
+        if self._exploration is not None:
+            each, drawn = self._explored(stages, limits, drift, each)
         decision_ms = _positive((self._now() - start) * 1e3)
 
         groups: dict[int, list[int]] = {}
@@ -253,7 +277,37 @@ class AdaptiveModel:
             for i, answer in zip(members, answers, strict=True):
                 about = stages[i], budgets[i], limits[i], drift, moments[i]
                 results[i] = self._result(about, each[i], answer, decision_ms, beyond_ms, done)
+        if self.log is not None:
+            for i, stage in enumerate(stages):
+                self._note(results[i], stage, drawn[i], None)
         return [results[i] for i in range(len(requests))]
+
+    def _explored(
+        self, stages: Sequence[FirstStage], limits: Sequence[float], drift: Drift | None, best: Sequence[Expected]
+    ) -> tuple[list[Expected], list[Drawn | None]]:
+        """The configurations of a batch, and the chances of each."""
+        assert self._exploration is not None
+        drawn = []
+        for stage, limit, expected in zip(stages, limits, best, strict=True):
+            fallen_back = self.controller.fall_back(limit, drift) is not None
+            seen, explores = None if fallen_back else stage.features, self._exploration.turn()
+            drawn.append(self._exploration.draw(self.controller, seen, limit, drift, expected, explores))
+        return [expected for expected, _ in drawn], [chances for _, chances in drawn]
+
+    def _note(self, result: Result, stage: FirstStage, drawn: Drawn | None, price: float | None) -> None:
+        """Write the row of an answered request."""
+        assert self.log is not None
+        result.request_id = self.log.add(
+            row_of(
+                controller=self.controller.digest,
+                configuration=result.configuration,
+                features=stage.features,
+                drawn=drawn or Drawn(1.0, {result.choice: 1.0}, result.choice),
+                price=price,
+                result=result,
+                answer_ms=result.answer.total_ms + stage.unused_ms(result.configuration),
+            )
+        )
 
     def _answers(self, stages: Sequence[FirstStage], expected: Sequence[Expected]) -> list[Answer]:
         """Answers under one configuration, and learn from their times."""

@@ -1,5 +1,5 @@
 """Export: a controller as arrays that decide with NumPy alone (`knobwise.agents.serving.numpy_controller`), guard
-included, and comparisons of the decisions of this and other forms with the trained policy's.
+included, and the comparison of its decisions with the trained policy's.
 """
 
 from __future__ import annotations
@@ -168,16 +168,19 @@ def contexts_of(agent: Agent, table: ProfileTable) -> Tensor:
     return torch.cat([budgets.float() for budgets in (default_budgets(table), *calibrated)]).unique()
 
 
-def agreement(
-    agent: Agent, decide: Decide, table: ProfileTable, budgets_ms: Tensor, samples: int | None = None
-) -> dict[str, Any]:
-    """How often another form of a controller makes the same decision, over samples (all, or only the first ones) ×
+def parity(
+    agent: Agent, decide: Decide, table: ProfileTable, budgets_ms: Tensor, what: str, samples: int | None = None
+) -> dict[str, int]:
+    """Check that another form of a controller makes the same decisions, over samples (all, or only the first ones) ×
     budgets (float [B], ms).
 
-    Returns: `contexts`, `same`, `rounding` (both choices have the same score within `TOLERANCE`), `different`, and
-    `share`, one minus the share of different decisions.
+    Returns: how many `contexts` there are, and in how many the decision is the `same` or another one with the same
+    score within `TOLERANCE` (`rounding`).
+
+    Raises:
+        InputError: if a decision is different.
     """
-    counts = {"contexts": 0, "same": 0, "rounding": 0, "different": 0}
+    counts = {"contexts": 0, "same": 0, "rounding": 0}
     features = {name: block[:samples] for name, block in table.features.items()}
     blocks = {name: block.numpy() for name, block in features.items()}
     with progress("comparing decisions", len(budgets_ms), quiet_s=2) as tick:
@@ -191,23 +194,11 @@ def agreement(
                 some = {name: block[rows] for name, block in features.items()}
                 equal = _equally_good(agent, some, limits[rows], wanted[rows], other[rows])
                 counts["rounding"] += int(equal.sum())
-                counts["different"] += int((~equal).sum())
             tick(number, "budgets")
-    return {**counts, "share": 1 - counts["different"] / max(counts["contexts"], 1)}
-
-
-def parity(
-    agent: Agent, decide: Decide, table: ProfileTable, budgets_ms: Tensor, what: str, samples: int | None = None
-) -> dict[str, Any]:
-    """`agreement`, which must be complete except for rounding.
-
-    Raises:
-        InputError: if a decision is different.
-    """
-    counts = agreement(agent, decide, table, budgets_ms, samples)
-    if counts["different"]:
+    different = counts["contexts"] - counts["same"] - counts["rounding"]
+    if different:
         raise InputError(
-            f"{what}: decides differently from the controller in {counts['different']} of {counts['contexts']} "
+            f"{what}: decides differently from the controller in {different} of {counts['contexts']} "
             f"contexts of profile {table.name!r}; nothing was written"
         )
     return counts

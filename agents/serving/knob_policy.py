@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -15,32 +17,42 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.controller.networks import UtilityNetwork
-from knobwise.agents.serving.export import configurations_of
+from knobwise.agents.serving.export import configurations_of, to_numpy
+from knobwise.agents.serving.numpy_controller import Drift, NumpyController
+from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.agents.stack.stacked_controller import HOPELESS, StackedController
 from knobwise.common.errors import InputError
 
 Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
-GUARD = (
-    "the guard: it keeps budgets, takes the fastest where nothing is likely to be on time, and decides alike for all "
-    "inputs where choosing did not pay on held-out samples"
-)
+Configuration = dict[str, Any]
+GRID, EXACT = 96, 1e-3
+"""Budgets that a change of the decision is first looked for at, and how exactly it is then located, in ln ms."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A decision, the rule that made it, and what the policy expects of every configuration.
+    """A decision, the rule that made it, and what the policy expects of every configuration."""
 
-    Each row of `expected` is a `configuration` with its expected `accuracy` in 0 … 1, `latency_ms`, `on_time` (the
-    probability) and `utility`, accuracy · on_time with the network's learned correction; the highest utility first.
-    Under a mean budget nothing is late, and utility is accuracy − latency/worth. A policy that predicts no outcomes has
-    only the `probability` with which it draws the configuration; the highest first.
-    """
-
-    decision: dict[str, Any]
+    decision: Configuration
     reason: str
     expected: list[dict[str, Any]]
+    """For each `configuration` its expected `accuracy` in 0 … 1, `latency_ms`, `on_time` (the probability) and
+    `utility`, accuracy · on_time with the network's learned correction; the highest utility first. Under a mean budget
+    nothing is late, and utility is accuracy − latency/worth. A policy that predicts no outcomes has only the
+    `probability` with which it draws the configuration; the highest first. With a drift there is also `slower`: latency
+    with it / without."""
+    runner_up: dict[str, Any] | None
+    """The first row of `expected` that was not chosen; None if there is only one configuration."""
+    by_budget: list[tuple[float, Configuration]]
+    """The decisions for this input over the budgets: from which budget on, in ms, and the knob values. The choice flips
+    at each but the first, exact to a thousandth. What changes and changes back between two of 96 budgets may be missed;
+    a controller for mean budgets knows those only that it was calibrated for."""
+    guard: dict[str, Any] | None
+    """The row of the calibrated budget nearest to this one, see `Guard.rows`; None without a guard."""
+    without_drift: Configuration | None
+    """The decision without the drift; None if there is none."""
 
 
 class KnobPolicy:
@@ -70,7 +82,15 @@ class KnobPolicy:
         kind, count, knobs = type(self.agent).__name__, len(self.configurations), ", ".join(self.knobs)
         return f"<KnobPolicy: {kind}, {blocks} and a budget → {count} configurations of {knobs}>"
 
-    def decide(self, features: Blocks, budget_ms: Numbers, *, explain: bool = False) -> Any:
+    def decide(
+        self,
+        features: Blocks,
+        budget_ms: Numbers,
+        *,
+        explain: bool = False,
+        drift: Drift | None = None,
+        between_ms: tuple[float, float] | None = None,
+    ) -> Any:
         """Decide for one input, or for n.
 
         Args:
@@ -79,13 +99,16 @@ class KnobPolicy:
             budget_ms: the time that an answer may take, in ms, for all inputs or [n]; of a controller for mean budgets
                 the mean over all inputs, one that it was calibrated for.
             explain: give an `Explanation`.
+            drift: how latencies here differ from those predicted, as a `LatencyTracker` has it.
+            between_ms: the budgets that an explanation looks for flips between; None for a tenth of each budget and ten
+                times it.
 
         Returns:
             The knob values by name, or an `Explanation`; a list of n if any argument is for n inputs.
 
         Raises:
-            InputError: a block is missing, unknown, infinite or of another shape, or a budget is not positive and
-                finite or, as a mean, not calibrated.
+            InputError: a block is missing, unknown, infinite or of another shape, a budget is not positive and finite
+                or, as a mean, not calibrated, or the drift is that of another controller or for mean budgets.
         """
         arrays, budgets = self._blocks(features), _numbers("budget_ms", budget_ms)
         if budgets.ndim > 1 or not ((budgets > 0) & (budgets < np.inf)).all():
@@ -98,10 +121,10 @@ class KnobPolicy:
             return []
         blocks = {name: torch.from_numpy(block).expand(n, -1) for name, block in arrays.items()}
         limits = torch.from_numpy(budgets).expand(n)
-        chosen = self.agent.choose(blocks, limits).tolist()
-        results: list[Any] = [dict(self.configurations[index]) for index in chosen]
+        chosen = self._choose(blocks, limits, drift)
+        results: list[Any] = [dict(self.configurations[index]) for index in chosen.tolist()]
         if explain:
-            results = self._explained(results, blocks, limits)
+            results = self._explained(blocks, limits, chosen, drift, between_ms)
         return results if sizes else results[0]
 
     def save(self, path: str | Path) -> None:
@@ -122,24 +145,95 @@ class KnobPolicy:
             raise InputError(f"features: {', '.join(infinite)}: infinite values; write NaN for what is missing")
         return blocks
 
-    def _explained(self, decisions: list[Any], blocks: Mapping[str, Tensor], limits: Tensor) -> list[Explanation]:
-        numbers = self._expected(blocks, limits)
-        key, rule = "utility", "highest expected utility"
-        if key not in numbers:
-            key, rule = "probability", "most probable"
+    @cached_property
+    def _numpy(self) -> NumpyController:
+        return to_numpy(self.agent)
+
+    def _choose(self, blocks: Mapping[str, Tensor], limits: Tensor, drift: Drift | None) -> Tensor:
+        """Configurations int64 [n]."""
+        if drift is None:
+            return self.agent.choose(blocks, limits)
+        arrays = {name: block.numpy() for name, block in blocks.items()}
+        try:
+            return torch.from_numpy(self._numpy.choose(arrays, limits.numpy(), None, drift))
+        except ValueError as error:
+            raise InputError(f"drift: {error}") from error
+
+    def _explained(
+        self,
+        blocks: Mapping[str, Tensor],
+        limits: Tensor,
+        chosen: Tensor,
+        drift: Drift | None,
+        between_ms: tuple[float, float] | None,
+    ) -> list[Explanation]:
+        numbers = self._expected(blocks, limits, drift)
+        before = chosen if drift is None else self._choose(blocks, limits, None)
+        key = "utility" if "utility" in numbers else "probability"
+        # the mean offset acts on the budget, as `NumpyController` has it
+        guards = self._guards(limits if drift is None else limits * math.exp(-float(np.mean(drift[0]))))
         explained = []
-        for decision, rows in zip(decisions, torch.stack(list(numbers.values()), -1).tolist(), strict=True):
+        for i, rows in enumerate(torch.stack(list(numbers.values()), -1).tolist()):
             expected = [
                 {"configuration": dict(knobs), **dict(zip(numbers, row, strict=True))}
                 for knobs, row in zip(self.configurations, rows, strict=True)
             ]
+            row = expected[int(chosen[i])]
             expected.sort(key=itemgetter(key), reverse=True)
-            reason = rule if decision == expected[0]["configuration"] else GUARD
-            explained.append(Explanation(decision, reason, expected))
+            others = (other for other in expected if other is not row)
+            reason = "highest expected utility" if key == "utility" else "most probable"
+            if row[key] < expected[0][key] - 1e-6:
+                reason = self._other_reason(expected, guards[i])
+            low, high = between_ms or (float(limits[i]) / 10, float(limits[i]) * 10)
+            steps = self._by_budget({name: block[i : i + 1] for name, block in blocks.items()}, drift, low, high)
+            without = None if drift is None else dict(self.configurations[int(before[i])])
+            decision = dict(row["configuration"])
+            explained.append(Explanation(decision, reason, expected, next(others, None), steps, guards[i], without))
         return explained
 
+    def _other_reason(self, expected: list[dict[str, Any]], guard: dict[str, Any] | None) -> str:
+        """Why a configuration was chosen that is not expected to be the best."""
+        if guard is not None and not guard["deployed"]:
+            static = "the static mix" if isinstance(self.agent, PricedChooser) else "budget-aware static"
+            return f"the guard: {static} decides, alike for all inputs"
+        if max(row.get("on_time", 1.0) for row in expected) < HOPELESS:
+            return "nothing is likely to be on time: the one expected to be fastest"
+        if guard is not None and guard.get("miss_price"):
+            return f"the guard: a late answer costs {guard['miss_price']:.3g} of utility more"
+        return "the members of the network decide by the mean of their log-probabilities"
+
+    def _guards(self, limits: Tensor) -> list[dict[str, Any] | None]:
+        """What the guard has calibrated for these budgets."""
+        agent, guard = self.agent, getattr(self.agent, "guard", None)
+        rows = guard.rows() if isinstance(guard, Guard) else guard
+        if not rows:
+            return [None] * len(limits)
+        groups = (agent if isinstance(agent, PricedChooser) else guard).groups(limits)
+        return [dict(rows[group]) for group in groups.tolist()]
+
+    def _by_budget(
+        self, blocks: Mapping[str, Tensor], drift: Drift | None, low: float, high: float
+    ) -> list[tuple[float, Configuration]]:
+        """For one input [1, d] the budgets from which on each of its decisions holds."""
+
+        def decided(logs: NDArray[np.float64]) -> NDArray[np.int64]:
+            some = {name: block.expand(len(logs), -1) for name, block in blocks.items()}
+            return self._choose(some, torch.from_numpy(np.exp(logs)).float(), drift).numpy()
+
+        logs, exact = np.linspace(math.log(low), math.log(high), GRID), EXACT
+        if isinstance(self.agent, PricedChooser):  # no other budget has a price
+            logs, exact = self.agent.budgets_ms.double().sort().values.log().numpy(), math.inf
+        chosen = decided(logs)
+        while (wide := (chosen[1:] != chosen[:-1]) & (np.diff(logs) > exact)).any():
+            middle = (logs[1:] + logs[:-1])[wide] / 2
+            logs, chosen = np.r_[logs, middle], np.r_[chosen, decided(middle)]
+            order = logs.argsort()
+            logs, chosen = logs[order], chosen[order]
+        starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
+        return [(float(np.exp(logs[i])), dict(self.configurations[chosen[i]])) for i in starts]
+
     @torch.no_grad()
-    def _expected(self, blocks: Mapping[str, Tensor], limits: Tensor) -> dict[str, Tensor]:
+    def _expected(self, blocks: Mapping[str, Tensor], limits: Tensor, drift: Drift | None) -> dict[str, Tensor]:
         """The numbers of `Explanation.expected` by name, [n, C] each."""
         agent, network = self.agent, self.loaded.network
         if isinstance(agent, PricedChooser):
@@ -153,6 +247,11 @@ class KnobPolicy:
         numbers = {"accuracy": accuracy.clamp(0, 1), "latency_ms": latency_ms}
         if network.priced:
             return numbers | {"utility": accuracy - latency_ms / limits.unsqueeze(1)}
+        if drift is not None:
+            offset = torch.as_tensor(drift[0]).float().expand(len(self.configurations))
+            before, (_, latency_ms) = latency_ms, members.drifted(offset, drift[1]).costs()
+            numbers |= {"latency_ms": latency_ms, "slower": latency_ms / before}
+            members, limits = members.drifted(offset - offset.mean(), drift[1]), limits * (-offset.mean()).exp()
         utility, on_time, _ = members.view(limits)
         return numbers | {"on_time": on_time, "utility": utility}
 

@@ -111,7 +111,8 @@ class NumpyController:
             OSError: if it cannot be read.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            # opened here, since np.load leaves a damaged file open
+            with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             return cls(arrays)
         except OSError:
@@ -156,18 +157,35 @@ class NumpyController:
         Raises:
             ValueError: as `decide_expected`, and for a controller that predicts no outcomes.
         """
-        if self._utility is None or not self.header["stacked"] or self.header["priced"]:
+        if not self.header["stacked"]:
             raise ValueError("prices of time need a controller for deadlines that predicts outcomes")
+        score, meets, mean, spread = self.prospects(features, budget_ms, drift)
         factor, scale = self._checked(drift)
-        raw = self._joined_blocks(features, budget_ms)[None]
+        offset = self._around(drift)
+        latency_ms = np.exp(mean + (scale * spread) ** 2 / 2 + offset) / factor
+        hopeless = meets.max() < HOPELESS
+        index = int((mean + offset if hopeless else price * latency_ms - score).argmin())
+        return index, float(mean[index]), float(spread[index])
+
+    def prospects(
+        self, features: Mapping[str, Array] | None, budget_ms: float, drift: Drift | None = None
+    ) -> tuple[Array, ...]:
+        """What every configuration is expected to give one request: utility, probability of being on time, and mean and
+        standard deviation of ln ms without drift, [C] each; without features by what budget-aware static knows.
+
+        Raises:
+            ValueError: as `decide_expected`, and for a controller that predicts no outcomes.
+        """
+        factor, scale = self._checked(drift)
+        if features is None and self._guard is not None:
+            return self._guard.static.prospects(budget_ms * factor)
+        if not self._members or self.header["priced"]:
+            raise ValueError("needs a controller for deadlines that predicts outcomes")
+        raw = self._joined_blocks(features or {}, budget_ms)[None]
         under = _Deadlines(np.array([budget_ms * factor], np.float32), self._around(drift), scale)
         x = raw if self._normal is None else self._normal(raw)
         score, meets, mean, square = (part[0] for part in self._joined([member(x, under) for member in self._members]))
-        spread = np.sqrt(np.maximum(square - mean.astype(np.float64) ** 2, 0))
-        latency_ms = np.exp(mean + (scale * spread) ** 2 / 2 + under.offset) / factor
-        hopeless = meets.max() < HOPELESS
-        index = int((mean + under.offset if hopeless else price * latency_ms - score).argmin())
-        return index, float(mean[index]), float(spread[index])
+        return score, meets, mean, np.sqrt(np.maximum(square - mean.astype(np.float64) ** 2, 0))
 
     def fall_back(self, budget_ms: float, drift: Drift | None = None) -> Expected | None:
         """What `decide_expected` gives where the guard falls back to budget-aware static, for which it needs no
@@ -855,6 +873,13 @@ class _Static:
     def expected(self, limit: float) -> Expected:
         choice = self.single(limit)
         return choice, float(self.log_latency[choice]), float(self.spread[choice])
+
+    def prospects(self, limit: float) -> tuple[Array, ...]:
+        """As `NumpyController.prospects`, as means over the samples that it was fitted on."""
+        places = [int(np.searchsorted(column, limit, side="right")) for column in self.sorted_ms]
+        utility = np.array([running[place] for running, place in zip(self.running, places, strict=True)])
+        meets = np.array(places) / np.maximum(np.isfinite(self.sorted_ms).sum(1), 1)
+        return utility, meets, self.log_latency, self.spread
 
     def __call__(self, limits: Array, mask: Array | None) -> Array:
         limits = limits.astype(np.float64)

@@ -80,6 +80,15 @@ class MemberPredictions(NamedTuple):
             views.insert(0, View(*(part.mean(0) for part in of_members)))
         return View(*(weighted(parts, self.weights) for parts in zip(*views, strict=True)))
 
+    def drifted(self, offset: Tensor, scale: float) -> MemberPredictions:
+        """The same on a machine where ln ms is off by `offset`, float [C], and its spread by the factor `scale`."""
+
+        def moved(part: Any) -> Any:
+            return part._replace(log_latency=part.log_latency + offset, spread=part.spread * scale)
+
+        outcomes = None if self.outcomes is None else moved(self.outcomes)
+        return self._replace(outcomes=outcomes, experts=[moved(prediction) for prediction in self.experts])
+
     def costs(self) -> tuple[Tensor, Tensor]:
         """ΣwÂ and ΣwL̂ in ms, [n, C] each, which decide at a price."""
         costs = [(prediction.accuracy, prediction.latency_ms) for prediction in self.experts]
@@ -169,12 +178,18 @@ class StackedController(nn.Module):
         """Decisions inside the guard: blocks [n, d], limits [n] in ms, mask bool [n, C] → configurations int64 [n]."""
         device = self.configurations.device
         normal = self.features({name: block.to(device) for name, block in features.items()}, len(limits))
+        return self.choose_from(self.predictions(normal), limits, mask)
+
+    @torch.no_grad()
+    def choose_from(self, predicted: MemberPredictions, limits: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The same from what the members predict, which serves any limits."""
+        device = self.configurations.device
         limits = limits.to(device, torch.float32)
         shape = len(limits), len(self.configurations)
         mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask.to(device)
         if self.priced:
-            return choose_at_price(*self.predictions(normal).costs(), 1 / limits.double(), mask)
-        score, meets, log_latency = self.view(normal, limits)
+            return choose_at_price(*predicted.costs(), 1 / limits.double(), mask)
+        score, meets, log_latency = predicted.view(limits)
         hopeless = meets.masked_fill(~mask, 0.0).amax(1) < HOPELESS
         if self.guard is None or self.static is None:
             chosen = pick(score, log_latency, mask)

@@ -144,7 +144,7 @@ class ControllerTrainer(Trainer):
 
     def _stages(self, settings: OptimiserConfig, env: ConfigBandit) -> list[Stage]:
         """The warm-up and GRPO."""
-        self.rce = RCELoss(self.actor, functional=False)
+        self.rce = RCELoss(self.actor, functional=False).to(env.device)
         settings_of_loss = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
         self.grpo = GRPOLoss(self.actor, **settings_of_loss, functional=False).to(env.device)
         name, warm_up, grpo = "RCE", self._with_rewards(self.rce), self.grpo.__call__

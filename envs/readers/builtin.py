@@ -11,17 +11,16 @@ from pathlib import Path
 from knobwise.envs.tables.profile_table import ProfileTable
 
 _DATA = Path(str(resources.files("knobwise.envs") / "data"))
+BUILTIN = _DATA / "builtin" / "table.parquet"
 
 
 def builtin_profile(accuracy: str = "accuracy") -> ProfileTable:
     """Read the built-in profile; its accuracy is `accuracy` (exact match) or `soft_score` (share of right tokens)."""
     from knobwise.envs.readers.long_table import read_long_table
 
-    folder = _DATA / "builtin"
-    features_ms = json.loads((folder / "profile.json").read_text())["features_ms"]
-    table = read_long_table(
-        folder / "table.parquet", features=folder / "features.npz", name="builtin", accuracy=accuracy
-    )
+    features_ms = json.loads(BUILTIN.with_name("profile.json").read_text())["features_ms"]
+    features = BUILTIN.with_name("features.npz")
+    table = read_long_table(BUILTIN, features=features, name="builtin", accuracy=accuracy)
     return replace(table, features_ms=features_ms)
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
 import polars as pl
 
 from knobwise.common.errors import InputError
+from knobwise.common.json_text import decoded
 from knobwise.common.progress import progress
 
 IDS = ("sample_id", "question_id", "image_id")
@@ -190,13 +189,10 @@ def _in_order(path: Path, summary: list[Record], rows: list[Record], knobs: Sequ
 
 
 def _decoded(text: bytes) -> Any:
-    """JSON as Python reads and writes it: Python's own parser decides on what the fast one refuses, such as NaN."""
     collecting = gc.isenabled()
     gc.disable()  # JSON has no cycles, and looking for them takes a third of the time
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return json.loads(text.decode("utf-8"))
+        return decoded(text)
     finally:
         if collecting:
             gc.enable()
@@ -228,6 +224,8 @@ def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
         kinds = set(map(type, words))
     if not kinds <= {int, float, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
+    if any(value != value for value in words):
+        raise InputError(f"{path}: {key} is NaN in a row; give every row a whole number or a text")
     if float in kinds:
         words = [int(value) if isinstance(value, float) and value.is_integer() else value for value in words]
         if wrong := [value for value in words if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64]:

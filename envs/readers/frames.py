@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
 
 from knobwise.common.errors import InputError
+from knobwise.common.json_text import decoded
 from knobwise.envs.tables.profile_table import Knob, KnobValue
 
 KEYS = frozenset({"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"})
@@ -24,32 +27,36 @@ def read_frame(path: Path) -> pl.DataFrame:
     name = path.name.removesuffix(".gz")
     try:
         if name.endswith(".csv"):
+            _refuse_twice(pl.read_csv(path, has_header=False, n_rows=1, infer_schema=False).row(0))
             return pl.read_csv(path, infer_schema=False)
         if name.endswith((".jsonl", ".ndjson")):
-            try:
-                return pl.read_ndjson(path, infer_schema_length=None)
-            except pl.exceptions.ComputeError:  # NaN, which Python writes, is not JSON
-                with path.open() as lines:
-                    return pl.DataFrame([json.loads(line) for line in lines if line.strip()], infer_schema_length=None)
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+                return pl.DataFrame([decoded(line) for line in lines if line.strip()], infer_schema_length=None)
         if name.endswith((".parquet", ".pq")):
             return pl.read_parquet(path)
-    except Exception as error:
+    except (Exception, pl.exceptions.PanicException) as error:
         raise InputError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})") from error
     raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl and .ndjson; text may end in .gz")
 
 
-def number_column(series: pl.Series, source: str) -> pl.Series:
-    """As Float64; text is parsed, true and false are 1 and 0, empty text is null."""
+def _refuse_twice(names: Sequence[str | None]) -> None:
+    """A parser would rename the second column, and take it for a knob."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"the column {twice[0]!r} occurs twice")
+
+
+def number_column(series: pl.Series, source: str, logical: bool = True) -> pl.Series:
+    """As Float64; text is parsed, empty text is null, and where they are allowed true and false are 1 and 0."""
     if series.dtype in (pl.String, pl.Categorical, pl.Enum):
         text = series.cast(pl.String).str.strip_chars().str.to_lowercase()
-        text = text.replace({"true": "1", "false": "0", "": None})
+        text = text.replace({"true": "1", "false": "0", "": None} if logical else {"": None})
         numbers = text.cast(pl.Float64, strict=False)
         if len(wrong := text.filter(numbers.is_null() & text.is_not_null())):
             raise InputError(
                 f"{source}: column {series.name!r} has {len(wrong)} values that are not numbers: {wrong[0]!r}, …"
             )
         return numbers
-    if series.dtype.is_numeric() or series.dtype in (pl.Boolean, pl.Null):
+    if series.dtype.is_numeric() or series.dtype == pl.Null or (logical and series.dtype == pl.Boolean):
         return series.cast(pl.Float64)
     raise InputError(f"{source}: column {series.name!r} holds {series.dtype}, expected numbers")
 
@@ -60,6 +67,8 @@ def name_column(series: pl.Series, source: str) -> pl.Series:
         raise InputError(f"{source}: column {series.name!r} is empty in {series.null_count()} rows")
     if series.dtype.is_nested() or series.dtype == pl.Binary:
         raise InputError(f"{source}: column {series.name!r} holds {series.dtype}, expected names or whole numbers")
+    if series.dtype.is_float() and series.is_nan().any():
+        raise InputError(f"{source}: column {series.name!r} is NaN in {series.is_nan().sum()} rows")
     whole = series.dtype.is_float() and bool((series % 1 == 0).all())
     return (series.cast(pl.Int64) if whole else series).cast(pl.String)
 

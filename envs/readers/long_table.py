@@ -158,12 +158,12 @@ def _check_columns(
             "table needs sample_id, an accuracy and a latency: rename columns, or name them with accuracy=, latency="
         )
     measured = pl.DataFrame(
-        {"accuracy": number_column(frame[accuracy], source), "latency": number_column(frame[latency], source)}
+        {"accuracy": number_column(frame[accuracy], source), "latency": number_column(frame[latency], source, False)}
     )
     numbered = "repeat" in frame.columns and not frame["repeat"].is_null().all()
-    repeat = number_column(frame["repeat"], source).fill_null(0.0) if numbered else pl.lit(None, pl.Float64)
+    repeat = number_column(frame["repeat"], source, False).fill_null(0.0) if numbered else pl.lit(None, pl.Float64)
     looked = latency == "latency_ms" and "first_look_ms" in frame.columns
-    first_look = number_column(frame["first_look_ms"], source).fill_null(0.0) if looked else pl.lit(0.0)
+    first_look = number_column(frame["first_look_ms"], source, False).fill_null(0.0) if looked else pl.lit(0.0)
     measured = measured.with_columns(repeat=repeat, first_look=first_look)
     profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
     if not profiled.all():

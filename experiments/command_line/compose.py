@@ -88,9 +88,10 @@ GROUPS_OF = {
     "train_service": ("profile", "tracking"),
     "inspect": ("profile",),
     "evaluate": ("profile", "reward", "beams", "encoder"),
+    "explain": ("profile",),
     "profile": (),
     "export": ("profile",),
-    "adapt": ("profile", "trained_on"),
+    "update": ("profile", "trained_on"),
     "compare": (),
     "workspace": (),
 }

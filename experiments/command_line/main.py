@@ -22,11 +22,12 @@ from knobwise.common.progress import say
 VERBS = {
     "train": "command_line.sweep_jobs:train",
     "evaluate": "deploy.evaluate:run",
+    "explain": "deploy.explain:run",
     "compare": "compare.compare:compare",
     "inspect": "command_line.profile:inspect",
     "profile": "command_line.profile:profile",
     "export": "deploy.export:run",
-    "adapt": "deploy.adapt:run",
+    "update": "deploy.update:run",
     "workspace": "tracking.workspace:workspace",
 }
 """The function of each verb. It is imported only when it runs: that takes longer than answering a mistake."""

@@ -15,7 +15,6 @@ from knobwise.common.files import write_text
 from knobwise.experiments.command_line.profilers import measure, profile_shards
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
-from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.profiling.ocr.settings import OCRProfileConfig
 
@@ -54,24 +53,18 @@ def _check(config: ProfileRun) -> None:
             f"data={config.data}: model={config.model} makes its own questions; name the model that answers these, "
             "model=NAME_OR_FOLDER"
         )
-    if config.data is None and ":" not in config.model:
-        for name, is_set in (("importance", config.importance), ("knobs", config.knobs != VLMProfileConfig())):
-            if is_set:
-                knobs = "; the knobs of the elastic model are elastic.max_crops, …" if config.model == "elastic" else ""
-                raise InputError(f"{name}: is for a Hugging Face model with data=FILE{knobs}")
+    has_knobs = config.data is not None or config.model == "elastic" or ":" in config.model
+    if not has_knobs and config.knobs != VLMProfileConfig():
+        raise InputError("knobs: is for model=elastic, a class of your own, or a Hugging Face model with data=FILE")
+    if config.importance is not None and (config.data is None or ":" in config.model):
+        raise InputError("importance: is for a Hugging Face model with data=FILE")
     one_of("launcher", config.launcher, ("here", "ray"))
-    if config.launcher == "ray" and config.data is None and ":" not in config.model:
+    if config.launcher == "ray" and not has_knobs:
         raise InputError(f"launcher=ray: divides the shards of a model with knobs.shards, not model={config.model}")
-    for name, usual in (("elastic", ElasticProfileConfig()), ("ocr", OCRProfileConfig())):
-        if config.model != name and getattr(config, name) != usual:
-            raise InputError(f"{name}: is for model={name}, not for model={config.model}")
+    if config.model != "ocr" and config.ocr != OCRProfileConfig():
+        raise InputError(f"ocr: is for model=ocr, not for model={config.model}")
     if config.device is not None:
-        a_device("device", config.device)
-        if config.device.startswith("cuda"):
-            import torch
-
-            if not torch.cuda.is_available():
-                raise InputError(f"device={config.device}: torch finds no GPU here; use device=cpu")
+        a_device("device", config.device, usable=True)
 
 
 def _profile_beams(config: ProfileRun) -> None:
@@ -107,9 +100,17 @@ def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], A
 
 
 def inspect(config: InspectRun) -> None:
-    """Print what a profile holds, and write it where the settings say."""
+    """Print what a profile or a log holds, and write it where the settings say."""
     from rich.console import Console
 
+    if config.log is not None:
+        from knobwise.experiments.report.request_log import inspect_log, print_log
+
+        facts = inspect_log(config.log)
+        print_log(facts, Console())
+        if config.json is not None:
+            write_text(config.json, json.dumps(facts, indent=1))
+        return
     from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
 
     facts = inspect_table(read_profile(config.profile))

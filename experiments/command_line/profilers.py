@@ -16,15 +16,11 @@ from knobwise.experiments.settings.options import ProfileRun
 
 def measure(config: ProfileRun) -> Path:
     """Measure a model with knobs, or the part of it that is this process's; gives the folder."""
-    if config.model == "elastic":
-        from knobwise.profiling.elastic.profile import profile_elastic
-
-        return profile_elastic(config.out, config.elastic)
     if config.model == "ocr":
         from knobwise.profiling.ocr.profile import profile_ocr
 
         return profile_ocr(config.out, config.ocr)
-    if ":" in config.model:
+    if config.model == "elastic" or ":" in config.model:
         return _profile_class(config)
     from knobwise.profiling.huggingface.profile import profile_hugging_face
 
@@ -34,7 +30,7 @@ def measure(config: ProfileRun) -> Path:
 
 
 def _profile_class(config: ProfileRun) -> Path:
-    """Measure a model of the user's own."""
+    """Measure the elastic model, or one of the user's own."""
     from knobwise.profiling.measuring.machine import one_thread
     from knobwise.profiling.measuring.profiler import profile_vlm
     from knobwise.profiling.measuring.questions import VQAData

@@ -90,7 +90,6 @@ class Sweep:
                 (folder / f"{number}.json").unlink()
         self.done_before = set(self.outcomes("finished"))
         self.announced: dict[int, str] = {}
-        self.begun: dict[int, float] = {}
         self.tick: Callable[[int, str], None] = lambda done, note: None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -192,25 +191,14 @@ class Sweep:
                 continue
             self.announced[number] = outcome.state
             if outcome.state == "running":
-                self.begun[number] = time.monotonic()
                 say(f"{self.name(number)} …")
             elif outcome.state == "failed":
                 say(f"{self.name(number)}: failed: {outcome.error}")
             elif outcome.folder is not None:
                 result = result_line(Path(outcome.folder))
-                say(f"{self.name(number)}: {result}, {duration(outcome.seconds)}{self.time_left()}")
+                say(f"{self.name(number)}: {result}, {duration(outcome.seconds)}")
         running = ", ".join(self.name(number) for number in self.outcomes("running"))
         self.tick(len(self.outcomes("finished", "failed")), running)
-
-    def time_left(self) -> str:
-        """The time that the other jobs take if each takes the mean of those finished now; nothing where all of them run
-        and have taken longer already."""
-        seconds = [done.seconds for number, done in self.outcomes("finished").items() if number not in self.done_before]
-        mean, now, running = sum(seconds) / len(seconds), time.monotonic(), self.outcomes("running")
-        waiting = len(self.jobs) - len(self.outcomes("finished", "failed", "running"))
-        total = waiting * mean + sum(max(0.0, mean - (now - self.begun.get(number, now))) for number in running)
-        left = total / max(1, len(running))
-        return f"; {duration(max(1.0, left))} left" if waiting or left >= 1 else ""
 
     def report(self) -> None:
         """Print the jobs in a table, and the command that compares them.

@@ -55,7 +55,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
     selector = isinstance(loaded.agent, Selector)
     if config.live and not selector:
         if config.device is not None:
-            a_device("device", config.device)
+            a_device("device", config.device, usable=True)
         from knobwise.experiments.deploy.live import run_live
         from knobwise.profiling.models import load_model
 

@@ -55,6 +55,7 @@ def write_report(run_folder: str | Path) -> Path:
         tables=tables,
         charts=drawn.result_charts(results),
         drawing=charts,
+        difficulty=drawn.difficulty,
         strongest=next((policy_name(policy, results) for policy in drawn.baselines(results)), ""),
         shots=None if problem.averaged else shown_at(results),
         simple=SIMPLE,

@@ -144,6 +144,25 @@ def reliability(bins: Sequence[Mapping[str, float]]) -> alt.LayerChart:
     return alt.layer(diagonal, *layers).properties(width=340, height=340)
 
 
+def difficulty(explained: Mapping[str, Any], unit: str) -> alt.LayerChart:
+    """Latency of the choice against difficulty: a dot for each sample, and over groups of samples the means of the
+    policy, with their intervals, and of static, from `by_difficulty`."""
+    names = {"policy_ms": policy_name(words.LEARNED), "static_ms": policy_name(words.STATIC)}
+    rows = [
+        {"policy": name, "name": name, "difficulty": group["difficulty_ms"], "latency": group[key]}
+        | dict(zip(("low", "high"), group["ci95"] if key == "policy_ms" else 2 * [group[key]], strict=True))
+        for key, name in names.items()
+        for group in explained["groups"]
+    ]
+    scale = alt.Scale(type="log", nice=False, padding=12)
+    x = alt.X("difficulty:Q", title=f"difficulty: latency of the cheapest right configuration ({unit})", scale=scale)
+    points = pl.DataFrame(explained["points"], schema=["difficulty", "latency"], orient="row")
+    dots = alt.Chart(points).mark_circle(style="quiet", size=14, opacity=0.35)
+    lines = charts.lines(pl.DataFrame(rows), x, "latency", f"latency of the choice ({unit})", list(names.values()))
+    layers = dots.encode(x, alt.Y("latency:Q")), *lines
+    return alt.layer(*layers).properties(width=820, height=340)
+
+
 def _over_loads(results: Mapping[str, Any]) -> Charts:
     """Utility at every load; rules that were tuned at a single load are thin and grey."""
     rows = [row for row in results["rows"] if row["load"] is not None]

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from scipy.special import stdtrit
 
 from knobwise.common.errors import InputError
+from knobwise.common.json_text import decoded
 from knobwise.experiments.results.problem import Metric, problem_of
 
 Row = Mapping[str, Any]
@@ -152,7 +153,7 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
     """
     path = Path(run_folder) / "results.json"
     try:
-        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        results: dict[str, Any] = decoded(path.read_bytes())
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; is this the folder of a finished run?") from None
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import os
@@ -16,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from filelock import lock_descriptor
 from omegaconf import OmegaConf
 
 from knobwise.common.checks import one_of
@@ -26,14 +26,17 @@ UNFINISHED = ".unfinished"
 """A locked file in a run's folder until its last step is done."""
 STUDENT = "student.pt"
 """The checkpoint of what is deployed, beside `best.pt`, if that is not the trained policy itself."""
+VERSION = "controller.pt"
+"""The checkpoint in a version that `knobwise update` wrote."""
 FORMS = ("deployed", "teacher")
 LONGEST_NAME = 120
 LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads", "jobs")
 
 
 def checkpoint_at(path: str | Path, form: str = "deployed") -> Path:
-    """The checkpoint at a path: the file itself, or in the folder of a run, of whose seeds it takes the best on
-    validation, what is `deployed` or the `teacher` that it was taught by. Most policies are deployed as they are.
+    """The checkpoint at a path: the file itself, that of a version of `knobwise update`, or in the folder of a run, of
+    whose seeds it takes the best on validation, what is `deployed` or the `teacher` that it was taught by. Most
+    policies are deployed as they are.
 
     Raises:
         InputError: an unknown form, a run that is not finished.
@@ -42,6 +45,8 @@ def checkpoint_at(path: str | Path, form: str = "deployed") -> Path:
     path = Path(path)
     if not path.is_dir():
         return path
+    if (path / VERSION).exists():
+        return path / VERSION
     if (path / UNFINISHED).exists():
         raise InputError(f"{path}: the run is not finished; repeat its command to resume it")
     checkpoints = path / "checkpoints"
@@ -125,7 +130,7 @@ def _made(folder: Path, file: str, words: str) -> TextIO | None:
         half_made = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     lock = (half_made / UNFINISHED).open("w")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_descriptor(lock.fileno())
         (half_made / file).write_text(words)
         umask = os.umask(0)  # mkdtemp makes private folders
         os.umask(umask)
@@ -149,11 +154,9 @@ def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
         lock = (folder / UNFINISHED).open("r+")
     except OSError:  # it is finished
         return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock_descriptor(lock.fileno(), blocking=False):
         lock.close()
-        raise InputError(f"{folder}: another process is training this run; give yours another name=…") from None
+        raise InputError(f"{folder}: another process is training this run; give yours another name=…")
     if (folder / UNFINISHED).exists():
         return lock
     lock.close()  # it has just been finished

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.checks import a_seed, at_least, one_of, positive
 from knobwise.common.errors import InputError
@@ -17,7 +18,6 @@ from knobwise.experiments.settings.service_options import ServiceRun
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig, VLMTaskConfig
-from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.profiling.ocr.settings import OCRProfileConfig
 
@@ -97,10 +97,12 @@ class TrainRun(Training):
 
 @dataclass
 class InspectRun:
-    """knobwise inspect: what a profile holds, what is wrong with it, how much there is to gain."""
+    """knobwise inspect: what a profile holds, what is wrong with it, how much there is to gain; or what a log holds."""
 
     profile: Any = MISSING
     """What was measured, or is simulated."""
+    log: str | None = None
+    """In the place of a profile: the folder of `AdaptiveModel(log=…)`."""
     json: str | None = None
     """Write the facts to this file."""
     html: str | None = None
@@ -214,6 +216,25 @@ class EvaluateRun:
 
 
 @dataclass
+class ExplainRun:
+    """knobwise explain: why a trained controller sets the knobs as it does: what the decisions of a run show, or with
+    `sample` and `budget_ms` what it expects of each configuration for one input."""
+
+    checkpoint: str = "runs/latest"
+    """The folder of a run; with `sample` also a checkpoint."""
+    profile: Any = MISSING
+    """With `sample`: what holds it, best the profile that the controller was trained on."""
+    sample: str | None = None
+    """The id of a sample of the profile, or DATASET/ID."""
+    budget_ms: float | None = None
+    """With `sample`: how long the answer may take, in ms."""
+    tracker: str | None = None
+    """With `sample`: what a tracker has learned in front of the model, `tracker.state()` written as JSON."""
+    json: str | None = None
+    """Write the explanation to this file."""
+
+
+@dataclass
 class ProfileRun:
     """knobwise profile: measure a model at every configuration, or record which demonstrations help it."""
 
@@ -231,12 +252,10 @@ class ProfileRun:
     """here, in this process; or ray: the parts of knobs.shards as Ray tasks, a GPU for each where there are any."""
     checkpoint: str | None = None
     """A trained selector, whose draws are recorded as one more round in `out`."""
-    elastic: ElasticProfileConfig = field(default_factory=ElasticProfileConfig)
-    """The elastic vision-language model, and what is measured."""
     ocr: OCRProfileConfig = field(default_factory=OCRProfileConfig)
     """With model=ocr: what is measured."""
     knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
-    """With `data`: which values of the model's knobs are measured, and how."""
+    """With a model that has knobs: which of their values are measured, and how."""
     importance: str | None = None
     """With `data`: a file with the importance of each block, {"4": 0.0156, …}, the least important being left out
     first. None leaves out blocks from the end on."""
@@ -256,7 +275,7 @@ class ProfileRun:
 
 @dataclass
 class ExportRun:
-    """knobwise export: write a trained controller as files that decide alone, and compare them with it."""
+    """knobwise export: write a trained controller as a file that decides alone, and compare it with the controller."""
 
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint, or the folder of a run, for what it deploys."""
@@ -265,27 +284,35 @@ class ExportRun:
     features must be the same."""
     out: str = "exported"
     """Folder for the files."""
-    onnx: bool = False
-    """Write controller.onnx too; needs the packages of knobwise[export]."""
-    int8: bool = False
-    """Write controller.int8.onnx too, with weights of 8 bits. Some decisions differ; export.json says how many."""
     threads: int = 1
-    """Threads of torch, NumPy and onnxruntime."""
+    """Threads of torch and NumPy."""
 
 
 @dataclass
-class AdaptRun:
-    """knobwise adapt: a trained controller for other hardware, from a few timed cells."""
+class UpdateRun:
+    """knobwise update: a deployed controller learns from the log of its requests, and the new one takes over where the
+    log shows that it is better; or a controller for other hardware, from a few timed cells."""
 
     checkpoint: str = "runs/latest"
-    """The controller, for deadlines, and one that predicts latencies (policy=auto or policy=utility): a checkpoint, or
-    the folder of a run, for what it deploys."""
+    """The controller, for deadlines, and one that predicts latencies (policy=auto or policy=utility): a checkpoint, the
+    folder of a run, for what it deploys, or the current version in `out`."""
+    log: str | None = None
+    """What it learns from: the folder of `AdaptiveModel(log=…)`."""
+    out: str = "updated"
+    """Folder for the versions; out/current is the one that serves."""
+    rollback: bool = False
+    """Let the version before the current one serve again, and do nothing else."""
+    every: int | None = None
+    """Go on, and update whenever the log has grown by so many requests, until the command is interrupted."""
+    learning: UpdateConfig = field(default_factory=UpdateConfig)
+    """How it learns from the log, and when the new controller takes over."""
     profile: Any = None
-    """What was timed on the other hardware: any cells of `trained_on`, some 30 are enough. Must be given."""
+    """In the place of a log: what was timed on other hardware, any cells of `trained_on`, some 30 are enough."""
     trained_on: Any = MISSING
-    """The profile of the training."""
-    out: str = "adapted"
-    """Folder for the files."""
+    """With `profile`: the profile of the training."""
+
+    def __post_init__(self) -> None:
+        at_least("every", 1 if self.every is None else self.every, 1)
 
 
 @dataclass
@@ -326,9 +353,10 @@ VERBS: dict[str, type[Any]] = {
     "train_service": ServiceRun,
     "inspect": InspectRun,
     "evaluate": EvaluateRun,
+    "explain": ExplainRun,
     "profile": ProfileRun,
     "export": ExportRun,
-    "adapt": AdaptRun,
+    "update": UpdateRun,
     "compare": CompareRun,
     "workspace": WorkspaceRun,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
@@ -152,6 +153,20 @@ def read_profile(config: Any) -> ProfileTable:
         raise InputError(f"profile.features_ms={features_ms}: must be a time in ms")
     table = _read(config, settings)
     return replace(table, features_ms=features_ms) if features_ms else table
+
+
+def read_questions(config: Any) -> dict[str, str]:
+    """The question of each sample by its id, where the profile has a file `samples.parquet`; else {}."""
+    import polars as pl
+
+    from knobwise.envs.readers.builtin import BUILTIN
+
+    path = BUILTIN if isinstance(config, BuiltinProfile) else Path(getattr(config, "path", ""))
+    file = path.with_name("samples.parquet") if path.name else path
+    try:
+        return dict(pl.read_parquet(file, columns=["sample_id", "question"]).cast(pl.String).iter_rows())
+    except (OSError, pl.exceptions.PolarsError):  # no such file, or another one of that name
+        return {}
 
 
 def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:

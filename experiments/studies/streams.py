@@ -1,42 +1,53 @@
-"""How a tracker follows a machine that is not as fast as its profile: simulated streams of requests.
+"""How a deployed controller follows a world that is not as its profile: simulated streams of requests.
 
-    python experiments/studies/streams.py checkpoint=runs/latest key=value …
+    python experiments/studies/streams.py key=value …
 
-Writes docs/streams.md, in some minutes. Requests are test samples of the built-in profile under its default budgets; an
-answer takes one of its measured latencies times a drift and jitter, all drawn. The controller decides by what it
-predicts, a teacher by what its student learns, inside its guard.
+Trains two controllers, simulates the streams that are missing, and writes docs/streams.md. Requests are test samples of
+the built-in profile under its default budgets. An answer takes one of its measured latencies times a drift and jitter,
+and its accuracy is the measured one times a factor, all drawn. Decisions, tracker, exploration and updates are those of
+the product.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import polars as pl
+import torch
 from numpy.typing import NDArray
-from scipy.special import ndtr
+from scipy.signal import lfilter
+from sklearn.cluster import KMeans
+from sklearn.decomposition import PCA
 
-from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.serving.distillation import Lessons
-from knobwise.agents.serving.export import arrays_of_static, configurations_of
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.learning.settings import UpdateConfig
+from knobwise.agents.learning.update import update
+from knobwise.agents.predictors.experts import Experts
+from knobwise.agents.serving.distillation import StudentConfig, student_of
+from knobwise.agents.serving.exploration import Drawn, Exploration
+from knobwise.agents.serving.export import arrays_of_static, configurations_of, to_numpy
+from knobwise.agents.serving.numpy_controller import Drift, Expected
+from knobwise.agents.serving.own_cost import expected_cost_ms
+from knobwise.agents.serving.request_log import Logged
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
-from knobwise.agents.stack.stacked_controller import HOPELESS, StackedController
-from knobwise.common.errors import InputError
+from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.files import write_text
-from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.builtin import builtin_profile
-from knobwise.experiments.results.run_folder import checkpoint_at
-from knobwise.experiments.studies.running import Mean, rendered, run_from_words
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.command_line.compose import GROUPS
+from knobwise.experiments.studies.running import Mean, folder_for, measured, rendered, run_from_words
+from knobwise.experiments.train.controller import STUDENT_STEPS
 
 Array = NDArray[Any]
-Choose = Callable[[Array, Array, Array, Array], tuple[Array, Array, Array]]
-"""Rows [S], ln budgets [S], offsets of ln ms [S, C] and factors on its spread [S, 1] → configurations, and mean and
-standard deviation of their ln ms, predicted without drift, [S] each."""
-Served = dict[str, tuple[Array, Array]]
-"""Policy → utility, and the share of feasible requests on time, [S] each."""
+NEW = "new questions"
 KINDS = {
     "as profiled": "neither drift nor jitter beyond that of the measurements",
     "no drift": "jitter of 3 % on top, as in all that follow",
@@ -48,192 +59,358 @@ KINDS = {
     "wandering": "around × 1.08 by 5 %, forgotten within 100 requests; jitter of 5 %",
     "stalls": "one answer in 150 begins a burst of 4 on average that take 3 to 20 times as long",
     "values": "each knob slows down with its value, by up to × 1 to 1.35",
+    "worse answers": "× 1.3, and a third of the configurations lose a quarter of their accuracy",
+    NEW: "after a third of the stream every second question is of a kind that the controller was not trained on",
 }
 """Kind of stream → what is drawn."""
-KNOWN = "knowing the drift"
+KNOWING, FROZEN, TRACKED = "knowing", "frozen", "tracked"
+STATIC, TRACKED_STATIC = "static, frozen", "static, tracked"
+UPDATED, GRPO, THOMPSON = "updated", "updated with GRPO", "Thompson sampling"
+POLICIES = (KNOWING, FROZEN, TRACKED, STATIC, TRACKED_STATIC)
+LEARNERS = (UPDATED, GRPO, THOMPSON)
+LEARNED = ("no drift", "× 1.40", "values", "worse answers", NEW)
+"""The streams on which a controller learns from its log."""
+QUESTION_KINDS = 4
+"""Clusters of the questions' features (k-means); one of the controllers was not trained on the first."""
 
 
 @dataclass
 class StreamsConfig:
     """The settings, each as key=value."""
 
-    checkpoint: str = "runs/latest"
-    """A run on the built-in profile, for what it deploys; or the checkpoint of a student or its teacher."""
-    requests: int = 1500
+    requests: int = 3000
     """Requests of each stream."""
-    seeds: int = 20
+    seeds: int = 10
     """Streams of each kind."""
+    every: int = 250
+    """Requests between two updates from the log."""
+    explore: float = 0.05
+    """Share of the requests that explore, where a controller learns from its log."""
+    runs: str = "runs/streams"
+    """Where controllers and streams are kept; what is there is not made again."""
     out: str = "docs/streams.md"
     """The page."""
+    jobs: int = 2
+    """Processes at the same time, one thread each."""
+
+
+# -- the world ---------------------------------------------------------------------------------------------------------
 
 
 class World:
-    """What a controller predicts of n test samples, what they take, and static's tables. Raises InputError if the
-    checkpoint holds no stack for deadlines, trained on the built-in profile as it is now."""
+    """n test samples of the built-in profile, and a controller for them."""
 
-    def __init__(self, checkpoint: str) -> None:
-        loaded, table = load_checkpoint(checkpoint_at(checkpoint)), builtin_profile()
-        stack: Any = loaded.controller
-        known = isinstance(stack, StackedController) and loaded.profile_digest == table.digest
-        if not known or stack.guard is None or stack.static is None:
-            raise InputError(f"checkpoint={checkpoint}: needs a guarded stack, trained with profile=builtin as it is")
-        test = loaded.extra["test_rows"]
-        self.configurations, self.places = configurations_of(table), table.configurations.numpy()
-        self.budgets_ms, self.guard = default_budgets(table).double().numpy(), stack.guard.rows()
+    def __init__(self, agent: StackedController, table: ProfileTable, test: torch.Tensor, kinds: Array) -> None:
+        assert agent.static is not None
+        self.agent, self.names = agent, configurations_of(table)
+        self.places = table.configurations.numpy()
+        self.budgets_ms = default_budgets(table).double().numpy()
         self.accuracy = table.accuracy[test].double().numpy()
         self.log_latency = table.measurements_ms[test].double().log().numpy()
         self.typical = table.latency_ms[test].double().log().numpy()
-        self.steps = arrays_of_static(stack.static)
-        self.static = TrackedStatic(self.steps, LatencyTracker(self.configurations))
-        self.logs, self.miss = stack.guard.budgets_ms.log().numpy(), stack.guard.miss.numpy()
-        self.deploy = stack.guard.deploy.numpy()
-        x = stack.features({name: block[test] for name, block in table.features.items()}, len(test))
-        _, *predicted = Lessons.of_teacher(stack, x)
-        self.expected, self.mean, self.spread = (part.double().numpy() for part in predicted)
+        self.blocks = {name: block[test].numpy() for name, block in table.features.items()}
+        self.is_new = kinds[test.numpy()] == 0
+        self.static, self.table = arrays_of_static(agent.static), table
+        self.fitted = np.setdiff1d(np.arange(table.num_samples), test.numpy())
 
-    def by_controller(self, rows: Array, logs: Array, offset: Array, scale: Array) -> tuple[Array, Array, Array]:
-        """As `NumpyController` decides under drift."""
-        mean, scaled = self.mean[rows] + offset, logs - offset.mean(1)
-        meets = ndtr((logs[:, None] - mean) / (scale * self.spread[rows]))
-        group = np.abs(scaled[:, None] - self.logs).argmin(1)
-        score = (np.clip(self.expected[rows], 1e-3, 1) + self.miss[group][:, None]) * meets
-        choice = np.where(meets.max(1) < HOPELESS, mean.argmin(1), score.argmax(1))
-        static = self.steps["choices"][np.searchsorted(self.steps["starts"], np.exp(scaled), side="right") - 1]
-        deployed = self.deploy[group]
-        choice = np.where(deployed, choice, static)
-        log_latency = np.where(deployed, self.mean[rows, choice], self.static.log_latency[choice])
-        return choice, log_latency, np.where(deployed, self.spread[rows, choice], self.static.spread[choice])
-
-    def by_static(self, rows: Array, logs: Array, offset: Array, scale: Array) -> tuple[Array, Array, Array]:
-        choice = self.static.mean_utility(logs, offset, scale).argmax(1)
-        return choice, self.static.log_latency[choice], self.static.spread[choice]
+    def features(self, row: int) -> dict[str, Array]:
+        return {name: block[row] for name, block in self.blocks.items()}
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
+def trained(path: Path, table: ProfileTable, split: Split) -> StackedController:
+    """What `knobwise train` deploys after training on a split, from a file where there is one."""
+    if not path.exists():
+        budgets, fitted = default_budgets(table), torch.cat([split.train, split.validation])
+        names = {"policy": "auto", "loss": "exact", "optimiser": "auto", "reward": "utility"}
+        groups: Any = {group: GROUPS[group][name] for group, name in names.items()}
+        network = ControllerTrainer(table, split, seed=0, budgets_ms=budgets, **groups).run()
+        experts = Experts.fit(table, fitted, budgets, groups["policy"].experts, 0)
+        cost_ms = expected_cost_ms(table, experts=False)
+        stack = fit_stack(table, fitted, network, groups["policy"], budgets, 0, cost_ms, experts)
+        steps = STUDENT_STEPS * (groups["optimiser"].warmup_iterations + groups["optimiser"].iterations)
+        save_checkpoint(path, student_of(stack, table, fitted, 0, StudentConfig(steps=steps)), table, {})
+    agent = load_checkpoint(path).controller
+    assert isinstance(agent, StackedController)
+    return agent
+
+
+@cache
+def world_of(folder: Path, new: bool) -> World:
+    """With a controller trained on all kinds of questions, or on all but the first."""
+    table = builtin_profile()
+    split, questions = table.split(), table.features["language_features"].numpy()
+    kinds = KMeans(QUESTION_KINDS, n_init=1, random_state=0).fit_predict(questions)
+    known = torch.from_numpy(kinds != 0)
+    part = Split(*(rows[known[rows]] for rows in split)) if new else split
+    return World(trained(folder / f"{'without' if new else 'all'}.pt", table, part), table, split.test, kinds)
 
 
 class Stream(NamedTuple):
-    """S streams of T requests: rows, which of the measurements, and ln budgets [S, T], drift of ln ms [S, T], the same
-    of each configuration [S, C], and jitter and stalls, which nobody can know, [S, T]."""
+    """T requests: rows, which of the measurements, and budgets in ms, [T]; what can be known, offsets of ln ms [T, C]
+    and factors of the accuracy of each configuration [C]; and jitter and stalls of ln ms, [T]."""
 
     rows: Array
     repeats: Array
-    logs: Array
-    drift: Array
+    budgets_ms: Array
     offset: Array
+    worth: Array
     noise: Array
 
 
-def draw(kind: str, world: World, requests: int, seeds: int) -> Stream:
-    """Streams of one kind; those of all kinds have the same requests."""
-    rng, shape, samples = np.random.default_rng(0), (seeds, requests), len(world.accuracy)
-    rounds = range(-(-requests // samples))
-    rows = np.stack([np.concatenate([rng.permutation(samples) for _ in rounds])[:requests] for _ in range(seeds)])
-    logs, noise, normal = rng.choice(np.log(world.budgets_ms), shape), rng.normal(size=shape), rng.normal(size=shape)
+def draw(kind: str, world: World, requests: int, seed: int) -> Stream:
+    """A stream of one kind; those of all kinds but new questions have the same requests."""
+    rng, count, time = np.random.default_rng(seed), len(world.names), np.arange(requests) / requests
+    rows, budgets = rng.integers(len(world.accuracy), size=requests), rng.choice(world.budgets_ms, requests)
+    repeats, noise = rng.integers(world.log_latency.shape[2], size=requests), rng.normal(size=requests)
     noise *= {"as profiled": 0.0, "wandering": 0.05}.get(kind, 0.03)
-    repeats = rng.integers(world.log_latency.shape[2], size=shape)
-    offset, drift = np.zeros((seeds, len(world.configurations))), np.zeros(shape)
-    time = np.arange(requests) / requests
+    drift, offset, worth = np.zeros(requests), np.zeros(count), np.ones(count)
     if kind.startswith("×"):
         drift += np.log(float(kind[2:]))
     elif kind in ("step", "ramp"):
         drift += np.log(1.4) * (time if kind == "ramp" else (time >= 1 / 3) & (time < 2 / 3))
     elif kind == "wandering":
-        kept = np.exp(-1 / 100)
-        drift[:, 0] = normal[:, 0]
-        for t in range(1, requests):
-            drift[:, t] = kept * drift[:, t - 1] + np.sqrt(1 - kept**2) * normal[:, t]
-        drift = np.log(1.08) + 0.05 * drift
+        kept, normal = np.exp(-1 / 100), rng.normal(size=requests)
+        normal[1:] *= np.sqrt(1 - kept**2)
+        drift = np.log(1.08) + 0.05 * lfilter([1.0], [1.0, -kept], normal)
     elif kind == "stalls":
-        for stream, first in zip(*np.nonzero(rng.random(shape) < 1 / 150), strict=True):
-            noise[stream, first : first + rng.geometric(1 / 4)] += np.log(rng.uniform(3, 20))
+        for first in np.flatnonzero(rng.random(requests) < 1 / 150):
+            noise[first : first + rng.geometric(1 / 4)] += np.log(rng.uniform(3, 20))
     elif kind == "values":
-        offset = rng.uniform(0, 0.3, (seeds, len(world.places[0]))) @ (world.places / world.places.max(0)).T
-    return Stream(rows, repeats, logs, drift, offset, noise)
+        offset = world.places / world.places.max(0) @ rng.uniform(0, 0.3, world.places.shape[1])
+    elif kind == "worse answers":
+        drift += np.log(1.3)
+        worth[rng.permutation(count)[: count // 3]] = 0.75
+    elif kind == NEW:
+        known, new = (rng.choice(np.flatnonzero(world.is_new == side), requests) for side in (False, True))
+        rows = np.where((time >= 1 / 3) & (rng.random(requests) < 0.5), new, known)
+    return Stream(rows, repeats, budgets, drift[:, None] + offset, worth, noise)
 
 
-# -- trackers ----------------------------------------------------------------------------------------------------------
 
 
-class Frozen:
-    """Follows nothing."""
+class Deployed:
+    """The controller as `AdaptiveModel` serves it, perhaps with a tracker, exploration and updates from its log."""
 
-    drift: tuple[Any, float] | None = None
+    def __init__(
+        self, world: World, config: StreamsConfig, seed: int, tracks: bool, learning: UpdateConfig | None
+    ) -> None:
+        self.world, self.agent, self.every, self.learning = world, world.agent, config.every, learning
+        self.controller = to_numpy(self.agent)
+        self.tracker = LatencyTracker(world.names) if tracks else None
+        self.exploration = Exploration(config.explore, 0.05, seed) if learning else None
+        self.log: list[tuple[Any, ...]] = []
+        self.taken_over = 0
 
-    def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None: ...
+    def decide(self, row: int, budget_ms: float) -> int:
+        features = self.world.features(row)
+        self.drift: Drift | None = self.tracker.drift if self.tracker else None
+        self.expected: Expected = self.controller.decide_expected(features, budget_ms, self.drift)
+        self.drawn = Drawn(1.0, [self.expected[0]], self.expected[0])
+        if self.exploration:
+            about = self.controller, features, budget_ms, self.drift, self.expected
+            self.expected, self.drawn = self.exploration.draw(*about, self.exploration.turn())
+        return self.expected[0]
+
+    def learn(self, row: int, budget_ms: float, choice: int, took_ms: float, accuracy: float) -> None:
+        if self.tracker:
+            self.tracker.update(*self.expected, took_ms)
+        if self.learning is None:
+            return
+        offset, scale = self.drift or (0.0, 1.0)
+        self.log.append((row, budget_ms, offset, scale, self.drawn, self.expected, took_ms, accuracy))
+        if len(self.log) % self.every == 0:
+            done = update(self.agent, self._logged(), self.learning)
+            if done.better:
+                self.agent, self.controller = done.agent, to_numpy(done.agent)
+                self.taken_over += 1
+
+    def _logged(self) -> Logged:
+        rows, budgets, offsets, scales, drawn, expected, took, accuracy = zip(*self.log, strict=True)
+        count, shape = len(self.world.names), (len(rows), len(self.world.names))
+        support = np.zeros(shape, bool)
+        for place, draws in enumerate(drawn):
+            support[place, draws.among] = True
+        return Logged(
+            ids=[str(place) for place in range(len(rows))],
+            features=self.world.features(np.array(rows)),
+            seen=np.ones(len(rows), bool),
+            budget_ms=np.array(budgets),
+            limit_ms=np.array(budgets),
+            offset=np.stack([np.broadcast_to(each, count) for each in offsets]).astype(np.float32),
+            scale=np.array(scales),
+            choice=np.array([choice for choice, *_ in expected]),
+            probability=np.array([draws.probability for draws in drawn]),
+            support=support,
+            log_latency=np.array([mean for _, mean, _ in expected]),
+            answer_ms=np.array(took),
+            met=np.array(took) <= np.array(budgets),
+            accuracy=np.array(accuracy),
+        )
 
 
-FOLLOWERS: dict[str, Callable[[World], Any]] = {
-    "frozen": lambda world: Frozen(),
-    "tracked": lambda world: LatencyTracker(world.configurations),
-}
+class Knowing:
+    """The controller where it knows the drift of latencies and accuracies, not the jitter. Where accuracies stay, it
+    decides inside its guard."""
+
+    def __init__(self, world: World, stream: Stream) -> None:
+        self.world, self.stream, self.controller, self.time = world, stream, to_numpy(world.agent), 0
+
+    def decide(self, row: int, budget_ms: float) -> int:
+        drift = self.stream.offset[self.time], 1.0
+        if (self.stream.worth == 1).all():
+            return self.controller.decide_expected(self.world.features(row), budget_ms, drift)[0]
+        score, *_ = self.controller.prospects(self.world.features(row), budget_ms, drift)
+        return int((score * self.stream.worth).argmax())
+
+    def learn(self, row: int, budget_ms: float, choice: int, took_ms: float, accuracy: float) -> None:
+        self.time += 1
 
 
-def serve(world: World, stream: Stream, choose: Choose, followers: Sequence[Any] | None) -> tuple[Array, Array]:
-    """One policy on S streams with a tracker each, None for knowing the drift: utility, and the share of feasible
-    requests on time, [S] each."""
-    shape, every = stream.rows.shape, np.arange(len(stream.rows))
-    utility, met, feasible = (np.zeros(shape) for _ in range(3))
-    for t in range(shape[1]):
-        rows, logs = stream.rows[:, t], stream.logs[:, t]
-        offset, scale = stream.drift[:, t, None] + stream.offset, np.ones((shape[0], 1))
-        drifted = offset + stream.noise[:, t, None]
-        took = world.log_latency[rows, :, stream.repeats[:, t]] + drifted
-        if followers is not None:
-            drifts = [follower.drift or (0.0, 1.0) for follower in followers]
-            offset = np.stack([np.broadcast_to(each, offset.shape[1]) for each, _ in drifts])
-            scale = np.array([factor for _, factor in drifts])[:, None]
-        choice, mean, spread = choose(rows, logs, offset, scale)
-        taken = took[every, choice]
-        met[:, t], feasible[:, t] = taken <= logs, (world.typical[rows] + drifted).min(1) <= logs
-        utility[:, t] = world.accuracy[rows, choice] * met[:, t]
-        answers = zip(choice.tolist(), mean.tolist(), spread.tolist(), np.exp(taken).tolist(), strict=True)
-        for follower, answer in zip(followers or (), answers, strict=False):
-            follower.update(*answer)
-    return utility.mean(1), (met * feasible).sum(1) / np.maximum(feasible.sum(1), 1)
+class ThompsonSampling:
+    """A linear model of the utility of each configuration, with normal draws of its weights (Agrawal and Goyal 2013,
+    "Thompson Sampling for Contextual Bandits with Linear Payoffs", ICML, algorithm 1). It sees principal components of
+    the features at each budget, and begins with the profile, which counts as much as `PROFILED` requests."""
+
+    COMPONENTS, PROFILED, SCALE = 12, 300, 0.1
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.rng = world, np.random.default_rng(seed)
+        fitted, joined = world.fitted, torch.cat(list(world.table.features.values()), 1).numpy()
+        components = PCA(self.COMPONENTS, whiten=True, random_state=0).fit(joined[fitted])
+        self.x = components.transform(np.concatenate(list(world.blocks.values()), 1))
+        profiled = components.transform(joined[fitted])
+        width, count = self.COMPONENTS + 1, len(world.names)
+        shape = len(world.budgets_ms), count, width
+        self.precision = np.tile(np.eye(width), (*shape[:2], 1, 1))
+        self.target = np.zeros(shape)
+        x, share = np.insert(profiled, 0, 1.0, 1), self.PROFILED / len(fitted)
+        latency = world.table.measurements_ms[fitted].numpy()
+        for place, budget in enumerate(world.budgets_ms):
+            utility = world.table.accuracy[fitted].numpy() * (latency <= budget).mean(-1)
+            self.precision[place] += share * x.T @ x
+            self.target[place] += share * utility.T @ x
+        self.factor = np.linalg.cholesky(np.linalg.inv(self.precision))
+
+    def decide(self, row: int, budget_ms: float) -> int:
+        place, x = int(np.abs(self.world.budgets_ms - budget_ms).argmin()), np.insert(self.x[row], 0, 1.0)
+        factor = self.factor[place]
+        noise = self.SCALE * self.rng.normal(size=self.target[place].shape)
+        mean = np.einsum("cij,ckj,ck->ci", factor, factor, self.target[place])
+        return int(((mean + np.einsum("cij,cj->ci", factor, noise)) @ x).argmax())
+
+    def learn(self, row: int, budget_ms: float, choice: int, took_ms: float, accuracy: float) -> None:
+        place, x = int(np.abs(self.world.budgets_ms - budget_ms).argmin()), np.insert(self.x[row], 0, 1.0)
+        self.precision[place, choice] += np.outer(x, x)
+        self.target[place, choice] += accuracy * (took_ms <= budget_ms) * x
+        self.factor[place, choice] = np.linalg.cholesky(np.linalg.inv(self.precision[place, choice]))
 
 
-def served_by_all(world: World, stream: Stream) -> Served:
-    """Policy → what `serve` gives for it; knowing the drift first."""
-    followed = {name: (world.by_controller, fresh) for name, fresh in FOLLOWERS.items()}
-    followed |= {f"static, {name}": (world.by_static, FOLLOWERS[name]) for name in ("frozen", "tracked")}
-    by_policy = {KNOWN: serve(world, stream, world.by_controller, None)}
-    for name, (choose, fresh) in followed.items():
-        by_policy[name] = serve(world, stream, choose, [fresh(world) for _ in stream.rows])
-    return by_policy
+class Static:
+    """Budget-aware static, perhaps with a tracker."""
+
+    def __init__(self, world: World, tracks: bool) -> None:
+        self.static, self.tracks = TrackedStatic(world.static, LatencyTracker(world.names)), tracks
+
+    def decide(self, row: int, budget_ms: float) -> int:
+        return self.static.decide(budget_ms)
+
+    def learn(self, row: int, budget_ms: float, choice: int, took_ms: float, accuracy: float) -> None:
+        if self.tracks:
+            self.static.update(choice, took_ms)
+
+
+def policy_of(name: str, world: World, config: StreamsConfig, stream: Stream, seed: int) -> Any:
+    if name == KNOWING:
+        return Knowing(world, stream)
+    if name == THOMPSON:
+        return ThompsonSampling(world, seed)
+    if name in (STATIC, TRACKED_STATIC):
+        return Static(world, name == TRACKED_STATIC)
+    learning = {UPDATED: UpdateConfig(steps=0), GRPO: UpdateConfig()}.get(name)
+    return Deployed(world, config, seed, name != FROZEN, learning)
+
+
+# -- serving -----------------------------------------------------------------------------------------------------------
+
+
+def serve(policy: Any, world: World, stream: Stream) -> tuple[Array, Array, Array]:
+    """Whether each request was answered on time and whether that was feasible, bool [T], and its utility [T]."""
+    drifted = stream.offset + stream.noise[:, None]
+    took = np.exp(world.log_latency[stream.rows, :, stream.repeats] + drifted)
+    feasible = np.exp((world.typical[stream.rows] + drifted).min(1)) <= stream.budgets_ms
+    met, utility = np.zeros(len(took), bool), np.zeros(len(took))
+    for t, (row, budget) in enumerate(zip(stream.rows.tolist(), stream.budgets_ms.tolist(), strict=True)):
+        choice = policy.decide(row, budget)
+        took_ms, accuracy = float(took[t, choice]), float(world.accuracy[row, choice] * stream.worth[choice])
+        met[t], utility[t] = took_ms <= budget, accuracy * (took_ms <= budget)
+        policy.learn(row, budget, choice, took_ms, accuracy)
+    return met, feasible, utility
+
+
+def simulate(folder: str, kind: str, name: str, seed: int, config: StreamsConfig) -> dict[str, Any]:
+    """One policy on one stream: mean utilities of blocks of `every` requests, and the share of feasible requests that
+    were on time."""
+    world = world_of(Path(folder), kind == NEW)
+    stream = draw(kind, world, config.requests, seed)
+    policy = policy_of(name, world, config, stream, seed)
+    met, feasible, utility = serve(policy, world, stream)
+    blocks = [float(block.mean()) for block in np.split(utility, range(config.every, len(utility), config.every))]
+    on_time = float((met & feasible).sum() / max(feasible.sum(), 1))
+    about = {"kind": kind, "policy": name, "seed": seed, "taken_over": getattr(policy, "taken_over", 0)}
+    return about | {"utility": blocks, "on_time": on_time}
 
 
 def run(config: StreamsConfig) -> list[str]:
-    """Simulate every kind of stream, and write the page. Raises InputError as `World` does."""
-    world, served = World(config.checkpoint), dict[str, Served]()
-    with progress("kinds of streams", len(KINDS), 0) as tick:
-        for done, kind in enumerate(KINDS, 1):
-            served[kind] = served_by_all(world, draw(kind, world, config.requests, config.seeds))
-            tick(done, kind)
-    write_text(config.out, streams_page(served, world.guard, config))
+    """Simulate what is missing, and write the page."""
+    settings = [config.requests, config.every, config.explore, UpdateConfig(), KINDS, builtin_profile().digest]
+    folder = folder_for(config.runs, settings)
+    for new in (False, True):
+        world_of(folder, new)
+    pairs = [(kind, name) for kind in KINDS for name in (*POLICIES, *(LEARNERS if kind in LEARNED else ()))]
+    cells = {
+        folder / f"{kind}-{name}-{seed}.json": (str(folder), kind, name, seed, config)
+        for seed in range(config.seeds)
+        for kind, name in pairs
+    }
+    guard = world_of(folder, False).agent.guard
+    assert guard is not None
+    write_text(config.out, streams_page(measured("streams", simulate, cells, config.jobs), guard.rows(), config))
     return []
 
 
-def streams_page(served: Mapping[str, Served], guard: Sequence[Mapping[str, Any]], config: StreamsConfig) -> str:
-    """docs/streams.md, from what `served_by_all` gives for each kind of stream, and the rows of the guard."""
+def streams_page(cells: Sequence[Mapping[str, Any]], guard: Sequence[Mapping[str, Any]], config: StreamsConfig) -> str:
+    """docs/streams.md, from what `simulate` gives for each kind, policy and seed, and the rows of the guard."""
+    frame = pl.DataFrame(cells).sort("seed")
 
-    def gain(kind: str, policy: str, other: str) -> Mean:
-        """In points."""
-        return Mean.over(100 * (served[kind][policy][0] - served[kind][other][0]))
+    def of(kind: str, name: str, what: str) -> Array:
+        """[seeds], of utility [seeds, blocks]."""
+        return np.array(frame.filter(kind=kind, policy=name)[what].to_list())
 
-    policies = list(served["no drift"])
-    shares = {policy: {kind: 100 * float(served[kind][policy][1].mean()) for kind in KINDS} for policy in policies}
+    def gain(kind: str, name: str, other: str, first: int = 0) -> Mean:
+        """In points of utility, after some blocks."""
+        return Mean.over(100 * (of(kind, name, "utility") - of(kind, other, "utility"))[:, first:].mean(1))
+
+    def gains(names: Sequence[str], kinds: Sequence[str], other: str, first: int = 0) -> dict[str, dict[str, Mean]]:
+        return {name: {kind: gain(kind, name, other, first) for kind in kinds} for name in names}
+
+    shares = {name: {kind: 100 * float(of(kind, name, "on_time").mean()) for kind in KINDS} for name in POLICIES}
     return rendered(
         "streams.md.j2",
         config=config,
         guard=guard,
         kinds=KINDS,
-        policies=policies,
-        known={kind: Mean.over(served[kind][KNOWN][0]) for kind in KINDS},
-        gains={policy: {kind: gain(kind, policy, KNOWN) for kind in KINDS} for policy in policies[1:]},
+        learned=LEARNED,
+        policies=POLICIES,
+        known={kind: Mean.over(of(kind, KNOWING, "utility").mean(1)) for kind in KINDS},
+        gains=gains(POLICIES[1:], list(KINDS), KNOWING),
         shares=shares,
-        distances={kind: shares["tracked"][kind] - shares[KNOWN][kind] for kind in KINDS},
-        costs={kind: gain(kind, "tracked", "frozen") for kind in ("as profiled", "no drift")},
+        distances={kind: shares[TRACKED][kind] - shares[KNOWING][kind] for kind in KINDS},
+        costs={kind: gain(kind, TRACKED, FROZEN) for kind in ("as profiled", "no drift")},
+        late=gains((FROZEN, TRACKED, *LEARNERS), LEARNED, KNOWING, min(1000, config.requests - 1) // config.every),
+        over=gains(LEARNERS, LEARNED, TRACKED),
+        quiet={name: gain("no drift", name, FROZEN) for name in LEARNERS},
+        grpo={kind: gain(kind, GRPO, UPDATED) for kind in LEARNED},
+        taken_over={kind: of(kind, GRPO, "taken_over").mean() for kind in LEARNED},
     )
 
 

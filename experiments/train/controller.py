@@ -33,9 +33,10 @@ from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets, over_splits
+from knobwise.experiments.results.explanation import Explained, explain_policy
 from knobwise.experiments.results.run_folder import STUDENT
 from knobwise.experiments.settings.options import TrainRun
-from knobwise.experiments.settings.profiles import read_profile
+from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train.run import Experiment, keep_best, train_seed
 
@@ -172,10 +173,14 @@ class ControllerExperiment(Experiment):
         students = [each / STUDENT for each in folders if (each / STUDENT).exists()]
         results, decisions = self.judged(best, list(map(load_checkpoint, students)) or best)
         keep_best(folder, dict(zip(folders, results["validation_utility"], strict=True)))
+        kept = load_checkpoint(folder / "checkpoints" / (STUDENT if students else "best.pt")).controller
         if not self.mean:
-            kept = folder / "checkpoints" / (STUDENT if students else "best.pt")
-            export_numpy(load_checkpoint(kept).controller, folder / "controller.npz")
+            export_numpy(kept, folder / "controller.npz")
             shutil.copy(numpy_controller.__file__, folder)
+        if not self.number:
+            with threadpool_limits(self.config.threads):
+                explained = Explained(self.table, self.fitted, self.split.test, kept, self.budgets_ms)
+                results["explanation"] = explain_policy(explained, read_questions(self.config.profile))
         if self.others:
             frames = [decisions, *(other.judge(folder / f"split{other.number}")[1] for other in self.others)]
             tests = [part.split.test for part in (self, *self.others)]

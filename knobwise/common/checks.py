@@ -31,10 +31,16 @@ def a_seed(key: str, value: int) -> None:
         raise InputError(f"{key}={value}: a seed is a whole number from 0 to {2**32 - 1}")
 
 
-def a_device(key: str, value: str) -> None:
-    """Refuse a device that is neither cpu nor cuda."""
-    if value.split(":")[0] not in ("cpu", "cuda"):
+def a_device(key: str, value: str, usable: bool = False) -> None:
+    """Refuse a device that is neither cpu nor cuda; if it must be `usable`, also a GPU that torch does not find."""
+    kind, _, number = value.partition(":")
+    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
         raise InputError(f"{key}={value}: must be cpu or cuda")
+    if usable and kind == "cuda":
+        import torch
+
+        if int(number or 0) >= torch.cuda.device_count():
+            raise InputError(f"{key}={value}: torch finds no such GPU here; {key}=cpu works everywhere")
 
 
 def band(key: str, value: tuple[float, float] | None) -> None:

@@ -1,34 +1,25 @@
 """The built-in data of the selector: which demonstrations help the learner answer questions about canvases.
 
-Files hold pools, recorded sequences, and digests of canvases and learner. This makes all anew, in some 2 CPU-minutes:
-
-    python -m knobwise.profiling.demonstrations.builtin FOLDER
+Files hold pools, recorded sequences, and digests of canvases and learner.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.tensor_file import tensors_and_metadata, with_prefix
 from knobwise.profiling.demonstrations import tasks
-from knobwise.profiling.demonstrations.canvases import VARIANTS, digest
-from knobwise.profiling.demonstrations.learner import LearnerConfig, train_learner
-from knobwise.profiling.demonstrations.profile import profile_beams
+from knobwise.profiling.demonstrations.canvases import digest
 from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
-from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig
 from knobwise.profiling.demonstrations.tasks import DATA, PARTS, builtin_learner, draw_part
 
-_COMMAND = "python -m knobwise.profiling.demonstrations.builtin FOLDER"
 _FORMAT = "knobwise.Demonstrations/1"
 # what follows from another field is not stored; NaN stays NaN
 _DERIVED = {"vqa_gt_prob": ("logprob_score", torch.exp), "vqa_correct": ("vqa_acc_score", torch.floor)}
@@ -66,30 +57,16 @@ def demonstrations_path(variant: str, part: str) -> Path:
     return DATA / f"demonstrations-{variant}-{part}.safetensors"
 
 
-def save_demonstrations(table: BeamTable, variant: str, part: str, path: str | Path) -> None:
-    """Write pools and beams of a table of `task_table` of this variant and part, without what is drawn and computed
-    again at load.
-
-    Outcomes are rounded to half precision; `vqa_gt_prob`, exp(`logprob_score`), and `vqa_correct`, whether
-    `vqa_acc_score` is 1, are left out and computed at load.
-    """
-    task = draw_part(variant, part, table.num_queries, len(table.candidates), seed=0)
-    tensors = {name: getattr(table, name).to(kind).contiguous() for name, kind in _INTEGERS.items()}
-    derived = {name for name, (origin, _) in _DERIVED.items() if origin in table.fields}
-    fields = {name: field for name, field in table.fields.items() if name not in derived}
-    tensors |= {f"fields.{name}": field.half().contiguous() for name, field in fields.items()}
-    sizes = {"queries": str(len(task[0])), "candidates": str(len(task[1])), "seed": "0"}
-    about = {"format": _FORMAT, **sizes, "canvases": digest(*task), "learner": builtin_learner().digest}
-    with written_whole(path) as temporary:
-        save_file(tensors, temporary, about)
-
-
 def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[BeamTable, LearnerScorer]:
-    """Read what `save_demonstrations` wrote. Raises InputError where canvases or the learner here are not its own."""
+    """Read a file of the built-in data. Raises InputError where canvases or the learner here are not its own.
+
+    Outcomes are in half precision. `vqa_gt_prob`, exp(`logprob_score`), and `vqa_correct`, whether `vqa_acc_score` is
+    1, are computed here; embeddings are drawn.
+    """
     learner = builtin_learner()
     tensors, about = tensors_and_metadata(path)
     task = draw_part(variant, part, *(int(about[key]) for key in ("queries", "candidates", "seed")))
-    again = f"Make it again with `{_COMMAND}`"
+    again = "Install the versions in constraints.txt, or record other beams with `knobwise profile model=learner`"
     if digest(*task) != about["canvases"]:
         raise InputError(
             f"{path}: was recorded with other canvases than NumPy {np.__version__} and scikit-learn draw here for "
@@ -101,25 +78,3 @@ def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[Beam
     fields |= {name: derive(fields[origin]) for name, (origin, derive) in _DERIVED.items() if origin in fields}
     beams = {name: tensors[name].long() for name in _INTEGERS}
     return tasks.part_table(variant, part, task, fields=fields, **beams), LearnerScorer(learner, *task)
-
-
-def make_builtin(folder: str | Path) -> None:
-    """Train the learner, record the built-in data, and put both where they are loaded from; repeat it to resume."""
-    learner = train_learner(LearnerConfig(), Path(folder) / "learner.pt")
-    learner.save(DATA / "learner.safetensors")
-    builtin_learner.cache_clear()
-    configs = {
-        "train": BeamProfileConfig(json=False),
-        "test": BeamProfileConfig(shots=4, every_length=True, retrieved=0, random=0, json=False),
-    }
-    for variant in VARIANTS:
-        for part in PARTS:
-            task = tasks.learner_task(LearnerTaskConfig(variant=variant, part=part), PoolConfig())
-            table = profile_beams(Path(folder) / f"{variant}-{part}", task, configs[part])
-            save_demonstrations(table, variant, part, demonstrations_path(variant, part))
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: {_COMMAND}")
-    make_builtin(sys.argv[1])

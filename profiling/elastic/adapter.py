@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from knobwise.common.errors import InputError
 from knobwise.profiling.elastic import scenes
 from knobwise.profiling.elastic.model import STRIDE, TILE, ElasticVLM, shipped_model
 from knobwise.profiling.elastic.scenes import CELL, END, FILLER, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS, Scenes
-from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
+from knobwise.profiling.elastic.settings import Configuration
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     FirstStage,
@@ -26,6 +27,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     check_configuration,
     clock_ms,
 )
+from knobwise.profiling.measuring.questions import VQAItem
 
 _PROMPT_TOKENS = np.float32(PROMPT_TOKENS)
 _PROMPT = torch.Size((1, PROMPT_TOKENS))
@@ -33,6 +35,10 @@ _MEAN_WINDOW = np.array(
     [[1 / 3 if x - y in range(0, TILE - CELL + 1, STRIDE) else 0 for y in range(CELL)] for x in range(TILE)], np.float32
 )
 """[16, 8]: from a row of an overview's pixels to the mean of its windows in it."""
+
+
+MEASURED = {"max_crops": (2, 4, 8, 12), "top_k": (1, 2, 3, 4), "num_active_blocks": (3, 4, 5, 6)}
+"""Values of the knobs in the built-in profile."""
 
 
 class ElasticAdaptive:
@@ -56,6 +62,8 @@ class ElasticAdaptive:
             KnobSupport("top_k", full.top_k, 1, size.max_top_k, "experts for each token"),
             KnobSupport("num_active_blocks", full.num_active_blocks, 2, size.blocks, "blocks that run"),
         )
+        self.measured = {knob.name: tuple(filter(knob.accepts, MEASURED[knob.name])) for knob in self.knobs}
+        """Values that a profile measures by default."""
         self.configuration = full
         """What it runs with."""
         self._width = self.model.size.width
@@ -67,6 +75,15 @@ class ElasticAdaptive:
         self._words = self.model.words.weight.detach().numpy() / _PROMPT_TOKENS
         self._base: dict[torch.Size, NDArray[np.float32]] = {}
         self._checked: dict[tuple[tuple[str, int], ...], Configuration] = {}
+
+    @cached_property
+    def questions(self) -> tuple[VQAItem, ...]:
+        """What the built-in profile asks: 2,000 scenes, a question each, of digits that training never saw."""
+        drawn = enumerate(scenes.draw_samples(2000, scenes.SEED))
+        return tuple(
+            VQAItem(str(n), torch.from_numpy(scene.images), question_of(scene), (answer_of(scene),))
+            for n, scene in drawn
+        )
 
     @contextmanager
     def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
@@ -196,10 +213,15 @@ def question_of(scene: Scenes) -> str:
     return " ".join(word for word in (WORDS[token] for token in scene.prompts[0]) if word[0] not in "·<")
 
 
+def answer_of(scene: Scenes) -> str:
+    """The right answer to the question of a scene."""
+    return " ".join(scenes.to_words(scene.answers[0]))
+
+
 def builtin_input(sample_id: str) -> tuple[str, NDArray[np.float32]]:
     """The question and the picture, float32 [h, w, 3] in 0–1, of a sample of the built-in profile: drawn again from the
     seed that the profile was made with."""
-    scene = scenes.draw_sample(int(sample_id), ElasticProfileConfig().seed)
+    scene = scenes.draw_sample(int(sample_id), scenes.SEED)
     return question_of(scene), scene.images[0].transpose(1, 2, 0)
 
 
@@ -228,5 +250,5 @@ class ElasticRequests:
 
     def _scene(self, sample_id: str) -> Scenes:
         if sample_id not in self._scenes:
-            self._scenes[sample_id] = scenes.draw_sample(int(sample_id), ElasticProfileConfig().seed)
+            self._scenes[sample_id] = scenes.draw_sample(int(sample_id), scenes.SEED)
         return self._scenes[sample_id]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from knobwise.profiling.elastic.resumable_training import read_weights, save_weights
+from knobwise.envs.tables.tensor_file import tensors_and_metadata
 from knobwise.profiling.elastic.scenes import ANSWER_TOKENS, CELL, END, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize
 from knobwise.profiling.measuring.adaptive_model import clock_ms
@@ -47,10 +45,6 @@ class TileGrid(NamedTuple):
     across: int
     height: int
     width: int
-
-    def is_full(self, rows: int, columns: int) -> bool:
-        """Whether the image keeps its full resolution."""
-        return (self.height, self.width) == (rows * CELL, columns * CELL)
 
 
 @cache
@@ -120,7 +114,6 @@ class Experts(nn.Module):
         self.w_in = nn.Parameter(torch.randn(size.experts, size.width, size.expert_width) / size.width**0.5)
         self.w_out = nn.Parameter(torch.randn(size.experts, size.expert_width, size.width) / size.expert_width**0.5)
         self.max_top_k = size.max_top_k
-        self.balance: Tensor | None = None
 
     def forward(self, x: Tensor, top_k: int) -> Tensor:
         """[tokens, width] → [tokens, width]; an expert sees only the tokens that chose it."""
@@ -129,16 +122,12 @@ class Experts(nn.Module):
         # capped, so that no expert outweighs the others by more than e²: each of them matters
         weight = best.tanh().softmax(-1)[:, :top_k]
         chosen = chosen[:, :top_k]
-        if len(x) == 1 and not self.training:  # a decoding step has nothing to sort
+        if len(x) == 1:  # a decoding step has nothing to sort
             parts = [torch.mm(F.silu(torch.mm(x, self.w_in[i])), self.w_out[i]) for i in chosen[0].tolist()]
             return torch.mm(weight, torch.cat(parts))
         flat = chosen.flatten()
         order = flat.argsort()
         counts = flat.bincount(minlength=len(self.w_in))
-        if self.training:
-            # load balancing, Fedus et al. 2021 (https://arxiv.org/abs/2101.03961), eq. 4–6
-            share = logits.tanh().softmax(-1)
-            self.balance = len(self.w_in) * (share.mean(0) * counts / len(flat)).sum()
         token = order // top_k
         inputs = torch.split(x.index_select(0, token), counts.tolist())
         experts = zip(inputs, self.w_in, self.w_out, strict=True)
@@ -182,8 +171,7 @@ class ElasticVLM(nn.Module):
     mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): each token runs through its ``top_k``
     experts only. ``num_active_blocks`` leaves out middle blocks, the least important first.
 
-    ``drop_order`` lists the middle blocks, the first to be left out first; ``training_s`` are the CPU seconds that its
-    training took.
+    ``drop_order`` lists the middle blocks, the first to be left out first.
     """
 
     def __init__(self, size: ElasticSize | None = None) -> None:
@@ -200,7 +188,6 @@ class ElasticVLM(nn.Module):
         self.head = nn.Linear(width, len(WORDS))
         self.digit_head = nn.Linear(width, _DIGIT_CLASSES)  # auxiliary, used in training only
         self.drop_order: tuple[int, ...] = tuple(range(self.size.blocks - 2, 0, -1))
-        self.training_s = 0.0
 
         for module in self.modules():
             if isinstance(module, nn.Embedding):
@@ -258,31 +245,18 @@ class ElasticVLM(nn.Module):
         question = self.words(prompts) + self.slots.weight[:PROMPT_TOKENS]
         return torch.cat((self.first_stage(images, max_crops, overview), question), 1)
 
-    def tile_states(self, prefix: Tensor, grid: TileGrid) -> Tensor:
-        """The tiles' part of the prefix, [B, down, 3, across, 3, width]."""
-        tiles = prefix[:, OVERVIEW_TOKENS : OVERVIEW_TOKENS + TILE_TOKENS * grid.down * grid.across]
-        return tiles.view(len(prefix), grid.down, len(_STARTS), grid.across, len(_STARTS), -1)
-
-    def forward(
-        self,
-        images: Tensor,
-        prompts: Tensor,
-        answers: Tensor,
-        configuration: Configuration,
-        blocks: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """Teacher-forced logits [B, 9, words] for ``answers`` [B, 9], and the prefix's last states [B, P, width];
-        ``blocks`` overrides which blocks run (for calibration and training)."""
+    def forward(self, images: Tensor, prompts: Tensor, answers: Tensor, configuration: Configuration) -> Tensor:
+        """Teacher-forced logits [B, 9, words] for ``answers`` [B, 9]."""
         prefix = self.prefix(images, prompts, configuration.max_crops)
         spoken = self.words(answers[:, :-1]) + self.slots.weight[PROMPT_TOKENS : PROMPT_TOKENS + answers.shape[1] - 1]
         x, length = torch.cat((prefix, spoken), 1), prefix.shape[1]
         # the prefix sees all of itself and none of the answer; the answer sees the prefix and its own past
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         mask[:length, :length] = True
-        for i in blocks or self.active_blocks(configuration.num_active_blocks):
+        for i in self.active_blocks(configuration.num_active_blocks):
             x, _ = self.block(i)(x, configuration.top_k, mask)
-        x = self.norm(x)
-        return self.head(x[:, length - 1 :]), x[:, :length]
+        logits: Tensor = self.head(self.norm(x)[:, length - 1 :])
+        return logits
 
     @torch.inference_mode()
     def generate(
@@ -315,35 +289,17 @@ class ElasticVLM(nn.Module):
         seen = self.first_stage(images)
         return torch.cat((seen[:, 1:].mean(1), seen[:, 0]), -1), self.words(prompts).mean(1)
 
-    def save(self, path: Path) -> None:
-        """Write weights in half precision, with size and drop order as metadata."""
-        about = {"size": asdict(self.size), "drop_order": self.drop_order, "training_s": self.training_s}
-        save_weights(self, path, {key: json.dumps(value) for key, value in about.items()})
-
     @classmethod
     def load(cls, path: Path) -> ElasticVLM:
-        """Read what `save` wrote; in evaluation mode, single precision. Raises ValueError for another kind of file."""
-        try:
-            weights, metadata = read_weights(path)
-            model = cls(ElasticSize(**json.loads(metadata["size"])))
-            model.load_state_dict(weights)
-        except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
-            raise ValueError(f"{path}: holds no weights of the elastic model") from error
+        """Read weights in half precision, with size and drop order as metadata; the model is in evaluation mode and
+        single precision."""
+        weights, metadata = tensors_and_metadata(path)
+        model = cls(ElasticSize(**json.loads(metadata["size"])))
+        model.load_state_dict(weights)
         model.drop_order = tuple(json.loads(metadata["drop_order"]))
-        model.training_s = float(metadata["training_s"])
         return model.eval()
 
 
 def shipped_model() -> ElasticVLM:
     """The trained model that the built-in profile was measured on."""
-    return ElasticVLM.load(weights_path("shipped"))
-
-
-def weights_path(model: str) -> Path:
-    """The file of weights that a setting names: ``shipped`` for the weights that come with knobwise, or a path."""
-    if model == "shipped":
-        return Path(str(resources.files("knobwise.profiling") / "data" / "elastic.safetensors"))
-    path = Path(model)
-    if not path.exists():
-        raise ValueError(f"model={model}: no such file")
-    return path
+    return ElasticVLM.load(Path(str(resources.files("knobwise.profiling") / "data" / "elastic.safetensors")))

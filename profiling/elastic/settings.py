@@ -1,13 +1,9 @@
-"""The settings of the elastic model and of its profile, each with its meaning."""
+"""The configuration and the size of the elastic model."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from knobwise.common.checks import at_least, one_of, positive
-from knobwise.profiling.measuring.adaptive_model import CLOCKS
 
 
 class Configuration(NamedTuple):
@@ -45,80 +41,3 @@ class ElasticSize:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
         if self.blocks < 2 or not 1 <= self.max_top_k <= self.experts:
             raise ValueError(f"need at least 2 blocks and 1 ≤ max_top_k ≤ experts, got {self}")
-
-
-@dataclass
-class TrainingConfig:
-    """How the elastic model is trained."""
-
-    steps: int = 3200
-    """Optimiser steps; one step is one batch of scenes of one grid size."""
-    batch_size: int = 48
-    """Scenes per step."""
-    learning_rate: float = 2.5e-3
-    """Peak of AdamW's rate, reached after 100 steps, cosine to 3 % of it."""
-    random_crops: float = 0.5
-    """Share of the steps at a random cap on tiles, log-uniform: what few tiles cost is then what they do not show."""
-    random_top_k: float = 0.0
-    """Share of the steps at a random number of experts; halved over the second half of the training."""
-    random_blocks: float = 0.06
-    """Share of the steps with random middle blocks left out; halved over the second half too."""
-    seed: int = 0
-    """Seeds the weights and every batch."""
-
-    def __post_init__(self) -> None:
-        at_least("elastic.training.steps", self.steps, 1)
-        at_least("elastic.training.batch_size", self.batch_size, 1)
-        positive("elastic.training.learning_rate", self.learning_rate)
-        for name in ("random_crops", "random_top_k", "random_blocks"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share between 0 and 1, not {getattr(self, name)}")
-
-
-@dataclass
-class ElasticProfileConfig:
-    """What ``profile_elastic`` measures."""
-
-    samples: int = 2000
-    """Scenes, each with one question, made of digit images that training never saw."""
-    repeats: int = 5
-    """Measurements per (sample, configuration). The table keeps all of them; figures are those of their medians."""
-    detrend: bool = True
-    """Divide out how fast the machine was at the moment, which a deployed controller follows by its tracker; needs
-    three repeats."""
-    clock: str = "wall"
-    """What latency_ms is: wall, the time that passes, or cpu, the CPU time of the thread, for a machine that others use
-    too. cpu_ms is the CPU time in either case."""
-    seed: int = 1
-    """Seeds the scenes and the order of measuring."""
-    max_crops: tuple[int, ...] = (2, 4, 8, 12)
-    """Values of the first knob: caps on the tiles of an image."""
-    top_k: tuple[int, ...] = (1, 2, 3, 4)
-    """Values of the second knob: experts per token."""
-    num_active_blocks: tuple[int, ...] = (3, 4, 5, 6)
-    """Values of the third knob: blocks that run."""
-    model: str = ""
-    """Weights (.safetensors) to measure; ``shipped`` for those that come with knobwise; empty trains a new model."""
-    exp_json: bool = True
-    """Whether to write exp5/exp6 files too; they are some hundred times larger than the table."""
-    quick: bool = False
-    """A trial run in a minute: at most 32 samples, 1 repeat, 40 training steps. The figures mean nothing."""
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    """How the model is trained."""
-    size: ElasticSize = field(default_factory=ElasticSize)
-    """How large the model is."""
-
-    def __post_init__(self) -> None:
-        at_least("elastic.samples", self.samples, 1)
-        at_least("elastic.repeats", self.repeats, 1)
-        one_of("elastic.clock", self.clock, CLOCKS)
-        for name in Configuration._fields:
-            values = tuple(int(v) for v in getattr(self, name))
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} needs at least one value and no value twice, not {values}")
-            setattr(self, name, values)
-
-    @property
-    def configurations(self) -> list[Configuration]:
-        """Every combination of the knobs' values."""
-        return [Configuration(*c) for c in itertools.product(self.max_crops, self.top_k, self.num_active_blocks)]

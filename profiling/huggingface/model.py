@@ -185,10 +185,10 @@ class HuggingFaceVLM(PromptedModel):
 
     def _clock(self) -> float:
         """`clock_ms` after all devices of the model have finished their work."""
-        for device in self._devices:
-            if device.type not in ("cpu", "meta"):
-                torch.accelerator.synchronize(device)
-        return clock_ms()
+        accelerators = [device for device in self._devices if device.type not in ("cpu", "meta")]
+        for device in accelerators:
+            torch.accelerator.synchronize(device)
+        return clock_ms(on_cpu=not accelerators)
 
     @contextmanager
     def _timed(self) -> Iterator[list[float]]:

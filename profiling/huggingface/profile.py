@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +32,7 @@ def profile_hugging_face(
 ) -> Path:
     """Measure a model with the questions of a file (`read_vqa_data`), write the profile, and return its folder.
 
-    Repeat the call to resume an interrupted run. On a CPU one thread is used.
+    Repeat the call to resume an interrupted run. One thread is used, also for what a GPU waits for.
 
     Args:
         importance: file of block importance; None leaves out blocks from the end on.
@@ -51,15 +50,12 @@ def profile_hugging_face(
         name_or_path, device=device, dtype=dtype, importance=known, max_new_tokens=config.max_new_tokens
     )
     running_on = model.model.device
-    if config.clock == "cpu" and running_on.type != "cpu":
-        raise InputError(f"knobs.clock=cpu: the model runs on {running_on}, whose work is no CPU time")
-    device_name = torch.cuda.get_device_name(running_on) if running_on.type == "cuda" else running_on.type
-    with one_thread() if running_on.type == "cpu" else nullcontext():
+    with one_thread():  # as it is served live
         about = {
             "weights": weights_digest(name_or_path, getattr(model.model.config, "_commit_hash", None)),
             "transformers": version("transformers"),
             "dtype": str(model.model.dtype).removeprefix("torch."),
-            "device": device_name,
+            "device": torch.cuda.get_device_name(running_on) if running_on.type == "cuda" else running_on.type,
             "importance": None if known is None else {str(block): value for block, value in known.items()},
         }
         return profile_vlm(out, model, questions, config, about)

@@ -26,8 +26,11 @@ CLOCKS = {"wall": time.perf_counter_ns, "cpu": time.thread_time_ns}
 _clock: ContextVar[Callable[[], int]] = ContextVar("clock", default=time.perf_counter_ns)
 
 
-def clock_ms() -> float:
-    """Now in ms, by the clock in use: the wall clock outside of `clocked_by`. Models take all their times from it."""
+def clock_ms(on_cpu: bool = True) -> float:
+    """Now in ms, by the clock in use: the wall clock outside of `clocked_by`. Models take all their times from it.
+    Raises InputError if it counts CPU time and the work is not `on_cpu`."""
+    if not on_cpu and _clock.get() is CLOCKS["cpu"]:
+        raise InputError("clock=cpu: the model runs on a GPU, whose work is no CPU time; take clock=wall")
     return _clock.get()() / 1e6
 
 

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
+from knobwise.common.json_text import decoded
 
 
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
@@ -23,7 +24,10 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
     if not path.exists():
         write_json(path, wanted)
         return
-    noted = json.loads(path.read_text())
+    try:
+        noted = dict(decoded(path.read_bytes()))
+    except (OSError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: is damaged ({error}); choose another out folder, or delete the file") from error
     keys = [key for key in {**noted, **wanted} if noted.get(key) != wanted.get(key)]
     if keys:
         differences = "; ".join(f"{key}: {noted.get(key)} → {wanted.get(key)}" for key in keys)

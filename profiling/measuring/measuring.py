@@ -7,7 +7,6 @@ disk is never measured again, and a sample whose image or question changed is.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import io
 import math
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 import polars as pl
+from filelock import lock_descriptor
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
@@ -123,12 +123,10 @@ def appended(path: str | Path) -> Iterator[BinaryIO]:
     another process has it open."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_descriptor(file.fileno(), blocking=False):
             raise InputError(
                 f"{path}: another process is measuring into it; give each its own shard=…, or another out folder"
-            ) from None
+            )
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
         yield file

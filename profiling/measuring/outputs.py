@@ -144,7 +144,8 @@ def write_vlm_profile(
     knobs: Sequence[KnobSupport],
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write `table.parquet`, `exp5/`, `exp6/` and, last, `profile.json`; return what the latter holds.
+    """Write `table.parquet`, `samples.parquet` (the questions), `exp5/`, `exp6/` and, last, `profile.json`; return what
+    the latter holds.
 
     The log holds all of the plan; `about` is what else is known of the run: `name` of the data set, and what goes into
     the exp5/exp6 files too, `split`, `model`, `machine` and `command`.
@@ -155,6 +156,8 @@ def write_vlm_profile(
     measures = [c for c in records.columns if c.endswith("_ms")]
     keys = [c for c in ("sample_id", "image_id", *plan.knobs, "repeat") if c in measured.columns]
     write_table(out / "table.parquet", measured.select(*keys, "accuracy", *measures, "pred", "dataset"))
+    questions = {"sample_id": [item.id for item in plan.items], "question": [item.question for item in plan.items]}
+    write_table(out / "samples.parquet", pl.DataFrame(questions))
     metadata = {key: about[key] for key in ("split", "model", "machine", "command")}
     note = write_exp_files(out, measured, plan.knobs, metadata)
 
@@ -170,6 +173,7 @@ def write_vlm_profile(
         "clock": {
             "latency_ms": f"{CLOCK_NAMES[plan.clock]}, as the model reads it",
             "statistic": f"median of {plan.repeats}",
+            "drift": f"divided out, by the running median of {WINDOW}" if about["config"]["detrend"] else "left in",
             **steadiness(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
         },

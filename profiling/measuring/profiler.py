@@ -28,7 +28,7 @@ from knobwise.profiling.measuring.feature_store import FeatureStore, content_key
 from knobwise.profiling.measuring.grid_sampling import sample_grid
 from knobwise.profiling.measuring.machine import claim, machine, rendered
 from knobwise.profiling.measuring.measuring import COLUMNS, EXTRA, Plan, appended, measure, read_logs
-from knobwise.profiling.measuring.outputs import write_vlm_profile
+from knobwise.profiling.measuring.outputs import without_drift, write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
 from knobwise.profiling.measuring.requests import Questions, question_text
 from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_settings
@@ -55,7 +55,7 @@ def profile_vlm(
     def judge(i: int, answer: str) -> float:
         return requests.score(items[i].id, answer)
 
-    configurations = chosen_configurations(model.knobs, config)
+    configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", None))
     if config.shards > len(configurations):
         raise InputError(f"knobs.shards={config.shards}: there are {len(configurations)} configurations only")
     if config.features_from and not Path(config.features_from).is_file():
@@ -84,10 +84,12 @@ def profile_vlm(
     if missing := int((~plan.done(log)).sum()):
         print(f"shard {config.shard} of {config.shards} is done; {missing} measurements of the others are missing")
         return out
+    log = without_drift(plan, log) if config.detrend else log
     with locked(state):  # two that finish at once write one after the other
         if store is not None:
             _merge_features(out, model, plan, config)
-        written: dict[str, Any] = {"name": dataset, "command": command(model.name, config), "config": asdict(config)}
+        written: dict[str, Any] = {"name": dataset, "config": asdict(config)}
+        written |= {"command": command((about or {}).get("class", model.name), config, hasattr(model, "questions"))}
         written |= {"split": config.split, **identity, "machine": where, "shards": config.shards}
         written |= {"metrics": {metric: metrics.count(metric) for metric in sorted(set(metrics))}}
         profile = write_vlm_profile(out, plan, log, judge, model.knobs, written)
@@ -135,21 +137,25 @@ def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, wanted: Collec
     store.flush()
 
 
-def command(model: str, config: VLMProfileConfig) -> str:
+def command(model: str, config: VLMProfileConfig, own_questions: bool = False) -> str:
     """The command that measures the same again: every setting that is not the default, as key=value."""
-    words = changed_settings("knobs.", config, leave_out=_NOT_REPEATED)
-    return " ".join([f"knobwise profile model={model} data=FILE out=DIR", *words])
+    words = [f"knobwise profile model={model}", *([] if own_questions else ["data=FILE"]), "out=DIR"]
+    return " ".join([*words, *changed_settings("knobs.", config, leave_out=_NOT_REPEATED)])
 
 
-def chosen_configurations(knobs: tuple[KnobSupport, ...], config: VLMProfileConfig) -> tuple[dict[str, Any], ...]:
-    """The configurations that are measured, with a value for every knob. Raises InputError for a knob that the model
+def chosen_configurations(
+    knobs: tuple[KnobSupport, ...], config: VLMProfileConfig, usual: Mapping[str, Sequence[Any]] | None = None
+) -> tuple[dict[str, Any], ...]:
+    """The configurations that are measured, with a value for every knob: those in the settings, else the `usual` ones
+    of the model, else its default. Raises InputError for a knob that the model
     lacks or that is named like a column of the table, a value that it does not take, and as `sample_grid`."""
     for knob in knobs:
         if knob.name in COLUMNS or knob.name.startswith(EXTRA) or knob.name.endswith("_ms"):
             raise InputError(f"knob {knob.name!r}: is the name of a measurement in a profile; rename it")
     names = {*(config.values or {}), *(name for name in KNOBS if getattr(config, name))}
     check_configuration(knobs, dict.fromkeys(names - {knob.name for knob in knobs}))
-    values = {knob.name: config.measured_values(knob.name) or (knob.default,) for knob in knobs}
+    values = {knob.name: (knob.default,) for knob in knobs} | dict(usual or {})
+    values |= {name: chosen for name in values if (chosen := config.measured_values(name))}
     for name, of_knob in values.items():
         for value in of_knob:
             check_configuration(knobs, {name: value})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from PIL import Image
 
 from knobwise.common.errors import InputError
+from knobwise.common.json_text import decoded
 from knobwise.envs.readers.frames import read_frame
 from knobwise.profiling.measuring.answer_metrics import NUMBERS
 
@@ -172,7 +172,7 @@ def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            rows.append(decoded(line))
         except ValueError as error:
             where = path if path.suffix == ".json" else f"{path}, row {number}"
             raise InputError(f"{where}: is not JSON ({error})") from error

@@ -47,6 +47,9 @@ class VLMProfileConfig:
     repeats: int = 3
     """Measurements of each sample with each configuration. The table keeps all of them; figures are those of their
     medians."""
+    detrend: bool = False
+    """Divide out how fast the machine was at the moment, which a deployed controller follows by its tracker; needs
+    three repeats."""
     clock: str = "wall"
     """What times are: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a machine that
     others use too and a model that runs on one thread."""

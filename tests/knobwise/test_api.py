@@ -26,7 +26,7 @@ from knobwise.agents.checkpoint import Loaded, save_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.serving.knob_policy import GUARD, KnobPolicy
+from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.prices import StaticMix
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
@@ -182,8 +182,10 @@ def test_a_stack_explains_by_what_its_members_predict_together() -> None:
         assert column(explanation, "accuracy", table) == pytest.approx(accuracy[i].clamp(0, 1).tolist(), rel=1e-5)
         utilities = [row["utility"] for row in explanation.expected]
         assert utilities == sorted(utilities, reverse=True)
-        followed = explanation.decision == explanation.expected[0]["configuration"]
-        assert explanation.reason == ("highest expected utility" if followed else GUARD)
+        best, *others = explanation.expected
+        followed = explanation.decision == best["configuration"]
+        assert explanation.reason == "highest expected utility" if followed else "guard" in explanation.reason
+        assert explanation.runner_up == (others[0] if followed else best)
     decided = [explanation.decision for explanation in explanations]
     assert decided == policy_of("stack").decide(table.features, limits)
 
@@ -207,7 +209,9 @@ def test_the_guard_says_when_it_is_the_one_that_decides() -> None:
     limits = default_budgets(table)[2].expand(40)
     explanations = KnobPolicy(Loaded(other, "t", "", {})).decide(table.features, limits, explain=True)
     assert len({str(explanation.decision) for explanation in explanations}) == 1
-    assert GUARD in {explanation.reason for explanation in explanations}
+    reason = "the guard: budget-aware static decides, alike for all inputs"
+    assert {explanation.reason for explanation in explanations} == {reason, "highest expected utility"}
+    assert not any(explanation.guard["deployed"] for explanation in explanations)
 
 
 def test_a_head_explains_by_its_probabilities_and_a_price_by_accuracy_and_cost() -> None:

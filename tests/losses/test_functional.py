@@ -5,6 +5,7 @@ import torch
 
 from knobwise.losses.functional import (
     clipped_surrogate,
+    doubly_robust,
     effective_sample_size,
     entropy,
     even_weight,
@@ -13,6 +14,7 @@ from knobwise.losses.functional import (
     group_advantage,
     k3,
     reward_weighted_cross_entropy,
+    self_normalised,
 )
 from knobwise.losses.settings import ADVANTAGES
 
@@ -257,3 +259,26 @@ def test_draws_that_are_not_there_do_not_touch_the_others() -> None:
         result = group_advantage(reward, kind, weight=even_weight(mask))
         torch.testing.assert_close(result[0, :3], group_advantage(reward[:1, :3], kind)[0])
         assert result[1, 0] == 0 or kind == "unnormalised"  # a group of one
+
+
+def test_doubly_robust_rewards_by_hand() -> None:
+    expected = torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.9]])
+    rewards = doubly_robust(expected, torch.tensor([1, 2]), torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.1]), 5.0)
+    # 0.2 + (1 − 0.2)/0.5; 0.9 + min(10, 5)·(0 − 0.9)
+    assert rewards.flatten().tolist() == rounded([0.5, 1.8, 0.1, 0.4, 0.3, -3.6])
+
+
+def test_the_doubly_robust_value_is_exact_over_all_draws() -> None:
+    """Its expectation over the draws is the true reward of each alternative, however wrong the model is."""
+    chance, true = torch.tensor([[0.7, 0.2, 0.1], [0.3, 0.8, 0.5]], dtype=torch.float64)
+    wrong = torch.tensor([[0.9, 0.1, 0.0]], dtype=torch.float64).expand(3, -1)
+    drawn = doubly_robust(wrong, torch.arange(3), true, chance, 1e9)
+    assert (chance.unsqueeze(1) * drawn).sum(0).tolist() == pytest.approx(true.tolist())
+
+
+def test_self_normalised_value_and_influence_by_hand() -> None:
+    value, influence = self_normalised(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([2.0, 6.0, 0.0]))
+    assert value.item() == 0.25  # 2/8
+    assert influence.tolist() == pytest.approx([2 * 0.75 * 3 / 8, -6 * 0.25 * 3 / 8, 0.0])
+    assert self_normalised(torch.ones(2), torch.zeros(2))[0].isnan()
+    assert 3 * effective_sample_size(torch.tensor([2.0, 6.0, 0.0]).log()).item() == pytest.approx(64 / 40)

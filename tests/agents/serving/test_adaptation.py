@@ -14,7 +14,7 @@ from test_numpy_controller import assert_same, budgets_of, stack_of, stacked
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.serving.adaptation import (
+from knobwise.agents.learning.adaptation import (
     FREE,
     TRIED,
     Offsets,

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +9,14 @@ import torch
 from helpers import driven_apart, equal_states, otherwise, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_numpy_controller import budgets_of, gappy, slowest_first, stack_of, stacked
+from test_numpy_controller import gappy, slowest_first, stack_of, stacked
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
-from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.serving.distillation import AT_ONCE, Lessons, StudentConfig, composed, student_of
 from knobwise.agents.serving.export import (
-    agreement,
     arrays_of,
     arrays_of_static,
     contexts_of,
@@ -30,13 +26,12 @@ from knobwise.agents.serving.export import (
     to_numpy,
 )
 from knobwise.agents.serving.numpy_controller import NumpyController
-from knobwise.agents.serving.onnx_graph import Decision, by_onnx, export_onnx, onnx_session, quantise_onnx
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.prices import StaticMix
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.export import run
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.settings.profiles import TableProfile
@@ -82,8 +77,6 @@ def test_what_a_file_cannot_repeat_is_refused() -> None:
     chooser = PricedChooser("controller", stack, budgets, torch.tensor([0.01]), mix, [{"deployed": False}])
     with pytest.raises(InputError, match="drawn at random"):
         to_numpy(chooser)
-    with pytest.raises(InputError, match="no ONNX form"):
-        Decision(chooser)
 
 
 # -- parity ------------------------------------------------------------------------------------------------------------
@@ -93,7 +86,7 @@ def test_a_form_that_decides_otherwise_is_refused() -> None:
     table, stack, light = stacked("small")
     budgets = contexts_of(stack, table)
     result = parity(stack, light.choose, table, budgets, "c.npz")
-    assert (result["contexts"], result["different"]) == (90 * len(budgets), 0)
+    assert result["contexts"] == 90 * len(budgets)
     assert result["same"] + result["rounding"] == result["contexts"]
     other = to_numpy(stack_of(table, hidden=12, experts=("ridge",)))
     with pytest.raises(InputError, match=r"x\.npz: decides differently from the controller in \d+ of 450 contexts"):
@@ -110,9 +103,10 @@ def test_equal_scores_are_rounding_and_others_are_not() -> None:
     head.bias.data.zero_()
     head.bias.data[..., (best + first).flatten().unique()] = 50.0  # the first two are always best, and equal
     budgets = default_budgets(table)[:2]
-    for choice, rounding, share in ((1, 120, 1.0), (2, 0, 0.0)):
-        result = agreement(controller, lambda blocks, limits, c=choice: np.full(60, c), table, budgets)
-        assert (result["rounding"], result["different"], result["share"]) == (rounding, 120 - rounding, share)
+    result = parity(controller, lambda blocks, limits: np.full(60, 1), table, budgets, "second")
+    assert result == {"contexts": 120, "same": 0, "rounding": 120}
+    with pytest.raises(InputError, match="third: decides differently from the controller in 120 of 120 contexts"):
+        parity(controller, lambda blocks, limits: np.full(60, 2), table, budgets, "third")
 
 
 def test_budgets_that_are_compared_are_the_judged_and_the_calibrated() -> None:
@@ -121,62 +115,6 @@ def test_budgets_that_are_compared_are_the_judged_and_the_calibrated() -> None:
     both = {*default_budgets(table).tolist(), *stack.guard.budgets_ms.float().tolist()}
     assert contexts_of(stack, table).tolist() == sorted(both)
     assert contexts_of(stack.network, table).tolist() == default_budgets(table).unique().tolist()
-
-
-# -- ONNX --------------------------------------------------------------------------------------------------------------
-
-
-def named_knobs() -> ProfileTable:
-    """One knob whose values are names, and one of halves."""
-    table = small_table(60)
-    knobs = (Knob("resolution", ("low", "medium", "high")), *table.knobs[1:2], Knob("share", (0.5, 1.0)))
-    return dataclasses.replace(table, knobs=knobs)
-
-
-@functools.cache
-def graph_case(name: str) -> tuple[Controller | StackedController, ProfileTable]:
-    if name.startswith("stack"):
-        table, stack, _ = stacked("no features" if name == "stack without features" else "gappy")
-        return stack, table
-    if name == "no guard":
-        table = gappy()
-        stack = stack_of(table, experts=("knn",))
-        stack.guard = None
-        return stack, table
-    table = named_knobs()
-    return driven_apart(table, PolicyConfig(structure=name, members=2, hidden=8)), table
-
-
-CASES = ("stack", "stack without features", "no guard", "independent")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_graph_decides_as_the_policy_for_any_number_of_requests(name: str, tmp_path: Path) -> None:
-    agent, table = graph_case(name)
-    export_onnx(agent, tmp_path / "c.onnx")
-    session = onnx_session(tmp_path / "c.onnx")
-    result = agreement(agent, by_onnx(session), table, budgets_of(table))
-    assert result["different"] == 0
-    budget = default_budgets(table)[2:3]
-    request = {key: block[:1].numpy() for key, block in table.features.items()} | {"budget_ms": budget.numpy()}
-    outputs = dict(zip([output.name for output in session.get_outputs()], session.run(None, request), strict=True))
-    chosen = int(outputs.pop("configuration")[0])
-    values = {knob.name: outputs[knob.name].tolist()[0] for knob in table.knobs}
-    wanted = table.configuration(chosen)
-    if "resolution" in wanted:
-        wanted["resolution"] = table.knobs[0].values.index(wanted["resolution"])
-    assert values == wanted
-
-
-def test_eight_bits_decide_nearly_the_same(tmp_path: Path) -> None:
-    table = small_table(90)
-    controller = driven_apart(table, PolicyConfig(structure="utility", members=2, hidden=16))
-    export_onnx(controller, tmp_path / "whole.onnx")
-    quantise_onnx(tmp_path / "whole.onnx", tmp_path / "c.onnx")
-    result = agreement(controller, by_onnx(onnx_session(tmp_path / "c.onnx")), table, default_budgets(table))
-    assert result["share"] > 0.7
-    assert b"MatMulInteger" in (tmp_path / "c.onnx").read_bytes()
-    assert b"MatMulInteger" not in (tmp_path / "whole.onnx").read_bytes()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -198,16 +136,6 @@ def order(tmp_path: Path) -> ExportRun:
     save_checkpoint(tmp_path / "best.pt", stack, saved, {"seen": [], **rows})
     profile = TableProfile(path=str(tmp_path / "table.safetensors"))
     return ExportRun(str(tmp_path / "best.pt"), profile, out=str(tmp_path / "out"))
-
-
-def test_a_package_that_is_missing_is_named_before_anything_is_written(
-    order: ExportRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
-    with pytest.raises(InputError, match=r"onnxscript not installed; pip install 'knobwise\[export\]'"):
-        run(dataclasses.replace(order, onnx=True))
-    assert not Path(order.out).exists()
 
 
 @pytest.mark.parametrize("form", ["choose", "decide_index"])
@@ -291,7 +219,7 @@ def test_a_student_is_one_light_network_that_saves_loads_and_exports(tmp_path: P
     light = to_numpy(student)
     assert light._fast is not None
     for form in (light.choose, one_by_one(light)):
-        assert agreement(student, form, table, default_budgets(table))["different"] == 0
+        parity(student, form, table, default_budgets(table), "student")
 
 
 def test_the_same_seed_gives_the_same_student_whatever_was_drawn_before_or_stands_in_other_rows() -> None:

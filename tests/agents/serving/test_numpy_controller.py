@@ -27,7 +27,7 @@ from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.distillation import Lessons
-from knobwise.agents.serving.export import Agent, Decide, agreement, arrays_of, export_numpy, one_by_one, to_numpy
+from knobwise.agents.serving.export import Agent, Decide, arrays_of, export_numpy, one_by_one, parity, to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.priced_policy import price_stack
@@ -100,8 +100,7 @@ def arrays(features: Mapping[str, Tensor], rows: slice | int = slice(None)) -> d
 def assert_same(agent: Agent, table: ProfileTable, form: Decide | None = None, samples: int | None = None) -> None:
     """The same decisions; the budgets go beyond what can be met, and beyond what float32 distinguishes."""
     budgets_ms = torch.cat([budgets_of(table), torch.tensor([1e-12, 1e-3, 1e9])])
-    result = agreement(agent, form or to_numpy(agent).choose, table, budgets_ms, samples)
-    assert result["different"] == 0
+    result = parity(agent, form or to_numpy(agent).choose, table, budgets_ms, "numpy", samples)
     assert result["rounding"] <= 0.01 * result["contexts"]
 
 
@@ -294,7 +293,7 @@ def test_the_short_way_sees_what_is_missing_and_what_is_far_out(column: tuple[fl
     light = to_numpy(stack)
     assert light._fast is not None
     for each in (table, new):
-        assert agreement(stack, one_by_one(light), each, budgets_of(table))["different"] == 0
+        parity(stack, one_by_one(light), each, budgets_of(table), "one by one")
     blocks = arrays(new.features)
     decided = one_by_one(light)(blocks, np.full(60, 15.0))
     doubles = {name: block.astype(np.float64) for name, block in blocks.items()}

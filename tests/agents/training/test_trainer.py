@@ -433,7 +433,10 @@ def test_the_random_state_of_the_caller_is_left_alone(features: bool) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_trains_and_resumes_on_a_gpu(tmp_path: Path) -> None:
-    first, again = (trainer(small_table(60), tmp_path, device="cuda", loss=LossConfig("sampled")) for _ in range(2))
+@pytest.mark.parametrize("objective", ["exact", "sampled"])
+@pytest.mark.parametrize("policy", [PolicyConfig(hidden=32), ENSEMBLE], ids=["independent", "ensemble"])
+def test_trains_and_resumes_on_a_gpu(objective: str, policy: PolicyConfig, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"device": "cuda", "loss": LossConfig(objective=objective), "policy": policy}
+    first, again = (trainer(small_table(60), tmp_path, **settings) for _ in range(2))
     assert first.run().configurations.device.type == "cuda"
     assert again.resume(tmp_path / "last.pt")

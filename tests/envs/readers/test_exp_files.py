@@ -511,11 +511,26 @@ def test_bad_core_exp_files_are_named(tmp_path, change, message):
 
 
 def test_ids_are_exact_or_refused(pair):
-    put_exp5(pair, SMALL, [{"sample_id": 2**64 - 1, "score": 1.0}])
-    put_exp6(pair, SMALL, {2**64 - 1: 1.0})
-    assert str(2**64 - 1) in read(pair).sample_ids
-    put_exp5(pair, SMALL, [{"sample_id": 2**64, "score": 1.0}])
+    for number in (2**64 - 1, 2**80 + 1):
+        put_exp5(pair, SMALL, [{"sample_id": number, "score": 1.0}])
+        put_exp6(pair, SMALL, {number: 1.0})
+        assert str(number) in read(pair).sample_ids
+    put_exp5(pair, SMALL, [{"sample_id": 2.0**64, "score": 1.0}])
     with pytest.raises(InputError, match=r"blocks12\.json: sample_id .* too large to be exact"):
+        read(pair)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"all_samples": [{"sample_id": 1, "score": 0, "score": 1}]}', "key 'score' occurs twice in one object"),
+        ('{"all_samples": ' + "[" * 100_000, "nested too deeply"),
+        ('{"all_samples": [{"sample_id": NaN, "score": 1}]}', "sample_id is NaN in a row"),
+    ],
+)
+def test_damaged_json_is_refused(pair, text, message):
+    put(pair / "exp5" / "exp5_accuracy_text-vqa" / f"exp5_accuracy_results_{stem((4, 4, 12))}", text)
+    with pytest.raises(InputError, match=message):
         read(pair)
 
 

@@ -20,9 +20,10 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.experiments.report.inspection import inspect_table
+from knobwise.profiling.elastic.adapter import ElasticAdaptive
 from knobwise.profiling.elastic.model import shipped_model
-from knobwise.profiling.elastic.scenes import END, draw_samples
-from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
+from knobwise.profiling.elastic.scenes import END, SEED, draw_samples
+from knobwise.profiling.elastic.settings import Configuration
 
 FOLDER = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))
 KNOBS = list(Configuration._fields)
@@ -94,14 +95,17 @@ def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) 
 
 
 def test_the_description_of_the_run_is_the_default_configuration() -> None:
-    assert ABOUT["command"] == "knobwise profile model=elastic out=DIR elastic.model=shipped"
-    for key in ("samples", "repeats", "seed"):
-        assert getattr(ElasticProfileConfig(), key) == ABOUT["config"][key]
+    assert ABOUT["command"] == "knobwise profile model=elastic out=DIR knobs.repeats=5 knobs.detrend=true"
+    assert ABOUT["config"]["seed"] == SEED
+    model = ElasticAdaptive()
+    assert len(model.questions) == ABOUT["config"]["samples"] == ABOUT["samples"]
+    for knob, values in model.measured.items():
+        assert list(values) == ABOUT["config"][knob]
 
 
 def test_the_shipped_model_still_gives_the_recorded_answers_and_features(arrays: dict[str, Any]) -> None:
-    config, model = ElasticProfileConfig(), shipped_model()
-    samples = draw_samples(12, config.seed)
+    model = shipped_model()
+    samples = draw_samples(12, SEED)
     agree = []
     for i, sample in enumerate(samples):
         image, prompt = torch.from_numpy(sample.images), torch.from_numpy(sample.prompts)

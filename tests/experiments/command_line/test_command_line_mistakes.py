@@ -224,7 +224,7 @@ MISTAKES = [
     ("train policy.hiden=1", "policy.hiden=1: there is no such option; did you mean policy.hidden=1?"),
     ("train optimizer.iterations=3", "did you mean optimiser.iterations=3?"),
     ("train +foo=9", "+foo=9: options are key=value, not --flags"),
-    ("profile elastic.samples=-1", "samples"),
+    ("profile knobs.samples=-1", "samples"),
     ("train threads=0", "threads=0: must be at least 1"),
     ("train device=tpu", "device=tpu: must be cpu or cuda"),
     ("train --cfg job", "--cfg: options are key=value, not --flags"),

@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,26 +213,6 @@ def test_a_disk_that_refuses_a_job_is_a_line(
     assert (outcome.state, outcome.crashed) == ("failed", crashed)
     assert str(outcome.error).startswith(f"last.pt: {os.strerror(number)}; ")
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("waiting", "running_for_s", "message"),
-    [
-        (0, [40.0], ""),
-        (0, [10.0], "; 20 s left"),
-        (2, [40.0, 40.0], "; 30 s left"),
-        (0, [], ""),
-        (1, [], "; 30 s left"),
-    ],
-)
-def test_the_time_left_is_not_said_where_all_run_for_longer_than_others_took(
-    waiting: int, running_for_s: list[float], message: str, folder: Path
-) -> None:
-    """Jobs take half a minute on average; what takes longer ends nobody knows when."""
-    done = [Outcome("finished", "r", seconds=30.0)]
-    sweep = swept(folder, [*done, *(Outcome("running") for _ in running_for_s), *[None] * waiting])
-    sweep.begun = {number: time.monotonic() - seconds for number, seconds in enumerate(running_for_s, 2)}
-    assert sweep.time_left() == message
 
 
 @pytest.mark.parametrize("columns", [80, 400])

@@ -31,8 +31,7 @@ from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
 from knobwise.experiments.deploy.live_results import Record, Served, Stream, live_results
 from knobwise.experiments.report import live as live_report
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
-from knobwise.profiling.elastic.scenes import TOKEN, draw_samples, to_words
-from knobwise.profiling.elastic.settings import ElasticProfileConfig
+from knobwise.profiling.elastic.scenes import SEED, TOKEN, draw_samples, to_words
 
 SHORT = LiveConfig(requests=10, calibration=6, warm_up=1)
 
@@ -325,7 +324,7 @@ def test_a_stream_goes_through_the_test_samples_before_it_repeats(case: Case) ->
 
 def test_answers_are_scored_as_in_the_profile() -> None:
     requests, soft = ElasticRequests(), ElasticRequests(soft=True)
-    scenes = draw_samples(60, seed=ElasticProfileConfig().seed)
+    scenes = draw_samples(60, seed=SEED)
     number = next(i for i, scene in enumerate(scenes) if scene.questions == ("sum",))
     right = to_words(scenes[number].answers[0])
     for words, hard, share in ((right, 1, 1), (right[:2], 0, 2 / 3), ([], 0, 0)):

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import small_table
 
-from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.studies import streams
 from knobwise.experiments.studies.streams import (
-    FOLLOWERS,
+    FROZEN,
+    GRPO,
     KINDS,
-    KNOWN,
+    KNOWING,
+    LEARNED,
+    LEARNERS,
+    NEW,
+    POLICIES,
+    THOMPSON,
+    TRACKED,
+    UPDATED,
     StreamsConfig,
     World,
     draw,
+    policy_of,
     run,
     serve,
     streams_page,
+    world_of,
 )
 
 
-def fitted_stack(table: ProfileTable, split: Split) -> StackedController:
+def quickly_fitted(path: Path, table: ProfileTable, split: Split) -> StackedController:
     """A network of one member in the guard of another stack, as a student."""
     rows, policy = split.train[:300], PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
     two = Controller.for_table(table, rows, policy).eval()
@@ -43,127 +47,119 @@ def fitted_stack(table: ProfileTable, split: Split) -> StackedController:
     return StackedController(one_member, [], torch.ones(1), stack.guard, stack.static).eval()
 
 
-def saved(path: Path, stack: StackedController, table: ProfileTable, split: Split) -> str:
-    save_checkpoint(path, stack, table, {f"{part}_rows": rows for part, rows in split._asdict().items()})
-    return str(path)
+@pytest.fixture(scope="module", autouse=True)
+def quick_training() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "trained", quickly_fitted)
+        world_of.cache_clear()
+        yield
+        world_of.cache_clear()
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, StackedController, str]:
-    table = builtin_profile()
-    split = table.split()
-    stack = fitted_stack(table, split)
-    checkpoint = saved(tmp_path_factory.mktemp("streams") / "best.pt", stack, table, split)
-    return World(checkpoint), stack, checkpoint
+@pytest.fixture
+def world() -> World:
+    return world_of(Path("anywhere"), False)
 
 
-@pytest.mark.parametrize("deployed", [5, 2])
-def test_the_controller_decides_as_it_does_in_front_of_a_model(case: Any, deployed: int) -> None:
-    world, stack = copy.deepcopy(case[:2])
-    stack.guard.deploy[:] = torch.arange(5) < deployed
-    world.deploy = stack.guard.deploy.numpy()
-    table, numpy = builtin_profile(), to_numpy(stack)
-    test = table.split().test
-    rng = np.random.default_rng(0)
-    rows, logs = rng.integers(len(test), size=40), np.log(rng.choice(world.budgets_ms, 40))
-    offset, scale = rng.normal(0.2, 0.05, 64), 1.3
-    choice, mean, spread = world.by_controller(rows, logs, np.tile(offset, (40, 1)), np.full((40, 1), scale))
-    blocks = {name: block[test][rows].numpy() for name, block in table.features.items()}
-    expected = numpy.choose_expected(blocks, np.exp(logs), None, (offset, scale))
-    assert (choice == expected[0]).mean() > 0.97  # rounding
-    same = choice == expected[0]
-    np.testing.assert_allclose(mean[same], expected[1][same], atol=1e-4)
-    np.testing.assert_allclose(spread[same], expected[2][same], rtol=1e-2)
+def test_streams_are_what_their_names_say(world: World) -> None:
+    drawn = {kind: draw(kind, world, 6000, 4) for kind in KINDS}
+    for kind, stream in drawn.items():
+        assert np.array_equal(stream.budgets_ms, drawn["as profiled"].budgets_ms)
+        assert np.array_equal(stream.rows, drawn["as profiled"].rows) == (kind != NEW)
+        assert (np.ptp(stream.offset, axis=1) > 0).any() == (kind == "values")
+        assert (stream.worth != 1).any() == (kind == "worse answers")
+    drift = {kind: stream.offset[:, 0] for kind, stream in drawn.items()}
+    assert not drawn["as profiled"].noise.any()
+    assert drawn["no drift"].noise.std() == pytest.approx(0.03, rel=0.05)
+    assert np.unique(drift["× 1.15"]).tolist() == pytest.approx([np.log(1.15)])
+    assert (drift["step"][[0, 1999, 2000, 3999, 4000]] > 0).tolist() == [False, False, True, True, False]
+    assert (np.diff(drift["ramp"]) > 0).all()
+    assert drift["wandering"].mean() == pytest.approx(np.log(1.08), abs=0.03)
+    assert drift["wandering"].std() == pytest.approx(0.05, rel=0.4)
+    assert np.corrcoef(drift["wandering"][:-1], drift["wandering"][1:])[0, 1] == pytest.approx(np.exp(-0.01), abs=0.01)
+    assert 0.01 < (drawn["stalls"].noise > 0.5).mean() < 0.06
+    assert drawn["values"].offset.max() < 0.9
+    assert (drawn["worse answers"].worth == 0.75).sum() == len(world.names) // 3
+    new = world.is_new[drawn[NEW].rows]
+    assert not new[:2000].any()
+    assert new[2000:].mean() == pytest.approx(0.5, abs=0.03)
 
 
-def test_streams_are_what_their_names_say(case: Any) -> None:
-    world, *_ = case
-    streams = {kind: draw(kind, world, 3000, 4) for kind in KINDS}
-    for kind, stream in streams.items():
-        assert np.array_equal(stream.rows, streams["as profiled"].rows)
-        assert np.array_equal(stream.logs, streams["as profiled"].logs)
-        assert (stream.offset != 0).any() == (kind == "values")
-    assert not streams["as profiled"].noise.any()
-    assert streams["no drift"].noise.std() == pytest.approx(0.03, rel=0.05)
-    assert np.unique(streams["× 1.15"].drift).tolist() == pytest.approx([np.log(1.15)])
-    assert streams["step"].drift[:, [0, 999, 1000, 1999, 2000]].any(0).tolist() == [False, False, True, True, False]
-    assert (np.diff(streams["ramp"].drift) > 0).all()
-    wandering = streams["wandering"].drift
-    assert wandering.mean() == pytest.approx(np.log(1.08), abs=0.03)
-    assert wandering.std() == pytest.approx(0.05, rel=0.4)
-    stalled = streams["stalls"].noise > 0.5
-    assert 0.01 < stalled.mean() < 0.06
-    assert streams["values"].offset.max() < 0.9
+def served(world: World, kind: str, name: str, config: StreamsConfig) -> tuple[float, Any]:
+    stream = draw(kind, world, config.requests, 0)
+    policy = policy_of(name, world, config, stream, 0)
+    return float(serve(policy, world, stream)[2].mean()), policy
 
 
-def test_following_the_drift_pays_and_costs_little_without(case: Any) -> None:
-    world, *_ = case
-
-    def utility(kind: str, *names: str) -> list[float]:
-        stream = draw(kind, world, 400, 3)
-        followers = [None if name == "known" else [FOLLOWERS[name](world) for _ in range(3)] for name in names]
-        return [float(serve(world, stream, world.by_controller, each)[0].mean()) for each in followers]
-
-    known, frozen, tracked = utility("as profiled", "known", "frozen", "tracked")
+def test_following_the_drift_pays_and_costs_little_without(world: World) -> None:
+    config = StreamsConfig(requests=1000)
+    known, frozen, tracked = (served(world, "as profiled", name, config)[0] for name in (KNOWING, FROZEN, TRACKED))
     assert known == frozen
     assert tracked > known - 0.02
     for kind in ("× 1.40", "values"):
-        known, frozen, tracked = utility(kind, "known", "frozen", "tracked")
+        known, frozen, tracked = (served(world, kind, name, config)[0] for name in (KNOWING, FROZEN, TRACKED))
         assert tracked > known - 0.03 > frozen
 
 
-def test_a_page_has_every_kind_and_every_policy(case: Any, tmp_path: Path) -> None:
-    assert run(StreamsConfig(case[2], requests=20, seeds=2, out=str(tmp_path / "streams.md"))) == []
-    page = (tmp_path / "streams.md").read_text()
+def test_a_log_holds_what_was_served(world: World) -> None:
+    config = StreamsConfig(requests=40, every=100, explore=0.5)
+    stream, (_, policy) = draw("values", world, 40, 0), served(world, "values", UPDATED, config)
+    logged = policy._logged()
+    assert np.array_equal(logged.budget_ms, stream.budgets_ms)
+    assert np.array_equal(logged.features["image_features"], world.blocks["image_features"][stream.rows])
+    assert logged.support[np.arange(40), logged.choice].all()
+    assert (logged.probability < 1).any()
+    took = world.log_latency[stream.rows, logged.choice, stream.repeats]
+    expected = took + stream.offset[np.arange(40), logged.choice] + stream.noise
+    assert np.log(logged.answer_ms) == pytest.approx(expected)
+    assert np.array_equal(logged.accuracy, world.accuracy[stream.rows, logged.choice])
+
+
+def test_thompson_sampling_learns_which_configurations_got_worse(world: World) -> None:
+    policy = policy_of(THOMPSON, world, StreamsConfig(), draw("no drift", world, 1, 0), 0)
+    budget = float(world.budgets_ms[-1])
+    before = [policy.decide(0, budget) for _ in range(30)]
+    worst = max(set(before), key=before.count)
+    for row in range(200):
+        policy.learn(row, budget, worst, 0.1, 0.0)
+    assert [policy.decide(0, budget) for _ in range(30)].count(worst) < before.count(worst) / 2
+
+
+def test_a_page_has_every_kind_and_every_policy(tmp_path: Path) -> None:
+    config = StreamsConfig(requests=30, seeds=2, every=40, runs=str(tmp_path), out=str(tmp_path / "a.md"), jobs=1)
+    assert run(config) == []
+    page = (tmp_path / "a.md").read_text()
     for kind in KINDS:
-        assert page.count(f"\n| {kind}") == 2
+        assert page.count(f"\n| {kind}") == (4 if kind in LEARNED else 2)
     heads = [line for line in page.splitlines() if line.startswith("| stream |")]
-    assert len(set(heads)) == 1
-    assert heads[0].count("|") == 7
-    assert page.count("static, tracked") == 2
+    assert heads[0] == heads[1] == f"| stream | {' | '.join(POLICIES)} |"
+    assert heads[3] == f"| stream | {' | '.join(LEARNERS)} |"
 
 
 def test_the_lines_under_the_tables_by_hand() -> None:
-    """Two streams of each kind; the tracker gains .2 points as profiled, costs .2 without drift, and loses 1.6 of
-    knowing the drift on the ramp."""
+    """The tracker gains .2 points as profiled, costs .2 without drift, and loses 1.6 of knowing the drift on the ramp;
+    GRPO gains 2 points over the offsets where answers get worse, and is .6 below the frozen controller without
+    drift."""
     tracked = {"as profiled": (0.602, 0.96), "no drift": (0.598, 0.94), "ramp": (0.584, 0.929), "stalls": (0.6, 0.971)}
     row = {"level": 0.95, "unattainable": False, "too_dear": False, "unshown": False}
-    guard = [row, row | {"too_dear": True}]
-    served = {}
+    guard, cells = [row, row | {"too_dear": True}], []
     for kind in KINDS:
-        known, spread = np.full(2, 0.6), np.array([-0.1, 0.1])
-        utility, share = tracked.get(kind, (0.6, 0.95))
-        served[kind] = {KNOWN: (known + spread, known + 0.4), "frozen": (known + spread, known)}
-        served[kind]["tracked"] = (utility + spread, np.full(2, share))
-    page = streams_page(served, guard, StreamsConfig(seeds=2))
+        for name in (*POLICIES, *LEARNERS):
+            utility, share = (
+                tracked.get(kind, (0.6, 0.95)) if name == TRACKED else (0.6, 1.0 if name == KNOWING else 0.6)
+            )
+            if name == GRPO:
+                utility = {"no drift": 0.594, "worse answers": 0.62}.get(kind, 0.6)
+            about = {"kind": kind, "policy": name, "on_time": share, "taken_over": 3}
+            cells += [about | {"seed": seed, "utility": [utility + d] * 12} for seed, d in enumerate((-0.1, 0.1))]
+    page = streams_page(cells, guard, StreamsConfig(seeds=2))
     assert "tracked − frozen: 0.20 ± 0.00 points on the stream `as profiled`, -0.20 ± 0.00 points" in page
     assert "at most 0.1 points, and costs more." in page
     assert "-1.60 ± 0.00 points on the stream `ramp`. It should stay within 1.5 points, and does not." in page
     assert "The guard keeps 95 % at 1 of 2 budgets; at the others" in page
     assert "tracked − knowing the drift: from -7.1 (`ramp`) to -2.9 points (`stalls`)" in page
     assert "from 92.9 % (`ramp`) to 97.1 % (`stalls`). It should stay within 2 points of the level" in page
-    assert page.count("and does not.") == 2
-    served |= dict.fromkeys(tracked, served["× 1.05"])
-    page = streams_page(served, guard, StreamsConfig(seeds=2))
-    assert page.count(" and does.") == 3
-
-
-def test_a_run_decides_as_it_is_deployed(case: Any, tmp_path: Path) -> None:
-    world, stack, checkpoint = case
-    table = builtin_profile()
-    teacher = StackedController(stack.network, [], torch.ones(1)).eval()
-    (tmp_path / "checkpoints").mkdir()
-    saved(tmp_path / "checkpoints" / "best.pt", teacher, table, table.split())
-    shutil.copy(checkpoint, tmp_path / "checkpoints" / "student.pt")
-    np.testing.assert_array_equal(World(str(tmp_path)).mean, world.mean)
-
-
-def test_a_checkpoint_of_another_profile_or_without_guard_is_refused(case: Any, tmp_path: Path) -> None:
-    table = small_table(60)
-    split = table.split()
-    network = Controller.for_table(table, split.train, PolicyConfig(structure="utility", hidden=4)).eval()
-    with pytest.raises(InputError, match="profile=builtin"):
-        World(saved(tmp_path / "a.pt", StackedController(network, [], torch.ones(1)), table, split))
-    stack = case[1]
-    with pytest.raises(InputError, match="profile=builtin"):
-        World(saved(tmp_path / "b.pt", stack, table, split))
+    assert "2.00 ± 0.00 (`worse answers`)" in page
+    assert "It is so on every stream." in page
+    assert "at most 0.5 points below `frozen`, and is not: 0.00 ± 0.00 (`updated`), -0.60 ± 0.00" in page
+    assert "3.0 (`× 1.40`)" in page

@@ -37,11 +37,6 @@ from knobwise.common import interruption
 from knobwise.common.interruption import held_back, status_of, stopped_by_signals
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
-from knobwise.profiling.demonstrations import learner
-from knobwise.profiling.demonstrations.learner import LearnerConfig, train_learner
-from knobwise.profiling.elastic import training
-from knobwise.profiling.elastic.settings import ElasticSize, TrainingConfig
-from knobwise.profiling.elastic.training import train
 
 pytestmark = pytest.mark.usefixtures("_signals_arrive")
 
@@ -264,32 +259,6 @@ def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path)
     again = controller(tmp_path, "independent sampled")
     assert again.resume(tmp_path / "last.pt")
     assert again.finished
-
-
-def train_elastic(path: Path) -> None:
-    size = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=2)
-    train(TrainingConfig(steps=6, batch_size=4), size, path)
-
-
-@pytest.mark.parametrize(
-    ("module", "work"),
-    [(training, train_elastic), (learner, lambda path: train_learner(LearnerConfig(steps=6, batch_size=4), path))],
-    ids=["elastic", "learner"],
-)
-def test_ctrl_c_while_a_model_is_trained_for_profiling_saves_its_last_step(
-    tmp_path: Path, monkeypatch: Patch, module: Any, work: Callable[[Path], object]
-) -> None:
-    calls, path, loss = [], tmp_path / "state.pt", module._loss
-
-    def pressed(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            send()
-        return loss(*arguments)
-
-    monkeypatch.setattr(module, "_loss", pressed)
-    stopped(lambda: work(path))
-    assert torch.load(path, weights_only=True)["step"] == 3
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ import torch
 from numpy.random import RandomState
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.demonstrations import learner as module
 from knobwise.profiling.demonstrations.canvases import VARIANTS, Bank, Queries, draw_bank, draw_queries
-from knobwise.profiling.demonstrations.learner import WIDTH, Learner, LearnerConfig
+from knobwise.profiling.demonstrations.learner import WIDTH, Learner
 from knobwise.profiling.demonstrations.scorers import LearnerScorer
 from knobwise.profiling.demonstrations.tasks import builtin_learner
 
@@ -24,17 +23,6 @@ def tokens(n, shots, seed=0):
     generator = torch.Generator().manual_seed(seed)
     asked, shown = torch.randn(n, WIDTH, generator=generator), torch.randn(n, shots, WIDTH, generator=generator)
     return asked, shown, torch.randint(10, (n, shots), generator=generator)
-
-
-def test_training_covers_zero_shot_too():
-    learner = Learner()
-    never, always = (LearnerConfig(batch_size=8, zero_shot=share, attributes=0) for share in (0.0, 1.0))
-    module._loss(learner, never, 0).backward()
-    assert learner.labels.weight.grad[:10].abs().sum() > 0
-    learner.zero_grad()
-    module._loss(learner, always, 0).backward()
-    assert learner.labels.weight.grad[:10].abs().sum() == 0  # no label was shown
-    assert learner.labels.weight.grad[10].abs().sum() > 0
 
 
 def test_padding_changes_nothing_and_what_stands_in_it_is_not_seen():
@@ -63,22 +51,6 @@ def test_the_order_of_demonstrations_does_not_matter_but_their_labels_do():
         other = learner(asked, shown, labels[:, order])
     torch.testing.assert_close(one, same, rtol=0, atol=1e-5)
     assert (one - other).abs().max() > 0.01
-
-
-def test_a_saved_learner_is_the_same_but_for_half_precision(tmp_path):
-    torch.manual_seed(0)
-    learner = Learner()
-    learner.training_s = 12.5
-    learner.save(tmp_path / "learner.safetensors")
-    again = Learner.load(tmp_path / "learner.safetensors")
-    assert again.training_s == 12.5
-    assert again.digest == learner.digest
-    assert not again.training
-    with torch.inference_mode():
-        torch.testing.assert_close(again(*tokens(4, 2)), learner(*tokens(4, 2)), rtol=0, atol=0.01)
-    with torch.no_grad():
-        again.norm.bias += 0.01
-    assert again.digest != learner.digest
 
 
 def test_the_learner_that_comes_with_knobwise_answers_by_its_demonstrations():

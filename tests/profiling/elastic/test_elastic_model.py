@@ -120,7 +120,7 @@ def test_cached_decoding_equals_uncached(model, configuration):
         while len(tokens) < scenes.ANSWER_TOKENS and scenes.END not in tokens:
             answer = torch.tensor([tokens + [scenes.FILLER] * (scenes.ANSWER_TOKENS - len(tokens))])
             with torch.inference_mode():
-                logits, _ = model(image, prompt, answer, setting)
+                logits = model(image, prompt, answer, setting)
             tokens.append(int(logits[0, len(tokens)].argmax()))
         assert cached == tokens
 
@@ -128,7 +128,7 @@ def test_cached_decoding_equals_uncached(model, configuration):
 def test_an_answer_token_does_not_see_what_comes_after_it(model):
     answers = torch.full((2, 1, scenes.ANSWER_TOKENS), 4)
     answers[1, 0, 3:] = 5
-    first, second = (model(*scene(), answer, Configuration(6, 2, 4))[0] for answer in answers)
+    first, second = (model(*scene(), answer, Configuration(6, 2, 4)) for answer in answers)
     assert torch.allclose(first[:, :4], second[:, :4], atol=1e-5)
     assert not torch.allclose(first[:, 4:], second[:, 4:])
 
@@ -178,7 +178,7 @@ def test_tiles_stay_under_the_cap_and_never_scale_up(max_crops):
         assert grid.down * grid.across <= max_crops
         assert (grid.height <= 8 * rows) & (grid.width <= 8 * columns)
     assert tile_grid(2, 2, max_crops)[:2] == (1, 1)  # a small image needs one tile whatever the cap
-    assert tile_grid(8, 8, 16).is_full(8, 8)
+    assert tile_grid(8, 8, 16)[2:] == (64, 64)  # full resolution
 
 
 def test_windows_come_in_the_order_of_their_coordinates():
@@ -201,15 +201,6 @@ def test_features_say_the_size_and_the_question_but_depend_on_no_knob_and_no_ans
     other = prompt.clone()
     other[0, 0] += 1
     assert not torch.allclose(before[1], model.features(image, other)[1])
-
-
-def test_saved_weights_come_back(model, tmp_path):
-    model.save(tmp_path / "m.safetensors")
-    again = ElasticVLM.load(tmp_path / "m.safetensors")
-    assert (again.size, again.drop_order) == (TINY, (2, 1, 3))
-    for (name, a), b in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
-        assert torch.equal(a.half().float(), b), name
-    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
 
 
 # -- as an adaptive model ----------------------------------------------------------------------------------------------

@@ -1,226 +1,87 @@
-"""Training the elastic model and the in-context learner, and the profile that the elastic model gets."""
+"""The profile that the elastic model gets: measured by the profiler of all models."""
 
-import hashlib
 import json
-from collections import Counter
-from dataclasses import replace
+from functools import partial
 
-import numpy as np
 import polars as pl
 import pytest
 import torch
 
 from knobwise.envs.readers.exp_files import read_exp5_exp6
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.profiling.demonstrations import learner
-from knobwise.profiling.demonstrations.learner import Learner, LearnerConfig, train_learner
-from knobwise.profiling.elastic import profile, training
-from knobwise.profiling.elastic.model import ElasticVLM
-from knobwise.profiling.elastic.profile import DATASET, command, profile_elastic
-from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig, ElasticSize, TrainingConfig
-from knobwise.profiling.elastic.training import calibrate, train
-from knobwise.profiling.measuring.measuring import read_logs
+from knobwise.experiments.command_line.profilers import measure
+from knobwise.experiments.settings.options import ProfileRun
+from knobwise.profiling.elastic.adapter import ElasticAdaptive
+from knobwise.profiling.elastic.settings import Configuration, ElasticSize
+from knobwise.profiling.measuring.settings import VLMProfileConfig
 
-TINY = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=2)
-CONFIG = ElasticProfileConfig(
-    samples=5, repeats=2, max_crops=(1, 4), top_k=(1, 2), num_active_blocks=(3, 4), size=TINY,
-    training=TrainingConfig(steps=2, batch_size=4),
-)  # fmt: skip
+GRID = {"max_crops": (1, 4), "top_k": (1, 2), "num_active_blocks": (3, 4)}
+FEW = partial(VLMProfileConfig, samples=5, repeats=3, warm_up=0, **GRID)
 
 
-def train_elastic(state, steps=6, **more):
-    return train(TrainingConfig(steps=steps, batch_size=4), TINY, state, **more)
-
-
-def train_a_learner(state, steps=6, **more):
-    return train_learner(LearnerConfig(steps=steps, batch_size=4), state, **more)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_calibration():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "calibrate", lambda model, seed: calibrate(model, seed, batches=1))
-        yield
-
-
-@pytest.fixture(params=[(training, train_elastic), (learner, train_a_learner)], ids=["elastic", "learner"])
-def made(request):
-    return request.param
-
-
-def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(made, tmp_path, monkeypatch):
-    module, trained = made
-    whole = trained(tmp_path / "whole.pt")
-    loss, calls = module._loss, []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return loss(*args)
-
-    monkeypatch.setattr(module, "_loss", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "parts.pt", save_every_s=0)
-    assert torch.load(tmp_path / "parts.pt", weights_only=True)["step"] == 3
-    parts = trained(tmp_path / "parts.pt")
-    for a, b in zip(whole.state_dict().values(), parts.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
-    for name in ("digest", "drop_order"):
-        assert getattr(whole, name, None) == getattr(parts, name, None)
-
-
-def test_a_checkpoint_of_other_settings_is_refused_and_the_global_generator_left_alone(made, tmp_path):
-    _, trained = made
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    trained(tmp_path / "state.pt", steps=1)
-    assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(ValueError, match="other settings"):
-        trained(tmp_path / "state.pt", steps=2)
-
-
-@pytest.mark.parametrize(
-    ("module", "model", "config", "batches", "steps", "learning_rate"),
-    [
-        (training, lambda: ElasticVLM(TINY), TrainingConfig(steps=40, batch_size=16), 4, 40, 1e-2),
-        (learner, Learner, LearnerConfig(batch_size=32), 3, 60, 3e-3),
-    ],
-)
-def test_training_lowers_the_loss(module, model, config, batches, steps, learning_rate):
-    torch.manual_seed(0)
-    model = model()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    losses = []
-    for step in range(steps):
-        loss = module._loss(model, config, step % batches)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    few = 4 if module is training else 6
-    assert sum(losses[-few:]) < 0.7 * sum(losses[:few])
-
-
-def test_the_drop_order_names_every_middle_block_once():
-    torch.manual_seed(0)
-    assert sorted(calibrate(ElasticVLM(TINY).eval(), batches=1)) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("settings", "wrong"),
-    [
-        *((TrainingConfig, wrong) for wrong in ({"steps": 0}, {"learning_rate": 0.0}, {"random_crops": 1.5})),
-        *((ElasticSize, wrong) for wrong in ({"width": 10, "heads": 4}, {"blocks": 1}, {"max_top_k": 9})),
-    ],
-)
-def test_impossible_settings_are_refused(settings, wrong):
+@pytest.mark.parametrize("wrong", [{"width": 10, "heads": 4}, {"blocks": 1}, {"max_top_k": 9}])
+def test_impossible_sizes_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        settings(**wrong)
+        ElasticSize(**wrong)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    return profile_elastic(tmp_path_factory.mktemp("profile"), CONFIG)
+    return measure(ProfileRun(out=str(tmp_path_factory.mktemp("profile")), knobs=FEW()))
 
 
-def test_the_table_has_every_sample_at_every_configuration(out):
-    table = pl.read_parquet(out / "table.parquet")
+def test_the_table_has_every_sample_at_every_configuration_and_can_be_read_in_every_form(out):
+    rows = pl.read_parquet(out / "table.parquet")
     keys = ["sample_id", *Configuration._fields, "repeat"]
-    assert table.height == table.select(keys).unique().height == 5 * 8 * 2
-    log = read_logs(out / "state").sort(pl.col("sample_id").cast(pl.Int32), *keys[1:])
-    assert table["latency_ms"].to_list() == pytest.approx(log["total_ms"].to_list(), rel=6e-4)  # 4 digits
-    assert set(table["accuracy"]) <= {0.0, 1.0}
-    assert (table["soft_score"] >= table["accuracy"]).all()
-    first = table.filter(repeat=0)  # which has the medians of the other times; the other rows have none
-    assert table.drop_nulls().equals(first)
-    assert table.filter(repeat=1).select("cpu_ms", "prefill_ms").null_count().row(0) == (40, 40)
-    medians = log.group_by(keys[:-1], maintain_order=True).agg(pl.median("extra.cpu_ms", "prefill_ms"))
-    assert first["cpu_ms"].to_list() == pytest.approx(medians["extra.cpu_ms"].to_list(), rel=6e-4)
-    assert first["prefill_ms"].to_list() == pytest.approx(medians["prefill_ms"].to_list(), rel=6e-4)
-    assert (table["latency_ms"] > 0).all()
-
-
-def test_the_exp_files_hold_the_same_profile_and_every_sample_has_features(out):
-    table = read_long_table(out / "table.parquet", features=out / "features.npz")
-    again = read_exp5_exp6(out / "exp5", out / "exp6", DATASET)
+    assert rows.height == rows.select(keys).unique().height == 5 * 8 * 3
+    assert set(rows["accuracy"]) <= {0.0, 1.0}
+    assert (rows["latency_ms"] > 0).all()
+    right = {item.id: item.answers[0] for item in ElasticAdaptive().questions}
+    assert [right[i] == text for i, text in rows.select("sample_id", "pred").iter_rows()] == rows["accuracy"].to_list()
+    table = read_long_table(out / "table.parquet", features=out / "features.safetensors")
+    again = read_exp5_exp6(out / "exp5", out / "exp6", "elastic")
     assert [knob.name for knob in table.knobs] == list(Configuration._fields)
     assert table.sample_ids == again.sample_ids
     assert torch.equal(table.accuracy, again.accuracy)
     assert torch.equal(table.repeats_ms, again.repeats_ms)
-    assert table.num_repeats == 2
-    with np.load(out / "features.npz", allow_pickle=False) as features:
-        assert features["sample_id"].tolist() == list(range(5))
-        assert (features["image_features"].shape, features["language_features"].shape) == ((5, 32), (5, 16))
-        assert all(np.isfinite(features[name]).all() for name in features.files)
+    assert {name: block.shape for name, block in table.features.items()} == {
+        "image_features": (5, 192),
+        "language_features": (5, 96),
+    }
+    assert all(block.isfinite().all() for block in table.features.values())
 
 
-def test_the_description_fits_the_files(out):
+def test_the_command_measures_the_same_again(out):
     about = json.loads((out / "profile.json").read_text())
-    for name, digest in about["sha256"].items():
-        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
-    assert (about["samples"], about["configurations"], about["torch"]["threads"]) == (5, 8, 1)
-    assert not [p for p in out.rglob("*") if p.name.startswith(".") or p.suffix == ".partial"]
-    with pytest.raises(ValueError, match="samples: 5 → 6"):  # another run in the same folder
-        profile_elastic(out, replace(CONFIG, samples=6))
+    assert about["command"] == (
+        "knobwise profile model=elastic out=DIR knobs.name=elastic knobs.samples=5 knobs.max_crops=[1,4] "
+        "knobs.top_k=[1,2] knobs.num_active_blocks=[3,4] knobs.warm_up=0"
+    )
+    assert (about["samples"], about["configurations"], about["machine"]["threads"]) == (5, 8, 1)
+    assert about["clock"]["drift"] == "left in"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"top_k": (1, 3)}, "top_k=3: this model takes 1 to 2"),
-        ({"num_active_blocks": (1,)}, "num_active_blocks=1: this model takes 2 to 4"),
-        ({"max_crops": ()}, "max_crops needs at least one value"),
-        ({"top_k": (1, 1)}, "no value twice"),
-        ({"clock": "sun"}, "must be one of wall, cpu"),
-        ({"samples": 0}, "elastic.samples=0: must be at least 1"),
-        ({"model": "nowhere.safetensors"}, "no such file"),
-    ],
-)
-def test_impossible_settings_are_refused_before_anything_is_written(tmp_path, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        profile_elastic(tmp_path / "out", replace(CONFIG, **wrong))
-    assert not (tmp_path / "out").exists()
+def test_drift_is_divided_out_of_every_time(out):
+    before = pl.read_parquet(out / "table.parquet")
+    about = measure(ProfileRun(out=str(out), knobs=FEW(detrend=True))) / "profile.json"
+    steady = pl.read_parquet(out / "table.parquet")
+    assert json.loads(about.read_text())["clock"]["drift"] == "divided out, by the running median of 51"
+    assert steady.drop(pl.selectors.ends_with("_ms")).equals(before.drop(pl.selectors.ends_with("_ms")))
+    change = steady["latency_ms"] / before["latency_ms"]
+    assert change.n_unique() > 10
+    assert (steady["cpu_ms"] / before["cpu_ms"] / change - 1).abs().max() < 0.01
 
 
-def test_an_interrupted_measurement_resumes_and_measures_nothing_twice(out, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "_WARM_UP_ROUNDS", 0)
-    runs, generate = [], ElasticVLM.generate
-    config = replace(CONFIG, model=str(out / profile.MODEL_FILE), exp_json=False)
-
-    def counted(self, image, prompt, configuration, overview):
-        if len(runs) == 20:
-            runs.append(None)
-            raise KeyboardInterrupt
-        runs.append((prompt.tolist(), image.shape, configuration))
-        return generate(self, image, prompt, configuration, overview)
-
-    monkeypatch.setattr(ElasticVLM, "generate", counted)
-    with pytest.raises(KeyboardInterrupt):
-        profile_elastic(tmp_path, config)
-    log = tmp_path / "state" / "measured-0.jsonl"
-    measured = log.read_bytes()
-    assert measured.count(b"\n") == 20
-    profile_elastic(tmp_path, config)
-    assert log.read_bytes().startswith(measured)
-    assert log.read_bytes().count(b"\n") == 2 * 5 * 8 == len(runs) - 1
-    assert set(Counter(str(run) for run in runs if run).values()) == {2}  # the two repeats
-    profile_elastic(tmp_path, config)
-    assert len(runs) == 2 * 5 * 8 + 1
+def test_without_values_the_grid_of_the_built_in_profile_is_measured(tmp_path):
+    knobs = VLMProfileConfig(samples=1, repeats=1, warm_up=0, top_k=(2,))
+    rows = pl.read_parquet(measure(ProfileRun(out=str(tmp_path), knobs=knobs)) / "table.parquet")
+    assert rows.height == 4 * 4
+    assert set(rows["max_crops"]) == {2, 4, 8, 12}
+    assert set(rows["top_k"]) == {2}
 
 
-def test_cpu_time_can_be_the_latency(out, tmp_path):
-    config = replace(CONFIG, model=str(out / profile.MODEL_FILE), exp_json=False, repeats=1, clock="cpu")
-    table = pl.read_parquet(profile_elastic(tmp_path, config) / "table.parquet")
+def test_cpu_time_can_be_the_latency(tmp_path):
+    knobs = FEW(repeats=1, clock="cpu")
+    table = pl.read_parquet(measure(ProfileRun(out=str(tmp_path), knobs=knobs)) / "table.parquet")
     assert (table["latency_ms"] / table["cpu_ms"] - 1).abs().median() < 0.05
     assert json.loads((tmp_path / "profile.json").read_text())["clock"]["latency_ms"].startswith("thread CPU")
-    with pytest.raises(ValueError, match="clock: cpu → None"):
-        profile_elastic(tmp_path, replace(config, clock="wall"))
-
-
-def test_the_command_names_what_is_not_the_default():
-    assert command(ElasticProfileConfig()) == "knobwise profile model=elastic out=DIR"
-    assert command(replace(CONFIG, size=ElasticSize())) == (
-        "knobwise profile model=elastic out=DIR elastic.samples=5 elastic.repeats=2 elastic.max_crops=[1,4] "
-        "elastic.top_k=[1,2] elastic.num_active_blocks=[3,4] elastic.training.steps=2 elastic.training.batch_size=4"
-    )

@@ -13,7 +13,7 @@ from tiny_models import BLOCKS, FAMILIES, TOP_K, picture, saved, state_of, tiny_
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.loading import INSTRUCTION
 from knobwise.profiling.huggingface.model import HuggingFaceVLM
-from knobwise.profiling.measuring.adaptive_model import KNOBS, Request
+from knobwise.profiling.measuring.adaptive_model import KNOBS, Request, clocked_by
 
 # raised inside transformers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -228,6 +228,31 @@ def test_the_clock_waits_for_every_device_of_the_model(llava, monkeypatch):
     monkeypatch.setattr(llava, "_devices", devices)
     llava._clock()
     assert set(waited) == devices - {torch.device("cpu")}
+    with clocked_by("cpu"), pytest.raises(InputError, match="clock=cpu: the model runs on a GPU"):
+        llava._clock()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_times_cover_the_work_of_a_gpu():
+    """Kernels run on after the call that started them: the clock must not be read before they have finished."""
+    vlm = HuggingFaceVLM(*tiny_model("qwen3_vl_moe"), max_new_tokens=3, device="cuda")
+    vlm.answer([vlm.first_stage(REQUESTS[0])], {})  # what is loaded at the first call counts nowhere
+    matrix, spans = torch.rand(4096, 4096, device="cuda"), []
+
+    def busy(*_):
+        spans.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        spans[-1][0].record()
+        for _ in range(50):
+            torch.mm(matrix, matrix)
+        spans[-1][1].record()
+
+    next(tower_of(vlm.model).children()).register_forward_hook(busy)
+    stage = vlm.first_stage(REQUESTS[0])
+    (answer,) = vlm.answer([stage], {})
+    torch.cuda.synchronize()
+    in_stage, in_answer = (start.elapsed_time(end) for start, end in spans)
+    assert stage.total_ms >= in_stage
+    assert in_answer <= answer.vision_ms <= answer.prefill_ms < answer.total_ms
 
 
 def test_everything_is_restored(vlm):

@@ -67,7 +67,7 @@ def test_the_table_charges_the_look_to_whom_it_does_not_serve_and_has_no_drift(t
         (["profile", "model=ocr", "ocr.passes=[plain,plain]"], "needs at least one value and none twice"),
         (["profile", "model=ocr", "data=questions.jsonl"], "model=ocr makes its own questions"),
         (["profile", "model=elastic", "ocr.samples=5"], "ocr: is for model=ocr, not for model=elastic"),
-        (["profile", "model=ocr", "elastic.quick=true"], "elastic: is for model=elastic, not for model=ocr"),
+        (["profile", "model=ocr", "knobs.repeats=1"], "knobs: is for model=elastic"),
     ],
 )
 def test_settings_that_cannot_be_measured(words: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:

@@ -59,9 +59,9 @@ class Offsets(NamedTuple):
     evidence: float
 
 
-def prior_covariance(configurations: Tensor, scales: Scales) -> Tensor:
-    """Of the offsets of configurations int64 [C, K]: float64 [C, C]."""
-    covariance = FREE**2 + scales.configuration**2 * torch.eye(len(configurations), dtype=torch.float64)
+def prior_covariance(configurations: Tensor, scales: Scales, free: float = FREE) -> Tensor:
+    """Of the offsets of configurations int64 [C, K], with `free` for the standard deviation of β₀: float64 [C, C]."""
+    covariance = free**2 + scales.configuration**2 * torch.eye(len(configurations), dtype=torch.float64)
     for values in configurations.T:
         covariance += scales.knob**2 * (values.unsqueeze(1) == values)
     return covariance
@@ -156,7 +156,7 @@ def adapted(agent: Adaptable, offsets: Offsets, x: Tensor) -> Adaptable:
             assert isinstance(expert, Expert)
             assert isinstance(expert.log_latency, Regressor)
             expert.log_latency = expert.log_latency.rescaled(torch.ones(len(factors)), offsets.mean.float())
-            expert.spread = torch.hypot(expert.spread, offsets.variance.sqrt().float())
+            expert.spread = (expert.spread.square() + offsets.variance.float()).clamp_min(1e-6).sqrt()
         if agent.guard is not None:
             agent.guard.budgets_ms *= overall.exp()
         if agent.static is not None:

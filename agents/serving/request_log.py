@@ -1,0 +1,387 @@
+"""What a deployed controller did, request by request, in files that can be learned from.
+
+A folder holds `requests-….jsonl` with a line for each request and `labels-….jsonl` with accuracies that became known
+later. A line is one write to a file of this process alone, and the kernel keeps what was written when the process is
+killed: kill -9 costs at most the line that was being written.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knobwise.agents.serving.exploration import Drawn
+from knobwise.agents.serving.numpy_controller import Drift
+from knobwise.common.errors import InputError
+from knobwise.profiling.measuring.adaptive_model import Answer
+
+FORMAT = "knobwise.RequestLog/1"
+REQUESTS, LABELS = "requests", "labels"
+
+Array = NDArray[Any]
+
+
+@dataclass(slots=True)
+class Result:
+    """An answer under a budget."""
+
+    answer: Answer
+    configuration: dict[str, int]
+    """The knobs of the answer."""
+    choice: int
+    """The controller's index of the configuration."""
+    budget_ms: float
+    limit_ms: float
+    """The rest of the budget that the decision was made under."""
+    drift: Drift | None
+    """What the decision allowed for: offsets of ln ms [C] and the factor on their spread; None for nothing."""
+    expected: tuple[float, float]
+    """The predicted mean and standard deviation of the configuration's ln ms, without drift."""
+    total_ms: float
+    """waited_ms + overhead_ms + answer.total_ms."""
+    waited_ms: float
+    """Time since its arrival without its own work; 0 if the arrival is unknown."""
+    overhead_ms: float
+    """What the controller adds: features, with a first look that the answer does not continue from, decision, knobs
+    set, tracking, and the calls between them."""
+    decision_us: float
+    """The part of the overhead that the decision took, for the whole batch."""
+    request_id: str | None = None
+    """Of its row in the log; None without a log."""
+
+    @property
+    def met(self) -> bool:
+        """Whether it was answered on time."""
+        return self.total_ms <= self.budget_ms
+
+
+class RequestLog:
+    """Appends to the log in a folder. Several processes may share the folder; threads that share this object need a
+    lock of their own, which `AdaptiveModel` has.
+
+    Args:
+        folder: made when it is missing. Each start begins a new file.
+        rows_per_file: rows after which another file is begun.
+
+    Raises:
+        InputError: nothing can be written there.
+    """
+
+    def __init__(self, folder: str | Path, rows_per_file: int = 10_000) -> None:
+        self.folder, self._most = Path(folder), rows_per_file
+        self._files: dict[str, tuple[int, str]] = {}
+        self._rows: Counter[str] = Counter()
+        self.lost = 0
+        """Rows that could not be written, such as on a full disk. The requests were answered all the same."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._begin(REQUESTS)
+        except OSError as error:
+            raise InputError(f"log={folder}: cannot be written ({error.strerror})") from error
+
+    def add(self, row: Mapping[str, Any]) -> str:
+        """Write a row, see `row_of`, and return the id of its request: its own, or a new one."""
+        request_id = row.get("id") or f"{self._files[REQUESTS][1]}-{self._rows[REQUESTS]}"
+        self._write(REQUESTS, {"time": time.time(), **row, "id": request_id})
+        return request_id
+
+    def label(self, request_id: str, accuracy: float) -> None:
+        """Note how right an answer was, 0 to 1, now that it is known. The latest label of a request counts."""
+        self._write(LABELS, {"id": request_id, "accuracy": float(accuracy)})
+
+    def close(self) -> None:
+        for handle, _ in self._files.values():
+            os.close(handle)
+        self._files.clear()
+
+    def _begin(self, kind: str) -> None:
+        """Begin a file that no other process has."""
+        if kind in self._files:
+            os.close(self._files.pop(kind)[0])
+        number = len(list(self.folder.glob(f"{kind}-*.jsonl")))
+        while kind not in self._files:
+            name = f"{number:06d}"
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+                handle = os.open(self.folder / f"{kind}-{name}.jsonl", flags, 0o666)
+                self._files[kind] = handle, name
+            except FileExistsError:
+                number += 1
+        self._rows[kind] = 0
+
+    def _write(self, kind: str, row: Mapping[str, Any]) -> None:
+        line = json.dumps({"format": FORMAT, **row}, separators=(",", ":")).encode() + b"\n"
+        try:
+            if kind not in self._files or self._rows[kind] >= self._most:
+                self._begin(kind)
+            if os.write(self._files[kind][0], line) < len(line):
+                raise OSError("half a line")
+            self._rows[kind] += 1
+        except OSError as error:
+            self.lost += 1
+            self._rows[kind] = self._most  # the next row must not continue half a line
+            if self.lost == 1:
+                logging.getLogger(__name__).warning("log: a row is lost (%s); counted, as all that follow", error)
+
+
+def row_of(
+    *,
+    controller: str,
+    configuration: Mapping[str, Any],
+    features: Mapping[str, Array],
+    drawn: Drawn,
+    price: float | None,
+    result: Result,
+    answer_ms: float,
+) -> dict[str, Any]:
+    """A row in plain values.
+
+    Args:
+        controller: digest of the controller that decided.
+        configuration: the knobs of the answer.
+        features: blocks [d]; empty where the guard fell back before there were any.
+        drawn: the chances that the configuration was drawn with.
+        price: of a millisecond, None for the guarded decision.
+        result: what the request got.
+        answer_ms: what the predicted latency is compared with.
+    """
+    drift = None if result.drift is None else [_packed(result.drift[0]), float(result.drift[1])]
+    return {
+        "controller": controller,
+        "choice": result.choice,
+        "knobs": dict(configuration),
+        "probability": drawn.probability,
+        "among": list(drawn.chances),
+        "chances": list(drawn.chances.values()),
+        "best": drawn.best,
+        "budget_ms": float(result.budget_ms),
+        "limit_ms": float(result.limit_ms),
+        "price": price,
+        "features": {name: _packed(block) for name, block in features.items()} or None,
+        "log_latency": result.expected[0],
+        "drift": drift,
+        "answer_ms": answer_ms,
+        "total_ms": result.total_ms,
+        "met": bool(result.met),
+        "accuracy": None,
+    }
+
+
+class Logged(NamedTuple):
+    """n requests of a log, with C configurations."""
+
+    ids: list[str]
+    features: dict[str, Array]
+    """Blocks float32 [n, d]; NaN where there were none, see `seen`."""
+    seen: Array
+    """bool [n]: whether the request had features."""
+    budget_ms: Array
+    limit_ms: Array
+    """float64 [n]: what the decision was made under."""
+    offset: Array
+    scale: Array
+    """float32 [n, C] and float64 [n]: the drift that the decision allowed for."""
+    choice: Array
+    """int64 [n]."""
+    propensity: Array
+    """float64 [n, C]: the probability of every configuration under the policy that drew the choice."""
+    log_latency: Array
+    """float64 [n]: ln ms that was predicted of the choice, without drift."""
+    answer_ms: Array
+    met: Array
+    """bool [n]: answered on time."""
+    accuracy: Array
+    """float64 [n], in [0, 1]; NaN where there is no label."""
+
+    @property
+    def probability(self) -> Array:
+        """float64 [n]: of the choice, in (0, 1]."""
+        return np.take_along_axis(self.propensity, self.choice[:, None], 1)[:, 0]
+
+    def take(self, rows: Array) -> Logged:
+        """Some of the requests: bool or int64."""
+        kept = np.arange(len(self.ids))[rows]
+        parts = {name: part[kept] for name, part in self._asdict().items() if name not in ("ids", "features")}
+        blocks = {name: block[kept] for name, block in self.features.items()}
+        return Logged(ids=[self.ids[row] for row in kept], features=blocks, **parts)
+
+
+class ReadLog(NamedTuple):
+    """What `read_log` read: the good rows in the order of their files, and why the others were set aside."""
+
+    rows: list[dict[str, Any]]
+    aside: Counter[str]
+
+    def lines(self) -> list[str]:
+        """What was set aside, a line for each reason."""
+        return [f"{count:,} set aside: {reason}" for reason, count in sorted(self.aside.items())]
+
+
+def read_log(
+    folder: str | Path,
+    configurations: Sequence[Mapping[str, Any]] | None = None,
+    digests: Collection[str] | None = None,
+    feature_sizes: Mapping[str, int] | None = None,
+) -> ReadLog:
+    """Read a log and join the labels to the requests. What cannot be used is set aside and counted by reason.
+
+    Args:
+        configurations, digests, feature_sizes: of the controller that is to learn from it, with the digests of the
+            versions before it; None accepts all.
+
+    Raises:
+        InputError: there is no log in the folder.
+    """
+    folder, aside = Path(folder), Counter[str]()
+    if not any(folder.glob(f"{REQUESTS}-*.jsonl")):
+        raise InputError(f"log={folder}: no {REQUESTS}-….jsonl in it; give the folder of AdaptiveModel(log=…)")
+    rows: dict[str, dict[str, Any]] = {}
+    for row in _lines(folder, REQUESTS, aside):
+        if reason := _fault(row, configurations, digests, feature_sizes):
+            aside[reason] += 1
+        elif row["id"] in rows:
+            aside["a second row of the same request"] += 1
+        else:
+            rows[row["id"]] = row
+    for label in _lines(folder, LABELS, aside):
+        request_id, accuracy = label.get("id"), label.get("accuracy")
+        if not _is_number(accuracy) or not 0 <= accuracy <= 1:
+            aside["a label outside [0, 1]"] += 1
+        elif not isinstance(request_id, str) or request_id not in rows:
+            aside["a label of an unknown request"] += 1
+        else:
+            rows[request_id]["accuracy"] = accuracy
+    return ReadLog(list(rows.values()), aside)
+
+
+def logged_of(rows: Sequence[Mapping[str, Any]], count: int, feature_sizes: Mapping[str, int]) -> Logged:
+    """Good rows as arrays, for `count` configurations."""
+    n = len(rows)
+    features = {name: np.full((n, size), np.nan, np.float32) for name, size in feature_sizes.items()}
+    offset, scale, propensity = np.zeros((n, count), np.float32), np.ones(n), np.zeros((n, count))
+    for place, row in enumerate(rows):
+        for name, block in (row["features"] or {}).items():
+            features[name][place] = _unpacked(block)
+        if row["drift"] is not None:
+            offset[place], scale[place] = _unpacked(row["drift"][0]), row["drift"][1]
+        propensity[place, row["among"]] = row["chances"]
+
+    def column(name: str, kind: Any = np.float64) -> Array:
+        return np.array([row[name] for row in rows], kind)
+
+    return Logged(
+        ids=[row["id"] for row in rows],
+        features=features,
+        seen=np.array([row["features"] is not None or not feature_sizes for row in rows], bool),
+        budget_ms=column("budget_ms"),
+        limit_ms=column("limit_ms"),
+        offset=offset,
+        scale=scale,
+        choice=column("choice", np.int64),
+        propensity=propensity,
+        log_latency=column("log_latency"),
+        answer_ms=column("answer_ms"),
+        met=column("met", bool),
+        accuracy=column("accuracy"),
+    )
+
+
+def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob(f"{kind}-*.jsonl")):
+        content = path.read_bytes()
+        *whole, last = content.split(b"\n")
+        if last:
+            aside["the torn last line of a file"] += 1
+        for line in whole:
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict) or row.get("format") != FORMAT:
+                    raise ValueError(line)
+            except (ValueError, RecursionError):
+                aside["no row of a log"] += 1
+                continue
+            yield row
+
+
+def _fault(
+    row: dict[str, Any],
+    configurations: Sequence[Mapping[str, Any]] | None,
+    digests: Collection[str] | None,
+    feature_sizes: Mapping[str, int] | None,
+) -> str:
+    """Why nothing can be learned from a row; "" if it can."""
+    probability, choice, among = row.get("probability"), row.get("choice"), row.get("among")
+    if digests is not None and row.get("controller") not in digests:
+        return "of another controller"
+    if probability is None:
+        return "without a probability"
+    if not _is_number(probability) or not 0 < probability <= 1:
+        return "a probability outside (0, 1]"
+    if row.get("price") is not None:
+        return "decided at a price"
+    count = math.inf if configurations is None else len(configurations)
+    if not _is_index(choice, count) or (configurations is not None and row.get("knobs") != configurations[choice]):
+        return "an unknown configuration"
+    if not _are_chances(among, row.get("chances"), count, choice, probability):
+        return "a probability that the chances of the draw contradict"
+    whole = isinstance(row.get("id"), str) and isinstance(row.get("met"), bool) and isinstance(row.get("knobs"), dict)
+    if not (whole and _is_index(row.get("best"), count)):
+        return "a damaged row"
+    positive = [row.get(name) for name in ("budget_ms", "limit_ms", "answer_ms")]
+    if not all(_is_number(ms) and ms > 0 for ms in positive) or not _is_number(row.get("log_latency")):
+        return "times that are not positive and finite"
+    if row.setdefault("accuracy", None) is not None and not (_is_number(row["accuracy"]) and 0 <= row["accuracy"] <= 1):
+        return "an accuracy outside [0, 1]"
+    try:
+        sizes = {name: len(_unpacked(block)) for name, block in (row["features"] or {}).items()}
+        packed, scale = (None, 1.0) if row["drift"] is None else row["drift"]
+        offsets = None if row["drift"] is None else _unpacked(packed)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return "a damaged row"
+    shaped = offsets is None or (np.isfinite(offsets).all() and (count == math.inf or len(offsets) == count))
+    if not (shaped and _is_number(scale) and scale > 0):
+        return "a drift of another shape"
+    if sizes and feature_sizes is not None and sizes != dict(feature_sizes):
+        return "features of other shapes"
+    return ""
+
+
+def _are_chances(among: Any, chances: Any, count: float, choice: int, probability: float) -> bool:
+    """Whether these are the probabilities of distinct configurations, with this one of the choice."""
+    if not (isinstance(among, list) and isinstance(chances, list) and len(among) == len(chances)):
+        return False
+    if len({*map(str, among)}) < len(among) or not all(_is_index(each, count) for each in among):
+        return False
+    if not all(map(_is_number, chances)) or min(chances, default=0) <= 0 or abs(sum(chances) - 1) > 1e-6:
+        return False
+    return choice in among and abs(chances[among.index(choice)] - probability) < 1e-9
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_index(value: Any, count: float) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < count
+
+
+def _packed(values: Array) -> str:
+    """float32 as base64."""
+    return base64.b64encode(np.asarray(values, np.float32).tobytes()).decode()
+
+
+def _unpacked(text: Any) -> Array:
+    """Raises TypeError or ValueError for what `_packed` did not write."""
+    return np.frombuffer(base64.b64decode(text, validate=True), np.float32)

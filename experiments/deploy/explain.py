@@ -1,0 +1,133 @@
+"""Say why a controller decides as it does: for one sample of a profile, or what the decisions of a run show."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.serving.knob_policy import KnobPolicy
+from knobwise.agents.serving.numpy_controller import Drift
+from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.common.errors import InputError
+from knobwise.common.files import write_text
+from knobwise.common.json_text import decoded
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.deploy.evaluate import check_fits
+from knobwise.experiments.report.tables import print_lines, print_table
+from knobwise.experiments.report.words import number, quantity, read_results, sentences
+from knobwise.experiments.results.run_folder import checkpoint_at
+from knobwise.experiments.settings.options import ExplainRun
+from knobwise.experiments.settings.profiles import read_profile, read_questions
+
+MOST = 10
+"""Configurations in the table of a decision."""
+
+
+def run(config: ExplainRun) -> dict[str, Any]:
+    """Print an explanation, write it to `json` if that is set, and return it.
+
+    Raises:
+        InputError: no such run or sample, a run without an explanation, a budget that is not positive or, as a mean,
+            not calibrated, the profile of another controller, the tracker of another controller.
+    """
+    explained = _of_run(config) if config.sample is None else _of_sample(config, config.sample)
+    if config.json is not None:
+        write_text(config.json, json.dumps(explained, indent=1))
+    return explained
+
+
+def _of_run(config: ExplainRun) -> dict[str, Any]:
+    """What the decisions of a run show, from its results."""
+    if config.budget_ms is not None or config.tracker is not None:
+        raise InputError("budget_ms and tracker: explain one decision; say which with sample=ID")
+    results = read_results(config.checkpoint)
+    if "explanation" not in results:
+        raise InputError(
+            f"{config.checkpoint}: its results hold no explanation, as those of selectors, of prices and of earlier "
+            "versions; explain one decision of a controller with sample=ID budget_ms=MS"
+        )
+    print_lines(Console(), sentences("explanation.txt.j2", results=results, part=None))
+    explanation: dict[str, Any] = results["explanation"]
+    return explanation | {"knob_usage": results["knob_usage"]}
+
+
+def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
+    """Why a controller decides as it does for one sample, beside what was measured."""
+    if config.budget_ms is None or not 0 < config.budget_ms < math.inf:
+        raise InputError(f"budget_ms={config.budget_ms}: say how long the answer may take, a positive number of ms")
+    table = read_profile(config.profile)
+    policy = KnobPolicy(load_checkpoint(checkpoint_at(config.checkpoint)))
+    check_fits(config.checkpoint, policy.agent, table)
+    row, drift = _row_of(table, sample), _drift(config.tracker, policy)
+    features, times = {name: block[row] for name, block in table.features.items()}, table.latency_ms[table.mask]
+    between_ms = max(float(times.min()), LEAST_LATENCY_MS), max(float(times.max()), LEAST_LATENCY_MS)
+    decided = policy.decide(features, config.budget_ms, explain=True, drift=drift, between_ms=between_ms)
+    explained = asdict(decided) | {"sample": sample, "budget_ms": config.budget_ms}
+    explained["question"] = read_questions(config.profile).get(table.sample_ids[row])
+    column = {str(configuration): c for c, configuration in enumerate(policy.configurations)}
+    for each in explained["expected"]:
+        c = column[str(each["configuration"])]
+        cell = (float(values[row, c]) for values in (table.accuracy, table.latency_ms))
+        each["measured"] = dict(zip(("accuracy", "latency_ms"), cell, strict=True)) if table.mask[row, c] else None
+    _print(explained, config, table)
+    return explained
+
+
+def _row_of(table: ProfileTable, sample: str) -> int:
+    """The row of a sample, named ID or, where several data sets have it, DATASET/ID."""
+    named = list(zip(table.dataset_names, table.sample_ids, strict=True))
+    rows = [row for row, (dataset, name) in enumerate(named) if sample in (name, f"{dataset}/{name}")]
+    if len(rows) != 1:
+        several = ", ".join("/".join(named[row]) for row in rows)
+        known = f"it holds {table.num_samples}, such as {table.sample_ids[0]}"
+        raise InputError(
+            f"sample={sample}: "
+            + (f"say which of {several}" if rows else f"profile {table.name!r} does not hold it; {known}")
+        )
+    return rows[0]
+
+
+def _drift(path: str | None, policy: KnobPolicy) -> Drift | None:
+    """What a tracker had learned when its state was written as JSON."""
+    if path is None:
+        return None
+    tracker = LatencyTracker(policy.configurations, to_numpy(policy.agent).digest)
+    try:
+        tracker.restore(decoded(Path(path).read_bytes()))
+    except InputError as error:
+        raise InputError(f"tracker={path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"tracker={path}: cannot be read as JSON ({error})") from error
+    return tracker.drift
+
+
+def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -> None:
+    """The best configurations as a table, the chosen and its runner-up among them, and the rest in sentences."""
+    expected, unit = explained["expected"], table.unit
+    marked = {
+        str(explained["decision"]): "chosen",
+        str((explained["runner_up"] or {}).get("configuration")): "runner-up",
+    }
+    listed = [row for i, row in enumerate(expected) if i < MOST or str(row["configuration"]) in marked]
+    header, rows = ["configuration", ""], []
+    header += [name for name in ("utility", "accuracy", "latency_ms", "on_time", "probability") if name in expected[0]]
+    for row in listed:
+        label = " ".join(f"{name}={value}" for name, value in row["configuration"].items())
+        cells = [quantity(row[n], unit) if n == "latency_ms" else number(row[n], ".3f") for n in header[2:]]
+        measured = row["measured"] or {}
+        really = [number(measured.get("accuracy"), ".3f"), quantity(measured.get("latency_ms"), unit)]
+        rows.append([label, marked.get(str(row["configuration"]), ""), *cells, *really])
+    header = [name.replace("latency_ms", "latency").replace("_", " ") for name in header]
+    header += ["measured accuracy", "measured latency"]
+    strong = [place for place, row in enumerate(rows) if row[1] == "chosen"]
+    console, facts = Console(), {"left_out": len(expected) - len(listed), "unit": unit, "config": config}
+    print_table(console, header, rows, range(len(header)), strong)
+    print_lines(console, sentences("explain.txt.j2", explained=explained, **facts))

@@ -1,0 +1,214 @@
+"""Update a deployed controller from the log of its requests, or for other hardware from some cells timed there.
+
+Each update is a version on disk; which of them serves is a link, see `knobwise.agents.serving.versions`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from knobwise.agents.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
+from knobwise.agents.learning.off_policy import Estimate, Judgement
+from knobwise.agents.learning.update import update
+from knobwise.agents.serving.export import configurations_of, export_numpy, to_numpy
+from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.serving.request_log import logged_of, read_log
+from knobwise.agents.serving.versions import CONTROLLER, CURRENT, VERSIONS, add_version, serve, serving
+from knobwise.common.errors import InputError
+from knobwise.common.files import locked, write_text
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.report.tables import print_lines, print_table
+from knobwise.experiments.report.words import sentences
+from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
+from knobwise.experiments.settings.options import UpdateRun
+from knobwise.experiments.settings.profiles import LongTables, read_profile
+
+REQUESTS = 500
+"""How many show how sure the controller is."""
+POLL_S = 1.0
+"""How often a growing log is read again, in seconds."""
+UPDATE = "update.json"
+STEPS = {"latencies": "offsets of latencies", "accuracies": "and of accuracies", "grpo": "and GRPO"}
+
+
+def run(config: UpdateRun) -> Path:
+    """Write a version, and let it serve where it is better; returns the one that serves.
+
+    Raises:
+        InputError: neither a log nor a profile, a controller that cannot learn, one that `out` does not serve, no
+            version before the current one, too few requests; see also `read_log` and `log_ratios`.
+    """
+    out = Path(config.out)
+    if config.rollback:
+        return _roll_back(out)
+    if (config.log is None) == (config.profile is None):
+        raise InputError(
+            "update: give log=FOLDER, the requests that it learns from, or what was timed on other hardware: "
+            "profile=table profile.path=FILE"
+        )
+    if config.every is None or config.log is None:
+        return _update(config, out)
+    known = 0
+    while True:
+        count = len(read_log(config.log).rows)
+        if count >= known + config.every:
+            known = count
+            _update(config, out)
+            config = replace(config, checkpoint=str(out / CURRENT))
+        time.sleep(POLL_S)
+
+
+def _update(config: UpdateRun, out: Path) -> Path:
+    loaded = load_checkpoint(checkpoint_at(config.checkpoint))
+    if problem := _problem(loaded, config.log is None):
+        raise InputError(f"{config.checkpoint}: {problem}")
+    digest = to_numpy(loaded.controller).digest
+    _check_serving(config, digest, serving(out))
+    learn: Callable[[UpdateRun, Loaded, str], tuple[Loaded, dict[str, Any]]]
+    learn = _from_log if config.log is not None else _from_cells
+    updated, facts = learn(config, loaded, digest)
+    with locked(out):
+        _check_serving(config, digest, current := serving(out))  # another process may have been here
+        if current is None:
+            current = _added(out, loaded, {"before": None, "from": config.checkpoint})
+            serve(out, current)
+        version = _added(out, updated, {"before": current.name, **facts})
+        if facts["better"]:
+            serve(out, version)
+    print_lines(Console(), [f"{version}: {'serves now' if facts['better'] else f'{current.name} goes on serving'}"])
+    return serving(out) or version
+
+
+def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None:
+    """Refuse to go on from another controller than the one that serves."""
+    if current is not None and NumpyController.load(current / CONTROLLER).digest != digest:
+        again = Path(config.out) / CURRENT
+        raise InputError(
+            f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; give "
+            f"checkpoint={again}, or another folder"
+        )
+
+
+def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
+    """A version with its checkpoint, its arrays, and what is known about it."""
+
+    def write(folder: Path) -> None:
+        loaded.save(folder / VERSION)
+        export_numpy(loaded.controller, folder / CONTROLLER)
+        write_text(folder / UPDATE, json.dumps(facts, indent=1))
+
+    return add_version(out, write)
+
+
+def _roll_back(out: Path) -> Path:
+    """Let the version before the current one serve again."""
+    if (current := serving(out)) is None:
+        raise InputError(f"out={out}: there is no version in it to go back from")
+    before = json.loads((current / UPDATE).read_text())["before"]
+    if before is None:
+        raise InputError(f"out={out}: {current.name} is the first version; there is none before it")
+    with locked(out):
+        serve(out, out / VERSIONS / before)
+    print_lines(Console(), [f"{out / VERSIONS / before}: serves again, in the place of {current.name}"])
+    return out / VERSIONS / before
+
+
+def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
+    """The controller after learning from the log, the best if it is better; print and return what the log shows."""
+    agent: Any = loaded.controller
+    assert config.log is not None
+    digests = [*loaded.extra.get("versions", []), digest]
+    names, sizes = configurations_of(agent), agent.normaliser.sizes
+    log = read_log(config.log, names, digests, sizes)
+    print_lines(Console(), [f"{len(log.rows):,} requests of {config.log}", *log.lines()])
+    if not log.rows:
+        raise InputError(f"log={config.log}: no request in it can be used; see the lines above")
+    result = update(agent, logged_of(log.rows, len(names), sizes), config.learning)
+    facts = {
+        "better": result.better,
+        "requests": len(log.rows),
+        "set_aside": dict(log.aside),
+        "steps": {name: judgement.plain() for name, judgement in result.steps.items()},
+        "factors": result.factors,
+        "logits": result.logits,
+    }
+    header = ["step", "utility, new − old [95 %]", "bound", "model alone", "weights alone", "different", "takes over"]
+    print_table(Console(), header, [_row(STEPS[name], each) for name, each in result.steps.items()], range(7))
+    best = result.agent if result.better else result.candidate
+    return loaded._replace(agent=best, extra=loaded.extra | {"versions": digests}), facts
+
+
+def _row(step: str, judgement: Judgement) -> list[str]:
+    """A step in the table."""
+    robust, *others = (
+        each["difference"] for each in (judgement.doubly_robust, judgement.direct, judgement.self_normalised)
+    )
+    values = [f"{each.value:+.3f}" for each in others]
+    different = f"{judgement.different} of {judgement.requests}"
+    return [step, _words(robust), f"{judgement.bound:+.3f}", *values, different, "yes" if judgement.better else "no"]
+
+
+def _words(estimate: Estimate) -> str:
+    return f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]"
+
+
+def _problem(loaded: Loaded, for_hardware: bool) -> str:
+    """Why what a controller expects cannot be moved; "" if it can."""
+    network = loaded.network
+    if network.priced:
+        return "decides for mean budgets, whose prices hold on one machine only; train on a profile of the other one"
+    if network.config.structure != "utility":
+        return (
+            f"policy.structure={network.config.structure} predicts no latencies that could be adapted; train with "
+            "policy=auto or policy=utility, or let AdaptiveModel.calibrate scale the budgets"
+        )
+    adapted_before = for_hardware and "adapted" in loaded.extra
+    return "was adapted before; give the controller as it was trained" if adapted_before else ""
+
+
+def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
+    """The rows that the controller was fitted on, all if it does not say, int64 in random order."""
+    parts = [loaded.extra[f"{part}_rows"] for part in ("train", "validation") if f"{part}_rows" in loaded.extra]
+    rows = torch.cat(parts) if parts else torch.arange(table.num_samples)
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+
+
+def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
+    """The controller for the hardware of the timed cells; print its factors by knob, and return what the cells tell."""
+    table = read_profile(config.trained_on)
+    if table.digest != loaded.profile_digest:
+        raise InputError(
+            f"{config.checkpoint}: was trained on profile {loaded.profile_name!r}, and trained_on is another, "
+            f"{table.name!r}; name that of the training, such as trained_on=table trained_on.path=FILE"
+        )
+    profile = config.profile
+    if isinstance(profile, LongTables) and profile.knobs is None:  # few rows do not show which columns are knobs
+        profile = replace(profile, knobs=[knob.name for knob in table.knobs])
+    timed = read_profile(profile)
+    chosen, ratios = log_ratios(table, timed)
+    offsets = fit_offsets(table.configurations, chosen, ratios)
+    facts = {"timed": timed.name, "digest": timed.digest, "cells": len(chosen)}
+    facts |= {"factors": offsets.mean.exp().tolist(), "spread": offsets.variance.sqrt().tolist()}
+    facts["one_factor"] = float(ratios.median().exp())
+    agent: Any = loaded.controller
+    rows = _fitted(loaded, table)[:REQUESTS]
+    x = agent.features({name: block[rows] for name, block in table.features.items()}, len(rows))
+    lines = [
+        [knob.name, str(value), f"× {offsets.mean[table.configurations[:, k] == v].mean().exp():.3f}"]
+        for k, knob in enumerate(table.knobs)
+        for v, value in enumerate(knob.values)
+    ]
+    print_table(Console(), ["knob", "value", "time, here / in training"], lines, range(3))
+    print_lines(Console(), sentences("other_hardware.txt.j2", facts=facts))
+    extra = loaded.extra | {"adapted": facts, "versions": [digest]}
+    return loaded._replace(agent=adapted(agent, offsets, x), extra=extra), {"better": True, **facts}

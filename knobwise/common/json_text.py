@@ -1,0 +1,28 @@
+"""JSON that others wrote, read strictly."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def decoded(text: bytes | str) -> Any:
+    """JSON as Python writes it: NaN and Infinity are numbers.
+
+    Raises:
+        ValueError: not JSON in UTF-8, nested too deeply, or a key twice in one object, of which parsers silently take
+            the last; the message is one line.
+    """
+    try:
+        content = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return json.loads(content, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
+    return record

@@ -1,0 +1,128 @@
+"""What a controller learns from the log of its requests."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import driven_apart, equal_states, small_table
+from replayed import logging_model, serve_requests, small_stack
+
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.learning.settings import UpdateConfig
+from knobwise.agents.learning.update import update
+from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.serving.request_log import Logged, logged_of, read_log
+from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import ProfileTable
+
+
+def slow_crops(values: Mapping[str, int]) -> float:
+    """A drift that no level or single number describes: two of three crops are slower."""
+    return 1.0 if values["max_crops"] == 2 else 1.8
+
+
+def logged_requests(
+    folder: Path, count: int = 700, drifts: bool = True, label: bool = True, tracker: bool = False
+) -> tuple[StackedController, ProfileTable, Logged]:
+    agent, table = small_stack(300)
+    slower = slow_crops if drifts else (lambda values: 1.0)
+    model = logging_model(folder, agent, table, slower, explore=0.3, explore_loss=0.3, seed=0, tracker=tracker)
+    serve_requests(model, table, count, label)
+    return agent, table, logged_of(read_log(folder).rows, 12, agent.normaliser.sizes)
+
+
+def test_latencies_that_drifted_are_learned_and_the_new_controller_takes_over(tmp_path: Path) -> None:
+    agent, table, logged = logged_requests(tmp_path)
+    start = time.process_time()
+    result = update(agent, logged, UpdateConfig(steps=0))
+    assert time.process_time() - start < 2
+    true = np.array([slow_crops(table.configuration(c)) for c in range(12)])
+    used = np.bincount(logged.choice, minlength=12) > 30
+    assert np.log(result.factors)[used] == pytest.approx(np.log(true)[used], abs=0.25)
+    assert list(result.steps) == ["latencies", "accuracies"]
+    assert result.better
+    assert result.steps["latencies"].better
+    there = replace(table, latency_ms=table.latency_ms * torch.from_numpy(true).float())
+    values = []
+    for each in (agent, result.agent):
+        chosen = [each.choose(there.features, torch.full((300,), b)) for b in (8.0, 12.0, 18.0)]
+        rows = torch.arange(300)
+        pairs = zip(chosen, (8, 12, 18), strict=True)
+        worth = [there.accuracy[rows, c] * (there.latency_ms[rows, c] <= b) for c, b in pairs]
+        values.append(torch.stack(worth).mean().item())
+    assert values[1] > values[0] + 0.03
+    # what is served afterwards decides as the checkpoint
+    assert to_numpy(result.agent).digest != to_numpy(agent).digest
+
+
+def test_accuracies_that_fell_are_learned(tmp_path: Path) -> None:
+    agent, _, logged = logged_requests(tmp_path, drifts=False)
+    lost = logged.choice >= 8
+    logged = logged._replace(accuracy=np.where(lost, 0.0, logged.accuracy))
+    result = update(agent, logged, UpdateConfig(steps=0))
+    used = np.bincount(logged.choice, minlength=12) > 20
+    assert used[8:].any()
+    assert (np.array(result.logits)[8:][used[8:]] < -1).all()
+    assert (np.array(result.logits)[:8][used[:8]] > -1).all()
+
+
+def test_grpo_learns_near_the_old_policy_and_repeatably(tmp_path: Path) -> None:
+    agent, _, logged = logged_requests(tmp_path, count=150)
+    config = UpdateConfig(steps=4, lr=1e-3)
+    first, second = (update(agent, logged, config) for _ in range(2))
+    assert list(first.steps) == ["latencies", "accuracies", "grpo"]
+    assert equal_states(first.candidate, second.candidate)
+    offsets = update(agent, logged, replace(config, steps=0)).candidate
+    before = offsets.state_dict()
+    changed = {name for name, value in first.candidate.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"network.network.outcome_head.weight", "network.network.outcome_head.bias"}
+    still = update(agent, logged, replace(config, lr=1e-12)).candidate
+    assert torch.allclose(still.network.network.outcome_head.weight, offsets.network.network.outcome_head.weight)
+
+
+def test_a_stream_without_drift_changes_next_to_nothing(tmp_path: Path) -> None:
+    agent, table, logged = logged_requests(tmp_path, drifts=False, tracker=True)
+    result = update(agent, logged, UpdateConfig(steps=0))
+    assert abs(np.log(result.factors)).max() < 0.3
+    budgets = torch.full((300,), 12.0)
+    rows = torch.arange(300)
+
+    def worth(controller: StackedController) -> float:
+        chosen = controller.choose(table.features, budgets)
+        return float((table.accuracy[rows, chosen] * (table.latency_ms[rows, chosen] <= budgets)).mean())
+
+    assert worth(result.agent) > worth(agent) - 0.005
+
+
+def test_without_labels_only_latencies_are_learned_and_nothing_takes_over(tmp_path: Path) -> None:
+    agent, _, logged = logged_requests(tmp_path, count=120, label=False)
+    result = update(agent, logged)
+    assert list(result.steps) == ["latencies"]
+    assert not result.better
+    assert result.agent is agent
+    assert result.steps["latencies"].requests == 0
+    assert result.steps["latencies"].plain()["bound"] is None
+
+
+def test_the_old_controller_is_never_changed(tmp_path: Path) -> None:
+    agent, _, logged = logged_requests(tmp_path, count=200)
+    before = to_numpy(agent).digest
+    update(agent, logged, UpdateConfig(steps=3))
+    assert to_numpy(agent).digest == before
+
+
+def test_controllers_that_cannot_learn_and_too_few_requests_are_refused(tmp_path: Path) -> None:
+    agent, _, logged = logged_requests(tmp_path, count=6)
+    table = small_table(40)
+    with pytest.raises(InputError, match="6 requests are too few"):
+        update(agent, logged, UpdateConfig(held_out=2))
+    with pytest.raises(InputError, match="predict outcomes"):
+        update(driven_apart(table, PolicyConfig(hidden=8)), logged)
+    for wrong in ({"confidence": 1.0}, {"held_out": 1}, {"clip": 0.5}, {"lr": 0.0}, {"steps": -1}):
+        with pytest.raises(InputError, match=r"learning\."):
+            UpdateConfig(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,119 @@
+"""Versions of a deployed controller: one serves, whatever is killed, and a process follows it between two requests."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from replayed import ReplayedModel, serve_requests, small_stack
+
+from knobwise.agents.serving import versions
+from knobwise.agents.serving.adaptive_model import AdaptiveModel
+from knobwise.agents.serving.export import export_numpy, to_numpy
+from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.serving.versions import add_version, serve, serving
+from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.common.errors import InputError
+
+
+def slower(agent: StackedController, by: float) -> StackedController:
+    """A controller that expects other latencies."""
+    other = copy.deepcopy(agent)
+    other.network.network.outcome_head.bias.data[..., 12:24] += by  # type: ignore[operator, union-attr]
+    return other
+
+
+def published(folder: Path, agent: StackedController) -> Path:
+    version = add_version(folder, lambda to: export_numpy(agent, to / "controller.npz") and None)
+    serve(folder, version)
+    return version
+
+
+def test_versions_are_numbered_and_one_serves(tmp_path: Path) -> None:
+    agent, _ = small_stack()
+    assert serving(tmp_path) is None
+    first, second = published(tmp_path, agent), published(tmp_path, slower(agent, 1.0))
+    assert (first.name, second.name, serving(tmp_path)) == ("0000", "0001", second)
+    serve(tmp_path, first)
+    assert serving(tmp_path) == first
+
+    def failing(folder: Path) -> None:
+        (folder / "controller.npz").write_bytes(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        add_version(tmp_path, failing)
+    assert sorted(path.name for path in (tmp_path / "versions").iterdir()) == ["0000", "0001"]
+
+
+def test_a_new_controller_takes_over_between_two_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions, "EVERY_S", 0.0)
+    agent, table = small_stack()
+    published(tmp_path, agent)
+    model = AdaptiveModel(ReplayedModel(table), agent, tracker=True)
+    model.watch(tmp_path / "current")
+    serve_requests(model, table, 5)
+    old, drift = model.controller, model.tracker.drift
+    assert drift is not None
+    other = slower(agent, 1.0)
+    published(tmp_path, other)
+    (result,) = serve_requests(model, table, 1)
+    assert model.controller.digest == to_numpy(other).digest != old.digest
+    assert result.drift is drift  # what the tracker followed is kept
+    assert model.tracker.state()["controller"] == model.controller.digest
+    # broken files are refused in a line each, and once
+    npz = tmp_path / "versions" / "0001" / "controller.npz"
+    for content in (b"half a file", npz.read_bytes()[:-100], b""):
+        npz.unlink()
+        npz.write_bytes(content)
+        caplog.clear()
+        serve_requests(model, table, 3)
+        assert [record.message.split(" is refused")[0] for record in caplog.records] == [
+            f"watch: {tmp_path / 'current' / 'controller.npz'}"
+        ]
+        assert model.controller.digest == to_numpy(other).digest
+    npz.unlink()
+    caplog.clear()
+    serve_requests(model, table, 2)
+    assert len(caplog.records) == 1
+    assert model.controller.digest == to_numpy(other).digest
+    serve(tmp_path, tmp_path / "versions" / "0000")
+    serve_requests(model, table, 1)
+    assert model.controller.digest == old.digest
+    with pytest.raises(InputError, match="does not exist"):
+        model.watch(tmp_path / "nothing.npz")
+
+
+SWAPPING = """
+import sys
+from pathlib import Path
+from knobwise.agents.serving.versions import add_version, serve
+folder, content = Path(sys.argv[1]), [Path(each).read_bytes() for each in sys.argv[2:]]
+while True:
+    for each in content:
+        serve(folder, add_version(folder, lambda to: (to / "controller.npz").write_bytes(each) and None))
+        print("served", flush=True)
+"""
+
+
+def test_kill_9_while_swapping_leaves_the_old_or_the_new_controller(tmp_path: Path) -> None:
+    agent, _ = small_stack()
+    paths = [tmp_path / "a.npz", tmp_path / "b.npz"]
+    digests = {export_numpy(slower(agent, by), path).digest for by, path in zip((0.0, 1.0), paths, strict=True)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    folder = tmp_path / "out"
+    command = [sys.executable, "-c", SWAPPING, str(folder), *map(str, paths)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for _ in range(40):
+            process.stdout.readline()
+            assert NumpyController.load(folder / "current" / "controller.npz").digest in digests
+        os.kill(process.pid, signal.SIGKILL)
+    assert NumpyController.load(folder / "current" / "controller.npz").digest in digests
+    version = published(folder, agent)  # and it goes on, whatever was left behind
+    assert serving(folder) == version

@@ -1,0 +1,178 @@
+"""knobwise explain, by the command line: a decision, a run, the section of its report, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from commands import OPTIMISER, TABLE, Capture, Patch, refused, write_table
+from page_parts import charts_of, svg_of
+
+import knobwise
+from knobwise.__main__ import main
+from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.envs.readers.long_table import read_long_table
+
+QUICK = ["train", *TABLE, *OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "baselines=false"]
+RUN, MEAN, HEAD = (f"runs/controller/{name}" for name in ("deadlines", "mean", "head"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a profile, the questions of some of its samples, and a run of each kind."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_table()
+        ids = read_long_table("t.parquet").sample_ids
+        pl.DataFrame({"sample_id": ids[::2], "question": [f"What is {i}?" for i in ids[::2]]}).write_parquet(
+            "samples.parquet"
+        )
+        assert main([*QUICK, "name=deadlines", "seeds=[0,1]", "budgets_ms=[8,25]"]) == 0
+        assert main([*QUICK, "name=mean", "seeds=[0]", "budget=mean", "budgets_ms=[10,14]"]) == 0
+        head = ["policy=independent", "policy.members=1", "optimiser.patience=0"]
+        assert main([*QUICK, "name=head", "seeds=[0]", *head, "budgets_ms=[8,12]"]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_its_folder(trained: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(trained)
+
+
+def explained(capsys: Capture, *words: str) -> tuple[str, dict[str, Any]]:
+    """What the verb prints, and what it writes as JSON."""
+    capsys.readouterr()
+    assert main(["explain", *TABLE, *words, "json=why.json"]) == 0
+    return capsys.readouterr().out, json.loads(Path("why.json").read_text())
+
+
+def test_a_decision_is_explained_beside_what_was_measured(capsys: Capture) -> None:
+    table, policy = read_long_table("t.parquet", features="f.npz"), knobwise.load(RUN)
+    text, why = explained(capsys, f"checkpoint={RUN}", f"sample={table.sample_ids[4]}", "budget_ms=12")
+    features = {name: block[4] for name, block in table.features.items()}
+    times = table.latency_ms
+    wanted = policy.decide(features, 12, explain=True, between_ms=(float(times.min()), float(times.max())))
+    assert (why["decision"], why["reason"]) == (wanted.decision, wanted.reason)
+    assert [tuple(step) for step in why["by_budget"]] == wanted.by_budget
+    assert len(why["expected"]) == table.num_configurations
+    for row in why["expected"]:
+        c = policy.configurations.index(row["configuration"])
+        assert row["measured"]["accuracy"] == float(table.accuracy[4, c])
+        assert row["measured"]["latency_ms"] == float(table.latency_ms[4, c])
+    head, *lines = text.splitlines()
+    assert "measured accuracy" in head
+    assert sum("max_crops=" in line and " ms " in line for line in lines[:12]) in (10, 11, 12)
+    assert sum("  chosen" in line for line in lines) == sum("runner-up" in line for line in lines) == 1
+    assert f"Sample {table.sample_ids[4]} (What is {table.sample_ids[4]}?) under a budget of 12.0 ms" in text
+    assert "2 more configurations are left out" in text or "1 more configurations are left out" in text
+    assert text.count("← this budget") == 1
+    chosen = policy.configurations.index(wanted.decision)
+    late = "late" if table.latency_ms[4, chosen] > 12 else "on time"
+    assert f"What the profile measured: accuracy {table.accuracy[4, chosen]:.2f} in" in text
+    assert f"{late}.\n" in text
+
+
+def test_what_a_tracker_has_learned_changes_the_decision(capsys: Capture) -> None:
+    policy = knobwise.load(RUN)
+    tracker = LatencyTracker(policy.configurations, to_numpy(policy.agent).digest)
+    for _ in range(50):
+        tracker.update(0, 1.0, 0.1, 6.0)
+    Path("state.json").write_text(json.dumps(tracker.state()))
+    sample = read_long_table("t.parquet").sample_ids[0]
+    words = [f"checkpoint={RUN}", f"sample={sample}", "budget_ms=25"]
+    text, why = explained(capsys, *words, "tracker=state.json")
+    plain = explained(capsys, *words)[1]
+    assert why["without_drift"] == plain["decision"]
+    assert plain["without_drift"] is None
+    assert "With what the tracker has learned; without it: " in text
+    assert all(1.5 < row["slower"] < 3 for row in why["expected"])
+    state = tracker.state() | {"controller": "another"}
+    Path("other.json").write_text(json.dumps(state))
+    line = refused(["explain", *TABLE, *words, "tracker=other.json"], capsys)
+    assert line.startswith("knobwise: tracker=other.json: ")
+    assert "the state is of another controller; start without it" in line
+
+
+@pytest.mark.parametrize("run", [RUN, MEAN, HEAD])
+def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(run: str, capsys: Capture) -> None:
+    text, why = explained(capsys, f"checkpoint={run}")
+    results = json.loads((Path(run) / "results.json").read_text())
+    assert why == results["explanation"] | {"knob_usage": results["knob_usage"]}
+    assert why["samples"] == results["test_samples"] == 12
+    assert text.count("At ") >= len(results["budgets_ms"])
+    assert "A tree with at most eight leaves sets " in text
+    assert {row["name"] for row in why["importance"]} == {"image_features", "language_features"}
+    report = (Path(run) / "report.html").read_text()
+    section = report[report.index("<h2>Why these settings</h2>") :]
+    assert ("accuracy minus the price of the latency" in section) == (run == MEAN)
+    assert ("(seed " in section.split("</p>")[0]) == (run == RUN)
+    drawn = [spec for spec in charts_of(section) if "difficulty" in json.dumps(spec)]
+    assert len(drawn) == (why["difficulty"]["budget_ms"] is not None)
+    for spec in drawn:
+        svg = svg_of(spec)
+        assert "difficulty: latency of the cheapest right configuration (ms)" in svg
+        assert "latency of the choice (ms)" in svg
+    questions = {row["question"] for row in why["best"] + why["worst"]}
+    assert all(question is None or question in section for question in questions)
+    for rule in why["tree"]["rules"]:
+        assert ", ".join(f"{name}={value}" for name, value in rule["then"].items()) in section
+
+
+def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there_is(capsys: Capture) -> None:
+    sample = f"sample={read_long_table('t.parquet').sample_ids[1]}"
+    text, why = explained(capsys, f"checkpoint={MEAN}", sample, "budget_ms=14")
+    assert set(why["expected"][0]) == {"configuration", "accuracy", "latency_ms", "utility", "measured"}
+    assert {round(budget, 4) for budget, _ in why["by_budget"]} <= {10.0, 14.0}
+    assert "on time" not in text.splitlines()[0]
+    text, why = explained(capsys, f"checkpoint={HEAD}", sample, "budget_ms=9")
+    assert set(why["expected"][0]) == {"configuration", "probability", "measured"}
+    assert text.split()[1] == "probability"
+    assert why["reason"] == "most probable"
+
+
+MISTAKES = [
+    ("sample=nobody budget_ms=9", "sample=nobody: profile 't' does not hold it; it holds 60, such as "),
+    ("sample=0", "budget_ms=None: say how long the answer may take, a positive number of ms"),
+    *((f"sample=0 budget_ms={b}", f"budget_ms={b}: say how long") for b in ("-1.0", "0.0", "nan", "inf")),
+    ("budget_ms=9", "budget_ms and tracker: explain one decision; say which with sample=ID"),
+    ("sample=0 budget_ms=9 tracker=nothing.json", "tracker=nothing.json: cannot be read as JSON"),
+    ("sample=0 budget_ms=9 tracker=t.parquet", "tracker=t.parquet: cannot be read as JSON"),
+    ("sample=0 budget_ms=9 profile=builtin", "was trained for 12 configurations"),
+    (f"checkpoint={MEAN} sample=0 budget_ms=9", "a mean budget of 9: prices were calibrated for 10, 14 only"),
+    ("checkpoint=nowhere", "nowhere/results.json: no such file; is this the folder of a finished run?"),
+    ("checkpoint=nowhere sample=0 budget_ms=9", "nowhere: no such checkpoint"),
+    ("checkpoint=old", "old: its results hold no explanation"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_a_mistake_is_one_line(words: str, message: str, capsys: Capture) -> None:
+    old = Path("old")
+    if not old.exists():
+        old.mkdir()
+        results = json.loads((Path(RUN) / "results.json").read_text())
+        (old / "results.json").write_text(json.dumps({k: v for k, v in results.items() if k != "explanation"}))
+    first = read_long_table("t.parquet").sample_ids[0]
+    given = words.replace("sample=0", f"sample={first}").split()
+    profile = [] if any(word == "profile=builtin" for word in given) else TABLE
+    assert message in refused(["explain", f"checkpoint={RUN}", *profile, *given], capsys)
+
+
+def test_a_sample_of_several_data_sets_is_named_with_its_data_set(capsys: Capture, tmp_path: Path) -> None:
+    frame = pl.read_parquet("t.parquet")
+    parts = [frame.with_columns(dataset=pl.lit(name)) for name in ("a", "b")]
+    pl.concat(parts).write_parquet(tmp_path / "two.parquet")
+    features = dict(np.load("f.npz"))
+    twice = {name: np.concatenate([block, block]) for name, block in features.items()}
+    np.savez(tmp_path / "two.npz", **twice | {"dataset": np.repeat(["a", "b"], len(features["sample_id"]))})
+    first = str(read_long_table("t.parquet").sample_ids[0])
+    profile = ["profile=table", f"profile.path={tmp_path}/two.parquet", f"profile.features={tmp_path}/two.npz"]
+    words = ["explain", f"checkpoint={RUN}", *profile, "budget_ms=9"]
+    assert f"sample={first}: say which of a/{first}, b/{first}" in refused([*words, f"sample={first}"], capsys)
+    assert main([*words, f"sample=b/{first}"]) == 0

@@ -1,0 +1,228 @@
+"""Explanations of a policy: difficulty and correlation by hand, importance, a tree of a tree, single decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import driven_apart, small_table, table_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.stack.priced_policy import PricedChooser
+from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.results import explanation
+from knobwise.experiments.results.explanation import (
+    Explained,
+    best_and_worst,
+    by_difficulty,
+    difficulty_of,
+    distilled,
+    explain_policy,
+    importance,
+    rank_correlation,
+)
+
+NAN = float("nan")
+BUDGETS = torch.tensor([5.0, 20.0])
+
+
+class Rule:
+    """A policy that is a function of features and budgets."""
+
+    def __init__(self, choose: object) -> None:
+        self.normaliser, self._choose = None, choose
+
+    def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
+        chosen: Tensor = self._choose(features["x"], limits)  # type: ignore[operator]
+        return chosen
+
+
+def explained(table: ProfileTable, choose: object, budgets: Tensor = BUDGETS) -> Explained:
+    rows = torch.arange(table.num_samples)
+    return Explained(table, rows, rows, Rule(choose), budgets)
+
+
+# -- difficulty --------------------------------------------------------------------------------------------------------
+
+ACCURACY = [[0.0, 1.0, 1.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.4, 0.5, 1.0], [NAN, 0.0, 1.0]]
+LATENCY = [[1.0, 2.0, 4.0], [3.0, 2.5, 6.0], [1.0, 2.0, 4.0], [1.0, 3.0, 9.0], [NAN, 2.0, 5.0]]
+
+
+def test_a_sample_is_as_difficult_as_its_cheapest_right_configuration_is_slow() -> None:
+    assert difficulty_of(torch.tensor(ACCURACY), torch.tensor(LATENCY)).tolist() == [2.0, 2.5, torch.inf, 3.0, 5.0]
+
+
+def test_difficulty_against_latency_by_hand() -> None:
+    """Difficulties are 2, 2.5, 3 and 5; the third sample has no right configuration. Means by configuration are 1.5,
+    2.3 and 5.6, so by setting difficulties are 2.3, 1.5, 2.3 and 5.6."""
+    table = table_of(ACCURACY, LATENCY, torch.tensor([[1.0], [0.0], [0.0], [1.0], [2.0]]))
+    seen = by_difficulty(
+        explained(table, lambda x, limits: torch.where(limits < 10, x[:, 0] * 0 + 1, x[:, 0].clamp_min(1)).long())
+    )
+    assert seen["unanswered"] == 1
+    tight, loose = seen["at"]
+    # the second configuration for all: 2, 2.5, 3 and 2, ranks 1.5, 3, 4 and 1.5 against 1, 2, 3, 4
+    assert tight["correlation"] == pytest.approx(spearmanr([2, 2.5, 3, 5], [2, 2.5, 3, 2]).statistic)
+    assert tight["correlation"] == pytest.approx(0.5 / np.sqrt(5 * 4.5))
+    assert (tight["setting"], tight["setting_ci95"]) == (None, None)
+    # the last gets the third: 2, 2.5, 3 and 5; by setting 2.3, 2.3, 2.3 and 5.6
+    assert loose["correlation"] == pytest.approx(1.0)
+    assert loose["setting"] == pytest.approx(spearmanr([2.3, 1.5, 2.3, 5.6], [2.3, 2.3, 2.3, 5.6]).statistic)
+    assert seen["budget_ms"] == 20
+    assert sorted(map(tuple, seen["points"])) == [(2.0, 2.0), (2.5, 2.5), (3.0, 3.0), (5.0, 5.0)]
+    assert [group["difficulty_ms"] for group in seen["groups"]] == sorted(g["policy_ms"] for g in seen["groups"])
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=20, max_size=80))
+def test_a_rank_correlation_lies_in_its_interval_and_ignores_scale(pairs: list[tuple[int, int]]) -> None:
+    x, y = np.array(pairs, float).T
+    value, ci95 = rank_correlation(x, y)
+    if value is None or ci95 is None:
+        assert min(len(set(x)), len(set(y))) == 1
+        return
+    assert value == pytest.approx(spearmanr(x, y).statistic)
+    assert ci95[0] - 0.05 <= value <= ci95[1] + 0.05
+    assert rank_correlation(np.exp(x), 3 * y)[0] == pytest.approx(value)
+    assert rank_correlation(x, x) == (pytest.approx(1.0), [pytest.approx(1.0), pytest.approx(1.0)])
+
+
+def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws() -> None:
+    """Of 50 draws of 100 pairs with a known correlation nearly 95 % hold it."""
+    generator, inside = np.random.default_rng(0), 0
+    truth = 6 / np.pi * np.arcsin(0.6 / 2)  # of normal variables with a correlation of .6
+    for _ in range(50):
+        x, y = generator.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], 100).T
+        ci95 = rank_correlation(x, y)[1]
+        assert ci95 is not None
+        inside += ci95[0] <= truth <= ci95[1]
+    assert 43 <= inside < 50
+
+
+# -- importance --------------------------------------------------------------------------------------------------------
+
+
+def two_answers(samples: int = 200, noise: int = 2) -> ProfileTable:
+    """The first column of x says which of two configurations is right."""
+    generator = torch.Generator().manual_seed(0)
+    right = torch.rand(samples, generator=generator) < 0.5
+    x = torch.cat([right.float()[:, None], torch.randn(samples, noise, generator=generator)], 1)
+    return table_of(torch.stack([~right, right], 1).float(), torch.ones(samples, 2), x)
+
+
+def by_first(x: Tensor, limits: Tensor) -> Tensor:
+    return (x[:, 0] > 0.5).long()
+
+
+def test_importance_is_the_worth_lost_with_another_samples_features() -> None:
+    table = two_answers()
+    table = replace(table, features=table.features | {"unread": torch.randn(200, 3)})
+    block, unread, *columns = importance(explained(table, by_first))
+    assert (block["name"], block["column"], unread["name"], unread["lost"]) == ("x", None, "unread", 0.0)
+    assert block["ci95"][0] < block["lost"] < block["ci95"][1]
+    assert 0.4 < block["lost"] < 0.6  # another sample has the other answer half the time
+    assert (columns[0]["name"], columns[0]["column"]) == ("x", 0)
+    assert 0.4 < columns[0]["lost"] < 0.6
+    assert all(row["lost"] == 0 for row in columns[1:])
+
+
+def test_of_a_narrow_block_the_ten_most_important_columns_are_listed_of_a_wide_one_none() -> None:
+    narrow = importance(explained(two_answers(noise=30), by_first))
+    assert [row["column"] for row in narrow][:2] == [None, 0]
+    assert len(narrow) == 11
+    assert len(importance(explained(two_answers(noise=64), by_first))) == 1
+
+
+# -- the tree ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_is_a_small_tree_is_distilled_without_loss() -> None:
+    def choose(x: Tensor, limits: Tensor) -> Tensor:
+        return torch.where(limits < 10, 0, (x[:, 1] > 0.3).long())
+
+    tree = distilled(explained(two_answers(), choose))
+    assert tree["fidelity"] > 0.99  # a bound lies between two samples
+    assert tree["by_budget_alone"] < 0.9
+    assert tree["exact"] == tree["fidelity"]  # there is one knob
+    first = two_answers().configuration(0)
+    assert all(rule["then"] == first for rule in tree["rules"] if ["budget", "≤", 12.5] in rule["when"])
+    assert {rule["alike"] for rule in tree["rules"]} == {1.0}
+    bounds = {(name, sign): value for rule in tree["rules"] for name, sign, value in rule["when"]}
+    assert bounds["x[1]", "≤"] == bounds["x[1]", ">"] == pytest.approx(0.3, abs=0.1)
+    assert sum(rule["share"] for rule in tree["rules"]) == pytest.approx(1)
+
+
+def test_a_policy_that_decides_by_the_budget_alone_needs_no_features() -> None:
+    tree = distilled(explained(two_answers(), lambda x, limits: (limits > 10).long()))
+    assert tree["fidelity"] == tree["by_budget_alone"] == tree["exact"] == 1
+    assert {name for rule in tree["rules"] for name, *_ in rule["when"]} == {"budget"}
+    constant = distilled(explained(two_answers(), lambda x, limits: torch.zeros_like(limits).long()))
+    assert [rule["when"] for rule in constant["rules"]] == [[]]
+
+
+# -- the best and the worst --------------------------------------------------------------------------------------------
+
+
+def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most() -> None:
+    accuracy = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.2], [0.0, 0.9], [0.0, 0.4]])
+    table = table_of(accuracy, [[2.0, 3.0]] * 4 + [[2.0, 7.0]], torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]]))
+    lists = best_and_worst(explained(table, lambda x, limits: x[:, 0].long()), {table.sample_ids[3]: "why?"})
+    ids = table.sample_ids
+    # static takes the first configuration under both budgets; the last sample is on time under the second budget only
+    assert [(row["sample_id"], row["gain"], row["question"]) for row in lists["best"]] == [
+        (ids[3], pytest.approx(0.9), "why?"),
+        (ids[4], pytest.approx(0.4), None),
+    ]
+    assert lists["best"][1]["budget_ms"] == 20
+    (worst,) = lists["worst"]
+    assert (worst["sample_id"], worst["gain"]) == (ids[2], pytest.approx(-0.8))
+    assert worst["policy"]["accuracy"] == pytest.approx(0.2)
+    assert worst["static"] == {"configuration": table.configuration(0), "accuracy": 1.0, "latency_ms": 2.0}
+
+
+# -- real policies -----------------------------------------------------------------------------------------------------
+
+UTILITY = PolicyConfig(structure="utility", members=2, hidden=8)
+
+
+@pytest.mark.parametrize("kind", ["stack", "independent", "no features", "priced", "first look"])
+def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = small_table(60, holes=0.2, features=kind != "no features")
+    if kind == "first look":
+        table = replace(table, first_look_ms=0.5 * table.latency_ms.nan_to_num())
+    budgets, rows = default_budgets(table), torch.arange(60)
+    agent: object = driven_apart(table, PolicyConfig(hidden=8) if kind == "independent" else UTILITY)
+    if kind in ("stack", "first look"):
+        agent = fit_stack(table, rows[:40], agent, replace(UTILITY, experts=("ridge",)), budgets, seed=0)  # type: ignore[arg-type]
+    if kind == "priced":
+        stack = StackedController(driven_apart(table, UTILITY, priced=True), [], torch.ones(1))
+        budgets = torch.tensor([9.0, 15.0])
+        agent = PricedChooser("controller", stack, budgets, torch.tensor([0.05, 0.01]))
+    monkeypatch.setattr(explanation, "MOST", 15)
+    part = Explained(table, rows[:40], rows[40:], agent, budgets)
+    assert len(part.rows) == len(set(part.rows.tolist())) == 15
+    features, mask = {name: block[part.rows] for name, block in table.features.items()}, table.mask[part.rows]
+    for place, budget in enumerate(budgets):
+        chosen = agent.choose(features, budget.expand(15), mask)  # type: ignore[attr-defined]
+        assert part.chosen[:, place].tolist() == chosen.tolist()
+    worth = part.worth(part.chosen, part.reads)
+    assert worth.isfinite().all()
+    at = part.rows[:, None], part.chosen
+    if kind == "priced":
+        assert worth.tolist() == (table.accuracy[at].double() - agent.prices * table.latency_ms[at]).tolist()  # type: ignore[attr-defined]
+    else:
+        late = table.latency_ms[at] - (0 if kind != "first look" else table.first_look_ms[at] * ~part.reads) > budgets
+        assert worth.tolist() == table.accuracy[at].double().masked_fill(late, 0).tolist()
+    again = [explain_policy(part, {}) for _ in range(2)]
+    assert again[0] == again[1]
+    assert again[0]["samples"] == 15
+    assert (again[0]["importance"] == []) == (kind == "no features")

@@ -1,0 +1,44 @@
+"""JSON is read as Python writes it, or refused in one line."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from knobwise.common.json_text import decoded
+
+CONTENT = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(CONTENT)
+def test_what_python_writes_is_read_as_it_was(content):
+    assert decoded(json.dumps(content).encode()) == content
+    assert decoded(json.dumps(content, ensure_ascii=False)) == content
+
+
+def test_nan_infinity_and_a_byte_order_mark():
+    assert math.isnan(decoded("NaN"))
+    assert decoded(b'\xef\xbb\xbf{"a": Infinity}') == {"a": math.inf}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"a": 1, "b": 2, "a": 1}', "the key 'a' occurs twice"),
+        (b'[{"x": {"b": 1, "b" : 2}}]', "the key 'b' occurs twice"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a": ', "Expecting value"),
+        (b"\xff\xfe{}", "utf-8"),
+        (b"", "Expecting value"),
+    ],
+)
+def test_everything_else_is_refused_in_one_line(text, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        decoded(text)
+    assert "\n" not in str(refused.value)
