@@ -25,6 +25,8 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
+from knobwise.experiments.settings.beams import read_data
+from knobwise.experiments.settings.selector_options import BuiltinBeams
 
 EPOCHS = ["sft.epochs=2", "grpo.epochs=2"]
 REPLAY = [*commands.REPLAY, *EPOCHS, "variants.grpo_recorded.epochs=2", "variants.shuffled_recorded.epochs=2"]
@@ -176,7 +178,8 @@ def test_a_learned_reward_through_the_command_line(tmp_path: Path, monkeypatch: 
     live, recorded = spent.pop("live"), spent["learned_0"][1]
     assert 0 < live[0] <= 3 * 256 * 8
     assert live[1] == 0
-    assert recorded == 540 * 7 - 5  # without five beams that were never recorded
+    data = read_data(BuiltinBeams())
+    assert recorded == int((data.table.found_by[data.split.train] > METHODS.index("beam")).sum())
     counts = {"learned_0": 0, "learned_10k": 90, "shuffled_learned": 90}
     assert spent == {name: (calls, recorded) for name, calls in counts.items()}
     assert [row["policy"] for row in results["controls"]] == ["shuffled_learned"]
