@@ -97,7 +97,7 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig, mean: Tensor, scale: Tensor) -> None:
         self.config, self.mean, self.scale = config, mean, scale
         members = [Member(len(mean), config.width) for _ in range(config.members)]
-        self.network, (self.weights, _) = members[0], stack_module_state(members)  # type: ignore[arg-type]
+        self.network, (self.weights, _) = members[0], stack_module_state(members)
         self.answered: Answered | None = None
 
     def learn(self, table: BeamTable, answered: Answered, epochs: int) -> float:
