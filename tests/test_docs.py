@@ -55,6 +55,7 @@ RUNS = {
         *(f"{stage}.queries=1024" for stage in ("sft", "rce", "grpo")),
         *(f"variants.{name}=null" for name in ("grpo_recorded", "grpo_rounds", "shuffled_recorded", "shuffled_live")),
         "variants.grpo_live.epochs=1",
+        "variants={learned:{reward_model:{calls:20,epochs:1},epochs:1}}",
     ],
     "replay": ["experiment=selector_replay", "beams.path=beams.safetensors", *SELECTOR, "seeds=[0,1]"]
     + [f"variants.{name}.epochs=1" for name in ("grpo_recorded", "shuffled_recorded")],

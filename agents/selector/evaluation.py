@@ -120,6 +120,25 @@ def choose(
     return torch.cat(sequences)
 
 
+@torch.no_grad()
+def draw(
+    selector: Selector,
+    embeddings: Embeddings,
+    table: BeamTable,
+    rows: Tensor,
+    shots: int,
+    count: int,
+    batch: int = 2 * BATCH,
+) -> Tensor:
+    """Draws for queries `rows`, int64 [n] → places in their pools, int64 [n, count, T], −1 after the end."""
+    draws, device = [], selector.mean.device
+    for some in rows.split(batch):
+        pool = table.pool[some]
+        query, candidates = (x.to(device) for x in embeddings.both(some, pool))
+        draws.append(selector.distribution(query, candidates, (pool >= 0).to(device), shots, count).sample().cpu())
+    return torch.cat(draws)
+
+
 def judge(table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor | None = None) -> Tensor:
     """Whether each answer is right after these demonstrations: `vqa_correct`, float32 [n], on the CPU.
 
@@ -136,8 +155,9 @@ def judged_choices(table: BeamTable, scorer: Scores, choices: Sequence[Tensor], 
 
 
 def bank_rows(table: BeamTable, sequences: Tensor, rows: Tensor) -> Tensor:
-    """Places in the pools of queries `rows`, int64 [n, T] → rows of the bank, −1 staying −1."""
-    return table.pool[rows].gather(1, sequences.clamp_min(0)).masked_fill(sequences < 0, -1)
+    """Places in the pools of queries `rows`, int64 [n, *, T] → rows of the bank, −1 staying −1."""
+    bank = table.pool[rows].gather(1, sequences.clamp_min(0).flatten(1))
+    return bank.view(sequences.shape).masked_fill(sequences < 0, -1)
 
 
 def decision_us(

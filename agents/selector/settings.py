@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from knobwise.common.checks import at_least, one_of, positive
 from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.settings import GROUPS
 
 
 @dataclass
@@ -39,3 +40,33 @@ class SelectorConfig:
         positive("selector.temperature", self.temperature)
         if not 0 <= self.dropout < 1:
             raise InputError(f"selector.dropout={self.dropout}: must be in [0, 1)")
+
+
+@dataclass
+class RewardModelConfig:
+    """A learned reward: an ensemble predicts whether a sequence of demonstrations leads to a right answer."""
+
+    calls: int = 0
+    """True calls of the answering model that correct it, spread evenly over the epochs of GRPO."""
+    kappa: float = 1.0
+    """κ: the reward is the mean of the members' probabilities − κ · their standard deviation."""
+    ask: str = "disagreement"
+    """Which of the draws of a query are answered really: where the members' `disagreement` is largest, that with the
+    `highest` reward, or a `random` one."""
+    recorded: str = "without_beams"
+    """The recorded sequences that it learns from first: all, without_beams (none that was found with the answer in
+    view), own, beams."""
+    members: int = 5
+    """Networks in the ensemble."""
+    width: int = 64
+    """Width of each."""
+    epochs: int = 6
+    """Passes over the recorded sequences before GRPO."""
+    refit_epochs: int = 2
+    """Passes over all answered sequences after each round of true calls."""
+
+    def __post_init__(self) -> None:
+        for name, least in {"calls": 0, "kappa": 0, "members": 1, "width": 1, "epochs": 1, "refit_epochs": 1}.items():
+            at_least(f"reward_model.{name}", getattr(self, name), least)
+        one_of("reward_model.ask", self.ask, ("disagreement", "highest", "random"))
+        one_of("reward_model.recorded", self.recorded, tuple(GROUPS))

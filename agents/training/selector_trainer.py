@@ -1,8 +1,8 @@
 """The training of a selector, one stage at a time: supervised fine-tuning on beams, RCE, GRPO.
 
 Each stage is a training of its own that starts from what the one before it gave, so that several may start from the
-same. GRPO replays recorded sequences, or with a scorer draws its own and has them scored. The loop is that of
-`knobwise.agents.training.loop`.
+same. GRPO replays recorded sequences, or draws its own and has them scored: by a scorer, or by a learned reward that
+the scorer corrects. The loop is that of `knobwise.agents.training.loop`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
 from knobwise.agents.selector.clip_encoder import ClipEncoder, Embeddings
-from knobwise.agents.selector.evaluation import LOWEST, choose, judge, recorded_choices
+from knobwise.agents.selector.evaluation import LOWEST, bank_rows, choose, draw, judge, recorded_choices
+from knobwise.agents.selector.reward_model import REWARD, RewardModel
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.training.loop import Stage, Trainer
 from knobwise.agents.training.seeding import seeded
@@ -56,6 +57,8 @@ class SelectorTrainer(Trainer):
         shots: T of live draws, and of judging.
         scorer: judges sequences on held-out queries; None judges by what was recorded.
         live: GRPO draws its own sequences, and the scorer scores them; `groups` says how recorded ones are grouped.
+        reward_model: GRPO draws its own sequences, and this scores them (it is copied). At the beginning of each epoch
+            the scorer corrects it by a share of the true calls. Of `reward` it takes only whether rewards are shuffled.
         seed, folder, log, device: see `Trainer`.
     """
 
@@ -77,6 +80,7 @@ class SelectorTrainer(Trainer):
         shots: int = 2,
         scorer: Scorer | None = None,
         live: bool = False,
+        reward_model: RewardModel | None = None,
         groups: GroupConfig | None = None,
         config: StageConfig | None = None,
         loss: SelectorLossConfig | None = None,
@@ -87,6 +91,11 @@ class SelectorTrainer(Trainer):
     ) -> None:
         if live and scorer is None:
             raise InputError("live draws need a scorer; without one GRPO replays what was recorded")
+        if reward_model is not None and reward_model.config.calls and scorer is None:
+            raise InputError(
+                f"reward_model.calls={reward_model.config.calls}: true calls need a scorer, which recorded beams do "
+                "not have; set it to 0"
+            )
         self.config, self.loss = config or StageConfig(), loss or SelectorLossConfig()
         if stage == "sft" and self.config.keep == "best_kl":
             raise InputError("sft.keep=best_kl: the KL is to the policy that this stage makes; keep the best or last")
@@ -97,7 +106,14 @@ class SelectorTrainer(Trainer):
         reference, embeddings = reference or start, embeddings or StoredEmbeddings(table.queries, table.candidates)
         networks = ((start, embeddings), (reference, reference_embeddings or embeddings))
         weights = [module.state_dict().values() for module in (start, reference, embeddings)]
-        sums = [float(values.double().sum()) for values in itertools.chain(*weights)]
+        sums: list[Any] = [float(values.double().sum()) for values in itertools.chain(*weights)]
+        self.reward_model, self.calls, self.corrected = copy.deepcopy(reward_model), 0, dict[str, float]()
+        scored_by: Scorer | None = self._answer if live else None
+        if self.reward_model is not None:
+            sums += [float(weight.detach().double().sum()) for weight in self.reward_model.weights.values()]
+            sums.append(self.reward_model.config)
+            scored_by, live = functools.partial(self.reward_model.score, table), True
+            reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
         self._resumable = repr((stage, live, shots, self.config, self.loss, reward, groups, sums))
         settings, group = self.config.optimiser(len(split.train)), self.loss.group_size
         with seeded(seed, device):
@@ -112,13 +128,12 @@ class SelectorTrainer(Trainer):
                 shots=shots if live else None,
                 reward=reward,
                 seed=seed,
-                scorer=scorer if live else None,
                 groups=groups or GroupConfig(),
                 unprofiled="error",
                 lean=True,
                 device=torch.device(device),
             )
-            env = self._env(batch_size=settings.contexts, rows=split.train)
+            env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
             behaviour = SequenceBehaviour(agent, frozen.requires_grad_(False), with_log_probs=stage == "grpo")
             options |= {"stored": STORED, "shape": (settings.contexts,)}
             stages = [self._stage(stage, agent, settings)]
@@ -146,6 +161,25 @@ class SelectorTrainer(Trainer):
         start, end = self.loss.temperature_start, self.loss.temperature_end
         self.imitation.temperature.fill_(math.inf if self.stage.name == "sft" else start + (end - start) * share)
         self.imitation.diagnostics = self.grpo.diagnostics = watched
+        if self.reward_model is not None and self._logged:
+            self._correct(self.reward_model)
+
+    def _answer(self, rows: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+        """The scorer, which counts."""
+        assert self.scorer is not None
+        self.calls += len(rows)
+        return self.scorer(rows, demonstrations)
+
+    def _correct(self, model: RewardModel) -> None:
+        """Spend this epoch's share of the true calls on draws of the policy, of training queries in random order."""
+        calls, epochs, train = model.config.calls, self.config.epochs, self.split.train
+        count = calls * (self._epoch + 1) // epochs - calls * self._epoch // epochs
+        if not count:
+            return
+        passes = [train[torch.randperm(len(train))] for _ in range(math.ceil(count / len(train)))]
+        rows = torch.cat(passes)[:count]
+        drawn = draw(self.selector, self.agent.embeddings, self.table, rows, self.shots, self.loss.group_size)
+        self.corrected = model.correct(self.table, rows, bank_rows(self.table, drawn, rows), self._answer)
 
     def _stage_loss(self, minibatch: TensorDictBase) -> TensorDictBase:
         loss = self.grpo if self.stage.name == "grpo" else self.imitation
@@ -154,12 +188,16 @@ class SelectorTrainer(Trainer):
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
         reward, right, present = data["next", "reward"], data["next", "vqa_correct"], _present(data)
         drawn = {"Reward": reward[present], "Accuracy": right[present & ~right.isnan()]}
+        if self.reward_model is not None:  # nobody knows it
+            drawn.pop("Accuracy")
         logged = {f"{name}_Mean": float(values.mean()) for name, values in drawn.items() if len(values)}
         logged |= {f"{name}_Std": float(values.std(correction=0)) for name, values in drawn.items() if len(values)}
         logged |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
         logged |= {"LR": self._learning_rate(), "Beta": float(self.grpo.kl_to_ref_coeff)}
         if self.stage.name != "grpo":
             logged["Temperature"] = float(self.imitation.temperature)
+        elif self.env.scorer is not None:
+            logged |= {"True_Calls": self.calls} | self.corrected
         return {f"Train/{name}": value for name, value in logged.items()}
 
     # -- held-out data -------------------------------------------------------------------------------------------------
@@ -194,8 +232,9 @@ class SelectorTrainer(Trainer):
 
     @functools.cached_property
     def _validation(self) -> DemonstrationBandit:
-        """The environment of all validation queries at once."""
-        return self._env(batch_size=len(self.split.validation), rows=self.split.validation)
+        """The environment of all validation queries at once. What the scorer answers there is no call of training."""
+        scorer = self.env.scorer if self.env.scorer is None or self.reward_model is not None else self.scorer
+        return self._env(batch_size=len(self.split.validation), rows=self.split.validation, scorer=scorer)
 
     @torch.no_grad()
     def _validation_metrics(self) -> dict[str, float]:
@@ -248,12 +287,17 @@ class SelectorTrainer(Trainer):
         return super().training_state() | {
             "agent": self.agent.state_dict(),
             "settings": self._resumable,
+            "calls": self.calls,
+            "reward_model": None if self.reward_model is None else self.reward_model.state(),
         }
 
     def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
         if state.get("settings") != self._resumable:
             return False
         self.agent.load_state_dict(state["agent"])
+        self.calls = state.get("calls", 0)
+        if self.reward_model is not None:
+            self.reward_model.load_state(state["reward_model"])
         return True
 
 

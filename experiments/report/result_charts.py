@@ -194,6 +194,7 @@ def _over_shots(results: Mapping[str, Any]) -> Charts:
     frame = pl.DataFrame(rows, infer_schema_length=None)
     bars = frame.filter(pl.col("shots") == shots).sort("accuracy", descending=True, maintain_order=True)
     drawn: Charts = {f"Accuracy with {shots_words(shots)}": charts.policy_bars(bars.drop("policy", "shots"))}
+    drawn |= _learned_rewards(results)
     if len(results["shots"]) == 1:
         return drawn
     named = dict.fromkeys((DEMONSTRATIONS.main_policy(results), *LEARNED[-2:], *baselines(results)[:1]))
@@ -203,6 +204,36 @@ def _over_shots(results: Mapping[str, Any]) -> Charts:
     lines = frame.filter(pl.col("kind") != "control").with_columns(policy=colour).drop("kind")
     legend = [*labels.values(), charts.OTHER]
     return drawn | {"Accuracy against shots": charts.by_shots(lines, legend, results["trained_shots"])}
+
+
+def _learned_rewards(results: Mapping[str, Any]) -> Charts:
+    """Accuracy against true calls, and how well learned rewards predict right answers."""
+    judged, drawn = rows_at(results, shown_at(results)), dict[str, alt.TopLevelMixin]()
+    spent = [
+        numbers(DEMONSTRATIONS, judged[row["policy"]])
+        | {"policy": "GRPO", "name": "GRPO", "calls": sum(row["calls"]) / len(row["calls"])}
+        for row in results.get("true_calls", [])
+        if row["policy"] in judged
+    ]
+    if spent:
+        axis = alt.Axis(values=sorted(row["calls"] for row in spent), format=",.0f")
+        x = alt.X("calls:Q", title="true calls", axis=axis, scale=alt.Scale(type="symlog", constant=100))
+        layers = charts.lines(pl.DataFrame(spent).sort("calls"), x, "accuracy", "accuracy (0 to 1)", ["GRPO"])
+        drawn["Accuracy against true calls"] = alt.layer(*layers).properties(width=820, height=260)
+    if bins := results.get("calibration"):
+        rows = [
+            {**row, "policy": policy_name(row["policy"], results)}
+            | {"drawn_by": "itself" if row["drawn_by"] == row["policy"] else policy_name(row["drawn_by"], results)}
+            for row in bins
+        ]
+        x, y = alt.X("expected:Q", title="predicted probability"), alt.Y("right:Q", title="share of right answers")
+        diagonal = alt.Chart(pl.DataFrame({"expected": [0.0, 1.0], "right": [0.0, 1.0]})).mark_line(**charts.DASHED)
+        lines = (
+            alt.Chart(pl.DataFrame(rows)).mark_line(point=True).encode(x, y, alt.Color("drawn_by:N", title="drawn by"))
+        )
+        layer = alt.layer(diagonal.encode(x, y), lines).properties(width=240, height=240)
+        drawn["Calibration of the learned reward"] = layer.facet("policy:N", data=pl.DataFrame(rows), columns=3)
+    return drawn
 
 
 # -- training curves ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ LEARNED = (*GRPO, "rce", "sft")
 """The trained selectors. GRPO starts from RCE if that is used, and RCE from SFT."""
 UPPER = ("best_recorded", "oracle")
 """They know the answers: upper bounds from the recorded sequences, not policies."""
-CONTROLS = ("shuffled_recorded", "shuffled_live", "hidden_sft", "hidden_rce", "hidden_live")
+CONTROLS = ("shuffled_recorded", "shuffled_live", "shuffled_learned", "hidden_sft", "hidden_rce", "hidden_live")
 """Selectors trained on rewards that were shuffled inside each group, or without the features that matter."""
 TRAINED = (*LEARNED, *CONTROLS)
 PAIRS = (
@@ -23,7 +23,7 @@ PAIRS = (
     ("grpo_live", "grpo_rounds"),
     ("rce", "sft"),
     *(("sft", way) for way in ("random", "similarity", "part_similarity")),
-    *((control, other) for control in CONTROLS[:2] for other in ("sft", "rce")),
+    *((control, other) for control in CONTROLS[:3] for other in ("sft", "rce")),
     ("hidden_rce", "hidden_sft"),
     ("hidden_live", "hidden_sft"),
 )

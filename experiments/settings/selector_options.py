@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
 from knobwise.agents.training.settings import StageConfig
 from knobwise.common.checks import a_seed
 from knobwise.common.errors import InputError
@@ -67,6 +67,9 @@ class Variant:
 
     live: bool = False
     """Draw from the policy while it learns and score the draws; otherwise replay recorded sequences."""
+    reward_model: dict[str, Any] | None = None
+    """Draw from the policy while it learns, and score the draws by a learned reward: changes to the run's
+    `reward_model`, {} for none; null scores nothing so. Of `reward` GRPO then takes only `shuffled`."""
     own_draws: int = 8
     """In replay, sequences of the policy that are drawn, scored and recorded for each query beforehand; needs a
     scorer."""
@@ -98,6 +101,8 @@ class Variant:
             raise InputError(f"groups={self.groups!r}: must be one of {', '.join(GROUPS)}")
         if self.own_draws < 0 or self.rounds < 1:
             raise InputError(f"own_draws={self.own_draws}, rounds={self.rounds}: need at least 0 and 1")
+        if self.live and self.reward_model is not None:
+            raise InputError("live=true answers every draw, so that no reward_model is needed; leave out one of them")
 
 
 @dataclass
@@ -114,6 +119,8 @@ class SelectorRun(Training):
     """The network."""
     reward: DemonstrationRewardConfig = field(default_factory=DemonstrationRewardConfig)
     """The reward of a recorded or scored sequence, in RCE and GRPO."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """The learned reward of variants that have one."""
     loss: SelectorLossConfig = field(default_factory=SelectorLossConfig)
     """The loss that is minimised."""
     sft: StageConfig = field(default_factory=lambda: StageConfig(epochs=15, lr=1e-3))
@@ -151,6 +158,9 @@ class SelectorRun(Training):
             changed(self.grpo, {key: value for key, value in stage.items() if value is not None}, place),
             changed(self.reward, variant.reward, f"{place}.reward"),
             changed(self.loss, variant.loss, f"{place}.loss"),
+            None
+            if variant.reward_model is None
+            else changed(self.reward_model, variant.reward_model, f"{place}.reward_model"),
         )
 
 
@@ -161,6 +171,7 @@ class Plan(NamedTuple):
     stage: StageConfig
     reward: DemonstrationRewardConfig
     loss: SelectorLossConfig
+    reward_model: RewardModelConfig | None
 
 
 def changed(base: T, values: Any, where: str) -> T:

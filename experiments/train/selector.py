@@ -19,7 +19,9 @@ from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.clip_encoder import ClipEncoder
 from knobwise.agents.selector.evaluation import Decided
+from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+from knobwise.agents.selector.settings import RewardModelConfig
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.checks import at_least
@@ -34,6 +36,7 @@ from knobwise.experiments.settings.beams import SelectorData, check_judged, hide
 from knobwise.experiments.settings.encoder import load_lora, read_encoder, stored_embeddings
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker
+from knobwise.experiments.train.reward_models import learned_rewards
 from knobwise.experiments.train.run import Experiment, keep_best, set_up_torch, tracker_of
 from knobwise.losses.settings import SelectorLossConfig
 from knobwise.profiling.demonstrations.beam_search import probability, score
@@ -80,7 +83,7 @@ class SelectorExperiment(Experiment):
         compete."""
         config, seeds = self.config, [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         plans = {name: config.plan(name) for name in config.variants}
-        competing = [name for name, plan in plans.items() if not plan.variant.hidden and plan.stage.keep != "last"]
+        competing = [name for name, plan in plans.items() if not plan.variant.hidden and not plan.reward.shuffled]
         results, decisions = judge_run(config, self.data, folder)
         scores: dict[Path, float] = {}
         for name in competing or ["rce"]:
@@ -120,10 +123,14 @@ def _checked(config: SelectorRun) -> SelectorData:
         stages.init_from(config.init_from)
     stages.check("sft", config.reward, GroupConfig("beams"))
     for name in config.variants:
-        variant, _, reward, _ = config.plan(name)
+        variant, _, reward, _, learned = config.plan(name)
         hide(data.table, variant.hidden)
         stages.check("rce", reward)
-        if not (variant.live or (variant.own_draws and data.scorer is not None)):
+        if learned is not None:
+            if stages.encoder is not None:
+                raise InputError(f"encoder=clip: variants.{name}.reward_model reads stored embeddings; leave it out")
+            stages.check("grpo", reward, learned=learned)
+        elif not (variant.live or (variant.own_draws and data.scorer is not None)):
             try:
                 recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
             except InputError as error:
@@ -154,14 +161,21 @@ class SelectorStages:
         self.rows = torch.arange(data.table.num_queries)
         self.encoder: ClipEncoder | None = None
         self.lora: dict[Selector, dict[str, Tensor]] = {}  # of each selector that was trained with CLIP
+        self.reward_models: dict[Any, dict[str, Any]] = {}  # what they learned from records
         self.zero_shot = None if data.scorer is None else probability(data.scorer, self.rows)
 
-    def check(self, stage: str, reward: Any, groups: GroupConfig | None = None) -> None:
+    def check(
+        self, stage: str, reward: Any, groups: GroupConfig | None = None, learned: RewardModelConfig | None = None
+    ) -> None:
         """Refuse what a stage cannot be trained on, such as a reward that what was recorded does not hold. Raises
         InputError: naming what is missing."""
         table, settings = self.data.table, {"config": getattr(self.config, stage), "reward": reward, "groups": groups}
         start = Selector.fitted(self.config.selector, table.queries, table.candidates)
-        SelectorTrainer(stage, table, self.data.split, start, shots=self.config.shots, **settings)
+        if learned is not None:
+            recorded_answers(table, self.data.split.train, learned.recorded)
+            settings["reward_model"] = RewardModel(learned, start.mean, start.scale)
+        settings |= {"shots": self.config.shots, "scorer": self.data.scorer}
+        SelectorTrainer(stage, table, self.data.split, start, **settings)
 
     def all(self) -> None:
         """Train everything that the settings name."""
@@ -207,7 +221,7 @@ class SelectorStages:
         return selector
 
     def _variant(self, name: str, table: BeamTable, sft: Selector, rce: Selector) -> None:
-        variant, stage, reward, loss = self.config.plan(name)
+        variant, stage, reward, loss, learned = self.config.plan(name)
         settings = {"reward": reward, "loss": loss, "config": stage, "reference": sft}
         start = sft
         if variant.warmup:
@@ -215,8 +229,9 @@ class SelectorStages:
             # what only a control changes is left to it: its warm-up is the same
             same = (replace(reward, shuffled=False), _rce_settings(loss)) == usual
             start = rce if same else self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
-        if variant.live:
-            self.stage(name, "grpo", table, start, live=True, **settings)
+        if variant.live or learned is not None:
+            model = None if learned is None else self.reward_model(table, sft, learned)
+            self.stage(name, "grpo", table, start, live=variant.live, reward_model=model, **settings)
             return
         groups = GroupConfig(variant.groups, rounds=1)
         for number in range(1, variant.rounds + 1):
@@ -225,19 +240,27 @@ class SelectorStages:
             last = number == variant.rounds
             start = self.stage(name if last else f"{name}-{number}", "grpo", table, start, groups=groups, **settings)
 
-    @torch.no_grad()
     def recorded(self, table: BeamTable, selector: Selector, count: int, number: int) -> BeamTable:
         """The table with draws of a selector for every query, scored once, as beams of round `number`."""
         assert self.data.scorer is not None
         assert self.zero_shot is not None
-        embeddings, draws = StoredEmbeddings(table.queries, table.candidates), []
+        embeddings = StoredEmbeddings(table.queries, table.candidates)
         with seeded(self.seed + 1000 * number, "cpu"):
-            for rows in self.rows.split(512):
-                query, pool = embeddings.both(rows, table.pool[rows])
-                dist = selector.distribution(query, pool, table.pool_mask[rows], self.config.shots, count)
-                draws.append(dist.sample())
-        scored = score(self.data.scorer, self.rows, table.pool, torch.cat(draws), "policy", self.zero_shot)
+            draws = evaluation.draw(selector, embeddings, table, self.rows, self.config.shots, count)
+        scored = score(self.data.scorer, self.rows, table.pool, draws, "policy", self.zero_shot)
         return table.with_beams(scored.sequences, scored.fields, scored.found_by, number)
+
+    def reward_model(self, table: BeamTable, sft: Selector, config: RewardModelConfig) -> RewardModel:
+        """The learned reward before GRPO; variants that differ only in what comes after share its fit."""
+        key = table.digest, config.recorded, config.members, config.width, config.epochs
+        with seeded(self.seed, "cpu"):
+            model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
+            if key in self.reward_models:
+                model.load_state(copy.deepcopy(self.reward_models[key]))
+            else:
+                model.learn(table, recorded_answers(table, self.data.split.train, config.recorded), config.epochs)
+                self.reward_models[key] = copy.deepcopy(model.state())
+        return model
 
     def stage(self, name: str, stage: str, table: BeamTable, start: Selector, **settings: Any) -> Selector:
         """One training, or what is left of it; gives its best epoch's selector."""
@@ -327,7 +350,7 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[di
         judged_by=data.judged_by,
         hidden=sorted({block for blocks in policies(config).values() for block in blocks}),
     )
-    return results | facts, decisions
+    return results | facts | learned_rewards(config, data, folder), decisions
 
 
 def _decided(

@@ -25,11 +25,15 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
+from knobwise.experiments.settings.beams import read_data
+from knobwise.experiments.settings.selector_options import BuiltinBeams
 
 EPOCHS = ["sft.epochs=2", "grpo.epochs=2"]
 REPLAY = [*commands.REPLAY, *EPOCHS, "variants.grpo_recorded.epochs=2", "variants.shuffled_recorded.epochs=2"]
 FILES = ["train", "experiment=selector", "beams=files", *commands.BEAMS, *EPOCHS]
 EMBEDDINGS = ["beams.embeddings=c.safetensors", "beams.query_embeddings=q.safetensors"]
+MODEL = [*(f"variants.{name}=null" for name in ("grpo_recorded", "shuffled_recorded"))]
+MODEL += ["variants={mine:{reward_model:{width:8},epochs:2}}"]
 RUN = Path("runs/selector_replay")
 STAGES = ("sft", "rce", "grpo_recorded", "shuffled_recorded")
 
@@ -160,6 +164,46 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
     assert trained == {*learned, "shuffled_recorded"}
 
 
+def test_a_learned_reward_through_the_command_line(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    few_demonstrations(monkeypatch)
+    small = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]", "judged_shots=[2]", "jobs=1"]
+    short = [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=256")]
+    short += ["reward_model.width=8", "reward_model.epochs=1", "variants.shuffled_learned.epochs=1"]
+    short += [f"variants.{name}.reward_model.calls=90" for name in ("learned_10k", "shuffled_learned")]
+    short += ["variants.learned_1k=null"]
+    assert main(["train", "experiment=selector_reward_model", *small, *short, "name=x"]) == 0
+    results = results_of()
+    spent = {row["policy"]: (*row["calls"], row["recorded"]) for row in results["true_calls"]}
+    live, recorded = spent.pop("live"), spent["learned_0"][1]
+    assert 0 < live[0] <= 3 * 256 * 8
+    assert live[1] == 0
+    data = read_data(BuiltinBeams())
+    assert recorded == int((data.table.found_by[data.split.train] > METHODS.index("beam")).sum())
+    counts = {"learned_0": 0, "learned_10k": 90, "shuffled_learned": 90}
+    assert spent == {name: (calls, recorded) for name, calls in counts.items()}
+    assert [row["policy"] for row in results["controls"]] == ["shuffled_learned"]
+    assert results["best_policy"] in ("live", "learned_0", "learned_10k")
+    bins = {(row["policy"], row["drawn_by"]): [] for row in results["calibration"]}
+    for row in results["calibration"]:
+        bins[row["policy"], row["drawn_by"]].append(row)
+    assert set(bins) == {(name, by) for name in counts for by in ("rce", name)}
+    for some in bins.values():
+        assert sum(row["sequences"] for row in some) == 4 * results["test_queries"]
+        assert [row["expected"] for row in some] == sorted(row["expected"] for row in some)
+        assert all(0 <= row["right"] <= 1 for row in some)
+    page = Path("runs/latest/report.html").read_text()
+    assert "Accuracy against true calls" in page
+    assert "Calibration of the learned reward" in page
+
+
+def test_replay_trains_on_a_learned_reward_without_true_calls(folder: Path) -> None:
+    assert main([*REPLAY, *MODEL]) == 0
+    results = results_of()
+    assert results["true_calls"] == [{"policy": "mine", "calls": [0], "recorded": 36 * 4}]
+    assert "calibration" not in results
+
+
 @pytest.mark.parametrize(
     "network",
     [["projection=linear"], ["layers=2", "update=convex"]],
@@ -253,6 +297,14 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "variants={mine:{rounds:2}}"], "variants.mine: live draws and rounds need a scorer"),
         ([*REPLAY, "variants={mine:{reward:{mode:legacy,hard_weight:1}}}"], "hard_weight: mode legacy has no such"),
         ([*REPLAY, "variants={mine:{loss:{advantage:best}}}"], "variants.mine.loss"),
+        ([*REPLAY, *MODEL, "reward_model.calls=-1"], "reward_model.calls=-1: must be at least 0"),
+        ([*REPLAY, *MODEL, "variants.mine.reward_model.calls=-1"], "variants.mine.reward_model: reward_model.calls=-1"),
+        (
+            [*REPLAY, *MODEL, "variants.mine.reward_model.calls=1000"],
+            "reward_model.calls=1000: true calls need a scorer",
+        ),
+        ([*REPLAY, *MODEL, "variants.mine.live=true"], "leave out one of them"),
+        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", *MODEL], "recorded as right or wrong, vqa_correct"),
         ([*REPLAY, "variants.grpo_recorded=3"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.epochs=-1"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.groups=own"], "groups.methods=policy"),

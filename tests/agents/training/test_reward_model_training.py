@@ -1,0 +1,120 @@
+"""GRPO on a learned reward: true calls are counted, a control gains nothing, a stop changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import ctrl_c, same
+from helpers import Lines, MatchScorer, equal_states, small_beams
+
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
+from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.agents.training.settings import StageConfig
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig
+
+TINY = RewardModelConfig(width=16, members=3, calls=50)
+SHORT = StageConfig(epochs=3, lr=3e-3, queries=8, keep="last")
+
+
+def trainer(
+    data: tuple[BeamTable, MatchScorer], reward: RewardModelConfig = TINY, shuffled: bool = False, **settings: Any
+) -> SelectorTrainer:
+    table, scorer = data
+    split = table.split(0.8, 0.1)
+    torch.manual_seed(0)
+    start = Selector.fitted(SelectorConfig(width=16, heads=2), table.queries, table.candidates)
+    model = RewardModel(reward, start.mean, start.scale)
+    model.learn(table, recorded_answers(table, split.train, reward.recorded), reward.epochs)
+    options = {"scorer": scorer, "config": SHORT, "reward_model": model}
+    options |= {"reward": DemonstrationRewardConfig(shuffled=shuffled)} | settings
+    return SelectorTrainer("grpo", table, split, start, **options)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 50])
+def test_true_calls_are_counted_exactly(calls: int) -> None:
+    """The scorer answers what training asks, and judges the validation queries after each epoch; nothing else."""
+    table, scorer = small_beams()
+    answered, log = [], Lines()
+
+    def counted(rows: torch.Tensor, shown: torch.Tensor) -> dict[str, torch.Tensor]:
+        answered.append(rows)
+        return scorer(rows, shown)
+
+    student = trainer((table, scorer), replace(TINY, calls=calls), scorer=counted, log=log)
+    student.run()
+    validation = set(student.split.validation.tolist())
+    training = [rows for rows in answered if not set(rows.tolist()) <= validation]
+    assert sum(map(len, training)) == student.calls == calls
+    assert sum(map(len, answered)) - calls == (SHORT.epochs + 1) * len(validation)
+    assert log.values("Train/True_Calls") == [calls * epoch // 3 for epoch in (1, 2, 3)]
+    assert not log.values("Train/Accuracy_Mean")
+    assert student.reward_model is not None
+    assert student.reward_model.answered is not None
+    assert len(student.reward_model.answered.rows) == 4 * len(student.split.train) + calls
+
+
+def test_live_draws_are_counted_too(tmp_path: Path) -> None:
+    table, scorer = small_beams()
+    log = Lines()
+    student = trainer((table, scorer), reward_model=None, live=True, log=log, folder=tmp_path)
+    student.run()
+    draws = SHORT.epochs * 4 * 8 * student.loss.group_size  # at most, since the same sequence is answered once
+    assert 0 < student.calls <= draws
+    assert log.values("Train/True_Calls") == sorted(log.values("Train/True_Calls"))
+    assert load_checkpoint(tmp_path / "last.pt").extra["training"]["calls"] == student.calls
+
+
+def test_the_learned_reward_teaches_and_the_shuffled_one_does_not() -> None:
+    data = small_beams(300, seed=1)
+    config, model = replace(SHORT, epochs=5, queries=16), replace(TINY, calls=300)
+    learned = trainer(data, model, config=config)
+    before, _ = learned._judge()
+    learned.run()
+    shuffled = trainer(data, model, config=config, shuffled=True)
+    shuffled.run()
+    assert learned.best["score"] > before + 0.15
+    assert shuffled.best["score"] < before + 0.1
+
+
+@pytest.mark.parametrize("stop", [4, 6])
+def test_a_stop_changes_nothing(stop: int, tmp_path: Path) -> None:
+    """Neither in the iteration in which true calls were made, nor between two of them."""
+    data = small_beams()
+    whole = trainer(data, folder=tmp_path / "whole")
+    whole.run()
+    stopped = trainer(data, folder=tmp_path / "stopped")
+    with ctrl_c(lambda trainer: trainer.iteration == stop), pytest.raises(KeyboardInterrupt):
+        stopped.run()
+    again = trainer(data, folder=tmp_path / "stopped")
+    assert again.resume(tmp_path / "stopped" / "last.pt")
+    again.run()
+    assert equal_states(whole.agent, again.agent)
+    states = [load_checkpoint(tmp_path / name / "last.pt").extra["training"] for name in ("whole", "stopped")]
+    assert states[0]["calls"] == states[1]["calls"] == TINY.calls
+    assert same(*(state["reward_model"] for state in states))
+
+
+def test_another_learned_reward_is_another_training(tmp_path: Path) -> None:
+    data = small_beams()
+    trainer(data, folder=tmp_path, config=replace(SHORT, epochs=1)).run()
+    for other in (replace(TINY, kappa=2.0), replace(TINY, calls=10)):
+        with pytest.raises(InputError, match="choose another name"):
+            trainer(data, other, config=replace(SHORT, epochs=1)).resume(tmp_path / "last.pt")
+
+
+def test_true_calls_need_a_scorer() -> None:
+    data = small_beams()
+    with pytest.raises(InputError, match=r"reward_model\.calls=50: true calls need a scorer"):
+        trainer(data, scorer=None)
+    recorded = trainer(data, replace(TINY, calls=0), scorer=None)
+    recorded.run()
+    assert recorded.calls == 0
