@@ -89,18 +89,8 @@ class SelectorTrainer(Trainer):
         device: str = "cpu",
         **options: Any,
     ) -> None:
-        if live and scorer is None:
-            raise InputError("live draws need a scorer; without one GRPO replays what was recorded")
-        if reward_model is not None and reward_model.config.calls and scorer is None:
-            raise InputError(
-                f"reward_model.calls={reward_model.config.calls}: true calls need a scorer, which recorded beams do "
-                "not have; set it to 0"
-            )
         self.config, self.loss = config or StageConfig(), loss or SelectorLossConfig()
-        if stage == "sft" and self.config.keep == "best_kl":
-            raise InputError("sft.keep=best_kl: the KL is to the policy that this stage makes; keep the best or last")
-        if not len(split.train) or not len(split.validation):
-            raise InputError(f"{table.name}: training needs queries to fit on and others to choose the epoch on")
+        self._check(stage, table, split, live, scorer, reward_model)
         self.table, self.split, self.shots, self.scorer = table, split, shots, scorer
         self.judged_by = "beam score" if scorer is None and "vqa_correct" not in table.fields else "accuracy"
         reference, embeddings = reference or start, embeddings or StoredEmbeddings(table.queries, table.candidates)
@@ -138,6 +128,27 @@ class SelectorTrainer(Trainer):
             options |= {"stored": STORED, "shape": (settings.contexts,)}
             stages = [self._stage(stage, agent, settings)]
             super().__init__(agent, frozen, env, behaviour, stages, settings, seed=seed, device=device, **options)
+
+    def _check(
+        self,
+        stage: str,
+        table: BeamTable,
+        split: Split,
+        live: bool,
+        scorer: Scorer | None,
+        reward_model: RewardModel | None,
+    ) -> None:
+        if live and scorer is None:
+            raise InputError("live draws need a scorer; without one GRPO replays what was recorded")
+        if reward_model is not None and reward_model.config.calls and scorer is None:
+            raise InputError(
+                f"reward_model.calls={reward_model.config.calls}: true calls need a scorer, which recorded beams do "
+                "not have; set it to 0"
+            )
+        if stage == "sft" and self.config.keep == "best_kl":
+            raise InputError("sft.keep=best_kl: the KL is to the policy that this stage makes; keep the best or last")
+        if not len(split.train) or not len(split.validation):
+            raise InputError(f"{table.name}: training needs queries to fit on and others to choose the epoch on")
 
     @property
     def selector(self) -> Selector:

@@ -61,8 +61,8 @@ def test_padding_changes_nothing() -> None:
     padded = torch.nn.functional.pad(shown, (0, 2), value=-1)
     torch.testing.assert_close(model.probabilities(table, rows, padded), model.probabilities(table, rows, shown))
     longer = Answered(rows, shown, torch.ones(6)).joined(Answered(rows, padded, torch.zeros(6)))
-    assert longer.shown.shape == (12, 4)
-    assert longer.shown[:6, 2:].eq(-1).all()
+    assert longer.sequences.shape == (12, 4)
+    assert longer.sequences[:6, 2:].eq(-1).all()
     assert longer.right.tolist() == [1] * 6 + [0] * 6
 
 
@@ -84,7 +84,7 @@ def test_it_learns_first_from_what_was_found_without_looking_at_the_answer() -> 
     rows = torch.tensor([3, 7])
     answered = recorded_answers(table, rows, "without_beams")
     assert answered.rows.tolist() == [3] * 4 + [7] * 4
-    assert torch.equal(answered.shown, table.pool[answered.rows].gather(1, table.sequences[rows, 2:].flatten(0, 1)))
+    assert torch.equal(answered.sequences, table.pool[answered.rows].gather(1, table.sequences[rows, 2:].flatten(0, 1)))
     assert torch.equal(answered.right, table.fields["vqa_correct"][rows, 2:].flatten())
     assert len(recorded_answers(table, rows, "all").rows) == 12
 
@@ -106,7 +106,7 @@ def test_each_true_call_is_answered_once_and_learned_from(ask: str) -> None:
     assert queries.tolist() == rows.tolist()
     assert model.answered is not None
     assert len(model.answered.rows) == 80 + 3
-    assert torch.equal(model.answered.shown[-3:], shown)
+    assert torch.equal(model.answered.sequences[-3:], shown)
     assert metrics["Asked_Right"] == pytest.approx(float(scorer(queries, shown)["vqa_correct"].mean()))
     chosen = {"disagreement": predicted.std(0, correction=0), "highest": penalised(predicted, TINY.kappa)}
     if ask in chosen:
