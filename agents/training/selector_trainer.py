@@ -125,9 +125,8 @@ class SelectorTrainer(Trainer):
             )
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
             behaviour = SequenceBehaviour(agent, frozen.requires_grad_(False), with_log_probs=stage == "grpo")
-            options |= {"stored": STORED, "shape": (settings.contexts,)}
-            stages = [self._stage(stage, agent, settings)]
-            super().__init__(agent, frozen, env, behaviour, stages, settings, seed=seed, device=device, **options)
+            options |= {"stored": STORED, "shape": (settings.contexts,), "seed": seed, "device": device}
+            super().__init__(agent, frozen, env, behaviour, [self._stage(stage, agent, settings)], settings, **options)
 
     def _check(
         self,
