@@ -34,14 +34,14 @@ class Answered(NamedTuple):
     after the end; right answers float32 [n], 0 or 1."""
 
     rows: Tensor
-    shown: Tensor
+    sequences: Tensor
     right: Tensor
 
     def joined(self, other: Answered) -> Answered:
         """These and others, which may be longer or shorter."""
-        longest = max(self.shown.shape[1], other.shown.shape[1])
-        shown = [F.pad(x.shown, (0, longest - x.shown.shape[1]), value=-1) for x in (self, other)]
-        return Answered(torch.cat([self.rows, other.rows]), torch.cat(shown), torch.cat([self.right, other.right]))
+        longest = max(self.sequences.shape[1], other.sequences.shape[1])
+        sequences = [F.pad(x.sequences, (0, longest - x.sequences.shape[1]), value=-1) for x in (self, other)]
+        return Answered(torch.cat([self.rows, other.rows]), torch.cat(sequences), torch.cat([self.right, other.right]))
 
 
 def recorded_answers(table: BeamTable, rows: Tensor, groups: str) -> Answered:
@@ -78,9 +78,9 @@ class Member(nn.Module):
         self.update = nn.Linear(2 * width, 2 * width)
         self.head = nn.Sequential(nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, 1))
 
-    def forward(self, query: Tensor, shown: Tensor, present: Tensor) -> Tensor:
+    def forward(self, query: Tensor, sequences: Tensor, present: Tensor) -> Tensor:
         """[n, d], [n, T, d] and bool [n, T] → [n]."""
-        query, items = self.query(query), self.candidate(shown)
+        query, items = self.query(query), self.candidate(sequences)
         repeated = query.unsqueeze(1).expand_as(items)
         tokens = self.token(torch.cat([repeated, items, repeated * items], -1))
         state = torch.zeros_like(query)
@@ -109,7 +109,7 @@ class RewardModel:
             order, total = torch.stack([torch.randperm(count) for _ in range(self.config.members)]), 0.0
             for start, places in zip(range(0, count, BATCH), order.split(BATCH, 1), strict=True):
                 optimiser.param_groups[0]["lr"] = LR * (1 - (epoch + start / count) / epochs)
-                logits = self._logits(table, answered.rows[places], answered.shown[places], learning=True)
+                logits = self._logits(table, answered.rows[places], answered.sequences[places], learning=True)
                 loss = F.binary_cross_entropy_with_logits(logits, answered.right[places], reduction="none").mean(1)
                 optimiser.zero_grad()
                 loss.sum().backward()
@@ -117,32 +117,32 @@ class RewardModel:
                 total += float(loss.detach().mean()) * places.shape[1]
         return total / count
 
-    def _logits(self, table: BeamTable, rows: Tensor, shown: Tensor, learning: bool = False) -> Tensor:
+    def _logits(self, table: BeamTable, rows: Tensor, sequences: Tensor, learning: bool = False) -> Tensor:
         """int64 [M, n] and [M, n, T] → [M, n], each member its own sequences."""
         query = (table.queries[rows] - self.mean) / self.scale
-        demonstrations = (table.candidates[shown.clamp_min(0)] - self.mean) / self.scale
+        demonstrations = (table.candidates[sequences.clamp_min(0)] - self.mean) / self.scale
         self.network.train(learning)
 
         def member(weights: dict[str, Tensor], *inputs: Tensor) -> Tensor:
             logits: Tensor = functional_call(self.network, weights, inputs)
             return logits
 
-        return vmap(member, randomness="different")(self.weights, query, demonstrations, shown >= 0)
+        return vmap(member, randomness="different")(self.weights, query, demonstrations, sequences >= 0)
 
     @torch.no_grad()
-    def probabilities(self, table: BeamTable, rows: Tensor, shown: Tensor) -> Tensor:
+    def probabilities(self, table: BeamTable, rows: Tensor, sequences: Tensor) -> Tensor:
         """P(right answer) by each member, [M, n]: queries of a table, int64 [n], after rows of its bank, int64 [n, T],
         −1 after the end."""
         members = self.config.members
         parts = [
             self._logits(table, some.expand(members, -1), seen.expand(members, -1, -1)).sigmoid()
-            for some, seen in zip(rows.split(CHUNK), shown.split(CHUNK), strict=True)
+            for some, seen in zip(rows.split(CHUNK), sequences.split(CHUNK), strict=True)
         ]
         return torch.cat(parts, 1)
 
-    def score(self, table: BeamTable, rows: Tensor, shown: Tensor) -> dict[str, Tensor]:
+    def score(self, table: BeamTable, rows: Tensor, sequences: Tensor) -> dict[str, Tensor]:
         """The penalised probability as `vqa_correct`, float [n]: with a table bound, a scorer for the environment."""
-        return {"vqa_correct": penalised(self.probabilities(table, rows, shown), self.config.kappa)}
+        return {"vqa_correct": penalised(self.probabilities(table, rows, sequences), self.config.kappa)}
 
     def correct(self, table: BeamTable, rows: Tensor, drawn: Tensor, scorer: Scorer) -> dict[str, float]:
         """Answer one of G draws of each query really, and learn from it: n true calls. Queries are int64 [n], draws

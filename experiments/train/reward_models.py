@@ -46,9 +46,9 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
                 model.load_state(state["reward_model"])
                 with seeded(0, "cpu"):
                     drawn = draw(selector, embeddings, test, data.test_rows, config.shots, DRAWS)
-                shown = bank_rows(test, drawn, data.test_rows).flatten(0, 1)
-                expected.append(model.probabilities(test, queries, shown).mean(0))
-                right.append(data.test_scorer(queries, shown)["vqa_correct"].float().cpu())
+                sequences = bank_rows(test, drawn, data.test_rows).flatten(0, 1)
+                expected.append(model.probabilities(test, queries, sequences).mean(0))
+                right.append(data.test_scorer(queries, sequences)["vqa_correct"].float().cpu())
             named = {"policy": name, "drawn_by": drawn_by}
             bins += [named | each for each in calibration(torch.cat(expected), torch.cat(right))]
     return {key: value for key, value in (("true_calls", rows), ("calibration", bins)) if value}
