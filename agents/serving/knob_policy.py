@@ -208,7 +208,8 @@ class KnobPolicy:
         rows = guard.rows() if isinstance(guard, Guard) else guard
         if not rows:
             return [None] * len(limits)
-        groups = (agent if isinstance(agent, PricedChooser) else guard).groups(limits)
+        grouping: Any = agent if isinstance(agent, PricedChooser) else guard
+        groups = grouping.groups(limits)
         return [dict(rows[group]) for group in groups.tolist()]
 
     def _by_budget(

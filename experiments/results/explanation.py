@@ -189,9 +189,9 @@ def importance(explained: Explained) -> Rows:
     widths = {name: block.shape[1] for name, block in explained.features.items()}
     columns = [(name, column) for name, width in widths.items() if 1 < width <= NARROW for column in range(width)]
     if len(columns) > TOP:
-        columns.sort(key=lambda part: -lost(*part, 1).mean())
+        columns.sort(key=lambda part: -lost(part[0], part[1], 1).mean())
     parts: list[tuple[str, int | None]] = [*((name, None) for name in widths), *columns[:TOP]]
-    losses = [lost(*part) for part in parts]
+    losses = [lost(name, column) for name, column in parts]
     rows = [
         {"name": name, "column": column, "lost": float(loss.mean()), "ci95": ci95}
         for (name, column), loss, ci95 in zip(parts, losses, mean_intervals(losses), strict=True)
@@ -270,7 +270,7 @@ def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> dict[s
             row, budget = int(explained.rows[i]), float(explained.budgets_ms[place[i]])
             sample = table.sample_ids[row]
             question = questions.get(sample, table.question_types[row] if table.question_types else None)
-            result = {"sample_id": sample, "dataset": table.dataset_names[row], "question": question}
+            result: dict[str, Any] = {"sample_id": sample, "dataset": table.dataset_names[row], "question": question}
             result |= {"budget_ms": budget, "gain": sign * float(at[i])}
             for who, chosen in (("policy", explained.chosen), ("static", explained.static)):
                 c = int(chosen[i, place[i]])

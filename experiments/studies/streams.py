@@ -113,7 +113,8 @@ class World:
         self.static, self.table = arrays_of_static(agent.static), table
         self.fitted = np.setdiff1d(np.arange(table.num_samples), test.numpy())
 
-    def features(self, row: int) -> dict[str, Array]:
+    def features(self, row: Any) -> dict[str, Array]:
+        """Of one row, or of several."""
         return {name: block[row] for name, block in self.blocks.items()}
 
 
@@ -186,8 +187,6 @@ def draw(kind: str, world: World, requests: int, seed: int) -> Stream:
     return Stream(rows, repeats, budgets, drift[:, None] + offset, worth, noise)
 
 
-
-
 class Deployed:
     """The controller as `AdaptiveModel` serves it, perhaps with a tracker, exploration and updates from its log."""
 
@@ -205,7 +204,7 @@ class Deployed:
         features = self.world.features(row)
         self.drift: Drift | None = self.tracker.drift if self.tracker else None
         self.expected: Expected = self.controller.decide_expected(features, budget_ms, self.drift)
-        self.drawn = Drawn(1.0, [self.expected[0]], self.expected[0])
+        self.drawn = Drawn(1.0, {self.expected[0]: 1.0}, self.expected[0])
         if self.exploration:
             about = self.controller, features, budget_ms, self.drift, self.expected
             self.expected, self.drawn = self.exploration.draw(*about, self.exploration.turn())
@@ -227,9 +226,9 @@ class Deployed:
     def _logged(self) -> Logged:
         rows, budgets, offsets, scales, drawn, expected, took, accuracy = zip(*self.log, strict=True)
         count, shape = len(self.world.names), (len(rows), len(self.world.names))
-        support = np.zeros(shape, bool)
+        propensity = np.zeros(shape)
         for place, draws in enumerate(drawn):
-            support[place, draws.among] = True
+            propensity[place, list(draws.chances)] = list(draws.chances.values())
         return Logged(
             ids=[str(place) for place in range(len(rows))],
             features=self.world.features(np.array(rows)),
@@ -239,8 +238,7 @@ class Deployed:
             offset=np.stack([np.broadcast_to(each, count) for each in offsets]).astype(np.float32),
             scale=np.array(scales),
             choice=np.array([choice for choice, *_ in expected]),
-            probability=np.array([draws.probability for draws in drawn]),
-            support=support,
+            propensity=propensity,
             log_latency=np.array([mean for _, mean, _ in expected]),
             answer_ms=np.array(took),
             met=np.array(took) <= np.array(budgets),
@@ -382,18 +380,18 @@ def streams_page(cells: Sequence[Mapping[str, Any]], guard: Sequence[Mapping[str
     """docs/streams.md, from what `simulate` gives for each kind, policy and seed, and the rows of the guard."""
     frame = pl.DataFrame(cells).sort("seed")
 
-    def of(kind: str, name: str, what: str) -> Array:
+    def values(kind: str, name: str, what: str) -> Array:
         """[seeds], of utility [seeds, blocks]."""
         return np.array(frame.filter(kind=kind, policy=name)[what].to_list())
 
     def gain(kind: str, name: str, other: str, first: int = 0) -> Mean:
         """In points of utility, after some blocks."""
-        return Mean.over(100 * (of(kind, name, "utility") - of(kind, other, "utility"))[:, first:].mean(1))
+        return Mean.over(100 * (values(kind, name, "utility") - values(kind, other, "utility"))[:, first:].mean(1))
 
     def gains(names: Sequence[str], kinds: Sequence[str], other: str, first: int = 0) -> dict[str, dict[str, Mean]]:
         return {name: {kind: gain(kind, name, other, first) for kind in kinds} for name in names}
 
-    shares = {name: {kind: 100 * float(of(kind, name, "on_time").mean()) for kind in KINDS} for name in POLICIES}
+    shares = {name: {kind: 100 * float(values(kind, name, "on_time").mean()) for kind in KINDS} for name in POLICIES}
     return rendered(
         "streams.md.j2",
         config=config,
@@ -401,7 +399,7 @@ def streams_page(cells: Sequence[Mapping[str, Any]], guard: Sequence[Mapping[str
         kinds=KINDS,
         learned=LEARNED,
         policies=POLICIES,
-        known={kind: Mean.over(of(kind, KNOWING, "utility").mean(1)) for kind in KINDS},
+        known={kind: Mean.over(values(kind, KNOWING, "utility").mean(1)) for kind in KINDS},
         gains=gains(POLICIES[1:], list(KINDS), KNOWING),
         shares=shares,
         distances={kind: shares[TRACKED][kind] - shares[KNOWING][kind] for kind in KINDS},
@@ -410,7 +408,7 @@ def streams_page(cells: Sequence[Mapping[str, Any]], guard: Sequence[Mapping[str
         over=gains(LEARNERS, LEARNED, TRACKED),
         quiet={name: gain("no drift", name, FROZEN) for name in LEARNERS},
         grpo={kind: gain(kind, GRPO, UPDATED) for kind in LEARNED},
-        taken_over={kind: of(kind, GRPO, "taken_over").mean() for kind in LEARNED},
+        taken_over={kind: values(kind, GRPO, "taken_over").mean() for kind in LEARNED},
     )
 
 
