@@ -33,12 +33,12 @@ def test_the_penalty_by_hand() -> None:
 def test_members_are_computed_as_each_would_be_alone() -> None:
     table, _ = small_beams()
     model = fresh(table)
-    rows, shown = torch.arange(6), table.pool[:6, :2]
-    every = model.probabilities(table, rows, shown)
-    query, items = ((x - model.mean) / model.scale for x in (table.queries[rows], table.candidates[shown]))
+    rows, sequences = torch.arange(6), table.pool[:6, :2]
+    every = model.probabilities(table, rows, sequences)
+    query, items = ((x - model.mean) / model.scale for x in (table.queries[rows], table.candidates[sequences]))
     for number in range(TINY.members):
         model.network.load_state_dict({name: weight[number] for name, weight in model.weights.items()})
-        alone = model.network.eval()(query, items, shown >= 0).sigmoid()
+        alone = model.network.eval()(query, items, sequences >= 0).sigmoid()
         torch.testing.assert_close(every[number], alone)
     assert every.std(0).min() > 0
 
@@ -46,21 +46,21 @@ def test_members_are_computed_as_each_would_be_alone() -> None:
 def test_the_order_counts() -> None:
     """Where only the first demonstration decides, the reversed sequence has another answer, and it learns that."""
     table, _ = small_beams(100)
-    model, rows, shown = fresh(table), torch.arange(100), table.pool[:, :2]
-    first, second = table.candidates[shown][..., 0].unbind(1)
-    model.learn(table, Answered(rows, shown, first), 150)
+    model, rows, sequences = fresh(table), torch.arange(100), table.pool[:, :2]
+    first, second = table.candidates[sequences][..., 0].unbind(1)
+    model.learn(table, Answered(rows, sequences, first), 150)
     apart = (first > 0) & (second == 0)
     assert apart.sum() > 10
-    expected, reversed_ = (model.probabilities(table, rows, x).mean(0)[apart] for x in (shown, shown.flip(1)))
+    expected, reversed_ = (model.probabilities(table, rows, x).mean(0)[apart] for x in (sequences, sequences.flip(1)))
     assert (expected - reversed_).mean() > 0.8
 
 
 def test_padding_changes_nothing() -> None:
     table, _ = small_beams()
-    model, rows, shown = fresh(table), torch.arange(6), table.pool[:6, :2]
-    padded = torch.nn.functional.pad(shown, (0, 2), value=-1)
-    torch.testing.assert_close(model.probabilities(table, rows, padded), model.probabilities(table, rows, shown))
-    longer = Answered(rows, shown, torch.ones(6)).joined(Answered(rows, padded, torch.zeros(6)))
+    model, rows, sequences = fresh(table), torch.arange(6), table.pool[:6, :2]
+    padded = torch.nn.functional.pad(sequences, (0, 2), value=-1)
+    torch.testing.assert_close(model.probabilities(table, rows, padded), model.probabilities(table, rows, sequences))
+    longer = Answered(rows, sequences, torch.ones(6)).joined(Answered(rows, padded, torch.zeros(6)))
     assert longer.sequences.shape == (12, 4)
     assert longer.sequences[:6, 2:].eq(-1).all()
     assert longer.right.tolist() == [1] * 6 + [0] * 6
@@ -72,9 +72,9 @@ def test_it_predicts_right_answers_of_queries_that_it_never_saw() -> None:
     model = fresh(table)
     model.learn(table, recorded_answers(table, split.train, "without_beams"), 60)
     rows = split.test.repeat_interleave(6)
-    shown = table.pool[rows].gather(1, table.sequences[split.test].flatten(0, 1))
-    right = scorer(rows, shown)["vqa_correct"]
-    expected = model.probabilities(table, rows, shown).mean(0)
+    sequences = table.pool[rows].gather(1, table.sequences[split.test].flatten(0, 1))
+    right = scorer(rows, sequences)["vqa_correct"]
+    expected = model.probabilities(table, rows, sequences).mean(0)
     assert expected[right > 0].mean() > expected[right == 0].mean() + 0.3
 
 
@@ -97,20 +97,20 @@ def test_each_true_call_is_answered_once_and_learned_from(ask: str) -> None:
     drawn = table.pool[rows][:, torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4]])]
     predicted = model.probabilities(table, rows.repeat_interleave(4), drawn.flatten(0, 1)).view(3, 3, 4)
 
-    def answer(queries: torch.Tensor, shown: torch.Tensor) -> dict[str, torch.Tensor]:
-        answered_by_scorer.append((queries, shown))
-        return scorer(queries, shown)
+    def answer(queries: torch.Tensor, sequences: torch.Tensor) -> dict[str, torch.Tensor]:
+        answered_by_scorer.append((queries, sequences))
+        return scorer(queries, sequences)
 
     metrics = model.correct(table, rows, drawn, answer)
-    ((queries, shown),) = answered_by_scorer
+    ((queries, sequences),) = answered_by_scorer
     assert queries.tolist() == rows.tolist()
     assert model.answered is not None
     assert len(model.answered.rows) == 80 + 3
-    assert torch.equal(model.answered.sequences[-3:], shown)
-    assert metrics["Asked_Right"] == pytest.approx(float(scorer(queries, shown)["vqa_correct"].mean()))
+    assert torch.equal(model.answered.sequences[-3:], sequences)
+    assert metrics["Asked_Right"] == pytest.approx(float(scorer(queries, sequences)["vqa_correct"].mean()))
     chosen = {"disagreement": predicted.std(0, correction=0), "highest": penalised(predicted, TINY.kappa)}
     if ask in chosen:
-        assert torch.equal(shown, drawn[torch.arange(3), chosen[ask].argmax(1)])
+        assert torch.equal(sequences, drawn[torch.arange(3), chosen[ask].argmax(1)])
 
 
 def test_beams_without_right_and_wrong_are_refused() -> None:

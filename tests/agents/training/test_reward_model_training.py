@@ -45,9 +45,9 @@ def test_true_calls_are_counted_exactly(calls: int) -> None:
     table, scorer = small_beams()
     answered, log = [], Lines()
 
-    def counted(rows: torch.Tensor, shown: torch.Tensor) -> dict[str, torch.Tensor]:
+    def counted(rows: torch.Tensor, sequences: torch.Tensor) -> dict[str, torch.Tensor]:
         answered.append(rows)
-        return scorer(rows, shown)
+        return scorer(rows, sequences)
 
     student = trainer((table, scorer), replace(TINY, calls=calls), scorer=counted, log=log)
     student.run()
