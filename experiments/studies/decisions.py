@@ -35,7 +35,7 @@ from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.readers.builtin import builtin_profile
+from knobwise.envs.readers.builtin import builtin_profile, ocr_profile
 from knobwise.envs.simulated.kinds import KINDS, SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.command_line.compose import GROUPS
@@ -47,6 +47,7 @@ from knobwise.experiments.train.controller import STUDENT_STEPS
 FOLDER = Path(__file__).with_name("measured")
 MEASURED: dict[str, Callable[[], ProfileTable]] = {
     "builtin": builtin_profile,
+    "ocr": ocr_profile,
     **{
         name: functools.partial(ProfileTable.load, FOLDER / f"{name}.safetensors")
         for name in ("python_files", "digits", "breast_cancer", "diabetes")
