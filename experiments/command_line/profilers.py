@@ -38,7 +38,9 @@ def _profile_class(config: ProfileRun) -> Path:
 
     model = model_of_class(config.model)
     items = tuple(questions_of(config.model, model, config.data))
-    knobs = replace(config.knobs, name=config.knobs.name or Path(config.data or model.name).name.split(".")[0])
+    # the built-in profile's name of its data set, so that its samples are found again
+    usual = "elastic_scenes" if config.model == "elastic" else model.name
+    knobs = replace(config.knobs, name=config.knobs.name or Path(config.data or usual).name.split(".")[0])
     with one_thread():
         return profile_vlm(config.out, model, VQAData(items, ()), knobs, {"class": config.model})
 

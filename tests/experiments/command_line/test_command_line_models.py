@@ -276,7 +276,7 @@ def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: Captu
     words += ["knobs.top_k=[1,4]", "knobs.num_active_blocks=[6]"]
     assert main(["profile", "model=elastic", "out=measured", *words]) == 0
     assert "profile: measured" in capsys.readouterr().out
-    facts = inspected("measured", "elastic", "features.safetensors")
+    facts = inspected("measured", "elastic_scenes", "features.safetensors")
     assert (facts["samples"], facts["configurations"], facts["coverage"]) == (6, 4, 1)
     assert [facts["knobs"][name]["values"] for name in ("max_crops", "top_k")] == [[2, 12], [1, 4]]
 

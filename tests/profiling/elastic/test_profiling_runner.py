@@ -39,7 +39,7 @@ def test_the_table_has_every_sample_at_every_configuration_and_can_be_read_in_ev
     right = {item.id: item.answers[0] for item in ElasticAdaptive().questions}
     assert [right[i] == text for i, text in rows.select("sample_id", "pred").iter_rows()] == rows["accuracy"].to_list()
     table = read_long_table(out / "table.parquet", features=out / "features.safetensors")
-    again = read_exp5_exp6(out / "exp5", out / "exp6", "elastic")
+    again = read_exp5_exp6(out / "exp5", out / "exp6", "elastic_scenes")
     assert [knob.name for knob in table.knobs] == list(Configuration._fields)
     assert table.sample_ids == again.sample_ids
     assert torch.equal(table.accuracy, again.accuracy)
@@ -54,7 +54,7 @@ def test_the_table_has_every_sample_at_every_configuration_and_can_be_read_in_ev
 def test_the_command_measures_the_same_again(out):
     about = json.loads((out / "profile.json").read_text())
     assert about["command"] == (
-        "knobwise profile model=elastic out=DIR knobs.name=elastic knobs.samples=5 knobs.max_crops=[1,4] "
+        "knobwise profile model=elastic out=DIR knobs.name=elastic_scenes knobs.samples=5 knobs.max_crops=[1,4] "
         "knobs.top_k=[1,2] knobs.num_active_blocks=[3,4] knobs.warm_up=0"
     )
     assert (about["samples"], about["configurations"], about["machine"]["threads"]) == (5, 8, 1)
