@@ -153,7 +153,7 @@ ECHO = "model=models_of_a_test:Echo"
         ([*PROFILE, ECHO, "knobs.metric=models_of_a_test:twice"], "gives 2.0 for sample '0'; must be between 0 and 1"),
         ([*PROFILE, ECHO, "knobs.metric=models_of_a_test:gone"], "has no function gone"),
         ([*PROFILE, ECHO, "knobs.metric=sun"], "knobs.metric='sun': must be one of auto"),
-        (["profile", "model=ocr", "launcher=ray", "out=out"], "launcher=ray: divides the shards of a model with knobs.shards"),
+        (["profile", "model=ocr", "launcher=ray", "out=out"], "launcher=ray: divides the shards of a model"),
         ([*PROFILE, ECHO, "launcher=cloud"], "launcher='cloud': must be one of here, ray"),
         (["evaluate", "model=models_of_a_test:Echo"], "model: is for live=true"),
     ],
