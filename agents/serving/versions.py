@@ -25,9 +25,12 @@ EVERY_S = 1.0
 
 
 def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Add a version whose files `write` makes in the folder that it is given. It does not serve yet."""
+    """Add a version whose files `write` makes in the folder that it is given. It does not serve yet. For one process at
+    a time: what is unfinished is of a process that was killed, and goes."""
     versions = folder / VERSIONS
     versions.mkdir(parents=True, exist_ok=True)
+    for unfinished in versions.glob(".new-*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(dir=versions, prefix=".new-"))
     try:
         write(temporary)

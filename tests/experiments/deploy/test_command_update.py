@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +213,56 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     captured = capsys.readouterr()
     assert "760 set aside: of another controller" in captured.out
     assert "no request in it can be used" in captured.err
+
+
+def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    table = read_long_table("t.parquet", features="f.npz")
+    agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
+    model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0)
+    serve_requests(model, table, 40)
+    polls = iter((30, 15, None))
+
+    def served_between_polls(seconds: float) -> None:
+        """As if requests were served by another process; ends by Ctrl-C."""
+        if (count := next(polls)) is None:
+            raise KeyboardInterrupt
+        serve_requests(model, table, count, seed=1)
+
+    monkeypatch.setattr("knobwise.experiments.deploy.update.time.sleep", served_between_polls)
+    words = ["update", f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "every=40", "learning.steps=0"]
+    assert main(words) == 130
+    out = tmp_path / "out" / "versions"
+    updates = [json.loads((path / "update.json").read_text()) for path in sorted(out.iterdir())]
+    # of 40 requests, and of 85; not of 70, as fewer than 40 were new
+    assert [facts.get("requests") for facts in updates] == [None, 40, 85]
+
+
+def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path) -> None:
+    table = read_long_table("t.parquet", features="f.npz")
+    agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
+    model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0)
+    serve_requests(model, table, 60)
+    out, words = tmp_path / "out", [f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "learning.steps=0"]
+    killing = (
+        "import os, signal, sys\n"
+        "from knobwise.__main__ import main\n"
+        "from knobwise.experiments.deploy import update\n"
+        "write, left = update.export_numpy, [int(sys.argv.pop(1))]\n"
+        "def killed(*arguments):\n"
+        "    write(*arguments)\n"
+        "    left[0] -= 1\n"
+        "    if not left[0]: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "update.export_numpy = killed\n"
+        "main(sys.argv[1:])\n"
+    )
+    for writes in (1, 2):  # while the first version is written, and while the update is
+        command = [sys.executable, "-c", killing, str(writes), "update", *words]
+        assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
+        if writes == 2:
+            assert NumpyController.load(out / "current" / "controller.npz").digest == model.controller.digest
+    assert main(["update", *words]) == 0
+    assert NumpyController.load(out / "current" / "controller.npz").digest == model.controller.digest
+    assert not [path for path in out.rglob(".*") if path.name not in (".lock",)]
 
 
 def test_mistakes_of_an_update_are_one_line(folder: Path, tmp_path: Path, capsys: Capture) -> None:
