@@ -163,3 +163,4 @@ def test_the_lines_under_the_tables_by_hand() -> None:
     assert "It is so on every stream." in page
     assert "at most 0.5 points below `frozen`, and is not: 0.00 ± 0.00 (`updated`), -0.60 ± 0.00" in page
     assert "3.0 (`× 1.40`)" in page
+    assert "more exploration" not in page
