@@ -51,10 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         say("\n".join(["\nknobwise: interrupted", *getattr(stop, "__notes__", ()), *_how_to_resume(words)]))
         return status_of(stop)
+    finally:
+        if sys.stderr is not None:  # else Python fails when it flushes at its end, with a status of its own
+            _Output(sys.stderr).flush()
 
 
 class _Output:
-    """stdout whose reader may leave, as in `| head`: later output goes nowhere, and the work goes on."""
+    """A stream whose reader may leave, as in `| head`: later output goes nowhere, and the work goes on."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
