@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from replayed import ReplayedModel, logging_model, serve_requests, small_stack
 
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
+from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.export import configurations_of, to_numpy
 from knobwise.agents.serving.request_log import RequestLog, logged_of, read_log
 from knobwise.common.errors import InputError
@@ -246,11 +246,13 @@ def test_exploration_stays_within_its_loss_and_is_refused_without_predictions(tm
             AdaptiveModel(ReplayedModel(table), agent, **options)
 
 
-def test_logging_and_exploration_cost_nothing_where_they_are_off() -> None:
-    """The path of a decision touches neither: a model whose log and exploration raise still answers."""
+def test_logging_and_exploration_are_not_touched_where_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(*_: Any, **__: Any) -> None:
+        raise AssertionError("called")
+
+    for where, name in ((Exploration, "draw"), (Exploration, "turn"), (RequestLog, "add")):
+        monkeypatch.setattr(where, name, touched)
     agent, table = small_stack()
-    model = AdaptiveModel(ReplayedModel(table), agent)
-    assert (model.log, model._exploration, model._watched) == (None, None, None)
-    start = time.process_time()
-    serve_requests(model, table, 20)
-    assert time.process_time() - start < 5
+    assert len(serve_requests(AdaptiveModel(ReplayedModel(table), agent), table, 20, label=False)) == 20
+    with pytest.raises(AssertionError, match="called"):
+        serve_requests(AdaptiveModel(ReplayedModel(table), agent, explore=0.5), table, 1, label=False)
