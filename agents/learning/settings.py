@@ -14,8 +14,8 @@ class UpdateConfig:
 
     confidence: float = 0.95
     """One-sided: a step takes over where its gain in utility on held-out requests is above 0 with this confidence."""
-    held_out: int = 4
-    """Every n-th request is held out to judge with; the others are fitted to."""
+    folds: int = 4
+    """Parts of the log; each is judged by a controller that learned from the others."""
     clip: float = 200.0
     """The largest importance weight 1/probability."""
     steps: int = 100
@@ -34,7 +34,7 @@ class UpdateConfig:
     def __post_init__(self) -> None:
         if not 0.5 <= self.confidence < 1:
             raise InputError(f"learning.confidence={self.confidence}: must be at least 0.5 and below 1")
-        at_least("learning.held_out", self.held_out, 2)
+        at_least("learning.folds", self.folds, 2)
         at_least("learning.clip", self.clip, 1)
         for name in ("steps", "kl_coeff", "regression_coeff"):
             at_least(f"learning.{name}", getattr(self, name), 0)

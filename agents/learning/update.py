@@ -5,15 +5,22 @@
 3. GRPO on all configurations, whose rewards are doubly robust: what the model of 1 and 2 expects, corrected by the
    logged outcome over its probability. Only the last layer learns, near the policy before it.
 
-A step takes over where its gain is above 0 with the stated confidence. A step that does not stays in those after it: a
-small gain may show only together with others. With three steps the chance that a useless update takes over is at most
-three times that of a single one.
+The log is cut into folds. Each is judged by a controller that learned from the others (cross-fitting, Chernozhukov et
+al. 2018, "Double/debiased machine learning", section 3), so that every labelled request counts; the controller that may
+take over learned from all. A step takes over where its gain is above 0 with the stated confidence. A step that does not
+stays in those after it: a small gain may show only together with others. With three steps the chance that a useless
+update takes over is at most three times that of a single one.
+
+With little exploration that takes many requests. A candidate on trial decides a share of the requests instead, so that
+what it chooses has a large chance. Candidates were fitted before the requests that they decided, which therefore judge
+them without folds; where they were better than the controller that served, the latest takes over.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,13 +42,13 @@ from knobwise.agents.learning.adaptation import (
     fit_offsets,
     prior_covariance,
 )
-from knobwise.agents.learning.off_policy import Judgement, decisions, judge
+from knobwise.agents.learning.off_policy import LEAST_DIFFERENT, Judgement, decisions, judge
 from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.predictors.experts import Expert
 from knobwise.agents.predictors.regressors import Regressor
 from knobwise.agents.serving.distillation import Lessons
 from knobwise.agents.serving.export import to_numpy
-from knobwise.agents.serving.request_log import Logged
+from knobwise.agents.serving.request_log import Array, Logged
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.losses.functional import doubly_robust, gaussian_nll
@@ -52,6 +59,8 @@ ACCURACY_SCALES = [Scales(*each, 0.0) for each in itertools.product((0.05, 0.3, 
 """Prior standard deviations that offsets of logits are averaged over."""
 FREE_LOGIT = 1.0
 """That of the offset that all configurations share."""
+TRIAL = 50
+"""A trial ends where a candidate that decided so many requests otherwise has not gained by it."""
 SPREADS = 0.5, 3.0
 """Bounds of the factor on predicted spreads in an update."""
 
@@ -62,11 +71,13 @@ class Update(NamedTuple):
     agent: Any
     """The controller to serve: the last step that took over, or else the old one."""
     candidate: Any
-    """The controller after the last step."""
+    """The one that may go on trial: after the last step, or before GRPO where the log does not favour that."""
     better: bool
     """Whether `agent` is a new one."""
+    promising: bool
+    """Whether the candidate is worth a trial: it is expected to gain, and no trial has shown the contrary."""
     steps: dict[str, Judgement]
-    """Each step beside the best before it, in their order."""
+    """Each step beside the best before it, in their order; last the candidates on trial, beside what served."""
     factors: list[float]
     """What the first step multiplies the expected latency of each configuration by."""
     logits: list[float]
@@ -95,6 +106,23 @@ class Contexts(NamedTuple):
         return cls(x, *(part.float() if part.dtype == torch.float64 else part for part in rest))
 
 
+class _Learned(NamedTuple):
+    """A controller after each step, by name, and what the first two learned."""
+
+    after: dict[str, Any]
+    offsets: Offsets
+    logits: Tensor
+
+    @property
+    def model_step(self) -> str:
+        """The last step before GRPO, after which the controller is still a model of outcomes."""
+        return "accuracies" if "accuracies" in self.after else "latencies"
+
+    @property
+    def model(self) -> Any:
+        return self.after[self.model_step]
+
+
 def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Update:
     """Let a controller learn from a log, and judge it.
 
@@ -108,30 +136,73 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
     config, network = config or UpdateConfig(), network_of(agent)
     if network.config.structure != "utility" or network.priced:
         raise InputError("update: the controller must be for deadlines and predict outcomes: policy=auto or utility")
-    labelled = ~np.isnan(logged.accuracy)
-    held_out = np.arange(len(labelled)) % config.held_out == config.held_out - 1
-    fit, test = logged.take(~held_out), logged.take(held_out & labelled)
-    if len(fit.ids) < LEAST_CELLS:
+    if len(logged.ids) < LEAST_CELLS * config.folds:
         raise InputError(f"update: {len(logged.ids)} requests are too few; let it serve some more")
-    steps: dict[str, Judgement] = {}
-    offsets = _latency_offsets(agent, fit)
-    candidate: Any = adapted(agent, offsets, Contexts.of_log(agent, fit).x)
-    candidates = {"latencies": candidate}
-    lessons = fit.take(fit.seen & ~np.isnan(fit.accuracy))
-    logits = torch.zeros(len(network.configurations), dtype=torch.float64)
+    learned = _learn(agent, logged, config)
+    test, expected, choices = _judged(agent, logged, config, list(learned.after))
+
+    def compare(old: Array, new: Array) -> Judgement:
+        return judge(test, expected, old, new, config.clip, config.confidence)
+
+    best, serving, steps = choices[""], agent, {}
+    for name, after in learned.after.items():
+        steps[name] = compare(best, choices[name])
+        if steps[name].better:
+            best, serving = choices[name], after
+    candidate, model = learned.model, choices[learned.model_step]
+    if "grpo" in learned.after and compare(model, choices["grpo"]).doubly_robust["difference"].value > 0:
+        candidate = learned.after["grpo"]
+    rows = np.arange(len(best))
+    gain = expected[rows, model] - expected[rows, best]
+    promising = int((best != model).sum()) >= LEAST_DIFFERENT and float(gain.mean()) > 0
+    if (rows := test.tried >= 0).any():
+        on_trial = test.take(rows)
+        verdict = judge(on_trial, expected[rows], on_trial.best, on_trial.tried, config.clip, config.confidence)
+        steps["trial"] = verdict
+        serving = candidate if verdict.better else serving
+        promising &= verdict.different < TRIAL or verdict.doubly_robust["difference"].value > 0
+    return Update(
+        serving,
+        candidate,
+        better=serving is not agent,
+        promising=promising and serving is not candidate,
+        steps=steps,
+        factors=learned.offsets.mean.exp().tolist(),
+        logits=learned.logits.tolist(),
+    )
+
+
+def _learn(agent: Agent, logged: Logged, config: UpdateConfig) -> _Learned:
+    """A controller after each step that the log allows."""
+    offsets, network = _latency_offsets(agent, logged), network_of(agent)
+    candidate: Any = adapted(agent, offsets, Contexts.of_log(agent, logged).x)
+    after, logits = {"latencies": candidate}, torch.zeros(len(network.configurations), dtype=torch.float64)
+    lessons = logged.take(logged.seen & ~np.isnan(logged.accuracy))
     if len(lessons.ids):
         logits = _accuracy_offsets(candidate, lessons)
-        candidates["accuracies"] = candidate = _with_logits(candidate, logits, lessons)
+        after["accuracies"] = candidate = _with_logits(candidate, logits, lessons)
         if config.steps and _decides_alone(candidate):
-            candidates["grpo"] = _with_grpo(candidate, lessons, config)
-    expected = _expected_utility(candidate, test)  # before GRPO: a model of outcomes
-    best, serving = decisions(to_numpy(agent), test), agent
-    for name, candidate in candidates.items():
-        choices = decisions(to_numpy(candidate), test)
-        steps[name] = judge(test, expected, best, choices, config.clip, config.confidence)
-        if steps[name].better:
-            best, serving = choices, candidate
-    return Update(serving, candidate, serving is not agent, steps, offsets.mean.exp().tolist(), logits.tolist())
+            after["grpo"] = _with_grpo(candidate, lessons, config)
+    return _Learned(after, offsets, logits)
+
+
+def _judged(
+    agent: Agent, logged: Logged, config: UpdateConfig, steps: Sequence[str]
+) -> tuple[Logged, Tensor, dict[str, Array]]:
+    """The labelled requests; the utility that a model that has not seen them expects, float [n, C]; and for the
+    controller ("") and after each step the choices of one that has not, int64 [n]."""
+    parts, expected, choices = [], [], {name: [] for name in ("", *steps)}
+    fold = np.arange(len(logged.ids)) % config.folds
+    for number in range(config.folds):
+        test = logged.take((fold == number) & ~np.isnan(logged.accuracy))
+        learned = _learn(agent, logged.take(fold != number), config)
+        expected.append(_expected_utility(learned.model, test))
+        parts.append(test)
+        last = agent
+        for name in choices:
+            last = learned.after.get(name, last)
+            choices[name].append(decisions(to_numpy(last), test))
+    return Logged.joined(parts), torch.cat(expected), {name: np.concatenate(each) for name, each in choices.items()}
 
 
 # -- the steps ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.serving.exploration import Drawn, Exploration
+from knobwise.agents.serving.exploration import Drawn, Exploration, Turn
 from knobwise.agents.serving.export import configurations_of, to_numpy
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.serving.numpy_controller import Drift, Expected, NumpyController
@@ -122,9 +122,9 @@ class AdaptiveModel:
             raise InputError("runtime: the tracker is of another controller; start with tracker=True")
         self._tracks = tracker is not False
         self.log = log if isinstance(log, RequestLog | None) else RequestLog(log)
-        exploration = Exploration(explore, explore_loss, seed)
-        self._exploration = exploration if explore else None
-        if explore and exported.get("structure") == "independent":
+        self._exploration = Exploration(explore, explore_loss, seed)
+        self._explains = exported.get("structure") != "independent"
+        if explore and not self._explains:
             raise InputError("runtime: explore needs a controller that predicts outcomes, from policy=auto or utility")
         self._watched: Watched | None = None
         self._lock = threading.Lock()
@@ -135,24 +135,39 @@ class AdaptiveModel:
         """Median of the latest decisions by features, as charged to the next one; 0 before the first."""
         return self._decided.decision_ms * 1e3
 
-    def watch(self, path: str | Path) -> None:
-        """From now on look for a new controller before a request, at most once a second, and go on with it: the `.npz`
-        at this path, or controller.npz in the folder there. What the tracker learned is kept, as the offsets of an
-        updated controller are what its tracker did not follow. A file that cannot be used is refused in a line of the
-        log, and the controller at hand goes on.
+    def watch(self, path: str | Path, trial: float = 0.0) -> None:
+        """From now on look for a new controller before a request, at most once a second, and go on with it. What the
+        tracker learned is kept, as the offsets of an updated controller are what its tracker did not follow. A file
+        that cannot be used is refused in a line of the log, and the controller at hand goes on.
+
+        Args:
+            path: an exported `.npz`, or the folder of controller.npz, such as `current` of `knobwise update`.
+            trial: the share of the requests that the candidate beside `current` decides, while there is one.
 
         Raises:
-            InputError: there is no controller at the path.
+            InputError: see `Watched`, and for a trial by a controller that predicts no outcomes.
         """
-        watched = Watched(path, self.controller)
+        watched = Watched(Path(path), self.controller, trial)
+        if trial and not self._explains:
+            raise InputError("watch: a trial needs a controller that predicts outcomes, from policy=auto or utility")
         with self._lock:
             self._watched = watched
-            self._follow(watched)
+            self._follow()
 
-    def _follow(self, watched: Watched) -> None:
-        if (controller := watched.newer(self.controller)) is not None:
-            self.controller = controller
-            self.tracker.digest = controller.digest
+    def _follow(self) -> None:
+        """Go on with a new controller where there is one."""
+        if self._watched is not None:
+            self._watched.look()
+            self.controller = self._watched.controller
+            self.tracker.digest = self.controller.digest
+
+    def _turn(self, price: float | None = None) -> tuple[NumpyController | None, float, Turn]:
+        """The candidate on trial, its share of the requests, and who decides the next one."""
+        watched = self._watched if price is None and self._watched and self._watched.candidate else None
+        if price is not None or not (watched or self._exploration.share):
+            return None, 0.0, "exploit"
+        trial = watched.trial if watched else 0.0
+        return watched.candidate if watched else None, trial, self._exploration.turn(trial)
 
     def answer(
         self, request: Request, budget_ms: float, arrived: float | None = None, price: float | None = None
@@ -174,28 +189,28 @@ class AdaptiveModel:
         now = self._now
         # right after the model has run every line costs microseconds: keep only what one request needs
         with self._lock, self._clocked:
-            if self._watched is not None:
-                self._follow(self._watched)
-            exploration = self._exploration if price is None else None
-            begun, drift, latest = now(), self.tracker.drift, self._fallen_back
+            self._follow()
+            begun, drift, latest, drawn = now(), self.tracker.drift, self._fallen_back, None
+            candidate, trial, turn = self._turn(price)
+            controller = candidate if candidate is not None and turn == "trial" else self.controller
             limit = self._limit(latest, 0.0, budget_ms, arrived, begun)
-            expected = self.controller.fall_back(limit, drift) if price is None else None
-            explores, drawn = exploration is not None and exploration.turn(), None
-            fallen_back = expected is not None
+            expected = controller.fall_back(limit, drift) if price is None else None
+            seen = expected is None
             decided = now()
             took = decided - begun
-            stage = self.model.first_stage(request, not fallen_back or explores)
+            stage = self.model.first_stage(request, seen or turn == "explore")
             if expected is None:
                 latest, start = self._decided, now()
                 limit = self._limit(latest, stage.extra_ms, budget_ms, arrived, begun)
                 if price is None:
-                    expected = self.controller.decide_expected(stage.features, limit, drift)
+                    expected = controller.decide_expected(stage.features, limit, drift)
                 else:
-                    expected = self.controller.decide_priced(stage.features, limit, price, drift)
+                    expected = controller.decide_priced(stage.features, limit, price, drift)
                 took += now() - start
-            if exploration is not None:
-                start, seen = now(), None if fallen_back else stage.features
-                expected, drawn = exploration.draw(self.controller, seen, limit, drift, expected, explores)
+            about = self.controller, stage.features if seen else None, limit, drift
+            if turn == "explore":
+                start = now()
+                expected, drawn = self._exploration.draw(*about, expected, turn, candidate, trial)
                 took += now() - start
             (answer,) = self._answers((stage,), (expected,))
             done = now()
@@ -204,9 +219,12 @@ class AdaptiveModel:
             work_ms = answer.total_ms + stage.extra_ms + stage.unused_ms(self.configurations[expected[0]])
             beyond_ms = _positive((done - begun) * 1e3 - work_ms - decision_ms)
             latest.add(decision_ms, beyond_ms)
-            about = stage, budget_ms, limit, drift, arrived
-            result = self._result(about, expected, answer, decision_ms, beyond_ms, done)
+            facts = stage, budget_ms, limit, drift, arrived
+            result = self._result(facts, expected, answer, decision_ms, beyond_ms, done)
             if self.log is not None:
+                if drawn is None and (candidate is not None or (self._exploration.share and price is None)):
+                    # the chances change nothing about the answer, so that it does not wait for them
+                    _, drawn = self._exploration.draw(*about, expected, turn, candidate, trial)
                 self._note(result, stage, drawn, price)
             return result
 
@@ -239,8 +257,7 @@ class AdaptiveModel:
         if not all(0 < budget < math.inf for budget in budgets):
             raise InputError(f"runtime: budgets_ms={budgets}: all must be positive, in ms")
         with self._lock, self._clocked:
-            if self._watched is not None:
-                self._follow(self._watched)
+            self._follow()
             return self._generate(requests, budgets, moments)
 
     def _generate(
@@ -257,7 +274,7 @@ class AdaptiveModel:
         expected = self.controller.choose_expected(arrays, np.array(limits, np.float32), None, drift)
         each = list(zip(*(values.tolist() for values in expected), strict=True))
         drawn: list[Drawn | None] = [None] * len(each)
-        if self._exploration is not None:
+        if self._exploration.share or (self._watched and self._watched.candidate):
             each, drawn = self._explored(stages, limits, drift, each)
         decision_ms = _positive((self._now() - start) * 1e3)
 
@@ -286,13 +303,16 @@ class AdaptiveModel:
         self, stages: Sequence[FirstStage], limits: Sequence[float], drift: Drift | None, best: Sequence[Expected]
     ) -> tuple[list[Expected], list[Drawn | None]]:
         """The configurations of a batch, and the chances of each."""
-        assert self._exploration is not None
-        drawn = []
+        pairs: list[tuple[Expected, Drawn]] = []
         for stage, limit, expected in zip(stages, limits, best, strict=True):
-            fallen_back = self.controller.fall_back(limit, drift) is not None
-            seen, explores = None if fallen_back else stage.features, self._exploration.turn()
-            drawn.append(self._exploration.draw(self.controller, seen, limit, drift, expected, explores))
-        return [expected for expected, _ in drawn], [chances for _, chances in drawn]
+            candidate, trial, turn = self._turn()
+            features = None if self.controller.fall_back(limit, drift) is not None else stage.features
+            if candidate is not None and turn == "trial":
+                fixed = candidate.fall_back(limit, drift)
+                expected = candidate.decide_expected(stage.features, limit, drift) if fixed is None else fixed
+            about = self.controller, features, limit, drift, expected, turn
+            pairs.append(self._exploration.draw(*about, candidate, trial))
+        return [expected for expected, _ in pairs], [chances for _, chances in pairs]
 
     def _note(self, result: Result, stage: FirstStage, drawn: Drawn | None, price: float | None) -> None:
         """Write the row of an answered request."""

@@ -1,9 +1,9 @@
-"""Bounded exploration: now and then another configuration that is expected to do nearly as well."""
+"""Which controller decides a request, or whether chance does: bounded exploration, and the trial of a candidate."""
 
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from knobwise.common.errors import InputError
 ON_TIME = 0.9
 """The least probability to be on time of a configuration that is tried, or that of the best choice if it is lower."""
 
+Turn = Literal["exploit", "explore", "trial"]
+
 
 class Drawn(NamedTuple):
     """How a configuration came to be chosen."""
@@ -23,13 +25,20 @@ class Drawn(NamedTuple):
     chances: dict[int, float]
     """The same for every configuration that could have been drawn."""
     best: int
-    """The choice without exploration."""
+    """The choice of the controller that serves."""
+    tried: int | None = None
+    """That of the candidate on trial."""
 
 
 class Exploration:
-    """With probability `share`, a configuration drawn uniformly from the set S of those that are expected to be on time
-    and to lose at most `loss` utility; otherwise the best choice g. So the probability of c is
-    (1 − share)·1[c = g] + share/|S|·1[c ∈ S].
+    """Who decides: with probability τ a candidate h, while one is on trial; else with probability ε a uniform draw from
+    the set S of configurations that are expected to be on time and to lose at most `loss` utility; else the controller
+    that serves, g. So the probability of c is
+
+        τ·1[c = h] + (1 − τ)·((1 − ε)·1[c = g] + ε/|S|·1[c ∈ S]).
+
+    S bounds what exploration may lose by what the controller expects. A trial is bounded by τ alone: the candidate
+    expects other outcomes than the controller, which is why it is tried.
 
     Args:
         share: ε, 0 to 1.
@@ -46,9 +55,11 @@ class Exploration:
         at_least("runtime: explore_loss", loss, 0)
         self.share, self.loss, self._random = share, loss, random.Random(seed)
 
-    def turn(self) -> bool:
-        """Draw whether a request explores."""
-        return self._random.random() < self.share
+    def turn(self, trial: float = 0.0) -> Turn:
+        """Draw who decides a request; `trial` is τ, 0 without a candidate."""
+        if trial and self._random.random() < trial:
+            return "trial"
+        return "explore" if self._random.random() < self.share else "exploit"
 
     def draw(
         self,
@@ -56,24 +67,46 @@ class Exploration:
         features: Arrays | None,
         budget_ms: float,
         drift: Drift | None,
-        best: Expected,
-        explores: bool,
+        decided: Expected,
+        turn: Turn,
+        candidate: NumpyController | None = None,
+        trial: float = 0.0,
     ) -> tuple[Expected, Drawn]:
-        """The configuration to answer with, and its chances.
+        """The configuration to answer with, what was expected of it, and its chances.
+
+        Only the turn "explore" changes the configuration; otherwise this may wait until the request is answered.
 
         Args:
+            controller: the one that serves.
             features: blocks [d]; None where the guard fell back to static, whose own expectations then count.
-            best: the choice without exploration.
-            explores: what `turn` drew.
+            decided: the choice of `candidate` in a trial, or else of `controller`.
+            turn: what `turn` drew.
+            candidate, trial: the controller on trial and τ, if there is one.
         """
+        under = features, budget_ms, drift, decided[0]
+        best = _choice(controller, *under) if turn == "trial" else decided[0]
         score, meets, mean, spread = controller.prospects(features, budget_ms, drift)
-        bar = min(ON_TIME, float(meets[best[0]]))
-        places = np.flatnonzero((meets >= bar) & (score >= score.max() - self.loss)).tolist() or [best[0]]
-        chosen = best
-        if explores:
+        bar = min(ON_TIME, float(meets[best]))
+        places = np.flatnonzero((meets >= bar) & (score >= score.max() - self.loss)).tolist() or [best]
+        if turn == "explore":
             index = self._random.choice(places)
-            chosen = index, float(mean[index]), float(spread[index])
-        chances = dict.fromkeys(places, self.share / len(places))
-        if self.share < 1:
-            chances[best[0]] = chances.get(best[0], 0.0) + 1 - self.share
-        return chosen, Drawn(chances[chosen[0]], chances, best[0])
+            decided = index, float(mean[index]), float(spread[index])
+        chances = dict.fromkeys(places, (1 - trial) * self.share / len(places))
+        chances[best] = chances.get(best, 0.0) + (1 - trial) * (1 - self.share)
+        tried = None
+        if candidate is not None:
+            tried = decided[0] if turn == "trial" else _choice(candidate, *under[:3], best)
+            chances[tried] = chances.get(tried, 0.0) + trial
+        likely = {place: chance for place, chance in chances.items() if chance > 0}
+        return decided, Drawn(likely[decided[0]], likely, best, tried)
+
+
+def _choice(
+    controller: NumpyController, features: Arrays | None, budget_ms: float, drift: Drift | None, other: int
+) -> int:
+    """What a controller chooses. Without features, which the guard of the other one left out, its own guard decides, or
+    the choice is that of the other one."""
+    if features is not None:
+        return controller.decide_index(features, budget_ms, drift)
+    fixed = controller.fall_back(budget_ms, drift)
+    return other if fixed is None else fixed[0]

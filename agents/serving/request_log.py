@@ -166,6 +166,7 @@ def row_of(
         "among": list(drawn.chances),
         "chances": list(drawn.chances.values()),
         "best": drawn.best,
+        "tried": drawn.tried,
         "budget_ms": float(result.budget_ms),
         "limit_ms": float(result.limit_ms),
         "price": price,
@@ -195,6 +196,9 @@ class Logged(NamedTuple):
     """float32 [n, C] and float64 [n]: the drift that the decision allowed for."""
     choice: Array
     """int64 [n]."""
+    best: Array
+    tried: Array
+    """int64 [n]: what the controller that served chose, and a candidate on trial; −1 without one."""
     propensity: Array
     """float64 [n, C]: the probability of every configuration under the policy that drew the choice."""
     log_latency: Array
@@ -216,6 +220,13 @@ class Logged(NamedTuple):
         parts = {name: part[kept] for name, part in self._asdict().items() if name not in ("ids", "features")}
         blocks = {name: block[kept] for name, block in self.features.items()}
         return Logged(ids=[self.ids[row] for row in kept], features=blocks, **parts)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Logged]) -> Logged:
+        """One after the other."""
+        ids, features, *arrays = zip(*parts, strict=True)
+        blocks = {name: np.concatenate([part[name] for part in features]) for name in features[0]}
+        return cls([each for part in ids for each in part], blocks, *map(np.concatenate, arrays))
 
 
 class ReadLog(NamedTuple):
@@ -266,8 +277,10 @@ def read_log(
     return ReadLog(list(rows.values()), aside)
 
 
-def logged_of(rows: Sequence[Mapping[str, Any]], count: int, feature_sizes: Mapping[str, int]) -> Logged:
-    """Good rows as arrays, for `count` configurations."""
+def logged_of(
+    rows: Sequence[Mapping[str, Any]], count: int, feature_sizes: Mapping[str, int], digest: str | None = None
+) -> Logged:
+    """Good rows as arrays, for `count` configurations. Trials count only beside the controller of this digest."""
     n = len(rows)
     features = {name: np.full((n, size), np.nan, np.float32) for name, size in feature_sizes.items()}
     offset, scale, propensity = np.zeros((n, count), np.float32), np.ones(n), np.zeros((n, count))
@@ -290,6 +303,8 @@ def logged_of(rows: Sequence[Mapping[str, Any]], count: int, feature_sizes: Mapp
         offset=offset,
         scale=scale,
         choice=column("choice", np.int64),
+        best=column("best", np.int64),
+        tried=np.array([-1 if row["tried"] is None or row["controller"] != digest else row["tried"] for row in rows]),
         propensity=propensity,
         log_latency=column("log_latency"),
         answer_ms=column("answer_ms"),
@@ -337,7 +352,8 @@ def _fault(
     if not _are_chances(among, row.get("chances"), count, choice, probability):
         return "a probability that the chances of the draw contradict"
     whole = isinstance(row.get("id"), str) and isinstance(row.get("met"), bool) and isinstance(row.get("knobs"), dict)
-    if not (whole and _is_index(row.get("best"), count)):
+    tried = row.setdefault("tried", None)
+    if not (whole and _is_index(row.get("best"), count) and (tried is None or _is_index(tried, count))):
         return "a damaged row"
     positive = [row.get(name) for name in ("budget_ms", "limit_ms", "answer_ms")]
     if not all(_is_number(ms) and ms > 0 for ms in positive) or not _is_number(row.get("log_latency")):

@@ -2,6 +2,7 @@
 
     FOLDER/versions/0000, 0001, …    each written under a temporary name, then renamed
     FOLDER/current                   a link to the one that serves, replaced by a rename
+    FOLDER/candidate                 a link to one that is worth a trial, if there is one
 
 A process that is killed at any moment leaves the old or the new one in place, never half of one.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.common.errors import InputError
 
-CURRENT, VERSIONS, CONTROLLER = "current", "versions", "controller.npz"
+CURRENT, CANDIDATE, VERSIONS, CONTROLLER = "current", "candidate", "versions", "controller.npz"
 EVERY_S = 1.0
 """How often a process looks for a new controller, in seconds."""
 
@@ -42,11 +43,24 @@ def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def serve(folder: Path, version: Path) -> None:
-    """Make a version the one that serves."""
-    link = folder / f".{CURRENT}-{os.getpid()}"
+    """Make a version the one that serves; no other is on trial any more."""
+    _point(folder, CURRENT, version)
+    (folder / CANDIDATE).unlink(missing_ok=True)
+
+
+def try_out(folder: Path, version: Path | None) -> None:
+    """Put a version on trial in the place of any other, or end the trial."""
+    if version is None:
+        (folder / CANDIDATE).unlink(missing_ok=True)
+    else:
+        _point(folder, CANDIDATE, version)
+
+
+def _point(folder: Path, name: str, version: Path) -> None:
+    link = folder / f".{name}-{os.getpid()}"
     link.unlink(missing_ok=True)
     link.symlink_to(Path(VERSIONS) / version.name)
-    link.replace(folder / CURRENT)
+    link.replace(folder / name)
 
 
 def serving(folder: Path) -> Path | None:
@@ -56,43 +70,63 @@ def serving(folder: Path) -> Path | None:
 
 
 class Watched:
-    """A controller's file that others may replace.
+    """A controller's file that others may replace, and the candidate beside `current`.
+
+    Args:
+        path: of the file, or of its folder.
+        like: a controller that both must be able to take the place of.
+        trial: the share of the requests that a candidate decides.
 
     Raises:
-        InputError: there is no such file.
+        InputError: there is no such file, a share outside [0, 1].
     """
 
-    def __init__(self, path: str | Path, controller: NumpyController) -> None:
-        path = Path(path)
-        self._path = path / CONTROLLER if path.is_dir() else path
-        self._mark: tuple[int, int, int] | None = None
+    def __init__(self, path: Path, like: NumpyController, trial: float = 0.0) -> None:
+        if not 0 <= trial <= 1:
+            raise InputError(f"watch: trial={trial}: must be 0 to 1")
+        self._paths = [path / CONTROLLER if path.is_dir() else path]
+        if not self._paths[0].exists():
+            raise InputError(f"watch: {self._paths[0]} does not exist; give a controller.npz, or the folder of one")
+        if trial:
+            self._paths.append(path.parent / CANDIDATE / CONTROLLER)
+        self.controller, self.trial, self._interface = like, trial, _interface(like)
+        """The latest that could be used."""
+        self.candidate: NumpyController | None = None
+        """The one on trial, another than `controller`."""
+        self._marks: list[tuple[int, ...]] = [(), ()]
         self._looked = -EVERY_S
-        if not self._path.exists():
-            raise InputError(f"watch: {self._path} does not exist; give a controller.npz, or the folder of one")
-        self._wanted = _interface(controller)
 
-    def newer(self, controller: NumpyController) -> NumpyController | None:
-        """Another controller than this, where the file was replaced since the last call by one that can be used."""
+    def look(self) -> None:
+        """Read what was replaced; at most once in `EVERY_S`."""
         if time.monotonic() - self._looked < EVERY_S:
-            return None
+            return
         self._looked = time.monotonic()
+        for place, path in enumerate(self._paths):
+            try:
+                state = path.stat()
+                mark = state.st_ino, state.st_mtime_ns, state.st_size
+            except OSError:
+                mark = 0, 0, 0
+            if mark == self._marks[place]:
+                continue
+            self._marks[place] = mark
+            if place == 0:
+                self.controller = self._read(path) or self.controller
+            else:
+                self.candidate = self._read(path) if any(mark) else None
+        if self.candidate is not None and self.candidate.digest == self.controller.digest:
+            self.candidate = None
+
+    def _read(self, path: Path) -> NumpyController | None:
         try:
-            state = self._path.stat()
-            mark = state.st_ino, state.st_mtime_ns, state.st_size
-        except OSError:
-            mark = 0, 0, 0
-        if mark == self._mark:
-            return None
-        self._mark = mark
-        try:
-            new = NumpyController.load(self._path)
-            if _interface(new) != self._wanted:
+            new = NumpyController.load(path)
+            if _interface(new) != self._interface:
                 raise ValueError("its configurations, features or limits are others")
         except (OSError, ValueError) as error:
             log = logging.getLogger(__name__)
-            log.warning("watch: %s is refused, the controller at hand goes on: %s", self._path, error)
+            log.warning("watch: %s is refused, the controller at hand goes on: %s", path, error)
             return None
-        return new if new.digest != controller.digest else None
+        return new
 
 
 def _interface(controller: NumpyController) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ from knobwise.agents.learning.update import update
 from knobwise.agents.serving.export import configurations_of, export_numpy, to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.serving.request_log import logged_of, read_log
-from knobwise.agents.serving.versions import CONTROLLER, CURRENT, VERSIONS, add_version, serve, serving
+from knobwise.agents.serving.versions import CONTROLLER, CURRENT, VERSIONS, add_version, serve, serving, try_out
 from knobwise.common.errors import InputError
 from knobwise.common.files import locked, write_text
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -38,7 +38,12 @@ REQUESTS = 500
 POLL_S = 1.0
 """How often a growing log is read again, in seconds."""
 UPDATE = "update.json"
-STEPS = {"latencies": "offsets of latencies", "accuracies": "and of accuracies", "grpo": "and GRPO"}
+STEPS = {
+    "latencies": "offsets of latencies",
+    "accuracies": "and of accuracies",
+    "grpo": "and GRPO",
+    "trial": "candidates on trial",
+}
 
 
 def run(config: UpdateRun) -> Path:
@@ -85,7 +90,10 @@ def _update(config: UpdateRun, out: Path) -> Path:
         version = _added(out, updated, {"before": current.name, **facts})
         if facts["better"]:
             serve(out, version)
-    print_lines(Console(), [f"{version}: {'serves now' if facts['better'] else f'{current.name} goes on serving'}"])
+        else:
+            try_out(out, version if facts["promising"] else None)
+    outcome = f"{current.name} goes on serving" + (", this one is worth a trial" if facts["promising"] else "")
+    print_lines(Console(), [f"{version}: {'serves now' if facts['better'] else outcome}"])
     return serving(out) or version
 
 
@@ -133,9 +141,10 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     print_lines(Console(), [f"{len(log.rows):,} requests of {config.log}", *log.lines()])
     if not log.rows:
         raise InputError(f"log={config.log}: no request in it can be used; see the lines above")
-    result = update(agent, logged_of(log.rows, len(names), sizes), config.learning)
+    result = update(agent, logged_of(log.rows, len(names), sizes, digest), config.learning)
     facts = {
         "better": result.better,
+        "promising": result.promising and not result.better,
         "requests": len(log.rows),
         "set_aside": dict(log.aside),
         "steps": {name: judgement.plain() for name, judgement in result.steps.items()},
@@ -211,4 +220,4 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     print_table(Console(), ["knob", "value", "time, here / in training"], lines, range(3))
     print_lines(Console(), sentences("other_hardware.txt.j2", facts=facts))
     extra = loaded.extra | {"adapted": facts, "versions": [digest]}
-    return loaded._replace(agent=adapted(agent, offsets, x), extra=extra), {"better": True, **facts}
+    return loaded._replace(agent=adapted(agent, offsets, x), extra=extra), {"better": True, "promising": False, **facts}

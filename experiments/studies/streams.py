@@ -4,12 +4,13 @@
 
 Trains two controllers, simulates the streams that are missing, and writes docs/streams.md. Requests are test samples of
 the built-in profile under its default budgets. An answer takes one of its measured latencies times a drift and jitter,
-and its accuracy is the measured one times a factor, all drawn. Decisions, tracker, exploration and updates are those of
-the product.
+and its accuracy is the measured one times a factor, all drawn. Decisions, tracker, exploration, trials and updates are
+those of the product; a decision by features is charged what it is expected to cost.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,10 +31,10 @@ from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.learning.update import update
 from knobwise.agents.predictors.experts import Experts
 from knobwise.agents.serving.distillation import StudentConfig, student_of
-from knobwise.agents.serving.exploration import Drawn, Exploration
+from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.export import arrays_of_static, configurations_of, to_numpy
-from knobwise.agents.serving.numpy_controller import Drift, Expected
-from knobwise.agents.serving.own_cost import expected_cost_ms
+from knobwise.agents.serving.numpy_controller import Drift, Expected, NumpyController
+from knobwise.agents.serving.own_cost import EXPECTED_US, expected_cost_ms
 from knobwise.agents.serving.request_log import Logged
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
@@ -86,6 +87,8 @@ class StreamsConfig:
     """Requests between two updates from the log."""
     explore: float = 0.05
     """Share of the requests that explore, where a controller learns from its log."""
+    trial: float = 0.5
+    """Share of the requests that a candidate decides, while there is one that has not been shown to be better."""
     runs: str = "runs/streams"
     """Where controllers and streams are kept; what is there is not made again."""
     out: str = "docs/streams.md"
@@ -109,6 +112,7 @@ class World:
         self.log_latency = table.measurements_ms[test].double().log().numpy()
         self.typical = table.latency_ms[test].double().log().numpy()
         self.blocks = {name: block[test].numpy() for name, block in table.features.items()}
+        self.cost_ms, self.decision_ms = expected_cost_ms(table, experts=False), EXPECTED_US["network"] / 1e3
         self.is_new = kinds[test.numpy()] == 0
         self.static, self.table = arrays_of_static(agent.static), table
         self.fitted = np.setdiff1d(np.arange(table.num_samples), test.numpy())
@@ -197,18 +201,27 @@ class Deployed:
         self.controller = to_numpy(self.agent)
         self.tracker = LatencyTracker(world.names) if tracks else None
         self.exploration = Exploration(config.explore, 0.05, seed) if learning else None
+        self.candidate: NumpyController | None = None
+        self.trial, self.since = config.trial, 0
         self.log: list[tuple[Any, ...]] = []
         self.taken_over = 0
 
-    def decide(self, row: int, budget_ms: float) -> int:
-        features = self.world.features(row)
+    def decide(self, row: int, budget_ms: float) -> tuple[int, float]:
         self.drift: Drift | None = self.tracker.drift if self.tracker else None
-        self.expected: Expected = self.controller.decide_expected(features, budget_ms, self.drift)
-        self.drawn = Drawn(1.0, {self.expected[0]: 1.0}, self.expected[0])
+        trial = self.trial if self.candidate else 0.0
+        turn = self.exploration.turn(trial) if self.exploration else "exploit"
+        controller = self.candidate if self.candidate and turn == "trial" else self.controller
+        self.limit, features, cost_ms = budget_ms, None, 0.0
+        expected = controller.fall_back(budget_ms, self.drift)
+        if expected is None:
+            cost_ms = self.world.cost_ms + (self.world.decision_ms if turn == "explore" else 0.0)
+            self.limit, features = budget_ms - cost_ms, self.world.features(row)
+            expected = controller.decide_expected(features, self.limit, self.drift)
+        self.expected: Expected = expected
         if self.exploration:
-            about = self.controller, features, budget_ms, self.drift, self.expected
-            self.expected, self.drawn = self.exploration.draw(*about, self.exploration.turn())
-        return self.expected[0]
+            about = self.controller, features, self.limit, self.drift, expected, turn
+            self.expected, self.drawn = self.exploration.draw(*about, self.candidate, trial)
+        return self.expected[0], cost_ms
 
     def learn(self, row: int, budget_ms: float, choice: int, took_ms: float, accuracy: float) -> None:
         if self.tracker:
@@ -216,49 +229,62 @@ class Deployed:
         if self.learning is None:
             return
         offset, scale = self.drift or (0.0, 1.0)
-        self.log.append((row, budget_ms, offset, scale, self.drawn, self.expected, took_ms, accuracy))
+        about = row, budget_ms, self.limit, offset, scale, self.drawn, self.expected, took_ms
+        self.log.append((*about, took_ms <= self.limit, accuracy))
         if len(self.log) % self.every == 0:
             done = update(self.agent, self._logged(), self.learning)
             if done.better:
                 self.agent, self.controller = done.agent, to_numpy(done.agent)
-                self.taken_over += 1
+                self.taken_over, self.since = self.taken_over + 1, len(self.log)
+            self.candidate = to_numpy(done.candidate) if done.promising and not done.better else None
 
     def _logged(self) -> Logged:
-        rows, budgets, offsets, scales, drawn, expected, took, accuracy = zip(*self.log, strict=True)
+        rows, budgets, limits, offsets, scales, drawn, expected, took, met, accuracy = zip(*self.log, strict=True)
         count, shape = len(self.world.names), (len(rows), len(self.world.names))
         propensity = np.zeros(shape)
+        tried = np.full(len(rows), -1)
         for place, draws in enumerate(drawn):
             propensity[place, list(draws.chances)] = list(draws.chances.values())
+            if draws.tried is not None and place >= self.since:
+                tried[place] = draws.tried
         return Logged(
             ids=[str(place) for place in range(len(rows))],
             features=self.world.features(np.array(rows)),
             seen=np.ones(len(rows), bool),
             budget_ms=np.array(budgets),
-            limit_ms=np.array(budgets),
+            limit_ms=np.array(limits),
             offset=np.stack([np.broadcast_to(each, count) for each in offsets]).astype(np.float32),
             scale=np.array(scales),
             choice=np.array([choice for choice, *_ in expected]),
+            best=np.array([each.best for each in drawn]),
+            tried=tried,
             propensity=propensity,
             log_latency=np.array([mean for _, mean, _ in expected]),
             answer_ms=np.array(took),
-            met=np.array(took) <= np.array(budgets),
+            met=np.array(met),
             accuracy=np.array(accuracy),
         )
 
 
 class Knowing:
-    """The controller where it knows the drift of latencies and accuracies, not the jitter. Where accuracies stay, it
-    decides inside its guard."""
+    """The controller where it knows the drift of latencies and accuracies, not the jitter."""
 
     def __init__(self, world: World, stream: Stream) -> None:
-        self.world, self.stream, self.controller, self.time = world, stream, to_numpy(world.agent), 0
+        self.world, self.stream, self.time = world, stream, 0
+        agent = copy.deepcopy(world.agent)
+        assert agent.static is not None
+        agent.static = agent.static.scaled(torch.ones(len(world.names)), torch.from_numpy(stream.worth))
+        self.controller = to_numpy(agent)
 
-    def decide(self, row: int, budget_ms: float) -> int:
+    def decide(self, row: int, budget_ms: float) -> tuple[int, float]:
         drift = self.stream.offset[self.time], 1.0
+        if (fixed := self.controller.fall_back(budget_ms, drift)) is not None:
+            return fixed[0], 0.0
+        features, limit = self.world.features(row), budget_ms - self.world.cost_ms
         if (self.stream.worth == 1).all():
-            return self.controller.decide_expected(self.world.features(row), budget_ms, drift)[0]
-        score, *_ = self.controller.prospects(self.world.features(row), budget_ms, drift)
-        return int((score * self.stream.worth).argmax())
+            return self.controller.decide_index(features, limit, drift), self.world.cost_ms
+        score, *_ = self.controller.prospects(features, limit, drift)
+        return int((score * self.stream.worth).argmax()), self.world.cost_ms
 
     def learn(self, row: int, budget_ms: float, choice: int, took_ms: float, accuracy: float) -> None:
         self.time += 1
@@ -289,12 +315,12 @@ class ThompsonSampling:
             self.target[place] += share * utility.T @ x
         self.factor = np.linalg.cholesky(np.linalg.inv(self.precision))
 
-    def decide(self, row: int, budget_ms: float) -> int:
+    def decide(self, row: int, budget_ms: float) -> tuple[int, float]:
         place, x = int(np.abs(self.world.budgets_ms - budget_ms).argmin()), np.insert(self.x[row], 0, 1.0)
         factor = self.factor[place]
         noise = self.SCALE * self.rng.normal(size=self.target[place].shape)
         mean = np.einsum("cij,ckj,ck->ci", factor, factor, self.target[place])
-        return int(((mean + np.einsum("cij,cj->ci", factor, noise)) @ x).argmax())
+        return int(((mean + np.einsum("cij,cj->ci", factor, noise)) @ x).argmax()), self.world.cost_ms
 
     def learn(self, row: int, budget_ms: float, choice: int, took_ms: float, accuracy: float) -> None:
         place, x = int(np.abs(self.world.budgets_ms - budget_ms).argmin()), np.insert(self.x[row], 0, 1.0)
@@ -309,8 +335,8 @@ class Static:
     def __init__(self, world: World, tracks: bool) -> None:
         self.static, self.tracks = TrackedStatic(world.static, LatencyTracker(world.names)), tracks
 
-    def decide(self, row: int, budget_ms: float) -> int:
-        return self.static.decide(budget_ms)
+    def decide(self, row: int, budget_ms: float) -> tuple[int, float]:
+        return self.static.decide(budget_ms), 0.0
 
     def learn(self, row: int, budget_ms: float, choice: int, took_ms: float, accuracy: float) -> None:
         if self.tracks:
@@ -338,9 +364,10 @@ def serve(policy: Any, world: World, stream: Stream) -> tuple[Array, Array, Arra
     feasible = np.exp((world.typical[stream.rows] + drifted).min(1)) <= stream.budgets_ms
     met, utility = np.zeros(len(took), bool), np.zeros(len(took))
     for t, (row, budget) in enumerate(zip(stream.rows.tolist(), stream.budgets_ms.tolist(), strict=True)):
-        choice = policy.decide(row, budget)
+        choice, cost_ms = policy.decide(row, budget)
         took_ms, accuracy = float(took[t, choice]), float(world.accuracy[row, choice] * stream.worth[choice])
-        met[t], utility[t] = took_ms <= budget, accuracy * (took_ms <= budget)
+        met[t] = took_ms + cost_ms <= budget
+        utility[t] = accuracy * met[t]
         policy.learn(row, budget, choice, took_ms, accuracy)
     return met, feasible, utility
 
@@ -360,7 +387,7 @@ def simulate(folder: str, kind: str, name: str, seed: int, config: StreamsConfig
 
 def run(config: StreamsConfig) -> list[str]:
     """Simulate what is missing, and write the page."""
-    settings = [config.requests, config.every, config.explore, UpdateConfig(), KINDS, builtin_profile().digest]
+    settings = [config.requests, config.every, config.explore, config.trial, UpdateConfig(), KINDS, builtin_profile().digest]
     folder = folder_for(config.runs, settings)
     for new in (False, True):
         world_of(folder, new)

@@ -18,7 +18,8 @@ def logged_outcomes(choice: list[int], propensity: list[list[float]], reward: li
     met, offset = np.ones(n, bool), np.zeros(chances.shape, np.float32)
     accuracy = np.array(reward, np.float64)
     ids = list(map(str, range(n)))
-    return Logged(ids, {}, met, ones, ones, offset, ones, np.array(choice), chances, 0 * ones, ones, met, accuracy)
+    chosen, tried = np.array(choice), np.full(n, -1)
+    return Logged(ids, {}, met, ones, ones, offset, ones, chosen, chosen, tried, chances, 0 * ones, ones, met, accuracy)
 
 
 def test_every_estimate_by_hand() -> None:

@@ -117,9 +117,9 @@ def test_controllers_that_cannot_learn_and_too_few_requests_are_refused(tmp_path
     agent, _, logged = logged_requests(tmp_path, count=6)
     table = small_table(40)
     with pytest.raises(InputError, match="6 requests are too few"):
-        update(agent, logged, UpdateConfig(held_out=2))
+        update(agent, logged, UpdateConfig(folds=2))
     with pytest.raises(InputError, match="predict outcomes"):
         update(driven_apart(table, PolicyConfig(hidden=8)), logged)
-    for wrong in ({"confidence": 1.0}, {"held_out": 1}, {"clip": 0.5}, {"lr": 0.0}, {"steps": -1}):
+    for wrong in ({"confidence": 1.0}, {"folds": 1}, {"clip": 0.5}, {"lr": 0.0}, {"steps": -1}):
         with pytest.raises(InputError, match=r"learning\."):
             UpdateConfig(**wrong)  # type: ignore[arg-type]

@@ -160,7 +160,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
     current, quick = (
         tmp_path / "out" / "current",
-        ["learning.steps=3", "learning.held_out=2", "learning.confidence=0.8"],
+        ["learning.steps=3", "learning.folds=2", "learning.confidence=0.8"],
     )
 
     def slower(values: object) -> float:
