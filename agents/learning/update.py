@@ -106,7 +106,7 @@ class Contexts(NamedTuple):
         return cls(x, *(part.float() if part.dtype == torch.float64 else part for part in rest))
 
 
-class _Learned(NamedTuple):
+class Learned(NamedTuple):
     """A controller after each step, by name, and what the first two learned."""
 
     after: dict[str, Any]
@@ -138,7 +138,7 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
         raise InputError("update: the controller must be for deadlines and predict outcomes: policy=auto or utility")
     if len(logged.ids) < LEAST_CELLS * config.folds:
         raise InputError(f"update: {len(logged.ids)} requests are too few; let it serve some more")
-    learned = _learn(agent, logged, config)
+    learned = learn(agent, logged, config)
     test, expected, choices = _judged(agent, logged, config, list(learned.after))
 
     def compare(old: Array, new: Array) -> Judgement:
@@ -155,9 +155,9 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
     rows = np.arange(len(best))
     gain = expected[rows, model] - expected[rows, best]
     promising = int((best != model).sum()) >= LEAST_DIFFERENT and float(gain.mean()) > 0
-    if (rows := test.tried >= 0).any():
-        on_trial = test.take(rows)
-        verdict = judge(on_trial, expected[rows], on_trial.best, on_trial.tried, config.clip, config.confidence)
+    if (tried := test.tried >= 0).any():
+        on_trial = test.take(tried)
+        verdict = judge(on_trial, expected[tried], on_trial.best, on_trial.tried, config.clip, config.confidence)
         steps["trial"] = verdict
         serving = candidate if verdict.better else serving
         promising &= verdict.different < TRIAL or verdict.doubly_robust["difference"].value > 0
@@ -172,7 +172,7 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
     )
 
 
-def _learn(agent: Agent, logged: Logged, config: UpdateConfig) -> _Learned:
+def learn(agent: Any, logged: Logged, config: UpdateConfig) -> Learned:
     """A controller after each step that the log allows."""
     offsets, network = _latency_offsets(agent, logged), network_of(agent)
     candidate: Any = adapted(agent, offsets, Contexts.of_log(agent, logged).x)
@@ -183,7 +183,7 @@ def _learn(agent: Agent, logged: Logged, config: UpdateConfig) -> _Learned:
         after["accuracies"] = candidate = _with_logits(candidate, logits, lessons)
         if config.steps and _decides_alone(candidate):
             after["grpo"] = _with_grpo(candidate, lessons, config)
-    return _Learned(after, offsets, logits)
+    return Learned(after, offsets, logits)
 
 
 def _judged(
@@ -191,11 +191,12 @@ def _judged(
 ) -> tuple[Logged, Tensor, dict[str, Array]]:
     """The labelled requests; the utility that a model that has not seen them expects, float [n, C]; and for the
     controller ("") and after each step the choices of one that has not, int64 [n]."""
-    parts, expected, choices = [], [], {name: [] for name in ("", *steps)}
+    parts, expected = [], []
+    choices: dict[str, list[Array]] = {name: [] for name in ("", *steps)}
     fold = np.arange(len(logged.ids)) % config.folds
     for number in range(config.folds):
         test = logged.take((fold == number) & ~np.isnan(logged.accuracy))
-        learned = _learn(agent, logged.take(fold != number), config)
+        learned = learn(agent, logged.take(fold != number), config)
         expected.append(_expected_utility(learned.model, test))
         parts.append(test)
         last = agent

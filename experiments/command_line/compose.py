@@ -91,7 +91,7 @@ GROUPS_OF = {
     "explain": ("profile",),
     "profile": (),
     "export": ("profile",),
-    "update": ("profile", "trained_on"),
+    "update": ("profile", "trained_on", "tracking"),
     "compare": (),
     "workspace": (),
 }

@@ -6,10 +6,11 @@ Each update is a version on disk; which of them serves is a link, see `knobwise.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
+from time import sleep
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from knobwise.experiments.report.words import sentences
 from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
+from knobwise.experiments.tracking.tracker import Tracker
 
 REQUESTS = 500
 """How many show how sure the controller is."""
@@ -62,18 +64,41 @@ def run(config: UpdateRun) -> Path:
             "profile=table profile.path=FILE"
         )
     if config.every is None or config.log is None:
-        return _update(config, out)
-    known = 0
-    while True:
-        count = len(read_log(config.log).rows)
-        if count >= known + config.every:
-            known = count
-            _update(config, out)
-            config = replace(config, checkpoint=str(out / CURRENT))
-        time.sleep(POLL_S)
+        return _update(config, out)[0]
+    last = max((int(path.name) for path in (out / VERSIONS).glob("[0-9]*")), default=None)
+    tracker = Tracker(
+        out,
+        name=f"update-{out.name}",
+        experiment="update",
+        job_type="update",
+        config=asdict(config),
+        settings=config.tracking,
+        resume_step=last,
+    )
+    with tracker:
+        known = 0
+        while True:
+            count = len(read_log(config.log).rows)
+            if count >= known + config.every:
+                known = count
+                _, version, facts = _update(config, out)
+                tracker.log(_metrics(facts), int(version.name))
+                config = replace(config, checkpoint=str(out / CURRENT))
+            sleep(POLL_S)
 
 
-def _update(config: UpdateRun, out: Path) -> Path:
+def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
+    """What an update shows, under its logged names."""
+    metrics = {"Log/Requests": facts["requests"], "Update/Better": facts["better"], "Update/Trial": facts["promising"]}
+    metrics |= {f"Log/{name}": value for name, value in facts["latest"].items()}
+    for name, judgement in facts["steps"].items():
+        gain = judgement["doubly_robust"]["difference"][0]
+        metrics |= {f"Update/Gain_{name}": gain, f"Update/Bound_{name}": judgement["bound"]}
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """The version that serves, the new one, and what is known about it."""
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     if problem := _problem(loaded, config.log is None):
         raise InputError(f"{config.checkpoint}: {problem}")
@@ -94,7 +119,7 @@ def _update(config: UpdateRun, out: Path) -> Path:
             try_out(out, version if facts["promising"] else None)
     outcome = f"{current.name} goes on serving" + (", this one is worth a trial" if facts["promising"] else "")
     print_lines(Console(), [f"{version}: {'serves now' if facts['better'] else outcome}"])
-    return serving(out) or version
+    return serving(out) or version, version, facts
 
 
 def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None:
@@ -146,6 +171,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         "better": result.better,
         "promising": result.promising and not result.better,
         "requests": len(log.rows),
+        "latest": _means(log.rows[-(config.every or len(log.rows)) :]),
         "set_aside": dict(log.aside),
         "steps": {name: judgement.plain() for name, judgement in result.steps.items()},
         "factors": result.factors,
@@ -155,6 +181,16 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     print_table(Console(), header, [_row(STEPS[name], each) for name, each in result.steps.items()], range(7))
     best = result.agent if result.better else result.candidate
     return loaded._replace(agent=best, extra=loaded.extra | {"versions": digests}), facts
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """How requests were answered; None without labels."""
+    labelled = [row for row in rows if row["accuracy"] is not None]
+    return {
+        "On_Time": fmean(row["met"] for row in rows),
+        "Accuracy": fmean(row["accuracy"] for row in labelled) if labelled else None,
+        "Utility": fmean(row["accuracy"] * row["met"] for row in labelled) if labelled else None,
+    }
 
 
 def _row(step: str, judgement: Judgement) -> list[str]:

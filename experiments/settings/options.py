@@ -15,7 +15,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.service_options import ServiceRun
-from knobwise.experiments.settings.tracking import Training
+from knobwise.experiments.settings.tracking import TrackingSettings, Training
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig, VLMTaskConfig
 from knobwise.profiling.measuring.settings import VLMProfileConfig
@@ -303,7 +303,10 @@ class UpdateRun:
     rollback: bool = False
     """Let the version before the current one serve again, and do nothing else."""
     every: int | None = None
-    """Go on, and update whenever the log has grown by so many requests, until the command is interrupted."""
+    """Go on, and update whenever the log has grown by so many requests, until the command is interrupted. Each update
+    is a step of one W&B run, in `out`, with `metrics.csv` and TensorBoard."""
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
+    """Where those steps are logged."""
     learning: UpdateConfig = field(default_factory=UpdateConfig)
     """How it learns from the log, and when the new controller takes over."""
     profile: Any = None

@@ -325,7 +325,7 @@ class ThompsonSampling:
     def learn(self, row: int, budget_ms: float, choice: int, took_ms: float, accuracy: float) -> None:
         place, x = int(np.abs(self.world.budgets_ms - budget_ms).argmin()), np.insert(self.x[row], 0, 1.0)
         self.precision[place, choice] += np.outer(x, x)
-        self.target[place, choice] += accuracy * (took_ms <= budget_ms) * x
+        self.target[place, choice] += accuracy * (took_ms + self.world.cost_ms <= budget_ms) * x
         self.factor[place, choice] = np.linalg.cholesky(np.linalg.inv(self.precision[place, choice]))
 
 
@@ -387,7 +387,15 @@ def simulate(folder: str, kind: str, name: str, seed: int, config: StreamsConfig
 
 def run(config: StreamsConfig) -> list[str]:
     """Simulate what is missing, and write the page."""
-    settings = [config.requests, config.every, config.explore, config.trial, UpdateConfig(), KINDS, builtin_profile().digest]
+    settings = [
+        config.requests,
+        config.every,
+        config.explore,
+        config.trial,
+        UpdateConfig(),
+        KINDS,
+        builtin_profile().digest,
+    ]
     folder = folder_for(config.runs, settings)
     for new in (False, True):
         world_of(folder, new)

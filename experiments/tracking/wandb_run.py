@@ -144,9 +144,9 @@ class WandbRun:
         """Call `wandb.init`; `fresh` starts a new W&B run even where an earlier one could be resumed."""
         import wandb
 
-        id_file, training = self.folder / "wandb" / f"{self.about['name']}.id", self.about["job_type"] == "train"
+        id_file, goes_on = self.folder / "wandb" / f"{self.about['name']}.id", self.about["job_type"] != "evaluate"
         # results are logged once, at the end: a run interrupted there has logged none
-        again = not fresh and training and id_file.exists()
+        again = not fresh and goes_on and id_file.exists()
         identity = id_file.read_text().strip() if again else os.urandom(4).hex()
         online = self.mode == "online"
         last_step = _last_step(self.folder / "wandb", identity) if again and not online else None
@@ -181,7 +181,7 @@ class WandbRun:
             for step, values in self.metrics.earlier:
                 if step <= last_step:
                     self._sent.setdefault(step, set()).update(values)
-        if training:
+        if goes_on:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step")
         return run

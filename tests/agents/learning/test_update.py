@@ -12,9 +12,10 @@ from replayed import logging_model, serve_requests, small_stack
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.learning.settings import UpdateConfig
-from knobwise.agents.learning.update import update
-from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.learning.update import Update, learn, update
+from knobwise.agents.serving.export import export_numpy, to_numpy
 from knobwise.agents.serving.request_log import Logged, logged_of, read_log
+from knobwise.agents.serving.versions import add_version, serve, try_out
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -68,18 +69,83 @@ def test_accuracies_that_fell_are_learned(tmp_path: Path) -> None:
     assert (np.array(result.logits)[:8][used[:8]] > -1).all()
 
 
+def worse_from(choice: int, rows: Logged) -> Logged:
+    """The same requests where configurations from this one on give wrong answers only."""
+    return rows._replace(accuracy=np.where(rows.choice >= choice, 0.0, rows.accuracy))
+
+
+def test_a_trial_shows_soon_what_little_exploration_cannot(tmp_path: Path) -> None:
+    agent, table = small_stack(300)
+    options = {"explore": 0.05, "explore_loss": 0.3, "seed": 0, "tracker": False}
+    model = logging_model(tmp_path / "log", agent, table, **options)
+    config = UpdateConfig(steps=0)
+
+    def learned() -> Update:
+        rows = logged_of(read_log(tmp_path / "log").rows, 12, agent.normaliser.sizes, model.controller.digest)
+        return update(agent, worse_from(9, rows), config)
+
+    serve_requests(model, table, 250)
+    first = learned()
+    assert not first.better
+    assert first.promising
+    assert "trial" not in first.steps
+    out = tmp_path / "out"
+    serve(out, add_version(out, lambda to: export_numpy(agent, to / "controller.npz") and None))
+    try_out(out, add_version(out, lambda to: export_numpy(first.candidate, to / "controller.npz") and None))
+    model.watch(out / "current", trial=0.5)
+    serve_requests(model, table, 1000, seed=1)
+    second = learned()
+    trial = second.steps["trial"]
+    assert (trial.requests, trial.unsupported) == (1000, 0)
+    assert trial.better
+    assert second.better
+    # what the trial estimates is what the two choices would have got, up to its interval
+    logged = logged_of(read_log(tmp_path / "log").rows, 12, agent.normaliser.sizes, model.controller.digest)
+    on_trial = logged.take(logged.tried >= 0)
+    rows = torch.tensor(
+        [
+            int(np.flatnonzero((table.features["image_features"].numpy() == x).all(1))[0])
+            for x in on_trial.features["image_features"]
+        ]
+    )
+    utility = (table.accuracy * (torch.arange(12) < 9))[rows] * (
+        table.latency_ms[rows] <= torch.from_numpy(on_trial.limit_ms).unsqueeze(1)
+    )
+    each = torch.arange(len(rows))
+    true = float((utility[each, on_trial.tried] - utility[each, on_trial.best]).mean())
+    estimate = trial.doubly_robust["difference"]
+    assert estimate.low <= true <= estimate.high
+    assert true > 0.01
+
+
+def test_a_trial_that_gains_nothing_ends(tmp_path: Path) -> None:
+    agent, _, logged = logged_requests(tmp_path, 300, drifts=False)
+    generator = np.random.default_rng(0)
+    lost = worse_from(9, logged)
+    assert update(agent, lost, UpdateConfig(steps=0)).promising
+    # a candidate that chose what gave wrong answers, in half of the requests
+    best, tried = np.full(300, 8), np.full(300, 11)
+    choice = np.where(generator.random(300) < 0.5, best, tried)
+    propensity = np.zeros((300, 12))
+    propensity[:, [8, 11]] = 0.5
+    failed = worse_from(9, logged._replace(choice=choice, best=best, tried=tried, propensity=propensity))
+    result = update(agent, failed, UpdateConfig(steps=0))
+    assert result.steps["trial"].doubly_robust["difference"].value < 0
+    assert not result.promising
+
+
 def test_grpo_learns_near_the_old_policy_and_repeatably(tmp_path: Path) -> None:
     agent, _, logged = logged_requests(tmp_path, count=150)
     config = UpdateConfig(steps=4, lr=1e-3)
-    first, second = (update(agent, logged, config) for _ in range(2))
-    assert list(first.steps) == ["latencies", "accuracies", "grpo"]
-    assert equal_states(first.candidate, second.candidate)
-    offsets = update(agent, logged, replace(config, steps=0)).candidate
-    before = offsets.state_dict()
-    changed = {name for name, value in first.candidate.state_dict().items() if not torch.equal(value, before[name])}
+    assert list(update(agent, logged, config).steps) == ["latencies", "accuracies", "grpo"]
+    first, second = (learn(agent, logged, config).after for _ in range(2))
+    assert equal_states(first["grpo"], second["grpo"])
+    before = first["accuracies"].state_dict()
+    changed = {name for name, value in first["grpo"].state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"network.network.outcome_head.weight", "network.network.outcome_head.bias"}
-    still = update(agent, logged, replace(config, lr=1e-12)).candidate
-    assert torch.allclose(still.network.network.outcome_head.weight, offsets.network.network.outcome_head.weight)
+    still = learn(agent, logged, replace(config, lr=1e-12)).after
+    weights = (still[name].network.network.outcome_head.weight for name in ("grpo", "accuracies"))
+    assert torch.allclose(*weights)
 
 
 def test_a_stream_without_drift_changes_next_to_nothing(tmp_path: Path) -> None:

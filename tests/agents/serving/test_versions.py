@@ -7,16 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from replayed import ReplayedModel, serve_requests, small_stack
+from helpers import driven_apart
+from replayed import ReplayedModel, logging_model, serve_requests, small_stack
 
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.learning.off_policy import decisions
 from knobwise.agents.serving import versions
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.export import export_numpy, to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
-from knobwise.agents.serving.versions import add_version, serve, serving
+from knobwise.agents.serving.request_log import logged_of, read_log
+from knobwise.agents.serving.versions import add_version, serve, serving, try_out
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
+from knobwise.profiling.measuring.adaptive_model import Request
 
 
 def slower(agent: StackedController, by: float) -> StackedController:
@@ -87,6 +93,52 @@ def test_a_new_controller_takes_over_between_two_requests(
     assert model.controller.digest == old.digest
     with pytest.raises(InputError, match="does not exist"):
         model.watch(tmp_path / "nothing.npz")
+
+
+def test_a_candidate_on_trial_decides_its_share_of_the_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "EVERY_S", 0.0)
+    agent, table = small_stack()
+    published(tmp_path, agent)
+    model = logging_model(tmp_path / "log", agent, table, seed=0, tracker=False)
+    model.watch(tmp_path / "current", trial=0.4)
+    serve_requests(model, table, 20)
+    cautious = slower(agent, 1.0)
+    version = add_version(tmp_path, lambda to: export_numpy(cautious, to / "controller.npz") and None)
+    try_out(tmp_path, version)
+    serve_requests(model, table, 400, seed=1)
+    assert model.controller.digest == to_numpy(agent).digest  # it does not serve
+    try_out(tmp_path, None)
+    serve_requests(model, table, 20, seed=2)
+    rows = read_log(tmp_path / "log").rows
+    assert [row["tried"] is not None for row in rows] == [False] * 20 + [True] * 400 + [False] * 20
+    assert all(row["probability"] == 1 for row in rows if row["tried"] is None)
+    apart = [row for row in rows[20:420] if row["tried"] != row["best"]]
+    assert len(apart) > 100
+    for row in apart:
+        assert dict(zip(row["among"], row["chances"], strict=True)) == pytest.approx(
+            {row["best"]: 0.6, row["tried"]: 0.4}
+        )
+    assert np.mean([row["choice"] == row["tried"] for row in apart]) == pytest.approx(0.4, abs=0.08)
+    # both decide as they would alone
+    decided = {"best": to_numpy(agent), "tried": to_numpy(cautious)}
+    logged = logged_of(rows, 12, agent.normaliser.sizes, model.controller.digest)
+    for name, controller in decided.items():
+        chosen = decisions(controller, logged.take(np.arange(20, 420)))
+        assert np.array_equal(chosen, getattr(logged, name)[20:420])
+    # of a controller that serves no more, trials do not count
+    assert (logged_of(rows, 12, agent.normaliser.sizes, "another").tried == -1).all()
+    serve(tmp_path, version)
+    assert not (tmp_path / "candidate").exists()
+    batch = model.generate([Request(row, "") for row in range(3)], 12.0)
+    assert len(batch) == 3
+    for wrong in (-0.1, 1.1):
+        with pytest.raises(InputError, match=r"trial=.*: must be 0 to 1"):
+            model.watch(tmp_path / "current", trial=wrong)
+    heads = AdaptiveModel(ReplayedModel(table), driven_apart(table, PolicyConfig(hidden=8)))
+    with pytest.raises(InputError, match="a trial needs a controller that predicts outcomes"):
+        heads.watch(tmp_path / "current", trial=0.5)
 
 
 SWAPPING = """

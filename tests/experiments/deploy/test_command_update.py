@@ -18,6 +18,7 @@ import torch
 from commands import OPTIMISER, TABLE, Capture, Patch, mistake, refused, write_table
 from helpers import driven_apart, small_table
 from replayed import logging_model, serve_requests
+from wandb_stub import offline_runs
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import Agent, load_checkpoint, save_checkpoint
@@ -228,13 +229,27 @@ def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeyp
             raise KeyboardInterrupt
         serve_requests(model, table, count, seed=1)
 
-    monkeypatch.setattr("knobwise.experiments.deploy.update.time.sleep", served_between_polls)
+    monkeypatch.setattr("knobwise.experiments.deploy.update.sleep", served_between_polls)
     words = ["update", f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "every=40", "learning.steps=0"]
+    words.append("tracking=offline")
     assert main(words) == 130
     out = tmp_path / "out" / "versions"
     updates = [json.loads((path / "update.json").read_text()) for path in sorted(out.iterdir())]
     # of 40 requests, and of 85; not of 70, as fewer than 40 were new
     assert [facts.get("requests") for facts in updates] == [None, 40, 85]
+    # each is a step of one run, which a later session continues
+    logged = pl.read_csv(tmp_path / "out" / "metrics.csv")
+    assert logged["step"].to_list() == [1, 2]
+    assert logged["Log/Requests"].to_list() == [40, 85]
+    latest = updates[-1]["steps"]["latencies"]["doubly_robust"]["difference"][0]
+    assert logged["Update/Gain_latencies"][-1] == pytest.approx(latest)
+    assert 0 < logged["Log/On_Time"][-1] <= 1
+    polls = iter((40, None))
+    assert main([*words, f"checkpoint={tmp_path / 'out' / 'current'}"]) == 130
+    assert pl.read_csv(tmp_path / "out" / "metrics.csv")["step"].to_list() == [1, 2, 3, 4]
+    sessions = offline_runs(tmp_path / "out")
+    assert len({session.name for session in sessions}) == 1
+    assert sorted(row["step"] for session in sessions for row in session.history) == [1, 2, 3, 4]
 
 
 def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path) -> None:

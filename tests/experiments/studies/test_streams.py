@@ -118,11 +118,11 @@ def test_a_log_holds_what_was_served(world: World) -> None:
 def test_thompson_sampling_learns_which_configurations_got_worse(world: World) -> None:
     policy = policy_of(THOMPSON, world, StreamsConfig(), draw("no drift", world, 1, 0), 0)
     budget = float(world.budgets_ms[-1])
-    before = [policy.decide(0, budget) for _ in range(30)]
+    before = [policy.decide(0, budget)[0] for _ in range(30)]
     worst = max(set(before), key=before.count)
     for row in range(200):
         policy.learn(row, budget, worst, 0.1, 0.0)
-    assert [policy.decide(0, budget) for _ in range(30)].count(worst) < before.count(worst) / 2
+    assert [policy.decide(0, budget)[0] for _ in range(30)].count(worst) < before.count(worst) / 2
 
 
 def test_a_page_has_every_kind_and_every_policy(tmp_path: Path) -> None:
