@@ -14,65 +14,33 @@ import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
-from numpy.typing import NDArray
-from scipy.signal import lfilter
-from sklearn.cluster import KMeans
 from sklearn.decomposition import PCA
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.learning.update import update
-from knobwise.agents.predictors.experts import Experts
-from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.exploration import Exploration
-from knobwise.agents.serving.export import arrays_of_static, configurations_of, to_numpy
+from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.serving.numpy_controller import Drift, Expected, NumpyController
-from knobwise.agents.serving.own_cost import EXPECTED_US, expected_cost_ms
 from knobwise.agents.serving.request_log import Logged
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
-from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.files import write_text
-from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.builtin import builtin_profile
-from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.experiments.command_line.compose import GROUPS
 from knobwise.experiments.studies.running import Mean, folder_for, measured, rendered, run_from_words
-from knobwise.experiments.train.controller import STUDENT_STEPS
+from knobwise.experiments.studies.streams_world import HARDLY_PROFILED, KINDS, NEW, Array, Stream, World, draw, world_of
 
-Array = NDArray[Any]
-NEW = "new questions"
-KINDS = {
-    "as profiled": "neither drift nor jitter beyond that of the measurements",
-    "no drift": "jitter of 3 % on top, as in all that follow",
-    "× 1.05": "slower all the time",
-    "× 1.15": "slower all the time",
-    "× 1.40": "slower all the time",
-    "step": "× 1.40 in the second third",
-    "ramp": "from × 1 to × 1.40",
-    "wandering": "around × 1.08 by 5 %, forgotten within 100 requests; jitter of 5 %",
-    "stalls": "one answer in 150 begins a burst of 4 on average that take 3 to 20 times as long",
-    "values": "each knob slows down with its value, by up to × 1 to 1.35",
-    "worse answers": "× 1.3, and a third of the configurations lose a quarter of their accuracy",
-    NEW: "after a third of the stream every second question is of a kind that the controller was not trained on",
-}
-"""Kind of stream → what is drawn."""
 KNOWING, FROZEN, TRACKED = "knowing", "frozen", "tracked"
 STATIC, TRACKED_STATIC = "static, frozen", "static, tracked"
 UPDATED, GRPO, THOMPSON = "updated", "updated with GRPO", "Thompson sampling"
 POLICIES = (KNOWING, FROZEN, TRACKED, STATIC, TRACKED_STATIC)
 LEARNERS = (UPDATED, GRPO, THOMPSON)
-LEARNED = ("no drift", "× 1.40", "values", "worse answers", NEW)
+LEARNED = ("no drift", "× 1.40", "values", "worse answers", NEW, HARDLY_PROFILED)
 """The streams on which a controller learns from its log."""
-QUESTION_KINDS = 4
-"""Clusters of the questions' features (k-means); one of the controllers was not trained on the first."""
 
 
 @dataclass
@@ -97,98 +65,7 @@ class StreamsConfig:
     """Processes at the same time, one thread each."""
 
 
-# -- the world ---------------------------------------------------------------------------------------------------------
-
-
-class World:
-    """n test samples of the built-in profile, and a controller for them."""
-
-    def __init__(self, agent: StackedController, table: ProfileTable, test: torch.Tensor, kinds: Array) -> None:
-        assert agent.static is not None
-        self.agent, self.names = agent, configurations_of(table)
-        self.places = table.configurations.numpy()
-        self.budgets_ms = default_budgets(table).double().numpy()
-        self.accuracy = table.accuracy[test].double().numpy()
-        self.log_latency = table.measurements_ms[test].double().log().numpy()
-        self.typical = table.latency_ms[test].double().log().numpy()
-        self.blocks = {name: block[test].numpy() for name, block in table.features.items()}
-        self.cost_ms, self.decision_ms = expected_cost_ms(table, experts=False), EXPECTED_US["network"] / 1e3
-        self.is_new = kinds[test.numpy()] == 0
-        self.static, self.table = arrays_of_static(agent.static), table
-        self.fitted = np.setdiff1d(np.arange(table.num_samples), test.numpy())
-
-    def features(self, row: Any) -> dict[str, Array]:
-        """Of one row, or of several."""
-        return {name: block[row] for name, block in self.blocks.items()}
-
-
-def trained(path: Path, table: ProfileTable, split: Split) -> StackedController:
-    """What `knobwise train` deploys after training on a split, from a file where there is one."""
-    if not path.exists():
-        budgets, fitted = default_budgets(table), torch.cat([split.train, split.validation])
-        names = {"policy": "auto", "loss": "exact", "optimiser": "auto", "reward": "utility"}
-        groups: Any = {group: GROUPS[group][name] for group, name in names.items()}
-        network = ControllerTrainer(table, split, seed=0, budgets_ms=budgets, **groups).run()
-        experts = Experts.fit(table, fitted, budgets, groups["policy"].experts, 0)
-        cost_ms = expected_cost_ms(table, experts=False)
-        stack = fit_stack(table, fitted, network, groups["policy"], budgets, 0, cost_ms, experts)
-        steps = STUDENT_STEPS * (groups["optimiser"].warmup_iterations + groups["optimiser"].iterations)
-        save_checkpoint(path, student_of(stack, table, fitted, 0, StudentConfig(steps=steps)), table, {})
-    agent = load_checkpoint(path).controller
-    assert isinstance(agent, StackedController)
-    return agent
-
-
-@cache
-def world_of(folder: Path, new: bool) -> World:
-    """With a controller trained on all kinds of questions, or on all but the first."""
-    table = builtin_profile()
-    split, questions = table.split(), table.features["language_features"].numpy()
-    kinds = KMeans(QUESTION_KINDS, n_init=1, random_state=0).fit_predict(questions)
-    known = torch.from_numpy(kinds != 0)
-    part = Split(*(rows[known[rows]] for rows in split)) if new else split
-    return World(trained(folder / f"{'without' if new else 'all'}.pt", table, part), table, split.test, kinds)
-
-
-class Stream(NamedTuple):
-    """T requests: rows, which of the measurements, and budgets in ms, [T]; what can be known, offsets of ln ms [T, C]
-    and factors of the accuracy of each configuration [C]; and jitter and stalls of ln ms, [T]."""
-
-    rows: Array
-    repeats: Array
-    budgets_ms: Array
-    offset: Array
-    worth: Array
-    noise: Array
-
-
-def draw(kind: str, world: World, requests: int, seed: int) -> Stream:
-    """A stream of one kind; those of all kinds but new questions have the same requests."""
-    rng, count, time = np.random.default_rng(seed), len(world.names), np.arange(requests) / requests
-    rows, budgets = rng.integers(len(world.accuracy), size=requests), rng.choice(world.budgets_ms, requests)
-    repeats, noise = rng.integers(world.log_latency.shape[2], size=requests), rng.normal(size=requests)
-    noise *= {"as profiled": 0.0, "wandering": 0.05}.get(kind, 0.03)
-    drift, offset, worth = np.zeros(requests), np.zeros(count), np.ones(count)
-    if kind.startswith("×"):
-        drift += np.log(float(kind[2:]))
-    elif kind in ("step", "ramp"):
-        drift += np.log(1.4) * (time if kind == "ramp" else (time >= 1 / 3) & (time < 2 / 3))
-    elif kind == "wandering":
-        kept, normal = np.exp(-1 / 100), rng.normal(size=requests)
-        normal[1:] *= np.sqrt(1 - kept**2)
-        drift = np.log(1.08) + 0.05 * lfilter([1.0], [1.0, -kept], normal)
-    elif kind == "stalls":
-        for first in np.flatnonzero(rng.random(requests) < 1 / 150):
-            noise[first : first + rng.geometric(1 / 4)] += np.log(rng.uniform(3, 20))
-    elif kind == "values":
-        offset = world.places / world.places.max(0) @ rng.uniform(0, 0.3, world.places.shape[1])
-    elif kind == "worse answers":
-        drift += np.log(1.3)
-        worth[rng.permutation(count)[: count // 3]] = 0.75
-    elif kind == NEW:
-        known, new = (rng.choice(np.flatnonzero(world.is_new == side), requests) for side in (False, True))
-        rows = np.where((time >= 1 / 3) & (rng.random(requests) < 0.5), new, known)
-    return Stream(rows, repeats, budgets, drift[:, None] + offset, worth, noise)
+# -- policies ---------------------------------------------------------------------------------------------------------
 
 
 class Deployed:
@@ -299,19 +176,19 @@ class ThompsonSampling:
 
     def __init__(self, world: World, seed: int) -> None:
         self.world, self.rng = world, np.random.default_rng(seed)
-        fitted, joined = world.fitted, torch.cat(list(world.table.features.values()), 1).numpy()
+        fitted, profiled = world.fitted, world.profiled
+        joined = torch.cat(list(profiled.features.values()), 1).numpy()
         components = PCA(self.COMPONENTS, whiten=True, random_state=0).fit(joined[fitted])
         self.x = components.transform(np.concatenate(list(world.blocks.values()), 1))
-        profiled = components.transform(joined[fitted])
         width, count = self.COMPONENTS + 1, len(world.names)
         shape = len(world.budgets_ms), count, width
         self.precision = np.tile(np.eye(width), (*shape[:2], 1, 1))
         self.target = np.zeros(shape)
-        x, share = np.insert(profiled, 0, 1.0, 1), self.PROFILED / len(fitted)
-        latency = world.table.measurements_ms[fitted].numpy()
+        x, share = np.insert(components.transform(joined[fitted]), 0, 1.0, 1), self.PROFILED / len(fitted)
+        latency, known = profiled.measurements_ms[fitted].numpy(), profiled.mask[fitted].double().numpy()
         for place, budget in enumerate(world.budgets_ms):
-            utility = world.table.accuracy[fitted].numpy() * (latency <= budget).mean(-1)
-            self.precision[place] += share * x.T @ x
+            utility = np.nan_to_num(profiled.accuracy[fitted].numpy()) * (latency <= budget).mean(-1)
+            self.precision[place] += share * np.einsum("nc,ni,nj->cij", known, x, x)
             self.target[place] += share * utility.T @ x
         self.factor = np.linalg.cholesky(np.linalg.inv(self.precision))
 
@@ -375,8 +252,10 @@ def serve(policy: Any, world: World, stream: Stream) -> tuple[Array, Array, Arra
 def simulate(folder: str, kind: str, name: str, seed: int, config: StreamsConfig) -> dict[str, Any]:
     """One policy on one stream: mean utilities of blocks of `every` requests, and the share of feasible requests that
     were on time."""
-    world = world_of(Path(folder), kind == NEW)
+    world = world_of(Path(folder), kind)
     stream = draw(kind, world, config.requests, seed)
+    if (name, kind) == (KNOWING, HARDLY_PROFILED):
+        world = world_of(Path(folder), "")
     policy = policy_of(name, world, config, stream, seed)
     met, feasible, utility = serve(policy, world, stream)
     blocks = [float(block.mean()) for block in np.split(utility, range(config.every, len(utility), config.every))]
@@ -397,15 +276,15 @@ def run(config: StreamsConfig) -> list[str]:
         builtin_profile().digest,
     ]
     folder = folder_for(config.runs, settings)
-    for new in (False, True):
-        world_of(folder, new)
+    for kind in ("", NEW, HARDLY_PROFILED):
+        world_of(folder, kind)
     pairs = [(kind, name) for kind in KINDS for name in (*POLICIES, *(LEARNERS if kind in LEARNED else ()))]
     cells = {
         folder / f"{kind}-{name}-{seed}.json": (str(folder), kind, name, seed, config)
         for seed in range(config.seeds)
         for kind, name in pairs
     }
-    guard = world_of(folder, False).agent.guard
+    guard = world_of(folder, "").agent.guard
     assert guard is not None
     write_text(config.out, streams_page(measured("streams", simulate, cells, config.jobs), guard.rows(), config))
     return []

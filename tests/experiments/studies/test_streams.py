@@ -12,37 +12,32 @@ import torch
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
-from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.experiments.studies import streams
+from knobwise.experiments.studies import streams_world
 from knobwise.experiments.studies.streams import (
     FROZEN,
     GRPO,
-    KINDS,
     KNOWING,
     LEARNED,
     LEARNERS,
-    NEW,
     POLICIES,
     THOMPSON,
     TRACKED,
     UPDATED,
     StreamsConfig,
-    World,
-    draw,
     policy_of,
     run,
     serve,
     streams_page,
-    world_of,
 )
+from knobwise.experiments.studies.streams_world import HARDLY_PROFILED, KINDS, NEW, SAMPLES, World, draw, world_of
 
 
-def quickly_fitted(path: Path, table: ProfileTable, split: Split) -> StackedController:
+def quickly_fitted(path: Path, table: ProfileTable, split: Split, budgets: torch.Tensor) -> StackedController:
     """A network of one member in the guard of another stack, as a student."""
     rows, policy = split.train[:300], PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
     two = Controller.for_table(table, rows, policy).eval()
-    stack = fit_stack(table, rows, two, policy, default_budgets(table), 0)
+    stack = fit_stack(table, rows, two, policy, budgets, 0)
     one_member = Controller.for_table(table, rows, PolicyConfig(structure="utility", hidden=4)).eval()
     return StackedController(one_member, [], torch.ones(1), stack.guard, stack.static).eval()
 
@@ -50,7 +45,7 @@ def quickly_fitted(path: Path, table: ProfileTable, split: Split) -> StackedCont
 @pytest.fixture(scope="module", autouse=True)
 def quick_training() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "trained", quickly_fitted)
+        patch.setattr(streams_world, "trained", quickly_fitted)
         world_of.cache_clear()
         yield
         world_of.cache_clear()
@@ -58,7 +53,7 @@ def quick_training() -> Any:
 
 @pytest.fixture
 def world() -> World:
-    return world_of(Path("anywhere"), False)
+    return world_of(Path("anywhere"), "")
 
 
 def test_streams_are_what_their_names_say(world: World) -> None:
@@ -83,6 +78,19 @@ def test_streams_are_what_their_names_say(world: World) -> None:
     new = world.is_new[drawn[NEW].rows]
     assert not new[:2000].any()
     assert new[2000:].mean() == pytest.approx(0.5, abs=0.03)
+
+
+def test_new_configurations_were_measured_on_few_samples(world: World) -> None:
+    few = world_of(Path("anywhere"), HARDLY_PROFILED)
+    counts = few.profiled.mask.sum(0)
+    assert (counts[::4] == SAMPLES).all()
+    assert (counts[1::4] == len(few.profiled.mask)).all()
+    assert torch.equal(few.profiled.latency_ms.isfinite(), few.profiled.mask)
+    assert np.array_equal(few.accuracy, world.accuracy)  # they answer as well as ever
+    assert np.array_equal(few.budgets_ms, world.budgets_ms)
+    policy = policy_of(THOMPSON, few, StreamsConfig(), draw("no drift", few, 1, 0), 0)
+    certain = np.linalg.det(policy.precision[0])
+    assert certain[::4].max() < certain[1::4].min()
 
 
 def served(world: World, kind: str, name: str, config: StreamsConfig) -> tuple[float, Any]:
