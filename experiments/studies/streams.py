@@ -322,7 +322,9 @@ def streams_page(cells: Sequence[Mapping[str, Any]], guard: Sequence[Mapping[str
         over=gains(LEARNERS, LEARNED, TRACKED),
         quiet={name: gain("no drift", name, FROZEN) for name in LEARNERS},
         grpo={kind: gain(kind, GRPO, UPDATED) for kind in LEARNED},
-        taken_over={kind: values(kind, GRPO, "taken_over").mean() for kind in LEARNED},
+        taken_over={
+            name: {kind: values(kind, name, "taken_over").mean() for kind in LEARNED} for name in (UPDATED, GRPO)
+        },
     )
 
 

@@ -168,7 +168,6 @@ def test_the_lines_under_the_tables_by_hand() -> None:
     assert "tracked − knowing the drift: from -7.1 (`ramp`) to -2.9 points (`stalls`)" in page
     assert "from 92.9 % (`ramp`) to 97.1 % (`stalls`). It should stay within 2 points of the level" in page
     assert "2.00 ± 0.00 (`worse answers`)" in page
-    assert "It is so on every stream." in page
-    assert "at most 0.5 points below `frozen`, and is not: 0.00 ± 0.00 (`updated`), -0.60 ± 0.00" in page
-    assert "3.0 (`× 1.40`)" in page
-    assert "more exploration" not in page
+    assert page.count("It is so on every stream.") == 2
+    assert "at most 0.5 points below `frozen`, and are not: 0.00 ± 0.00 (`updated`), -0.60 ± 0.00" in page
+    assert page.count("3.0 (`× 1.40`)") == 2
