@@ -8,7 +8,7 @@ and the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +20,20 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import BudgetEncoding, worths_range
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
+
+AT_ONCE = 1 << 16
+"""Requests that are decided together, so that many of them need little memory."""
+
+
+def in_parts(
+    choose: Callable[..., Tensor], features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None
+) -> Tensor:
+    """What `choose(features, limits, mask)` gives for many requests, part by part."""
+    parts = [slice(first, first + AT_ONCE) for first in range(0, len(limits), AT_ONCE)]
+    blocks = [{name: block[part] for name, block in features.items()} for part in parts]
+    masks = [None if mask is None else mask[part] for part in parts]
+    chosen = [choose(b, limits[part], m) for b, part, m in zip(blocks, parts, masks, strict=True)]
+    return torch.cat(chosen)
 
 
 class Controller(nn.Module):
@@ -103,6 +117,8 @@ class Controller(nn.Module):
     @torch.no_grad()
     def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """Greedy decisions: feature blocks [n, d], limits [n] in ms, mask bool [n, C] → configurations int64 [n]."""
+        if len(limits) > AT_ONCE:
+            return in_parts(self.choose, features, limits, mask)
         training, device = self.training, self.configurations.device
         self.eval()
         normal = self.features({name: block.to(device) for name, block in features.items()}, len(limits))

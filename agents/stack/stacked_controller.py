@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.controller import AT_ONCE, Controller, in_parts
 from knobwise.agents.controller.networks import Outcomes, UtilityNetwork, masked_log_softmax
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
@@ -176,6 +176,8 @@ class StackedController(nn.Module):
     @torch.no_grad()
     def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """Decisions inside the guard: blocks [n, d], limits [n] in ms, mask bool [n, C] → configurations int64 [n]."""
+        if len(limits) > AT_ONCE:
+            return in_parts(self.choose, features, limits, mask)
         device = self.configurations.device
         normal = self.features({name: block.to(device) for name, block in features.items()}, len(limits))
         return self.choose_from(self.predictions(normal), limits, mask)

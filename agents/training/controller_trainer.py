@@ -35,6 +35,8 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
 from knobwise.losses.settings import LossConfig
 
+MOST_JUDGED = 1 << 16
+"""Held-out samples that a member is judged on in training."""
 PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
 """What is logged of a validation under prices, where nothing is late."""
 
@@ -138,7 +140,8 @@ class ControllerTrainer(Trainer):
 
     def divide(self) -> tuple[list[Tensor], list[Tensor]]:
         """The rows that each member is fitted on, and those that it is judged on."""
-        return rows_of_members(self.table, self.split, self.policy.members, self.fold_seed)
+        fitted, judged = rows_of_members(self.table, self.split, self.policy.members, self.fold_seed)
+        return fitted, [rows[:: -(-len(rows) // MOST_JUDGED)] for rows in judged]
 
     # -- stages --------------------------------------------------------------------------------------------------------
 

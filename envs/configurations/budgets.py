@@ -18,6 +18,8 @@ FEASIBLE_SHARE = 0.75
 TIME_OUT_SHARE, TIME_OUT_RATIO = 0.01, 5
 """The largest latency is that of time-outs if more than this share of the profiled cells have exactly it, and more than
 so many times as many as have the second largest; costs that depend on the configuration alone repeat too."""
+MOST_CELLS = 1 << 24
+"""Cells that quantiles are taken of."""
 LEAST_LATENCY_MS = 1e-9
 """Lower bound of budgets and of the arguments of logarithms; below any cost in any unit, even USD."""
 
@@ -46,8 +48,11 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
     They are the 10/25/50/75/90 % quantiles of all profiled latencies, each raised if needed to the floor: what three
     quarters of the samples can meet with their fastest configuration. If no latency lies between two of these, which
     are then the same budget, the quantiles are taken of the latencies from the floor up instead, and equal ones count
-    once. Time-outs count as not profiled, and samples that have nothing else do not count.
+    once. Time-outs count as not profiled, and samples that have nothing else do not count. Of more than 2²⁴ cells every
+    n-th sample counts.
     """
+    step = math.ceil(latency_ms.numel() / MOST_CELLS)
+    latency_ms, mask = latency_ms[::step], mask[::step]
     quantiles = torch.tensor(DEFAULT_QUANTILES)
     ordered = latency_ms[mask].sort().values
     values, counts = ordered.unique_consecutive(return_counts=True)

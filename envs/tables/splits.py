@@ -67,6 +67,8 @@ def split_samples(table: ProfileTable, train: float = 0.6, validation: float = 0
     training part. Deterministic in `seed` and in the order of the samples. Raises InputError if the shares leave a part
     empty, or the fixed split lacks a part or tears an image apart.
     """
+    if not table.image_ids and not table.parts:  # ids are unique inside a data set
+        return split_groups(range(table.num_samples), train, validation, seed, table=f"profile {table.name!r}")
     groups = list(zip(table.dataset_names, table.image_ids or table.sample_ids, strict=True))
     if not table.parts:
         return split_groups(groups, train, validation, seed, table=f"profile {table.name!r}")
@@ -93,10 +95,14 @@ def split_samples(table: ProfileTable, train: float = 0.6, validation: float = 0
 
 def _shuffled(groups: Sequence[Hashable], seed: int) -> tuple[Tensor, int]:
     """The place of each row's group in a random order of the groups, int64 [n], and the number of groups."""
-    numbers: dict[Hashable, int] = {}
-    group_of_row = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups])
-    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
-    return order.argsort()[group_of_row], len(numbers)
+    if isinstance(groups, range):
+        group_of_row, count = torch.arange(len(groups)), len(groups)
+    else:
+        numbers: dict[Hashable, int] = {}
+        group_of_row = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups])
+        count = len(numbers)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return order.argsort()[group_of_row], count
 
 
 def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) -> dict[str, Split]:
