@@ -59,8 +59,6 @@ ACCURACY_SCALES = [Scales(*each, 0.0) for each in itertools.product((0.05, 0.3, 
 """Prior standard deviations that offsets of logits are averaged over."""
 FREE_LOGIT = 1.0
 """That of the offset that all configurations share."""
-TRIAL = 50
-"""A trial ends where a candidate that decided so many requests otherwise has not gained by it."""
 SPREADS = 0.5, 3.0
 """Bounds of the factor on predicted spreads in an update."""
 
@@ -75,7 +73,7 @@ class Update(NamedTuple):
     better: bool
     """Whether `agent` is a new one."""
     promising: bool
-    """Whether the candidate is worth a trial: it is expected to gain, and no trial has shown the contrary."""
+    """Whether the candidate is worth a trial: it is expected to gain, and no trial has shown that it loses."""
     steps: dict[str, Judgement]
     """Each step beside the best before it, in their order; last the candidates on trial, beside what served."""
     factors: list[float]
@@ -160,7 +158,7 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
         verdict = judge(on_trial, expected[tried], on_trial.best, on_trial.tried, config.clip, config.confidence)
         steps["trial"] = verdict
         serving = candidate if verdict.better else serving
-        promising &= verdict.different < TRIAL or verdict.doubly_robust["difference"].value > 0
+        promising &= 2 * verdict.doubly_robust["difference"].value > verdict.bound  # the upper bound is above 0
     return Update(
         serving,
         candidate,
