@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from knobwise.agents.controller.networks import WIDEST, KnobNetwork, UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.envs.configurations.budgets import BudgetEncoding, worths_range
+from knobwise.envs.configurations.budgets import BudgetEncoding, thinned, worths_range
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 
 AT_ONCE = 1 << 16
@@ -83,7 +83,10 @@ class Controller(nn.Module):
         member_rows: Tensor | None = None,
     ) -> Controller:
         """A fresh controller; statistics of features and latencies are taken from these rows (int64 [n]) alone, of
-        which each member is fitted on `member_rows`, bool [M, n], None for all."""
+        which each member is fitted on `member_rows`, bool [M, n], None for all; see `thinned`."""
+        if member_rows is not None:
+            member_rows = thinned(member_rows.T).T
+        rows = thinned(rows)
         latencies_ms = table.latency_ms[rows][table.mask[rows]]
         limits = worths_range(latencies_ms) if priced else latencies_ms
         encoding = BudgetEncoding(limits, config.budget_width)

@@ -28,7 +28,7 @@ from knobwise.agents.predictors.folds import rows_of_members
 from knobwise.agents.training.loop import Stage, Trainer
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_measured
+from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments, thinned
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -141,7 +141,7 @@ class ControllerTrainer(Trainer):
     def divide(self) -> tuple[list[Tensor], list[Tensor]]:
         """The rows that each member is fitted on, and those that it is judged on."""
         fitted, judged = rows_of_members(self.table, self.split, self.policy.members, self.fold_seed)
-        return fitted, [rows[:: -(-len(rows) // MOST_JUDGED)] for rows in judged]
+        return fitted, [thinned(rows, MOST_JUDGED) for rows in judged]
 
     # -- stages --------------------------------------------------------------------------------------------------------
 
@@ -156,9 +156,7 @@ class ControllerTrainer(Trainer):
         if self.policy.structure == "utility":
             self.predictor = OutcomesOfRows(self.actor)
             self.regression = RegressionLoss(self.predictor)
-            measured = log_measured(self.table.measurements_ms.to(env.device))
-            self.log_latency = measured.nanmean(-1)
-            self.variance = (measured - self.log_latency.unsqueeze(-1)).square().nanmean(-1)
+            self.log_latency, self.variance = log_moments(self.table.measurements_ms.to(env.device))
             name, warm_up = "regression", self._regress
             grpo = self._and_regression(grpo) if self.loss.regression_coeff > 0 else grpo
         first = Stage(

@@ -18,10 +18,15 @@ FEASIBLE_SHARE = 0.75
 TIME_OUT_SHARE, TIME_OUT_RATIO = 0.01, 5
 """The largest latency is that of time-outs if more than this share of the profiled cells have exactly it, and more than
 so many times as many as have the second largest; costs that depend on the configuration alone repeat too."""
-MOST_CELLS = 1 << 24
-"""Cells that quantiles are taken of."""
+MOST_SAMPLES = 1 << 19
+"""Samples that quantiles and other statistics are taken of, so that large tables need little memory."""
 LEAST_LATENCY_MS = 1e-9
 """Lower bound of budgets and of the arguments of logarithms; below any cost in any unit, even USD."""
+
+
+def thinned(samples: Tensor, most: int = MOST_SAMPLES) -> Tensor:
+    """Every k-th of more samples than `most`, [n, *] → [≤ most, *]."""
+    return samples[:: max(1, math.ceil(len(samples) / most))]
 
 
 def log_ms(latency_ms: Tensor) -> Tensor:
@@ -36,6 +41,16 @@ def log_measured(latency_ms: Tensor) -> Tensor:
     return latency_ms.clamp_min(float(above.min()) / 10 if len(above) else LEAST_LATENCY_MS).log()
 
 
+def log_moments(measurements_ms: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each cell's `log_measured`, float [N, C, R] → [N, C] each; in parts, for large tables."""
+    positive = (part[part > 0] for part in measurements_ms.split(MOST_SAMPLES))
+    least = min((float(part.min()) for part in positive if len(part)), default=10 * LEAST_LATENCY_MS)
+    parts = [part.clamp_min(least / 10).log_() for part in measurements_ms.split(MOST_SAMPLES)]
+    means = [part.nanmean(-1) for part in parts]
+    spreads = [(p - mean.unsqueeze(-1)).square_().nanmean(-1) for p, mean in zip(parts, means, strict=True)]
+    return torch.cat(means), torch.cat(spreads)
+
+
 def default_budgets(table: ProfileTable) -> Tensor:
     """The budgets that policies are judged on, float32 [B], in ms: `quantile_budgets` of the whole table."""
     return quantile_budgets(table.without_first_look.latency_ms, table.mask)
@@ -48,11 +63,9 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
     They are the 10/25/50/75/90 % quantiles of all profiled latencies, each raised if needed to the floor: what three
     quarters of the samples can meet with their fastest configuration. If no latency lies between two of these, which
     are then the same budget, the quantiles are taken of the latencies from the floor up instead, and equal ones count
-    once. Time-outs count as not profiled, and samples that have nothing else do not count. Of more than 2²⁴ cells every
-    n-th sample counts.
+    once. Time-outs count as not profiled, and samples that have nothing else do not count.
     """
-    step = math.ceil(latency_ms.numel() / MOST_CELLS)
-    latency_ms, mask = latency_ms[::step], mask[::step]
+    latency_ms, mask = thinned(latency_ms), thinned(mask)
     quantiles = torch.tensor(DEFAULT_QUANTILES)
     ordered = latency_ms[mask].sort().values
     values, counts = ordered.unique_consecutive(return_counts=True)
@@ -117,7 +130,7 @@ class BudgetSampler:
 
     def __init__(self, table: ProfileTable, config: BudgetConfig, rows: Tensor | None = None) -> None:
         self.table, self.config = table, config
-        rows = torch.arange(table.num_samples) if rows is None else rows
+        rows = thinned(torch.arange(table.num_samples) if rows is None else rows)
         latencies = table.latency_ms[rows][table.mask[rows]]
         one_of("budget.sense", config.sense, ("deadline", "mean"))
         one_of("budget.strategy", config.strategy, self.STRATEGIES)
