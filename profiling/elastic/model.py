@@ -21,8 +21,6 @@ from knobwise.profiling.measuring.adaptive_model import clock_ms
 TILE = 16  # pixels
 STRIDE = 4  # pixels between windows, which overlap by half: a tile is nine tokens
 _STARTS = tuple(range(0, TILE - CELL + 1, STRIDE))
-TILE_TOKENS = len(_STARTS) ** 2
-OVERVIEW_TOKENS = 1 + TILE_TOKENS  # the size of the grid, and one tile that shows the whole image
 _FLAGS = 3  # vertical scale, horizontal scale, overview or not
 _FIRST_PLACE, _PLACES = TOKEN["r0"], 2 * MAX_SIDE  # the words r0 … r7 c0 … c7
 

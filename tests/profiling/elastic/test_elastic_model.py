@@ -31,14 +31,8 @@ from knobwise.profiling.measuring.questions import VQAData, VQAItem
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 TINY = ElasticSize(width=16, heads=2, blocks=5, experts=4, expert_width=8, max_top_k=3)
-DIGITS = scenes.load_digits(True)
+DIGITS = scenes.load_digits()
 SCENES = scenes.draw_samples(12, seed=1)
-
-
-def test_training_and_held_out_digit_images_are_disjoint_and_complete():
-    train, held_out = ({image.tobytes() for image in scenes.load_digits(side).images} for side in (False, True))
-    assert not train & held_out
-    assert len(scenes.load_digits(False).labels) + len(DIGITS.labels) == 1797
 
 
 def test_answers_say_what_the_scene_shows():
