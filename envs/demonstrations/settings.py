@@ -79,8 +79,8 @@ class DemonstrationRewardConfig:
     @property
     def weights(self) -> dict[str, float]:
         """What the reward adds up: names in `FIELDS`, each with its weight."""
-        given = {name: value for name in WEIGHTS if (value := getattr(self, name)) is not None}
-        weights = MODES[USUAL if self.mode == AUTO else self.mode] | given
+        chosen = {name: value for name in WEIGHTS if (value := getattr(self, name)) is not None}
+        weights = MODES[USUAL if self.mode == AUTO else self.mode] | chosen
         if self.mode == "legacy":
             return {self.information: weights["alpha"], "vqa_correct": weights["beta"]}
         return {"vqa_correct": weights["hard_weight"], "vqa_acc_score": weights["soft_weight"]}
