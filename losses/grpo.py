@@ -38,7 +38,7 @@ class GRPOLoss(ActorLoss):
         objective: `sampled` or `exact`.
         clip_epsilon: ε.
         entropy_coeff: η.
-        kl_to_ref_coeff: β; may be changed between steps, also by `adapt_kl`.
+        kl_to_ref_coeff: β; may be changed between steps.
         advantage: one of `ADVANTAGES`, see `group_advantage`.
         advantage_std_floor: smallest standard deviation divided by.
         advantage_clip: advantages are cut to ± this.
@@ -208,19 +208,3 @@ class GRPOLoss(ActorLoss):
                     "advantage_std": (square - mean.square()).clamp_min(0).sqrt(),
                 }
         return TensorDict(out, batch_size=[])
-
-    def adapt_kl(
-        self, kl: float, low: float, high: float, factor: float = 1.5, least: float = 1e-3, most: float = 10.0
-    ) -> float:
-        """Steer β so that the KL to the reference stays in a band: above `high` × factor, below `low` ÷ factor.
-
-        Schulman et al. 2017, "Proximal Policy Optimization Algorithms", section 4, with β within [least, most].
-
-        Args:
-            kl: `kl_to_ref` of the last iteration, in nats; as are `low` and `high`, the ends of the band.
-
-        Returns: the new β.
-        """
-        change = factor if kl > high else 1 / factor if kl < low else 1.0
-        self.kl_to_ref_coeff.mul_(change).clamp_(least, most)
-        return float(self.kl_to_ref_coeff)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from knobwise.common.checks import at_least, band, one_of, positive
+from knobwise.common.checks import at_least, one_of, positive
 
 ADVANTAGES = ("zscore", "centred", "unnormalised")
 
@@ -29,8 +29,6 @@ class GRPOConfig:
     kl_to_ref_coeff: float | None = None
     """β, weight of the k3 KL to the reference policy. None: 0.02 for a `utility` structure, which starts from outcomes
     that it predicts well, 0 for heads, which have more to learn."""
-    kl_band: tuple[float, float] | None = None
-    """(low, high) in nats: β is raised above and lowered below this band; None keeps it fixed."""
     temperature_start: float = 0.5
     """τ of the RCE warm-up at its beginning, in units of reward."""
     temperature_end: float = 0.1
@@ -48,7 +46,6 @@ class GRPOConfig:
             at_least(f"loss.{name}", getattr(self, name) or 0, 0)
         for name in ("temperature_start", "temperature_end", "advantage_std_floor", "advantage_clip"):
             positive(f"loss.{name}", getattr(self, name))
-        band("loss.kl_band", self.kl_band)
 
 
 @dataclass

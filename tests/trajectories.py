@@ -63,7 +63,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "selector GRPO": {  # from the end of RCE, away from the reference; old log-probs of four steps, so the clip acts
         "config": SELECTOR | {"epochs": 5, "collected": 32, "rise": 0.2, "clip_grad": 15.0},
-        "loss": {"advantage": "zscore", "kl_to_ref_coeff": 0.1, "clip_epsilon": 0.2, "kl_band": (2.5, 3.5)},
+        "loss": {"advantage": "zscore", "kl_to_ref_coeff": 0.1, "clip_epsilon": 0.2},
     },
 }
 """The settings of each run, by group: what the formulae do is all at work, and none of it saturates."""

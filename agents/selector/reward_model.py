@@ -145,17 +145,12 @@ class RewardModel:
         return {"vqa_correct": penalised(self.probabilities(table, rows, sequences), self.config.kappa)}
 
     def correct(self, table: BeamTable, rows: Tensor, drawn: Tensor, scorer: Scorer) -> dict[str, float]:
-        """Answer one of G draws of each query really, and learn from it: n true calls. Queries are int64 [n], draws
-        rows of the bank, int64 [n, G, T]. Gives what is logged of it."""
+        """Answer one of G draws of each query really, where the members disagree most, and learn from it: n true calls.
+        Queries are int64 [n], draws rows of the bank, int64 [n, G, T]. Gives what is logged of it."""
         queries, group, shots = drawn.shape
         predicted = self.probabilities(table, rows.repeat_interleave(group), drawn.reshape(-1, shots))
         predicted = predicted.unflatten(1, (queries, group))
-        by = {
-            "disagreement": predicted.std(0, correction=0),
-            "highest": penalised(predicted, self.config.kappa),
-            "random": torch.rand(queries, group),
-        }
-        place = by[self.config.ask].argmax(1)
+        place = predicted.std(0, correction=0).argmax(1)
         each = torch.arange(queries)
         right = scorer(rows, drawn[each, place])["vqa_correct"].float().cpu()
         loss = self.learn(table, Answered(rows, drawn[each, place], right), self.config.refit_epochs)

@@ -50,9 +50,6 @@ class RewardModelConfig:
     """True calls of the answering model that correct it, spread evenly over the epochs of GRPO."""
     kappa: float = 1.0
     """κ: the reward is the mean of the members' probabilities − κ · their standard deviation."""
-    ask: str = "disagreement"
-    """Which of the draws of a query are answered really: where the members' `disagreement` is largest, that with the
-    `highest` reward, or a `random` one."""
     recorded: str = "without_beams"
     """The recorded sequences that it learns from first: all, without_beams (none that was found with the answer in
     view), own, beams."""
@@ -68,5 +65,4 @@ class RewardModelConfig:
     def __post_init__(self) -> None:
         for name, least in {"calls": 0, "kappa": 0, "members": 1, "width": 1, "epochs": 1, "refit_epochs": 1}.items():
             at_least(f"reward_model.{name}", getattr(self, name), least)
-        one_of("reward_model.ask", self.ask, ("disagreement", "highest", "random"))
         one_of("reward_model.recorded", self.recorded, tuple(GROUPS))

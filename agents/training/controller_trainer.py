@@ -170,7 +170,6 @@ class ControllerTrainer(Trainer):
             *([with_bins] if self._with_bins else []),
             Stage(
                 *("GRPO", grpo, settings.iterations, settings.lr, self._prepare_grpo, self._begin_grpo),
-                steer=None if self.loss.kl_band is None else self._steer,
                 patience=settings.patience,
                 retreat=settings.retreat,
             ),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -34,8 +34,6 @@ from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.losses import GRPOLoss
-from knobwise.losses.settings import GRPOConfig
 
 STOPPING = "stopping after this iteration, which will be saved; once more stops at once"
 
@@ -58,12 +56,10 @@ class Stage:
     """How many; a stage of none is left out."""
     lr: float
     """Learning rate of AdamW, before the schedule."""
-    prepare: Callable[[float, bool], None] = lambda share, watched: None
-    """Called before each iteration with the share of the stage that is done and whether diagnostics are wanted."""
+    prepare: Callable[[float, bool], None] = lambda share, logged: None
+    """Called before each iteration with the share of the stage that is done and whether it is logged."""
     begin: Callable[[], None] = lambda: None
     """Called when the stage begins. The optimiser always starts anew."""
-    steer: Callable[[float], None] | None = None
-    """Called after each iteration with the KL to the reference policy, in nats."""
     dropout: bool = False
     """Whether the network learns in train mode. GRPO does not: like the old log-probs, which are drawn in eval mode,
     the new ones are then without dropout, and the ratio is 1 at the first step."""
@@ -91,9 +87,6 @@ class Trainer(ABC):
     trained_on: str
     """What the message about another training's checkpoint says."""
     table: ProfileTable | BeamTable
-    loss: GRPOConfig
-    grpo: GRPOLoss
-    """The loss whose β may change in training."""
 
     def __init__(
         self,
@@ -147,8 +140,8 @@ class Trainer(ABC):
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """How good the agent is on held-out data, higher is better, and what is logged of it."""
 
-    def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
-        """Whether the present weights replace the kept ones, by what `_judge` gives."""
+    def _is_better(self, score: float) -> bool:
+        """Whether the present weights replace the kept ones."""
         return score > self.best["score"]
 
     @abstractmethod
@@ -193,16 +186,6 @@ class Trainer(ABC):
     @property
     def _logged(self) -> bool:
         return self.iteration % self.settings.evaluate_every == 0
-
-    @property
-    def _watched(self) -> bool:
-        """Whether anybody looks at the diagnostics of this iteration."""
-        return self._logged or self.stage.steer is not None
-
-    def _steer(self, kl: float) -> None:
-        """Keep the KL to the reference in the band of the settings."""
-        if self.loss.kl_band is not None:
-            self.grpo.adapt_kl(kl, *self.loss.kl_band)
 
     def _new_optimiser(self) -> torch.optim.Optimizer:
         learned = [(name, p) for name, p in self.agent.named_parameters() if p.requires_grad]
@@ -270,14 +253,14 @@ class Trainer(ABC):
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
         """One iteration on contexts that the collector draws into the buffer; gives what is logged."""
-        self.stage.prepare(self._share(), self._watched)
+        self.stage.prepare(self._share(), self._logged)
         self.buffer.empty()
         next(stream)
         return self._learn(self.buffer[:])
 
     def _learn(self, data: TensorDictBase) -> Mapping[str, float]:
         """One iteration on freshly collected contexts."""
-        stage, watched = self.stage, self._watched
+        stage = self.stage
         for group in self.optimiser.param_groups:
             group["lr"] = self._learning_rate()
         self.agent.train(stage.dropout)
@@ -290,26 +273,21 @@ class Trainer(ABC):
                 total.backward()
                 norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.settings.clip_grad)
                 self.optimiser.step()
-                if watched:
+                if self._logged:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
         self.agent.eval()
-        if not watched:
-            return {}
-        mean: TensorDict = lazy_stack(outputs).mean(0)
-        if stage.steer is not None:
-            stage.steer(float(mean["kl_to_ref"]))
-        return self._metrics(data, mean) if self._logged else {}
+        return self._metrics(data, lazy_stack(outputs).mean(0)) if self._logged else {}
 
     def _evaluate(self) -> None:
         """Judge on held-out data, keep the best, see whether to stop early, save."""
         score, metrics = self._judge()
-        better = self._is_better(score, metrics)
+        better = self._is_better(score)
         if not self.scores or self.scores[-1][0] < self.iteration:  # a resumed training evaluates once more
             self.scores.append((self.iteration, score))
             self.below = 0 if better else self.below + 1
         if better:
             state = {name: value.detach().clone() for name, value in self.agent.state_dict().items()}
-            self.best = {"score": score, "iteration": self.iteration, "state": state, "metrics": metrics}
+            self.best = {"score": score, "iteration": self.iteration, "state": state}
         self._end_early()
         if self.log is not None:
             self.log.log({f"Val/{name}": value for name, value in metrics.items()}, self.iteration)
@@ -357,7 +335,6 @@ class Trainer(ABC):
             "best": self.best,
             "reference": self.reference.state_dict(),
             "optimiser": self.optimiser.state_dict(),
-            "kl_to_ref_coeff": float(self.grpo.kl_to_ref_coeff),
             "evaluated": (self.scores, self.below, self.slower),
             "contexts": self.env.contexts.before,
             "random": random_state(self.device),
@@ -377,7 +354,6 @@ class Trainer(ABC):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
         self.reference.load_state_dict(state["reference"])
         self.optimiser.load_state_dict(state["optimiser"])
-        self.grpo.kl_to_ref_coeff = state["kl_to_ref_coeff"]
         self.scores, self.below, self.slower = state["evaluated"]
         self.env.contexts.set_back(state["contexts"])
         self.collector.reset()

@@ -144,8 +144,6 @@ class SelectorTrainer(Trainer):
                 f"reward_model.calls={reward_model.config.calls}: true calls need a scorer, which recorded beams do "
                 "not have; set it to 0"
             )
-        if stage == "sft" and self.config.keep == "best_kl":
-            raise InputError("sft.keep=best_kl: the KL is to the policy that this stage makes; keep the best or last")
         if not len(split.train) or not len(split.validation):
             raise InputError(f"{table.name}: training needs queries to fit on and others to choose the epoch on")
 
@@ -162,10 +160,7 @@ class SelectorTrainer(Trainer):
         device = agent.pool.device
         self.imitation = RCELoss(agent, recorded=True, functional=False).to(device)
         self.grpo = GRPOLoss(agent, **self.loss.of_grpo(), masked=True, functional=False).to(device)
-        stage = Stage(name, self._stage_loss, settings.iterations, settings.lr, self._prepare, dropout=name == "sft")
-        if name == "grpo" and self.loss.kl_band is not None:
-            stage.steer = self._steer
-        return stage
+        return Stage(name, self._stage_loss, settings.iterations, settings.lr, self._prepare, dropout=name == "sft")
 
     def _prepare(self, share: float, watched: bool) -> None:
         start, end = self.loss.temperature_start, self.loss.temperature_end
@@ -224,13 +219,11 @@ class SelectorTrainer(Trainer):
         known = outcome[~outcome.isnan()]
         score = float(known.mean()) if len(known) else 0.0
         metrics = {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
-        if self.log is not None or self.config.keep == "best_kl":
+        if self.log is not None:
             metrics |= self._validation_metrics()
         return score, metrics
 
-    def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
-        if self.config.keep == "best_kl":  # any trained epoch replaces the start, which is SFT itself without RCE
-            return self.best["iteration"] < 1 or metrics["KL"] < self.best["metrics"]["KL"]
+    def _is_better(self, score: float) -> bool:
         return self.config.keep == "last" or score > self.best["score"]
 
     @functools.cached_property

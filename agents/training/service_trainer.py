@@ -63,8 +63,7 @@ class ServiceTrainer(Trainer):
             self.grpo = GRPOLoss(actor, **about, functional=False)
             stored = [*OBSERVED, "waited_ms", "action", "action_log_prob", ("next", "reward")]
             about_stage = "GRPO", self._by_request, settings.iterations, settings.lr, self._prepare
-            steer = None if self.loss.kl_band is None else self._steer
-            stage = Stage(*about_stage, steer=steer, patience=settings.patience)
+            stage = Stage(*about_stage, patience=settings.patience)
             shape = (*env.batch_size, env.contexts.requests)
             options |= {"stored": stored, "shape": shape, "seed": seed}
             super().__init__(policy, reference, env, actor, [stage], settings, **options)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from knobwise.common.checks import at_least, one_of, positive
 
-KEPT = ("best", "last", "best_kl")
-
 
 @dataclass
 class OptimiserConfig:
@@ -66,8 +64,7 @@ class StageConfig:
     epochs: int = 4
     """Passes over the training queries. Every one is kept."""
     keep: str = "best"
-    """Which epoch goes on: the `best` on validation, the start among them; the `last`; or `best_kl`, of the trained
-    epochs the one with the lowest KL to the SFT policy on validation (not in supervised fine-tuning)."""
+    """Which epoch goes on: the `best` on validation, the start among them; or the `last`."""
     lr: float = 3e-4
     """Learning rate of AdamW."""
     queries: int = 64
@@ -86,7 +83,7 @@ class StageConfig:
         at_least("epochs", self.epochs, 0)
         at_least("queries", self.queries, 1)
         at_least("collected", self.queries if self.collected is None else self.collected, 1)
-        one_of("keep", self.keep, KEPT)
+        one_of("keep", self.keep, ("best", "last"))
         for name in ("lr", "rise", "clip_grad"):
             positive(name, getattr(self, name))
         at_least("weight_decay", self.weight_decay, 0)

@@ -235,13 +235,9 @@ class BeamTable:
         words = {"table": f"beam table {self.name!r}", "rows": "queries"}
         return split_groups(groups, train, validation, seed, **words, allow_no_test=math.isclose(train + validation, 1))
 
-    def save(self, path: str | Path, *, float16: bool = False) -> None:
-        """Write a `.safetensors` file, integers in the smallest type that holds them. With `float16` the embeddings are
-        rounded to half the space, which changes the digest. Raises InputError if float16 cannot hold them."""
-        kind = torch.float16 if float16 else torch.float32
-        embeddings = {"queries": self.queries.to(kind), "candidates": self.candidates.to(kind)}
-        if not all(block.isfinite().all() for block in embeddings.values()):
-            raise InputError(f"{path}: embeddings hold values too large for float16; save them as float32")
+    def save(self, path: str | Path) -> None:
+        """Write a `.safetensors` file, integers in the smallest type that holds them."""
+        embeddings = {"queries": self.queries, "candidates": self.candidates}
         head = {"format": "knobwise.BeamTable/1", "name": self.name, "blocks": self.blocks}
         head |= {k: list(getattr(self, k)) for k in WORDS}
         tensors = {f"fields.{name}": values for name, values in self.fields.items()}

@@ -1,8 +1,5 @@
-"""The reward of a sequence of demonstrations: a weighted sum of signals, by a mode of `settings.py`.
-
-In any mode the weights can depend on the number of demonstrations (`by_shots`). The modes are those of the original
-selector and the one that it planned.
-"""
+"""The reward of a sequence of demonstrations: a weighted sum of what was recorded, by a mode of `settings.py`. The
+modes are those of the original selector and the one that it planned."""
 
 from __future__ import annotations
 
@@ -15,14 +12,11 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig
 
 
-def demonstration_reward(
-    fields: Mapping[str, Tensor], lengths: Tensor, mask: Tensor, config: DemonstrationRewardConfig
-) -> Tensor:
+def demonstration_reward(fields: Mapping[str, Tensor], mask: Tensor, config: DemonstrationRewardConfig) -> Tensor:
     """The rewards of the sequences of groups, not shuffled yet.
 
     Args:
         fields: float [*, G] by name; masked values may be NaN.
-        lengths: int64 [*, G], demonstrations of each sequence.
         mask: bool [*, G], True where there is a sequence.
 
     Returns: float32 [*, G], 0 where masked. Raises InputError if a field that the mode needs is missing.
@@ -31,19 +25,8 @@ def demonstration_reward(
     for name in config.needs:
         if name not in fields:
             raise InputError(f"reward.mode={config.mode} needs {name}, which is not recorded; choose another mode")
-
-    def signal(name: str) -> Tensor:
-        if name == "capped_information":
-            return (config.information_scale * fields[config.information]).clamp_max(1.0)
-        return fields[config.information if name == "information" else name]
-
-    names = config.signals
-    values = torch.stack([signal(name).float() for name in names], -1).where(mask.unsqueeze(-1), 0.0)
-    weights = values.new_tensor([config.weights()[name] for name in names]).expand_as(values)
-    for shots in config.by_shots:
-        replaced = values.new_tensor([config.weights(shots)[name] for name in names])
-        weights = torch.where((lengths == shots).unsqueeze(-1), replaced, weights)
-    return (weights * values).sum(-1)
+    values = torch.stack([fields[name].float() for name in config.needs], -1).where(mask.unsqueeze(-1), 0.0)
+    return (values * values.new_tensor([config.weights[name] for name in config.needs])).sum(-1)
 
 
 def shuffle(reward: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:

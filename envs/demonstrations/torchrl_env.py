@@ -297,7 +297,7 @@ class DemonstrationBandit(SingleStepEnv):
                     f"of beam table {table.name!r} lack (the first: query {query}); record it, leave out those "
                     "sequences, or choose another mode"
                 )
-        reward = demonstration_reward(table.fields, table.lengths, table.beam_mask, config)
+        reward = demonstration_reward(table.fields, table.beam_mask, config)
         return shuffle(reward, table.beam_mask, self._generator(self.contexts.seed)) if config.shuffled else reward
 
     def _replayed(self, rows: Tensor, action: Tensor) -> Outcome:
@@ -344,7 +344,7 @@ class DemonstrationBandit(SingleStepEnv):
             fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
         if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
             fields["beam_score"] = fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
-        reward = demonstration_reward(fields, used.sum(-1), mask, config)
+        reward = demonstration_reward(fields, mask, config)
         if reward.isnan().any():
             unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
             raise InputError(f"reward.mode={config.mode} needs {unknown}, for which the scorer returned NaN")

@@ -28,13 +28,12 @@ CORE_KNOBS = ("tier", "top_k", "num_active_blocks")
 
 
 def read_exp5_exp6(
-    exp5_dir: str | Path | None,
+    exp5_dir: str | Path,
     exp6_dir: str | Path,
     dataset_name: str | Sequence[str],
     *,
     latency: Literal["total", "prefill", "decode"] = "total",
     accuracy: str = "score",
-    exp6_accuracy: bool = False,
     broadcast_latency: bool = False,
     features: str | Path | Features | None = None,
     name: str | None = None,
@@ -50,7 +49,6 @@ def read_exp5_exp6(
             the files; or are themselves a file with all configurations, as `exp5_accuracy_results.json`.
         latency: which time the budget limits, in ms.
         accuracy: which value of the exp5 rows is the accuracy, such as `soft_score`.
-        exp6_accuracy: take the accuracy recorded in the latency files, and read no others.
         broadcast_latency: if a configuration has only a mean latency, give it to all its samples.
 
     Raises:
@@ -61,38 +59,28 @@ def read_exp5_exp6(
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
     notes: list[str] = []
     joined = []
+    pattern, columns = re.compile(rf"exp5_accuracy(_results)?_{SETTING}"), {"accuracy": [(accuracy,)]}
     for dataset in datasets:
-        times, means = _read_exp6(exp6_dir, dataset, latency, exp6_accuracy, notes)
-        if exp6_accuracy:
-            cells = keyed([times], KNOBS, dataset, notes)[0]
-        else:
-            if exp5_dir is None:
-                raise InputError("no directory of exp5 files: give exp5_dir, or exp6_accuracy=true to do without")
-            pattern, columns = re.compile(rf"exp5_accuracy(_results)?_{SETTING}"), {"accuracy": [(accuracy,)]}
-            scores, _ = read_configurations(
-                exp5_dir, "exp5_accuracy", pattern, dataset, ["all_samples"], columns, notes
-            )
-            scores, times = keyed([scores, times], KNOBS, dataset, notes)
-            cells = _join(scores, _broadcast(scores, times, means, broadcast_latency, notes), dataset, notes)
+        times, means = _read_exp6(exp6_dir, dataset, latency, notes)
+        scores, _ = read_configurations(exp5_dir, "exp5_accuracy", pattern, dataset, ["all_samples"], columns, notes)
+        scores, times = keyed([scores, times], KNOBS, dataset, notes)
+        cells = _join(scores, _broadcast(scores, times, means, broadcast_latency, notes), dataset, notes)
         joined.append(cells.with_columns(dataset=pl.lit(dataset)) if len(datasets) > 1 else cells)
     return table_from_frame(
         whole_words(pl.concat(joined)),
         name=name or "+".join(datasets),
         knobs=KNOBS,
         features=features,
-        source=str(exp6_dir) if exp6_accuracy else f"{exp5_dir} with {exp6_dir}",
+        source=f"{exp5_dir} with {exp6_dir}",
         notes=notes,
     )
 
 
-def _read_exp6(
-    directory: str | Path, dataset: str, stage: str, with_accuracy: bool, notes: list[str]
-) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _read_exp6(directory: str | Path, dataset: str, stage: str, notes: list[str]) -> tuple[pl.DataFrame, pl.DataFrame]:
     """One row per time: ids, knobs, latency_ms, file. One row per configuration and file: knobs, mean, weight."""
     pattern = re.compile(rf"exp6_latency(_results)?_{SETTING}")
     keys = ("per_sample_latencies", "all_samples")
     columns = {"latency_ms": [(f"T_{stage}_ms", f"latency_{stage}")]}
-    columns |= {"accuracy": [("accuracy", "score")]} if with_accuracy else {}
     times, summaries = read_configurations(directory, "exp6_latency", pattern, dataset, keys, columns, notes)
     means = []
     for record in summaries:

@@ -1,6 +1,6 @@
 """decisions.parquet: every decision of every policy on the held-out samples; `results.json` is a summary of these rows.
 
-Writing and summarising 10^7 decisions stays below 4 GiB of memory (`benchmarks/decisions.py`). No torch is imported.
+Writing and summarising 10^7 decisions stays below 4 GiB of memory. No torch is imported.
 """
 
 from __future__ import annotations

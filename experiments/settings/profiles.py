@@ -54,8 +54,6 @@ class Exp5Exp6Profile:
     """The time that the budget limits: total, prefill or decode."""
     accuracy: str = "score"
     """The value in the exp5 rows that is the accuracy."""
-    exp6_accuracy: bool = False
-    """Take the accuracy from the latency files."""
     broadcast_latency: bool = False
     """Use a configuration's mean latency for all samples where latency was not measured per sample."""
     name: str | None = None

@@ -41,9 +41,3 @@ def a_device(key: str, value: str, usable: bool = False) -> None:
 
         if int(number or 0) >= torch.cuda.device_count():
             raise InputError(f"{key}={value}: torch finds no such GPU here; {key}=cpu works everywhere")
-
-
-def band(key: str, value: tuple[float, float] | None) -> None:
-    """Refuse a band that is not (low, high)."""
-    if value is not None and not 0 <= value[0] <= value[1]:
-        raise InputError(f"{key}={list(value)}: must be [low, high] with 0 ≤ low ≤ high")

@@ -13,7 +13,6 @@ from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations.scorers import Scorer
 
 _AT_A_TIME = 16_384  # sequences given to the scorer
-_TEMPERATURE = 0.1  # of drawn sequences: the lower, the closer to the most similar ones
 
 
 class Sequences(NamedTuple):
@@ -97,14 +96,14 @@ def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
     return windows.masked_fill(~whole, -1)
 
 
-def drawn(similarity: Tensor, shots: int, count: int, generator: torch.Generator) -> Tensor:
-    """Sequences drawn without replacement with probabilities softmax(similarity / 0.1): int64 [n, count, T].
+def drawn(pool: Tensor, shots: int, count: int, generator: torch.Generator) -> Tensor:
+    """Sequences drawn uniformly without replacement from pools, int64 [n, N], −1 padded: int64 [n, count, T].
 
     By the Gumbel-top-k trick (Kool et al. 2019). A repeated sequence of a query is left out; smaller pools give shorter
-    ones. `similarity` as for `retrieved`.
+    ones.
     """
-    noise = -torch.empty(len(similarity), count, similarity.shape[1]).exponential_(generator=generator).log()
-    best = (similarity[:, None] / _TEMPERATURE + noise).topk(min(shots, similarity.shape[1]))
+    noise = -torch.empty(len(pool), count, pool.shape[1]).exponential_(generator=generator).log()
+    best = noise.masked_fill(pool[:, None] < 0, -torch.inf).topk(min(shots, pool.shape[1]))
     return without_repeats(best.indices.masked_fill(best.values == -torch.inf, -1))
 
 

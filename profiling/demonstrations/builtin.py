@@ -20,7 +20,6 @@ from knobwise.profiling.demonstrations.canvases import digest
 from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
 from knobwise.profiling.demonstrations.tasks import DATA, PARTS, builtin_learner, draw_part
 
-_FORMAT = "knobwise.Demonstrations/1"
 # what follows from another field is not stored; NaN stays NaN
 _DERIVED = {"vqa_gt_prob": ("logprob_score", torch.exp), "vqa_correct": ("vqa_acc_score", torch.floor)}
 _INTEGERS = {"pool": torch.int16, "sequences": torch.int8, "found_by": torch.int8, "round": torch.int8}

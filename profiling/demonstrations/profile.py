@@ -99,19 +99,17 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> tuple[Se
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))
     probability = zero_shot["vqa_gt_prob"]
     similarities = torch.zeros_like(pool, dtype=torch.float32)
-    if config.retrieved or config.sampled:
+    if config.retrieved:
         similarities = similarity(table.queries[rows], table.candidates, pool, table.blocks)
-    even = torch.zeros(pool.shape).masked_fill(pool < 0, -torch.inf)
     others = {
         "retrieval": retrieved(similarities, config.shots, config.retrieved),
-        "sample": drawn(similarities, config.shots, config.sampled, generator),
-        "random": drawn(even, config.shots, config.random, generator),
+        "random": drawn(pool, config.shots, config.random, generator),
     }
     scored, kept = None, []
     if config.width:
         scored = beam_search(scorer, rows, pool, config.shots, config.width, probability)
         lengths = (scored.sequences >= 0).sum(2, keepdim=True)
-        longest = config.every_length | (lengths == lengths.amax(1, keepdim=True))
+        longest = lengths == lengths.amax(1, keepdim=True)
         kept.append(scored._replace(sequences=scored.sequences.where(longest, -1)))
     for method, sequences in others.items():
         if sequences.shape[1]:

@@ -8,7 +8,7 @@ from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 
 SAMPLERS = ("random", "text_similarity", "image_similarity", "mixed")
-_COUNTS = ("width", "retrieved", "sampled", "random")
+_COUNTS = ("width", "retrieved", "random")
 
 
 @dataclass
@@ -19,12 +19,8 @@ class BeamProfileConfig:
     """Demonstrations in a sequence."""
     width: int = 5
     """Sequences found by beam search on information gain, which uses the answer."""
-    every_length: bool = False
-    """Record the sequences of beam search at every length up to `shots`, not only the longest."""
     retrieved: int = 3
     """Sequences of the most similar candidates: ranks 1 to `shots`, 2 to `shots` + 1, …"""
-    sampled: int = 0
-    """Sequences drawn with a preference for similar candidates."""
     random: int = 4
     """Sequences drawn uniformly."""
     seed: int = 0

@@ -21,11 +21,8 @@ from knobwise.profiling.measuring.adaptive_model import clock_ms
 TILE = 16  # pixels
 STRIDE = 4  # pixels between windows, which overlap by half: a tile is nine tokens
 _STARTS = tuple(range(0, TILE - CELL + 1, STRIDE))
-TILE_TOKENS = len(_STARTS) ** 2
-OVERVIEW_TOKENS = 1 + TILE_TOKENS  # the size of the grid, and one tile that shows the whole image
 _FLAGS = 3  # vertical scale, horizontal scale, overview or not
 _FIRST_PLACE, _PLACES = TOKEN["r0"], 2 * MAX_SIDE  # the words r0 … r7 c0 … c7
-_DIGIT_CLASSES = 11
 
 
 class Generation(NamedTuple):
@@ -64,7 +61,6 @@ def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
 
 
 @cache
-@torch.inference_mode(False)  # the cached tensor serves training too
 def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> Tensor:
     """What each window of the overview and (if there) the tiles shows, [windows, 19]: the shares of the 8 rows and 8
     columns of cells that it covers, the vertical and horizontal scale, and whether it belongs to the overview."""
@@ -186,21 +182,7 @@ class ElasticVLM(nn.Module):
         self.blocks = nn.ModuleList(Block(self.size) for _ in range(self.size.blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(WORDS))
-        self.digit_head = nn.Linear(width, _DIGIT_CLASSES)  # auxiliary, used in training only
         self.drop_order: tuple[int, ...] = tuple(range(self.size.blocks - 2, 0, -1))
-
-        for module in self.modules():
-            if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.3)
-        # the n-th token of an answer is, in the lists, about the n-th row or column: start from there
-        with torch.no_grad():
-            places = self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES].view(2, MAX_SIDE, width)
-            self.slots.weight[PROMPT_TOKENS - 1 : PROMPT_TOKENS - 1 + MAX_SIDE] += places.sum(0)
-        # so that pixels speak as loudly as places do, and a deep stack starts near the identity
-        nn.init.normal_(self.stem.weight, std=0.1)
-        for i in range(self.size.blocks):
-            for weight in (self.block(i).out.weight, self.block(i).experts.w_out):
-                weight.data /= (2 * self.size.blocks) ** 0.5
 
     def block(self, i: int) -> Block:
         """The i-th block."""
@@ -245,19 +227,6 @@ class ElasticVLM(nn.Module):
         question = self.words(prompts) + self.slots.weight[:PROMPT_TOKENS]
         return torch.cat((self.first_stage(images, max_crops, overview), question), 1)
 
-    def forward(self, images: Tensor, prompts: Tensor, answers: Tensor, configuration: Configuration) -> Tensor:
-        """Teacher-forced logits [B, 9, words] for ``answers`` [B, 9]."""
-        prefix = self.prefix(images, prompts, configuration.max_crops)
-        spoken = self.words(answers[:, :-1]) + self.slots.weight[PROMPT_TOKENS : PROMPT_TOKENS + answers.shape[1] - 1]
-        x, length = torch.cat((prefix, spoken), 1), prefix.shape[1]
-        # the prefix sees all of itself and none of the answer; the answer sees the prefix and its own past
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        mask[:length, :length] = True
-        for i in self.active_blocks(configuration.num_active_blocks):
-            x, _ = self.block(i)(x, configuration.top_k, mask)
-        logits: Tensor = self.head(self.norm(x)[:, length - 1 :])
-        return logits
-
     @torch.inference_mode()
     def generate(
         self, image: Tensor, prompt: Tensor, configuration: Configuration, overview: Tensor | None = None
@@ -295,7 +264,8 @@ class ElasticVLM(nn.Module):
         single precision."""
         weights, metadata = tensors_and_metadata(path)
         model = cls(ElasticSize(**json.loads(metadata["size"])))
-        model.load_state_dict(weights)
+        # a head that training alone used is in the file too
+        model.load_state_dict({name: weight for name, weight in weights.items() if not name.startswith("digit_head")})
         model.drop_order = tuple(json.loads(metadata["drop_order"]))
         return model.eval()
 

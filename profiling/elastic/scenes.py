@@ -34,7 +34,7 @@ _COLOUR_NAMES = tuple(COLOURS)
 
 
 class Digits(NamedTuple):
-    """Digit images, split so that no image occurs on both sides: ``images`` [n, 8, 8] in 0–1, ``labels`` [n]."""
+    """Digit images: ``images`` [n, 8, 8] in 0–1, ``labels`` [n]."""
 
     images: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -57,13 +57,13 @@ class Scenes:
 
 
 @cache
-def load_digits(held_out: bool) -> Digits:
-    """One third of scikit-learn's 1,797 digit images is held out, by a fixed permutation."""
+def load_digits() -> Digits:
+    """The third of scikit-learn's 1,797 digit images that training never saw, by a fixed permutation."""
     from sklearn.datasets import load_digits as read
 
     bunch = read()
     order = np.random.default_rng(20).permutation(len(bunch.target))
-    chosen = order[: len(order) // 3] if held_out else order[len(order) // 3 :]
+    chosen = order[: len(order) // 3]
     return Digits((bunch.images[chosen] / 16).astype(np.float32), bunch.target[chosen].astype(np.int64))
 
 
@@ -94,16 +94,16 @@ def draw_scenes(
     return Scenes(images, labels, prompts, answers, questions)
 
 
-def draw_samples(count: int, seed: int, held_out: bool = True) -> list[Scenes]:
+def draw_samples(count: int, seed: int) -> list[Scenes]:
     """Draw the single-scene samples 0 to ``count`` − 1."""
-    return [draw_sample(number, seed, held_out) for number in range(count)]
+    return [draw_sample(number, seed) for number in range(count)]
 
 
-def draw_sample(number: int, seed: int, held_out: bool = True) -> Scenes:
+def draw_sample(number: int, seed: int) -> Scenes:
     """Draw one single-scene sample, sides and question type uniform; it depends on (seed, number) alone."""
     rng = np.random.default_rng((seed, number))
     rows, columns = (int(n) for n in rng.integers(2, MAX_SIDE + 1, size=2))
-    return draw_scenes(rng, load_digits(held_out), rows, columns, (str(rng.choice(QUESTIONS)),))
+    return draw_scenes(rng, load_digits(), rows, columns, (str(rng.choice(QUESTIONS)),))
 
 
 def share_of_right(words: Sequence[str], right: Sequence[str]) -> float:

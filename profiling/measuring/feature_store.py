@@ -72,14 +72,11 @@ class FeatureStore:
 
     One process writes its parts to `folder`. `keys` are of all samples; what files hold of others is passed over.
     `known` are feature files and folders of parts of others, read and left as they are, a later one before an earlier;
-    those that do not exist are passed over. `half` keeps half precision.
+    those that do not exist are passed over.
     """
 
-    def __init__(
-        self, folder: Path, keys: Collection[str], known: Sequence[Path] = (), half: bool = False, chunk: int = 64
-    ) -> None:
+    def __init__(self, folder: Path, keys: Collection[str], known: Sequence[Path] = (), chunk: int = 64) -> None:
         self.folder, self.chunk = folder, chunk
-        self.dtype = torch.float16 if half else torch.float32
         self._wanted = frozenset(keys)
         self._blocks: dict[str, Blocks] = {}
         self._new: list[str] = []
@@ -94,16 +91,14 @@ class FeatureStore:
 
     def add(self, key: str, features: Mapping[str, NDArray[np.float32]], name: str) -> None:
         """Keep the features of the sample of this name, float [d] each, in the place of earlier ones. Raises InputError
-        for none, other names or widths than before, and values not finite or too large for half precision."""
+        for none, other names or widths than before, and values that are not finite."""
         where = f"features of sample {name}"
-        blocks = {k: torch.tensor(v, dtype=self.dtype).flatten() for k, v in sorted(features.items())}
+        blocks = {k: torch.tensor(v, dtype=torch.float32).flatten() for k, v in sorted(features.items())}
         if not blocks:
             raise InputError(f"{where}: there are none")
         for block, values in blocks.items():
             if not values.isfinite().all():
-                fit = bool(np.isfinite(features[block]).all())
-                why = "do not fit into half precision; keep them in float32" if fit else "are not all finite"
-                raise InputError(f"{where}: {block} {why}")
+                raise InputError(f"{where}: {block} are not all finite")
         widths = {block: len(values) for block, values in blocks.items()}
         usual = {block: len(values) for block, values in next(iter(self._blocks.values()), blocks).items()}
         if widths != usual:
@@ -128,7 +123,7 @@ class FeatureStore:
 
     def _save(self, path: Path, keys: Sequence[str], words: dict[str, str]) -> None:
         names = self._blocks[keys[0]]
-        stacked = {name: torch.stack([self._blocks[key][name] for key in keys]).to(self.dtype) for name in names}
+        stacked = {name: torch.stack([self._blocks[key][name] for key in keys]) for name in names}
         with written_whole(path) as temporary:
             save_file(stacked, temporary, metadata={**words, "key": json.dumps(list(keys))})
 
@@ -140,8 +135,8 @@ class FeatureStore:
             raise InputError(f"{path}: cannot be read as features ({error})") from error
         if not isinstance(keys, list):
             raise InputError(f"{path}: its features have no content keys, so nothing can be taken over from it")
-        if self.dtype == torch.float32 and any(rows.dtype != torch.float32 for rows in blocks.values()):
-            return  # what was rounded cannot be had back: as if it were not there
+        if any(rows.dtype != torch.float32 for rows in blocks.values()):
+            return  # what an earlier version rounded cannot be had back: as if it were not there
         for i, key in enumerate(keys):
             if key in self._wanted:
-                self._blocks[key] = {name: rows[i].to(self.dtype) for name, rows in sorted(blocks.items())}
+                self._blocks[key] = {name: rows[i] for name, rows in sorted(blocks.items())}

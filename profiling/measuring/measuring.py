@@ -64,7 +64,6 @@ class Plan:
     repeats: int
     seed: int = 0
     warm_up: int = 1
-    block: int = 1
     clock: str = "wall"
 
     @property
@@ -156,9 +155,7 @@ def measure(
         _warm_up(run, done, plan.warm_up)
         try:
             with progress("measuring", done.size, count) as tick, collected_between() as collect:
-                for repeat, i, j, changed in _missing(done, plan.block, plan.seed):
-                    if changed and plan.block > 1:
-                        run(i, j)
+                for repeat, i, j in _missing(done, plan.seed):
                     stage, answer = run(i, j)
                     log.write(run.line(repeat, i, j, stage, answer))
                     if store is not None and untaken and plan.contents[i] in untaken:
@@ -182,31 +179,20 @@ def _warm_up(run: _Runner, done: NDArray[np.bool_], rounds: int) -> None:
             tick(number + 1, "")
 
 
-def _missing(done: NDArray[np.bool_], block: int, seed: int) -> Iterator[tuple[int, int, int, bool]]:
-    """Repeat, sample and configuration of what is not done, in order; and whether the configuration has changed."""
+def _missing(done: NDArray[np.bool_], seed: int) -> Iterator[tuple[int, int, int]]:
+    """Repeat, sample and configuration of what is not done, in order."""
     repeats, samples, configurations = done.shape
     for repeat in range(repeats):
-        before = -1
-        for i, j in measuring_order(samples, configurations, block, (seed, repeat)).tolist():
+        for i, j in measuring_order(samples, configurations, (seed, repeat)).tolist():
             if not done[repeat, i, j]:
-                yield repeat, i, j, j != before
-                before = j
+                yield repeat, i, j
 
 
-def measuring_order(samples: int, configurations: int, block: int, seed: int | tuple[int, ...]) -> NDArray[np.int64]:
+def measuring_order(samples: int, configurations: int, seed: int | tuple[int, ...]) -> NDArray[np.int64]:
     """[N·C, 2] every pair of sample and configuration once, in random order over both: drift of the machine then falls
-    on all alike. A change of the knobs costs the models here next to nothing, and it is not in their times.
-
-    For a model whose first answer after a change is slow (compiled graphs, say) each configuration's samples come in
-    blocks of this size, and the blocks of all in random order.
-    """
-    rng = np.random.default_rng(seed)
-    sample = rng.permuted(np.tile(np.arange(samples), (configurations, 1)), axis=1)
-    blocks = math.ceil(samples / block)
-    rank = rng.permutation(configurations * blocks).reshape(configurations, blocks)
-    place = np.arange(samples)
-    order = np.lexsort((np.tile(place, configurations), rank[:, place // block].ravel()))
-    return np.stack([sample.ravel()[order], order // samples], 1)
+    on all alike. A change of the knobs costs the models here next to nothing, and it is not in their times."""
+    pairs = np.random.default_rng(seed).permutation(samples * configurations)
+    return np.stack(np.divmod(pairs, configurations), 1)
 
 
 class _Runner:

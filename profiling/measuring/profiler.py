@@ -34,7 +34,7 @@ from knobwise.profiling.measuring.requests import Questions, question_text
 from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_settings
 
 FEATURES_FILE = "features.safetensors"
-_NOT_REPEATED = ("shard", "shards", "force", "features_from")  # the profile is made again without them
+_NOT_REPEATED = ("shard", "shards", "force")  # the profile is made again without them
 
 
 def profile_vlm(
@@ -58,8 +58,6 @@ def profile_vlm(
     configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", None))
     if config.shards > len(configurations):
         raise InputError(f"knobs.shards={config.shards}: there are {len(configurations)} configurations only")
-    if config.features_from and not Path(config.features_from).is_file():
-        raise InputError(f"knobs.features_from={config.features_from}: no such file")
 
     identity = {
         "model": model.name,
@@ -68,7 +66,7 @@ def profile_vlm(
     }
     questions = tuple(question_text(item, config.prompt) for item in items)
     contents = tuple(content_keys(image_digests(items), questions, json.dumps(identity, sort_keys=True)))
-    how = {name: getattr(config, name) for name in ("repeats", "seed", "warm_up", "block", "clock")}
+    how = {name: getattr(config, name) for name in ("repeats", "seed", "warm_up", "clock")}
     plan = Plan(items, questions, contents, configurations, **how)
     # reads what exists, and writes nothing yet
     store = _store(out, contents, config) if config.features else None
@@ -174,6 +172,4 @@ def _store(out: Path, contents: Sequence[str], config: VLMProfileConfig) -> Feat
     """This process's features, and all that is known of others'."""
     state = out / "state"
     known = [out / FEATURES_FILE, *sorted(state.glob("features-*"))]
-    if config.features_from:
-        known.insert(0, Path(config.features_from))
-    return FeatureStore(state / f"features-{config.shard}", contents, known, config.half)
+    return FeatureStore(state / f"features-{config.shard}", contents, known)

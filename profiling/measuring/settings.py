@@ -55,9 +55,6 @@ class VLMProfileConfig:
     others use too and a model that runs on one thread."""
     warm_up: int = 1
     """Untimed answers with each configuration before anything is timed."""
-    block: int = 1
-    """Samples in a row under one configuration, after one untimed; more than 1 only for a model that is slow after a
-    change of its knobs, such as a compiled one."""
     max_new_tokens: int = 32
     """Length at which an answer is cut off."""
     seed: int = 0
@@ -68,15 +65,11 @@ class VLMProfileConfig:
     """Number of parts that the configurations are divided into."""
     features: bool = True
     """Whether to keep what a decision sees: it comes with the first stage of every measurement."""
-    half: bool = False
-    """Keep features in half precision."""
-    features_from: str = ""
-    """Feature file of an earlier profile of the same model; samples with the same image and question keep theirs."""
     force: bool = False
     """Take all features anew, also those that are there already; nothing is measured again."""
 
     def __post_init__(self) -> None:
-        for name, least in {"repeats": 1, "warm_up": 0, "block": 1, "max_new_tokens": 1, "shards": 1}.items():
+        for name, least in {"repeats": 1, "warm_up": 0, "max_new_tokens": 1, "shards": 1}.items():
             at_least(f"knobs.{name}", getattr(self, name), least)
         if self.samples is not None:
             at_least("knobs.samples", self.samples, 1)

@@ -156,14 +156,6 @@ def test_post_training_adds_what_imitation_gets_wrong() -> None:
     assert last < live.best["score"] - 0.1
 
 
-def test_the_weight_of_the_kl_follows_the_kl() -> None:
-    student = trainer("grpo", small_beams(), loss=SelectorLossConfig(kl_to_ref_coeff=0.1, kl_band=(0.01, 0.1)))
-    for kl, times, weight in ((0.2, 1, 0.15), (0.001, 1, 0.1), (0.001, 60, 1e-3)):
-        for _ in range(times):
-            student._steer(kl)
-        assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(weight)
-
-
 def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite() -> None:
     data = small_beams()
     rce, sft = trainer("rce", data), trainer("sft", data, groups=GroupConfig("beams"))
@@ -334,32 +326,3 @@ def test_logging_changes_nothing(live: bool) -> None:
     for stage in ("rce", "grpo") if not live else ("grpo",):
         silent, logged = (trainer(stage, data, live=live, log=log) for log in (None, Lines()))
         assert equal_states(silent.run(), logged.run())
-
-
-# -- which epoch is kept -----------------------------------------------------------------------------------------------
-
-
-def test_the_trained_epoch_closest_to_sft_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
-    data, log = small_beams(), Lines()
-    sft = trainer("sft", data, config=replace(SHORT, epochs=4)).run()
-    away = trainer("sft", data, sft, config=replace(SHORT, epochs=1, lr=3e-2, keep="last")).run()
-    # it starts far from SFT and is pulled back, so that neither the first nor any epoch is the closest by itself
-    options = {"reference": sft, "loss": SelectorLossConfig(kl_to_ref_coeff=5.0), "folder": tmp_path, "log": log}
-    student = trainer("grpo", data, away, config=replace(SHORT, epochs=5, keep="best_kl"), **options)
-    student.run()
-    kls = log.values("Val/KL")
-    assert len(kls) == 6
-    closest = 1 + kls[1:].index(min(kls[1:]))
-    assert closest > 1
-    best = load_checkpoint(tmp_path / "best.pt")
-    assert best.extra["epoch"] == closest
-    assert equal_states(best.selector, load_checkpoint(tmp_path / f"epoch{closest}.pt").selector)
-    assert equal_states(best.selector, student.selector)
-
-
-def test_the_start_is_not_closest_to_itself() -> None:
-    student = trainer("grpo", small_beams(), config=replace(SHORT, keep="best_kl"))
-    student.run()
-    assert student.best["iteration"] > 0
-    with pytest.raises(InputError, match=r"sft\.keep=best_kl"):
-        trainer("sft", small_beams(), config=replace(SHORT, keep="best_kl"))

@@ -405,7 +405,6 @@ def test_wide_tables_are_not_tried_with_bins() -> None:
         (OptimiserConfig, "schedule", "linear"),
         (OptimiserConfig, "minibatch", 0),
         (OptimiserConfig, "clip_grad", -1.0),
-        (LossConfig, "kl_band", [0.2, 0.1]),
         (LossConfig, "advantage_std_floor", 0.0),
         (PolicyConfig, "structure", "tree"),
     ],

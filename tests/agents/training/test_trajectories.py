@@ -73,7 +73,7 @@ def test_clip_kl_and_advantages_are_at_work() -> None:
         ("controller sampled", "clip_epsilon", 1e9),
         ("controller exact", "clip_epsilon", 1e9),
         ("selector GRPO", "clip_epsilon", 1e9),
-        ("selector GRPO", "kl_band", None),
+        ("selector GRPO", "kl_to_ref_coeff", 0.0),
         ("selector GRPO", "advantage", "centred"),
     ):
         settings = copy.deepcopy(SETTINGS[name])

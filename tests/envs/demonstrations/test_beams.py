@@ -204,17 +204,6 @@ def test_a_saved_table_loads_the_same(tmp_path) -> None:
     assert BeamTable.load(tmp_path / "t.safetensors").pool[0, 0] == 39_999
 
 
-def test_embeddings_in_half_the_space(tmp_path) -> None:
-    replace(TINY, queries=torch.full((3, 2), 0.1)).save(tmp_path / "t.safetensors", float16=True)
-    loaded = BeamTable.load(tmp_path / "t.safetensors")
-    assert loaded.queries.dtype == torch.float32
-    assert loaded.queries[0, 0].item() == 0.0999755859375  # the float16 nearest to 0.1
-    assert torch.equal(loaded.candidates, TINY.candidates)
-    with pytest.raises(InputError, match="too large for float16"):
-        replace(TINY, queries=torch.full((3, 2), 1e5)).save(tmp_path / "u.safetensors", float16=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
-
-
 def test_files_that_are_no_saved_beam_table(tmp_path) -> None:
     path = tmp_path / "t.safetensors"
     save_file({"x": torch.zeros(1)}, path)

@@ -100,7 +100,7 @@ def bandit_of(kind: str, **words: Any) -> SingleStepEnv:
     """Each of the three TorchRL bandits: of configurations, and of recorded and scored demonstrations."""
     if kind == "configurations":
         return ConfigBandit(small_table(holes=0.3), full_information=True, **words)
-    return bandit(kind == "scored", reward=DemonstrationRewardConfig("hybrid", shuffled=True), **words)
+    return bandit(kind == "scored", reward=DemonstrationRewardConfig("hard_plus_soft", shuffled=True), **words)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -432,7 +432,7 @@ def test_rewards_are_those_of_the_group_and_not_of_what_is_left_out() -> None:
     env = DemonstrationBandit(beams(), groups=GroupConfig("own"), reward=config)
     group = {name: field[:1, 2:] for name, field in beams().fields.items()}
     everywhere = torch.ones(1, 2, dtype=torch.bool)
-    wanted = demonstration_reward(group, torch.tensor([[3, 2]]), everywhere, config)
+    wanted = demonstration_reward(group, everywhere, config)
     assert torch.equal(env.rewards[:1], wanted)
 
 

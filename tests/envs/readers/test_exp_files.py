@@ -102,15 +102,10 @@ def test_older_spelling_reads_the_same(pair, tmp_path_factory):
         put(old / "exp6" / "exp6_latency_text-vqa" / f"exp6_latency_{stem(setting)}", content)
     for stage in SHARES:
         assert read(old, latency=stage).digest == read(pair, latency=stage).digest
-    assert read(old, exp6_accuracy=True).digest == read(pair, exp6_accuracy=True).digest
 
 
 def test_exp5_is_the_truth_and_accuracy_a_choice(pair):
     assert read(pair).accuracy[0, 0] == 0.5
-    asked = read_exp5_exp6(None, pair / "exp6", "text_vqa", exp6_accuracy=True)
-    assert (asked.accuracy == 0.25).all()
-    with pytest.raises(InputError, match="exp5_dir"):
-        read_exp5_exp6(None, pair / "exp6", "text_vqa")
     for setting in (SMALL, LARGE):
         put_exp5(pair, setting, [{"sample_id": 0, "score": 1.0, "soft_score": 0.75}])
     assert read(pair, accuracy="soft_score").accuracy.tolist() == [[0.75, 0.75]]

@@ -80,7 +80,7 @@ def test_the_settings_of_the_original_selector() -> None:
     assert 2 <= settings.grpo.epochs <= 5
     loss = settings.loss
     assert (loss.clip_epsilon, loss.advantage, loss.advantage_std_floor, loss.advantage_clip) == (0.2, "zscore", 0.1, 5)
-    assert (list(loss.kl_band), loss.temperature_start, loss.temperature_end) == ([0.01, 0.1], 2.0, 0.5)
+    assert (loss.temperature_start, loss.temperature_end) == (2.0, 0.5)
     (name,) = settings.variants
     variant = settings.plan(name).variant
     assert (variant.live, variant.groups, variant.own_draws, variant.warmup) == (False, "all", 0, True)

@@ -23,8 +23,8 @@ from knobwise.profiling.demonstrations.settings import BeamProfileConfig, PoolCo
 from knobwise.profiling.demonstrations.tasks import BeamTask, no_beams, vlm_task
 from knobwise.profiling.measuring.settings import changed_settings
 
-BEAM, SAMPLE, RETRIEVAL, RANDOM, POLICY = range(len(METHODS))
-CONFIG = BeamProfileConfig(shots=2, width=3, retrieved=2, sampled=1, random=2, chunk=2)
+BEAM, _, RETRIEVAL, RANDOM, POLICY = range(len(METHODS))
+CONFIG = BeamProfileConfig(shots=2, width=3, retrieved=2, random=2, chunk=2)
 
 
 def task(scorer=None):
@@ -57,9 +57,9 @@ def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_pat
     table = profile_beams(tmp_path / "out", whole, CONFIG)
     for query, size in enumerate([5, 5, 5, 4, 3, 2, 1]):
         found = table.found_by[query]
-        counts = [int((found == method).sum()) for method in (BEAM, RETRIEVAL, SAMPLE)]
+        counts = [int((found == method).sum()) for method in (BEAM, RETRIEVAL)]
         possible = size * (size - 1) if size > 1 else 1
-        assert counts == [min(3, possible), max(1, min(2, size - 1)), 1]
+        assert counts == [min(3, possible), max(1, min(2, size - 1))]
         assert 1 <= int((found == RANDOM).sum()) <= 2
         assert set(table.lengths[query].tolist()) <= {min(2, size), 0}
         best = table.fields["logprob_score"][query].nan_to_num(-9)
@@ -71,13 +71,6 @@ def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_pat
         assert log_prob[query, beam].item() == pytest.approx(float(worth) - 3, abs=1e-5)
     gain = (log_prob.exp() - torch.tensor(-3.0).exp()).nan_to_num()
     assert torch.allclose(table.fields["beam_score"].nan_to_num(), gain, atol=1e-6)
-
-
-def test_beams_of_every_length(tmp_path):
-    config = replace(CONFIG, shots=3, every_length=True, retrieved=0, sampled=0, random=0)
-    table = profile_beams(tmp_path / "out", task(), config)
-    assert [(table.lengths[0] == length).sum().item() for length in (1, 2, 3)] == [3, 3, 3]
-    assert [(table.lengths[6] == length).sum().item() for length in (1, 2, 3)] == [1, 0, 0]
 
 
 def test_what_is_written_fits_together(tmp_path, capsys):
@@ -92,8 +85,7 @@ def test_what_is_written_fits_together(tmp_path, capsys):
 
     info = json.loads((out / "beams-info.json").read_text())
     assert info["command"] == (
-        "knobwise profile model=hand out=DIR beams.width=3 beams.retrieved=2 beams.sampled=1 beams.random=2 "
-        "beams.chunk=2"
+        "knobwise profile model=hand out=DIR beams.width=3 beams.retrieved=2 beams.random=2 beams.chunk=2"
     )
     for name, digest in info["sha256"].items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest

@@ -31,14 +31,8 @@ from knobwise.profiling.measuring.questions import VQAData, VQAItem
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 TINY = ElasticSize(width=16, heads=2, blocks=5, experts=4, expert_width=8, max_top_k=3)
-DIGITS = scenes.load_digits(True)
+DIGITS = scenes.load_digits()
 SCENES = scenes.draw_samples(12, seed=1)
-
-
-def test_training_and_held_out_digit_images_are_disjoint_and_complete():
-    train, held_out = ({image.tobytes() for image in scenes.load_digits(side).images} for side in (False, True))
-    assert not train & held_out
-    assert len(scenes.load_digits(False).labels) + len(DIGITS.labels) == 1797
 
 
 def test_answers_say_what_the_scene_shows():
@@ -110,6 +104,20 @@ def scene(rows=5, columns=7):
     return torch.from_numpy(drawn.images), torch.from_numpy(drawn.prompts)
 
 
+@torch.inference_mode()
+def whole(model, image, prompt, answer, setting):
+    """Logits [1, 9, words] of an answer [1, 9] in one pass, without a cache."""
+    prefix = model.prefix(image, prompt, setting.max_crops)
+    slots = model.slots.weight[scenes.PROMPT_TOKENS : scenes.PROMPT_TOKENS + answer.shape[1] - 1]
+    x, length = torch.cat((prefix, model.words(answer[:, :-1]) + slots), 1), prefix.shape[1]
+    # the prefix sees all of itself and none of the answer; the answer sees the prefix and its own past
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    mask[:length, :length] = True
+    for i in model.active_blocks(setting.num_active_blocks):
+        x, _ = model.block(i)(x, setting.top_k, mask)
+    return model.head(model.norm(x)[:, length - 1 :])
+
+
 @pytest.mark.parametrize("configuration", [(1, 1, 2), (3, 2, 4), (12, 3, 5)])
 def test_cached_decoding_equals_uncached(model, configuration):
     setting = Configuration(*configuration)
@@ -119,18 +127,9 @@ def test_cached_decoding_equals_uncached(model, configuration):
         tokens = []
         while len(tokens) < scenes.ANSWER_TOKENS and scenes.END not in tokens:
             answer = torch.tensor([tokens + [scenes.FILLER] * (scenes.ANSWER_TOKENS - len(tokens))])
-            with torch.inference_mode():
-                logits = model(image, prompt, answer, setting)
+            logits = whole(model, image, prompt, answer, setting)
             tokens.append(int(logits[0, len(tokens)].argmax()))
         assert cached == tokens
-
-
-def test_an_answer_token_does_not_see_what_comes_after_it(model):
-    answers = torch.full((2, 1, scenes.ANSWER_TOKENS), 4)
-    answers[1, 0, 3:] = 5
-    first, second = (model(*scene(), answer, Configuration(6, 2, 4)) for answer in answers)
-    assert torch.allclose(first[:, :4], second[:, :4], atol=1e-5)
-    assert not torch.allclose(first[:, 4:], second[:, 4:])
 
 
 def test_dropping_blocks_keeps_first_and_last_and_follows_the_order(model):
@@ -155,7 +154,7 @@ def test_every_knob_changes_the_computation(model, knob):
     for value in (2, 3):
         with Products() as counter, torch.no_grad():
             setting = Configuration(6, 2, 4)._replace(**{knob: value})
-            model(*scene(8, 8), torch.full((1, scenes.ANSWER_TOKENS), scenes.FILLER), setting)
+            whole(model, *scene(8, 8), torch.full((1, scenes.ANSWER_TOKENS), scenes.FILLER), setting)
         work.append(counter.multiplications)
     assert work[1] > 1.1 * work[0]
 

@@ -22,7 +22,7 @@ def measured() -> tuple[Plan, pl.DataFrame, np.ndarray]:
     latency = np.exp(rng.normal(1, 0.3, (SAMPLES, CONFIGURATIONS)))
     rows = []
     for repeat in range(REPEATS):
-        for i, j in measuring_order(SAMPLES, CONFIGURATIONS, 1, (0, repeat)).tolist():
+        for i, j in measuring_order(SAMPLES, CONFIGURATIONS, (0, repeat)).tolist():
             drift = 0.3 * np.sin(2 * np.pi * len(rows) / 1100) + 0.03 * rng.normal()
             ms = latency[i, j] * np.exp(drift)
             times = dict.fromkeys(TIMES, ms) | {"vision_ms": ms / 4, "features_ms": 0.1, "extra.cpu_ms": ms / 2}

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import save_file
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.feature_files import read_features
@@ -313,13 +314,10 @@ def test_the_same_image_from_a_file_and_from_bytes_is_the_same_content(tmp_path)
     assert image_digests(palettes) == image_digests([red, blue])
 
 
-def test_half_precision_is_kept_and_never_passed_off_as_more(tmp_path):
+def test_features_in_half_precision_are_taken_anew(tmp_path):
     keys = keys_of(ITEMS)
-    store = FeatureStore(tmp_path / "half", keys, half=True)
-    collected(store)
-    store.write(tmp_path / "f.safetensors", keys, [item.id for item in ITEMS])
-    assert read_features(tmp_path / "f.safetensors").blocks["language_features"][0, 0] == torch.tensor(0.1).half()
-    assert all(key in FeatureStore(tmp_path / "new", keys, [tmp_path / "f.safetensors"], half=True) for key in keys)
+    words = {"key": json.dumps(keys)}
+    save_file({"image_features": torch.zeros(len(keys), 2, dtype=torch.float16)}, tmp_path / "f.safetensors", words)
     assert not any(key in FeatureStore(tmp_path / "new", keys, [tmp_path / "f.safetensors"]) for key in keys)
 
 
@@ -327,15 +325,13 @@ def test_mistakes_are_named(tmp_path):
     keys = keys_of(ITEMS)
     store = FeatureStore(tmp_path / "parts", keys)
     store.add(keys[0], take(ITEMS[0]), "q0")
-    half = FeatureStore(tmp_path / "h", keys, half=True)
-    for place, features, message in (
-        (store, {"image_features": np.zeros(4, np.float32)}, r"sample q1: widths \{'image_features': 4\}"),
-        (store, {"image_features": np.float32([np.nan])}, "sample q1: image_features are not all finite"),
-        (half, {"x": np.float32([1e6])}, "do not fit into half precision"),
-        (store, {}, "there are none"),
+    for features, message in (
+        ({"image_features": np.zeros(4, np.float32)}, r"sample q1: widths \{'image_features': 4\}"),
+        ({"image_features": np.float32([np.nan])}, "sample q1: image_features are not all finite"),
+        ({}, "there are none"),
     ):
         with pytest.raises(InputError, match=message):
-            place.add(keys[1], features, "q1")
+            store.add(keys[1], features, "q1")
     with pytest.raises(InputError, match="no features for 4 samples, such as q1"):
         store.write(tmp_path / "f.safetensors", keys, [item.id for item in ITEMS])
     assert not (tmp_path / "f.safetensors").exists()
