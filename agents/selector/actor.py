@@ -10,8 +10,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from knobwise.agents.selector.clip_encoder import Embeddings
-from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.envs.demonstrations.beam_table import BeamTable
 
@@ -31,7 +30,7 @@ class SelectorActor(TensorDictModuleBase):
     def __init__(
         self,
         selector: Selector,
-        embeddings: Embeddings | None,
+        embeddings: StoredEmbeddings | None,
         pool: Tensor | None,
         shots: int,
         group_size: int | None = 1,

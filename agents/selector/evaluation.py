@@ -17,8 +17,7 @@ from torch import Tensor
 
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import cosines, random_places, simple_ways, voters, ways_by_cosine
-from knobwise.agents.selector.clip_encoder import Embeddings
-from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.torchrl_env import Scorer as Scores
@@ -48,7 +47,7 @@ class Decided(NamedTuple):
 
 def decide_selectors(
     selectors: Sequence[Selector],
-    embeddings: Sequence[Embeddings],
+    embeddings: Sequence[StoredEmbeddings],
     table: BeamTable,
     scorer: Scorer | None,
     shots: int,
@@ -106,7 +105,7 @@ def decide_simple(
 @torch.no_grad()
 def choose(
     selector: Selector,
-    embeddings: Embeddings,
+    embeddings: StoredEmbeddings,
     table: BeamTable,
     rows: Tensor,
     shots: int,
@@ -123,7 +122,7 @@ def choose(
 @torch.no_grad()
 def draw(
     selector: Selector,
-    embeddings: Embeddings,
+    embeddings: StoredEmbeddings,
     table: BeamTable,
     rows: Tensor,
     shots: int,
@@ -161,7 +160,7 @@ def bank_rows(table: BeamTable, sequences: Tensor, rows: Tensor) -> Tensor:
 
 
 def decision_us(
-    selector: Selector, embeddings: Embeddings, table: BeamTable, rows: Tensor, shots: int, repeats: int = 30
+    selector: Selector, embeddings: StoredEmbeddings, table: BeamTable, rows: Tensor, shots: int, repeats: int = 30
 ) -> float:
     """Median time of one greedy choice for one query, in µs, on one thread of the CPU, embeddings stored; encoding the
     query and its pool by the selector's network counts."""

@@ -1,7 +1,7 @@
 """The selector: embeddings of a query and of its pool in, which demonstrations to show and in which order out.
 
-In the order of the data: embeddings (`StoredEmbeddings`, or `knobwise.agents.selector.clip_encoder`) → standardised →
-network (`knobwise.agents.selector.networks`) → `SequenceDistribution`, which draws actions.
+In the order of the data: embeddings (`StoredEmbeddings`) → standardised → network
+(`knobwise.agents.selector.networks`) → `SequenceDistribution`, which draws actions.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from torch import Tensor
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
-from knobwise.agents.selector.clip_encoder import ClipEncoder, Embeddings
 from knobwise.agents.selector.evaluation import LOWEST, bank_rows, choose, draw, judge, recorded_choices
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
@@ -52,8 +51,6 @@ class SelectorTrainer(Trainer):
         split: fit on `train`, choose the epoch on `validation`.
         start, reference: what the stage starts from (it is copied), and what GRPO's KL is taken to, the SFT selector;
             None for `start`.
-        embeddings, reference_embeddings: where features come from; None for those of the table, and of the reference
-            for those of the start. A `ClipEncoder` is copied, and trained; it is then `agent.embeddings`.
         shots: T of live draws, and of judging.
         scorer: judges sequences on held-out queries; None judges by what was recorded.
         live: GRPO draws its own sequences, and the scorer scores them; `groups` says how recorded ones are grouped.
@@ -75,8 +72,6 @@ class SelectorTrainer(Trainer):
         start: Selector,
         *,
         reference: Selector | None = None,
-        embeddings: Embeddings | None = None,
-        reference_embeddings: Embeddings | None = None,
         shots: int = 2,
         scorer: Scorer | None = None,
         live: bool = False,
@@ -93,9 +88,8 @@ class SelectorTrainer(Trainer):
         self._check(stage, table, split, live, scorer, reward_model)
         self.table, self.split, self.shots, self.scorer = table, split, shots, scorer
         self.judged_by = "beam score" if scorer is None and "vqa_correct" not in table.fields else "accuracy"
-        reference, embeddings = reference or start, embeddings or StoredEmbeddings(table.queries, table.candidates)
-        networks = ((start, embeddings), (reference, reference_embeddings or embeddings))
-        weights = [module.state_dict().values() for module in (start, reference, embeddings)]
+        reference, embeddings = reference or start, StoredEmbeddings(table.queries, table.candidates)
+        weights = [selector.state_dict().values() for selector in (start, reference)]
         sums: list[Any] = [float(values.double().sum()) for values in itertools.chain(*weights)]
         self.reward_model, self.calls, self.corrected = copy.deepcopy(reward_model), 0, dict[str, float]()
         scored_by: Scorer | None = self._answer if live else None
@@ -108,7 +102,8 @@ class SelectorTrainer(Trainer):
         settings, group = self.config.optimiser(len(split.train)), self.loss.group_size
         with seeded(seed, device):
             agent, frozen = (
-                SelectorActor(*copy.deepcopy(each), table.pool, shots, group).to(device).eval() for each in networks
+                SelectorActor(copy.deepcopy(each), embeddings, table.pool, shots, group).to(device).eval()
+                for each in (start, reference)
             )
             agent.selector.stage = stage
             self._env = functools.partial(
@@ -278,12 +273,10 @@ class SelectorTrainer(Trainer):
         return [f"epoch{self._epoch}.pt", *super()._kept_files()]
 
     def provenance(self) -> dict[str, Any]:
-        """How the selector came about, and the weights that were trained with it."""
+        """How the selector came about."""
         extra: dict[str, Any] = {"validation": self.best["score"], "epoch": self._epoch, "shots": self.shots}
         extra["policy"] = None if self.folder is None else self.folder.name
         extra["fitted"] = [self.table.query_ids[row] for part in self.split[:2] for row in part.tolist()]
-        if isinstance(self.agent.embeddings, ClipEncoder):
-            extra["lora"] = self.agent.embeddings.lora_state()
         return extra
 
     def training_state(self) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
-from knobwise.experiments.settings.encoder import ENCODERS
 from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
 from knobwise.experiments.settings.profiles import PROFILES
 from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams
@@ -56,7 +55,6 @@ GROUPS: dict[str, dict[str, Any]] = {
     "profile": PROFILES,
     "trained_on": PROFILES,
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
-    "encoder": ENCODERS,
     "budget": {
         **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "fixed")},
         "mean": BudgetConfig(sense="mean"),
@@ -80,14 +78,14 @@ GROUPS: dict[str, dict[str, Any]] = {
     "tracking": {name: TrackingSettings(mode=name) for name in ("auto", "offline", "online", "disabled")},
 }
 _DEFAULTS = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "auto", "loss": "exact"}
-_DEFAULTS |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin", "encoder": "stored"}
+_DEFAULTS |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin"}
 _DEFAULTS |= {"trained_on": "builtin"}
 GROUPS_OF = {
     "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
-    "train_selector": ("beams", "encoder", "tracking"),
+    "train_selector": ("beams", "tracking"),
     "train_service": ("profile", "tracking"),
     "inspect": ("profile",),
-    "evaluate": ("profile", "reward", "beams", "encoder"),
+    "evaluate": ("profile", "reward", "beams"),
     "explain": ("profile",),
     "profile": (),
     "export": ("profile",),
@@ -229,7 +227,7 @@ def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> I
         value, key = getattr(settings, f.name), f"{prefix}{f.name}"
         if f.name in groups:
             docs[f.name] = f"Group: {', '.join(GROUPS[f.name])}. {docs[f.name]}"
-        if f.name in groups and f.name in ("profile", "trained_on", "beams", "encoder"):
+        if f.name in groups and f.name in ("profile", "trained_on", "beams"):
             # each choice has options of its own
             yield Option(key, "none" if value is None else _DEFAULTS[f.name], docs[f.name])
             for name, node in GROUPS[f.name].items():

@@ -87,10 +87,10 @@ def _profile_beams(config: ProfileRun) -> None:
 def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], Any]:
     """A function that draws sequences from the selector in a checkpoint."""
     from knobwise.agents.checkpoint import load_checkpoint
-    from knobwise.experiments.settings.encoder import stored_embeddings
+    from knobwise.experiments.settings.beams import stored_embeddings
 
     loaded = load_checkpoint(checkpoint)
-    selector, embeddings = loaded.selector, stored_embeddings(table, None, loaded)
+    selector, embeddings = loaded.selector, stored_embeddings(table, loaded)
 
     def draw(rows: Any, count: int) -> Any:
         query, pool = embeddings.both(rows, table.pool[rows])

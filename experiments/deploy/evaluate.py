@@ -29,8 +29,7 @@ from knobwise.experiments.report.report import on_decisions, print_results
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
-from knobwise.experiments.settings.beams import check_judged, read_data
-from knobwise.experiments.settings.encoder import read_encoder, stored_embeddings
+from knobwise.experiments.settings.beams import check_judged, read_data, stored_embeddings
 from knobwise.experiments.settings.options import EvaluateRun
 from knobwise.experiments.settings.profiles import read_profile
 
@@ -136,7 +135,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     data, selector = read_data(config.beams), loaded.selector
     rows = data.test_rows
     check_judged(data, config.judged_shots)
-    embeddings = [stored_embeddings(data.test, read_encoder(config.encoder, config.beams, data.test), loaded)]
+    embeddings = [stored_embeddings(data.test, loaded)]
     if data.table.digest == loaded.profile_digest and data.test_scorer is None:
         if "fitted" not in loaded.extra:
             raise InputError(f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt")

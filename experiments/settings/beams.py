@@ -12,6 +12,8 @@ from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBea
 if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
     from torch import Tensor
 
+    from knobwise.agents.checkpoint import Loaded
+    from knobwise.agents.selector.selector import StoredEmbeddings
     from knobwise.envs.demonstrations.beam_table import BeamTable
     from knobwise.envs.tables.profile_table import Split
     from knobwise.profiling.demonstrations.scorers import Scorer
@@ -92,6 +94,16 @@ def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
         queries[:, start:end] = 0
         candidates[:, start:end] = 0
     return replace(table, queries=queries, candidates=candidates)
+
+
+def stored_embeddings(table: BeamTable, loaded: Loaded) -> StoredEmbeddings:
+    """Queries and candidates of a table, as a selector reads them. Raises InputError: it was trained by an earlier
+    version along with a CLIP model."""
+    from knobwise.agents.selector.selector import StoredEmbeddings
+
+    if "lora" in loaded.extra:
+        raise InputError("the selector was trained along with CLIP (encoder=clip), which is gone; train it again")
+    return StoredEmbeddings(table.queries, table.candidates)
 
 
 def check_judged(data: SelectorData, judged_shots: list[int]) -> None:

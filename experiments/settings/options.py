@@ -175,8 +175,6 @@ class EvaluateRun:
     """The controller or selector: a checkpoint, or the folder of a run, for what it deploys."""
     beams: Any = MISSING
     """The beams to judge a selector on."""
-    encoder: Any = MISSING
-    """What embeds their queries and candidates, as in the selector's training."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Numbers of demonstrations in a sequence, for a selector."""
     profile: Any = MISSING

@@ -113,8 +113,6 @@ class SelectorRun(Training):
     experiment: str = "selector"
     beams: Any = MISSING
     """Recorded sequences of demonstrations."""
-    encoder: Any = MISSING
-    """What embeds queries and candidates."""
     selector: SelectorConfig = field(default_factory=lambda: SelectorConfig(dropout=0.2))
     """The network."""
     reward: DemonstrationRewardConfig = field(default_factory=DemonstrationRewardConfig)

@@ -12,12 +12,10 @@ from typing import Any
 
 import polars as pl
 import torch
-from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, selector_start
 from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.baselines import SIMPLE
-from knobwise.agents.selector.clip_encoder import ClipEncoder
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
@@ -32,8 +30,7 @@ from knobwise.envs.demonstrations.settings import AUTO, USUAL, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.results.problem import UPPER
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
-from knobwise.experiments.settings.beams import SelectorData, check_judged, hide, read_data
-from knobwise.experiments.settings.encoder import load_lora, read_encoder, stored_embeddings
+from knobwise.experiments.settings.beams import SelectorData, check_judged, hide, read_data, stored_embeddings
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker
 from knobwise.experiments.train.reward_models import learned_rewards
@@ -116,9 +113,6 @@ def _checked(config: SelectorRun) -> SelectorData:
             )
     stages = SelectorStages(config, data, config.seeds[0], None)
     stages.check("rce", config.reward)
-    stages.encoder = read_encoder(config.encoder, config.beams, data.table)
-    if stages.encoder is not None and any(policies(config).values()):
-        raise InputError("encoder=clip: no block of CLIP's embeddings can be hidden; leave out variants with `hidden`")
     if config.init_from is not None:
         stages.init_from(config.init_from)
     stages.check("sft", config.reward, GroupConfig("beams"))
@@ -127,8 +121,6 @@ def _checked(config: SelectorRun) -> SelectorData:
         hide(data.table, variant.hidden)
         stages.check("rce", reward)
         if learned is not None:
-            if stages.encoder is not None:
-                raise InputError(f"encoder=clip: variants.{name}.reward_model reads stored embeddings; leave it out")
             stages.check("grpo", reward, learned=learned)
         elif not (variant.live or (variant.own_draws and data.scorer is not None)):
             try:
@@ -159,8 +151,6 @@ class SelectorStages:
         self.step, self.after = 0, contextlib.ExitStack()
         self.tracker: Tracker | None = None
         self.rows = torch.arange(data.table.num_queries)
-        self.encoder: ClipEncoder | None = None
-        self.lora: dict[Selector, dict[str, Tensor]] = {}  # of each selector that was trained with CLIP
         self.reward_models: dict[Any, dict[str, Any]] = {}  # what they learned from records
         self.zero_shot = None if data.scorer is None else probability(data.scorer, self.rows)
 
@@ -179,8 +169,6 @@ class SelectorStages:
 
     def all(self) -> None:
         """Train everything that the settings name."""
-        config = self.config
-        self.encoder = read_encoder(config.encoder, config.beams, self.data.table, self.seed, config.device)
         with self.after:
             base = {"": self._base("", self.data.table)}
             for name in self.config.variants:
@@ -194,9 +182,7 @@ class SelectorStages:
         """SFT and RCE, which every variant starts from. What hides blocks must not start from what has seen them."""
         if prefix or self.config.init_from is None:
             with seeded(self.seed, "cpu"):
-                stored = stored_embeddings(table, self.encoder)
-                queries, candidates = stored.query_table[self.data.split.train], stored.candidate_table
-                start = Selector.fitted(self.config.selector, queries, candidates)
+                start = Selector.fitted(self.config.selector, table.queries[self.data.split.train], table.candidates)
         else:
             start = self.init_from(self.config.init_from)
         sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
@@ -206,10 +192,8 @@ class SelectorStages:
         """The selector of a checkpoint. Raises InputError: another network, or it was trained on queries of these beams
         that are not trained on here."""
         table, split = self.data.table, self.data.split
-        width = self.encoder.width if self.encoder else table.queries.shape[-1]
-        selector, loaded = selector_start(path, self.config.selector, width)
-        load_lora(self.encoder, loaded)
-        self.lora[selector] = loaded.extra.get("lora", {})
+        selector, loaded = selector_start(path, self.config.selector, table.queries.shape[-1])
+        stored_embeddings(table, loaded)
         fitted = {table.query_ids[row] for part in split[:2] for row in part.tolist()}
         # beams with draws of a policy added have another digest, and the same name
         known = table.digest == loaded.profile_digest or table.name == loaded.profile_name
@@ -277,8 +261,6 @@ class SelectorStages:
             seed=self.seed,
             folder=folder,
             device=self.config.device,
-            embeddings=self._reads(start),
-            reference_embeddings=self._reads(settings.get("reference", start)),
             **(usual | settings),
         )
         trainer.title = f"seed {self.seed} · {name}"
@@ -292,16 +274,7 @@ class SelectorStages:
             trainer.log = _StageLog(self.tracker, name, self.step)
             trainer.run()
         self.step += trainer.total + 1
-        best = load_checkpoint(folder / "best.pt")
-        self.lora[best.selector] = best.extra.get("lora", {})
-        return best.selector
-
-    def _reads(self, selector: Selector) -> ClipEncoder | None:
-        """The CLIP model that was trained with a selector; None for stored embeddings."""
-        encoder = copy.deepcopy(self.encoder)
-        if encoder is not None and selector in self.lora:
-            encoder.load_lora_state(self.lora[selector])
-        return encoder
+        return load_checkpoint(folder / "best.pt").selector
 
 
 def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
@@ -334,12 +307,11 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[di
         for name, outcome in simple.items():
             decided.setdefault(name, {})[shots] = outcome
     facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
-    encoder = read_encoder(config.encoder, config.beams, data.test, device=config.device)
     for name, blocks in policies(config).items():
         loaded = [load_checkpoint(folder / "checkpoints" / f"seed{seed}" / name / "best.pt") for seed in config.seeds]
         facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
         facts["validation"][name] = [checkpoint.extra["validation"] for checkpoint in loaded]
-        decided[name] = _decided(config, data, blocks, loaded, encoder)
+        decided[name] = _decided(config, data, blocks, loaded)
     decisions = selector_decisions(decided, data.test, data.test_rows, config.seeds)
     results = selector_results(
         decisions,
@@ -353,13 +325,11 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[di
     return results | facts | learned_rewards(config, data, folder), decisions
 
 
-def _decided(
-    config: SelectorRun, data: SelectorData, blocks: list[str], loaded: list[Loaded], encoder: ClipEncoder | None
-) -> dict[int, Decided]:
+def _decided(config: SelectorRun, data: SelectorData, blocks: list[str], loaded: list[Loaded]) -> dict[int, Decided]:
     """The choices of a policy that does not see `blocks`, with every seed, by the number of shots."""
     test, rows, scorer = hide(data.test, blocks), data.test_rows, data.test_scorer
     selectors = [checkpoint.selector for checkpoint in loaded]
-    embeddings = [stored_embeddings(test, encoder, checkpoint) for checkpoint in loaded]
+    embeddings = [stored_embeddings(test, checkpoint) for checkpoint in loaded]
     if scorer is None:
         ways = (selectors, embeddings, test, None)
         return {shots: evaluation.decide_selectors(*ways, shots, rows) for shots in config.judged_shots}

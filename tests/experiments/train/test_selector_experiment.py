@@ -260,7 +260,6 @@ def test_a_sweep_over_rewards(folder: Path, monkeypatch: Patch) -> None:
 def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
     assert main(["train", "experiment=selector", "--help"]) == 0
     keys = {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}
-    assert {"encoder", "encoder.folder", "encoder.data"} <= keys
     assert {"beams", "beams.path", "variants", "reward.mode", "sft.epochs", "judged_shots", "jobs", "seeds"} <= keys
     assert not keys & {"profile", "budget", "policy"}
 
