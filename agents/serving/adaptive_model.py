@@ -136,9 +136,8 @@ class AdaptiveModel:
         return self._decided.decision_ms * 1e3
 
     def watch(self, path: str | Path, trial: float = 0.0) -> None:
-        """From now on look for a new controller before a request, at most once a second, and go on with it. What the
-        tracker learned is kept, as the offsets of an updated controller are what its tracker did not follow. A file
-        that cannot be used is refused in a line of the log, and the controller at hand goes on.
+        """From now on go on with a new controller between two requests. What the tracker learned is kept: the offsets of
+        an update are what it did not follow. A file that cannot be used is refused in a line, and nothing changes.
 
         Args:
             path: an exported `.npz`, or the folder of controller.npz, such as `current` of `knobwise update`.
@@ -157,7 +156,7 @@ class AdaptiveModel:
     def _follow(self) -> None:
         """Go on with a new controller where there is one."""
         if self._watched is not None:
-            self._watched.look()
+            self._watched.refresh()
             self.controller = self._watched.controller
             self.tracker.digest = self.controller.digest
 
@@ -196,8 +195,7 @@ class AdaptiveModel:
             limit = self._limit(latest, 0.0, budget_ms, arrived, begun)
             expected = controller.fall_back(limit, drift) if price is None else None
             seen = expected is None
-            decided = now()
-            took = decided - begun
+            took = now() - begun
             stage = self.model.first_stage(request, seen or turn == "explore")
             if expected is None:
                 latest, start = self._decided, now()

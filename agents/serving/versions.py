@@ -22,7 +22,7 @@ from knobwise.common.errors import InputError
 
 CURRENT, CANDIDATE, VERSIONS, CONTROLLER = "current", "candidate", "versions", "controller.npz"
 EVERY_S = 1.0
-"""How often a process looks for a new controller, in seconds."""
+"""How often a process checks for a new controller, in seconds."""
 
 
 def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -96,7 +96,7 @@ class Watched:
         self._marks: list[tuple[int, ...]] = [(), ()]
         self._looked = -EVERY_S
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read what was replaced; at most once in `EVERY_S`."""
         if time.monotonic() - self._looked < EVERY_S:
             return
