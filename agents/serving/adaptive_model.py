@@ -136,8 +136,8 @@ class AdaptiveModel:
         return self._decided.decision_ms * 1e3
 
     def watch(self, path: str | Path, trial: float = 0.0) -> None:
-        """From now on go on with a new controller between two requests. What the tracker learned is kept: the offsets of
-        an update are what it did not follow. A file that cannot be used is refused in a line, and nothing changes.
+        """From now on go on with new controllers, between two requests. What the tracker learned is kept, since an
+        update learns what it did not follow. A file that cannot be used is refused in a line, and nothing changes.
 
         Args:
             path: an exported `.npz`, or the folder of controller.npz, such as `current` of `knobwise update`.
