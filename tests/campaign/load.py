@@ -163,6 +163,7 @@ def mapped(path: str) -> None:
 
     def report(what: str) -> None:
         print(f"{what}: {time.perf_counter() - start:.0f} s, peak {peak[0] / 1024:.1f} GiB", flush=True)
+        peak[0] = 0.0
 
     try:
         large = ProfileTable.load(path)
@@ -175,6 +176,7 @@ def mapped(path: str) -> None:
         policy = PolicyConfig(structure="utility", hidden=32, members=1, experts=())
         trainer = ControllerTrainer(large, split, policy=policy, optimiser=optimiser, seed=0, budgets_ms=budgets)
         agent = trainer.run()
+        del trainer
         report("trained")
         static = BudgetAwareStatic(large, split.train)
         for name, each in (("controller", agent), ("static", static)):
