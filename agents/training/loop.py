@@ -9,6 +9,7 @@ its own data than `epochs` passes take it.
 from __future__ import annotations
 
 import bisect
+import copy
 import functools
 import itertools
 import math
@@ -26,7 +27,7 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_if_whole, save_checkpoint
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
@@ -35,6 +36,8 @@ from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 
+PREVIOUS = "previous.pt"
+"""The `last.pt` before the present one."""
 STOPPING = "stopping after this iteration, which will be saved; once more stops at once"
 
 
@@ -78,7 +81,7 @@ class Trainer(ABC):
         behaviour: the policy that collects.
         stored: which of the collected keys go into the buffer, in batches of contexts of this `shape`.
         seed: of initialisation, contexts, draws.
-        folder, log: where `best.pt` and `last.pt` go, and metrics; None for nowhere.
+        folder, log: where `best.pt`, `last.pt` and `previous.pt` go, and metrics; None for nowhere.
         device: `cpu` or `cuda`.
     """
 
@@ -112,6 +115,8 @@ class Trainer(ABC):
         self.iteration, self.finished = 0, False
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
         self.saved: int | None = None  # the iteration that `last.pt` holds
+        # every iteration with what was logged of it, so that `metrics.csv` can be written again
+        self.logged: list[tuple[int, dict[str, float]]] = []
         # every evaluation's iteration and score; how many in a row were below the best; the factor on the learning rate
         self.scores, self.below, self.slower = list[tuple[int, float]](), 0, 1.0
         self._held = Held()
@@ -220,9 +225,8 @@ class Trainer(ABC):
             ):
                 set_random_state(self._random, self.device)
                 while self._continues():
-                    metrics = self.iterate(stream)
-                    if self.log is not None and metrics:
-                        self.log.log(metrics, self.iteration)
+                    if metrics := self.iterate(stream):
+                        self._note(metrics)
                     best = f"best validation {self.judged_by} {self.best['score']:.4f}"
                     tick(self.iteration + 1, f"{self.stage.name} · {best}")
                     self.iteration += 1
@@ -289,9 +293,13 @@ class Trainer(ABC):
             state = {name: value.detach().clone() for name, value in self.agent.state_dict().items()}
             self.best = {"score": score, "iteration": self.iteration, "state": state}
         self._end_early()
-        if self.log is not None:
-            self.log.log({f"Val/{name}": value for name, value in metrics.items()}, self.iteration)
+        self._note({f"Val/{name}": value for name, value in metrics.items()})
         self._save(judged=True)
+
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        if self.log is not None:
+            self.logged.append((self.iteration, {name: float(value) for name, value in metrics.items()}))
+            self.log.log(metrics, self.iteration)
 
     def _end_early(self) -> None:
         """Go on to the next stage, or finish, where the score of this stage has not risen for long."""
@@ -312,7 +320,8 @@ class Trainer(ABC):
                 for name in self._kept_files() if judged else ():
                     save_checkpoint(self.folder / name, self.trained, self.table, self.provenance())
                 state = {"training": self.training_state()}
-                save_checkpoint(self.folder / "last.pt", self.trained, self.table, state)
+                last = self.folder / "last.pt"
+                save_checkpoint(last, self.trained, self.table, state, previous=last.with_name(PREVIOUS))
                 self.saved = self.iteration
 
     def _kept_files(self) -> list[str]:
@@ -336,19 +345,21 @@ class Trainer(ABC):
             "reference": self.reference.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "evaluated": (self.scores, self.below, self.slower),
+            "logged": self.logged,
             "contexts": self.env.contexts.before,
             "random": random_state(self.device),
         }
 
     def resume(self, path: Path) -> bool:
-        """Go on from a `last.pt`; the end is the same, bit for bit, as without the stop. False when there is none.
+        """Go on from a `last.pt`, or from the one before where it is damaged; the end is the same, bit for bit, as
+        without the stop. False when there is none.
 
         Raises:
             InputError: it belongs to another training.
         """
-        if not path.exists():
+        loaded = load_if_whole(path) or load_if_whole(path.with_name(PREVIOUS))
+        if loaded is None:
             return False
-        loaded = load_checkpoint(path)
         state = loaded.extra.get("training", {})
         if loaded.profile_digest != self.table.digest or not self._restore(loaded, state):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
@@ -360,4 +371,18 @@ class Trainer(ABC):
         self._random = state["random"]
         self.iteration, self.finished, self.best = state["iteration"], state["finished"], state["best"]
         self.saved = self.iteration
+        # its own iteration is evaluated again unless the training is finished
+        self.logged = [row for row in state.get("logged", ()) if self.finished or row[0] < self.iteration]
+        if load_if_whole(best := path.with_name("best.pt")) is None:
+            self._save_best(best)
         return True
+
+    def _save_best(self, path: Path) -> None:
+        """Write `best.pt` as it was when the best was found."""
+        now = self.iteration, self.scores, copy.deepcopy(self.agent.state_dict())
+        self.iteration = self.best["iteration"]
+        self.scores = [each for each in self.scores if each[0] <= self.iteration]
+        self.agent.load_state_dict(self.best["state"])
+        save_checkpoint(path, self.trained, self.table, self.provenance())
+        self.iteration, self.scores = now[:2]
+        self.agent.load_state_dict(now[2])

@@ -13,14 +13,13 @@ import polars as pl
 import torch
 from numpy.typing import ArrayLike
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.tensor_file import read_arrays
+from knobwise.envs.tables.tensor_file import read_arrays, save_tensors
 
 
 class Features(NamedTuple):
@@ -110,10 +109,11 @@ def write_features(table: ProfileTable, path: str | Path) -> None:
     if not blocks or suffix not in (".safetensors", ".npz", ".pt", ".parquet"):
         raise InputError(f"{path}: features are written as .safetensors, .npz, .pt or .parquet; blocks: {list(blocks)}")
     arrays = {k: block.numpy() for k, block in blocks.items()}
+    if suffix == ".safetensors":
+        save_tensors(path, blocks, {k: json.dumps(v) for k, v in ids.items()})
+        return
     with written_whole(path) as temporary:
-        if suffix == ".safetensors":
-            save_file(blocks, temporary, metadata={k: json.dumps(v) for k, v in ids.items()})
-        elif suffix == ".npz":
+        if suffix == ".npz":
             np.savez_compressed(temporary, allow_pickle=False, **{k: np.array(v) for k, v in ids.items()}, **arrays)
         elif suffix == ".pt":
             torch.save({**ids, **blocks}, temporary)

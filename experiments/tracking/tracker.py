@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
-from knobwise.experiments.tracking.metrics_file import MetricsFile
+from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.wandb_run import WandbRun, reason
 
 MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
@@ -80,6 +80,7 @@ class Tracker:
         profile: as in `results.json`; online it becomes an input of the W&B run of a seed.
         resume_step: the step of the checkpoint that training resumes from. Later rows of this seed are dropped; None
             starts from the beginning and drops every earlier row of this seed.
+        known: the rows of this seed up to there, see `MetricsFile`.
 
     Raises:
         InputError: see `wandb_mode`; also if W&B is wanted online but cannot be reached when the first seed begins.
@@ -98,9 +99,10 @@ class Tracker:
         tags: Sequence[str] = (),
         profile: Mapping[str, Any] | None = None,
         resume_step: int | None = None,
+        known: Sequence[Row] = (),
     ) -> None:
         self.folder, self.settings, self.job_type = Path(folder).absolute(), settings, job_type
-        self.seed, self.resume_step, self.profile = seed, resume_step, profile
+        self.seed, self.resume_step, self.known, self.profile = seed, resume_step, known, profile
         digest = (profile or {}).get("digest", "")
         # `run` is the same for the W&B runs of all seeds
         added = {"profile_digest": digest, "git_commit": git_commit(), "machine": machine(), "run": name}
@@ -123,7 +125,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         with contextlib.ExitStack() as stack:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.resume_step)
+            self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.resume_step, self.known)
             if self.settings.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
 

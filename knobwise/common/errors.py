@@ -9,3 +9,10 @@ class InputError(ValueError):
     The message says what is wrong, where, and what to do about it. The command line prints it without a traceback and
     ends with exit status 2; nothing has been written by then.
     """
+
+
+class Damaged(InputError):
+    """A file that knobwise wrote, or could have written, does not hold what was written."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(f"{path}: is damaged, it is not as it was written; make it again, or take a copy")

@@ -1,13 +1,15 @@
-"""Writing files so that a reader never meets half of one."""
+"""Writing files so that a reader never meets half of one, not even after a power cut."""
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import lock_descriptor
@@ -31,11 +33,24 @@ def refused_by_system(error: OSError) -> tuple[int, str] | None:
     return None
 
 
+def sync(path: str | Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
-def written_whole(path: str | Path) -> Iterator[Path]:
+def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Path]:
     """Give a temporary path beside `path`; rename it into place when the block ends well, remove it when it fails.
 
-    The folder is made when it is missing. The temporary file keeps the suffix, for writers that look at it.
+    The folder is made when it is missing. The temporary file keeps the suffix, for writers that look at it. Its bytes
+    are on disk before it is renamed, and its name is when the block has ended. What killed writers of `path` left goes.
+
+    Args:
+        previous: where the present file goes; None replaces it.
 
     Raises:
         InputError: nothing can be written there; before the block begins.
@@ -51,15 +66,22 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         if error.errno in FULL:
             raise
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
-    os.close(handle)
     temporary = Path(name)
     try:
+        lock_descriptor(handle)  # ours are those that are locked; the lock of a killed process is gone
+        for other in path.parent.glob(f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"):
+            if other != temporary:
+                _remove_abandoned(other)
         yield temporary
         # mkstemp makes private files; what we leave behind should be as readable as any other new file
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
+        sync(temporary)
+        if previous is not None and path.exists():
+            path.replace(previous)
         temporary.replace(path)
+        sync(path.parent)
     except InputError:
         raise
     except Exception as error:
@@ -67,7 +89,42 @@ def written_whole(path: str | Path) -> Iterator[Path]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise
     finally:
+        os.close(handle)
         temporary.unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove a temporary file unless somebody is still writing it."""
+    with suppress(OSError):  # it has just been renamed, or is somebody else's
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            if lock_descriptor(handle, blocking=False):
+                path.unlink()
+        finally:
+            os.close(handle)
+
+
+def is_damaged(path: str | Path) -> bool:
+    """Whether a file is empty or begins with zeros, as after a power cut, or is a zip archive (`.pt`, `.npz`) that is
+    not whole, or does not agree with the checksums inside it. False for any other file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        begin = file.read(4)
+        if begin != b"PK\3\4":
+            return not begin.strip(b"\0")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                return archive.testzip() is not None
+        except Exception:  # whatever a damaged directory makes of the rest
+            return True
+
+
+def is_cut_short(content: bytes, text: str) -> bool:
+    """Whether a power cut may have left this of a text: its beginning, or zeros after that."""
+    return len(begin := content.rstrip(b"\0")) < len(text.encode()) and text.encode().startswith(begin)
 
 
 def write_text(path: str | Path, text: str) -> None:
