@@ -103,7 +103,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
     """
     try:
         if is_damaged(path):
-            raise Damaged(path)
+            raise Damaged.at(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise InputError(f"{path}: no such checkpoint") from None

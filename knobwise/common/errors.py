@@ -7,12 +7,17 @@ class InputError(ValueError):
     """Something a person gave us is wrong: a file, a folder, a setting.
 
     The message says what is wrong, where, and what to do about it. The command line prints it without a traceback and
-    ends with exit status 2; nothing has been written by then.
+    ends with exit status 2; nothing has been written by then. Lines, as other libraries' messages have them, are joined.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("; ".join(filter(None, map(str.strip, message.splitlines()))))
 
 
 class Damaged(InputError):
     """A file that knobwise wrote, or could have written, does not hold what was written."""
 
-    def __init__(self, path: object) -> None:
-        super().__init__(f"{path}: is damaged, it is not as it was written; make it again, or take a copy")
+    @classmethod
+    def at(cls, path: object) -> Damaged:
+        """The error for a file."""
+        return cls(f"{path}: is damaged, it is not as it was written; make it again, or take a copy")
