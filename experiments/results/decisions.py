@@ -5,18 +5,22 @@ Writing and summarising 10^7 decisions stays below 4 GiB of memory. No torch is 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
-from polars.exceptions import PolarsError
+from polars.exceptions import PanicException, PolarsError
 
-from knobwise.common.errors import InputError
+from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import written_whole
+from knobwise.common.json_text import decoded
 
 FILE = "decisions.parquet"
+DECISIONS_DIGEST = "decisions_sha256"
+"""The key in `results.json` of the SHA-256 of this file."""
 SAMPLE = ("split", "dataset", "sample_id")
 """A sample is judged once in each split whose test part it is in."""
 SCHEMA: dict[str, pl.DataType] = {
@@ -78,12 +82,27 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     if not path.is_file():
         raise InputError(f"{path}: no such file; run the experiment again")
     try:
+        if _noted_digest(path.with_name("results.json")) not in (None, digest_of(path)):
+            raise Damaged.at(path)
         frame = pl.read_parquet(path)
-    except (PolarsError, OSError) as error:
-        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]}); run the experiment again") from error
-    if set(SCHEMA) - set(frame.columns):
-        raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
-    return _complete(frame)
+        if set(SCHEMA) - set(frame.columns):
+            raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
+        return _complete(frame)
+    except (PolarsError, PanicException, OSError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _noted_digest(results: Path) -> Any:
+    """The digest of the decisions in `results.json`; None where nobody has noted it."""
+    try:
+        return decoded(results.read_bytes()).get(DECISIONS_DIGEST)
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def decision_rows(

@@ -3,7 +3,6 @@ track."""
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import shutil
@@ -19,9 +18,10 @@ from rich.console import Console
 
 from knobwise.agents.training.loop import Trainer
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text, written_whole
+from knobwise.common.files import written_whole
 from knobwise.common.progress import say
 from knobwise.experiments.report.report import print_results, result_images, write_report
+from knobwise.experiments.report.words import write_results
 from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import STUDENT, claim
@@ -70,8 +70,8 @@ class Experiment(ABC):
             results, decisions = self.judge(folder)
             results["experiment"] = self.config.experiment
             results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
-            write_text(folder / "results.json", json.dumps(results, indent=1))
             write_decisions(folder, decisions)
+            write_results(folder, results)
             report = write_report(folder)
             with tracker_of(self.config, folder, self.table, "evaluate") as tracker:
                 drawn = tracker.mode != "disabled"  # pictures take longer to draw than all else here

@@ -7,7 +7,8 @@ class InputError(ValueError):
     """Something a person gave us is wrong: a file, a folder, a setting.
 
     The message says what is wrong, where, and what to do about it. The command line prints it without a traceback and
-    ends with exit status 2; nothing has been written by then. Lines, as other libraries' messages have them, are joined.
+    ends with exit status 2; nothing has been written by then. The lines of messages of other
+    libraries become one.
     """
 
     def __init__(self, message: str) -> None:
