@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 
 from knobwise import __version__
 from knobwise.common.errors import InputError
-from knobwise.common.files import refused_by_system
+from knobwise.common.files import LIMITS, refused_by_system
 from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.progress import say
 
@@ -37,6 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb. The exit status is 0 when all went well, 1 after a failure of the program or the system, 2 after a
     mistake in what was given, 130 after Ctrl-C, 143 after SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a stream may take ASCII alone
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        say("knobwise: the working folder was removed; go to another one, then give the command again")
+        return 2
     try:
         with _whoever_reads(), stopped_by_signals():
             return _run(words)
@@ -48,6 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         say(f"knobwise: {refused[1]}")
         return refused[0]
+    except MemoryError:
+        say(f"knobwise: {os.strerror(errno.ENOMEM)}; {LIMITS[errno.ENOMEM]}, then give the same command again")
+        return 1
     except KeyboardInterrupt as stop:
         say("\n".join(["\nknobwise: interrupted", *getattr(stop, "__notes__", ()), *_how_to_resume(words)]))
         return status_of(stop)

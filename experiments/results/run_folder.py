@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from filelock import lock_descriptor
 from omegaconf import OmegaConf
 
-from knobwise.common.checks import one_of
+from knobwise.common.checks import folder_name, one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import FULL, is_cut_short, locked, sync, write_text
 from knobwise.common.progress import say
@@ -68,8 +68,8 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
         InputError: a name that is not a folder's, another process is at work in it, or `runs/latest` is not a link.
     """
     for key, name in (("name", config.name), ("experiment", config.experiment)):
-        if name is not None and (name in ("", ".", "..") or Path(name).name != name):
-            raise InputError(f"{key}={name}: must be the name of one folder; runs=… says where it lies")
+        if name is not None:
+            folder_name(key, name)
     latest = Path(config.runs) / "latest"
     if latest.exists() and not latest.is_symlink():
         raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
+import resource
 import shutil
 import tempfile
 import zipfile
@@ -19,15 +20,22 @@ from knobwise.common.errors import InputError
 FULL_BYTES = 64 * 1024
 """Where a writer failed and less is free than this, the disk is full."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+LIMITS = dict.fromkeys(FULL, "make room") | {
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "close other programs, which have too many files open",
+    errno.ENOMEM: "raise the limit on memory (ulimit -v), or close other programs",
+}
+"""What helps where the system has no more of something."""
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
 def refused_by_system(error: OSError) -> tuple[int, str] | None:
-    """The exit status and a line for a full disk (1: nothing that was given is wrong) and for what may not be read or
-    written (2); None for any other error, which is one of the program."""
+    """The exit status and a line for a full disk and other limits (1: nothing that was given is wrong) and for what may
+    not be read or written (2); None for any other error, which is one of the program."""
     place = f"{error.filename}: " if error.filename else ""
-    if error.errno in FULL:
-        return 1, f"{place}{error.strerror}; make room, then give the same command again"
+    if error.errno in LIMITS:
+        return 1, f"{place}{error.strerror}; {LIMITS[error.errno]}, then give the same command again"
     if error.errno in REFUSED:
         return 2, f"{place}{error.strerror}; choose a place that can be read and written"
     return None
@@ -54,7 +62,8 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
 
     Raises:
         InputError: nothing can be written there; before the block begins.
-        OSError: the disk is full, also where the writer says so by an error of its own, as torch does.
+        OSError: the disk is full, or the file longer than allowed, also where the writer says so by an error of its
+            own, as torch does.
     """
     path = Path(path)
     if path.is_dir():
@@ -87,6 +96,8 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     except Exception as error:
         if path.parent.exists() and shutil.disk_usage(path.parent).free < FULL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        if temporary.exists() and temporary.stat().st_size >= resource.getrlimit(resource.RLIMIT_FSIZE)[0] >= 0:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path)) from error
         raise
     finally:
         os.close(handle)

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import is_cut_short, is_damaged, written_whole
+from knobwise.common.files import is_cut_short, is_damaged, refused_by_system, written_whole
 
 
 def test_a_file_appears_when_the_block_ends_well(tmp_path):
@@ -128,3 +129,24 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_damaged(tmp_path):
 )
 def test_a_text_is_cut_short_where_its_beginning_is_left_or_zeros_follow(content, short):
     assert is_cut_short(content, "a: é") == bool(short)
+
+
+def test_a_file_that_is_longer_than_allowed_is_called_that_whatever_the_writer_says(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        with pytest.raises(OSError) as caught, written_whole(tmp_path / "t.pt") as temporary:
+            torch.save(torch.zeros(100_000), temporary)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    status, line = refused_by_system(caught.value)
+    assert status == 1
+    assert line.startswith(f"{tmp_path / 't.pt'}: File too large; raise the limit on the size of files (ulimit -f)")
+
+
+@pytest.mark.parametrize(("number", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")])
+def test_a_limit_is_named_with_what_helps(number, words):
+    status, line = refused_by_system(OSError(number, os.strerror(number)))
+    assert (status, words in line, "\n" in line) == (1, True, False)
+    assert refused_by_system(OSError(errno.EIO, "a broken disk")) is None
