@@ -15,6 +15,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.common.json_text import decoded
+from knobwise.common.parquet import read_parquet
 from knobwise.envs.tables.profile_table import Knob, KnobValue
 
 KEYS = frozenset({"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"})
@@ -38,10 +39,10 @@ def read_frame(path: Path) -> pl.DataFrame:
             with io.BytesIO(content) if isinstance(content, bytes) else path.open("rb") as lines:
                 return pl.DataFrame([decoded(line) for line in lines if line.strip()], infer_schema_length=None)
         if name.endswith((".parquet", ".pq")):
-            return pl.read_parquet(path)
+            return read_parquet(path)
     except (InputError, MemoryError):
         raise
-    except (Exception, pl.exceptions.PanicException) as error:
+    except Exception as error:
         raise InputError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})") from error
     raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl and .ndjson; text may end in .gz")
 
@@ -97,6 +98,7 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
     """The knob of a column, and the index of each row's value. Text such as `8` is a number, `08` is not."""
     if series.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
+    series = series.cast(pl.Float64) if series.dtype == pl.Int128 else series
     if series.null_count() or not (series.dtype.is_numeric() or series.dtype == pl.String):
         raise InputError(
             f"{source}: knob {series.name!r} must be a number or a name in every row; {series.null_count()} are empty"

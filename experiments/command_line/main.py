@@ -57,7 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         say(f"knobwise: {refused[1]}")
         return refused[0]
-    except MemoryError:
+    except (ImportError, MemoryError) as error:
+        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
+            raise
         say(f"knobwise: {os.strerror(errno.ENOMEM)}; {LIMITS[errno.ENOMEM]}, then give the same command again")
         return 1
     except KeyboardInterrupt as stop:

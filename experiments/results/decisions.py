@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from polars.exceptions import PanicException, PolarsError
+from polars.exceptions import PolarsError
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import written_whole
 from knobwise.common.json_text import decoded
+from knobwise.common.parquet import read_parquet
 
 FILE = "decisions.parquet"
 DECISIONS_DIGEST = "decisions_sha256"
@@ -84,11 +85,13 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     try:
         if _noted_digest(path.with_name("results.json")) not in (None, digest_of(path)):
             raise Damaged.at(path)
-        frame = pl.read_parquet(path)
+        frame = read_parquet(path)
         if set(SCHEMA) - set(frame.columns):
             raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
         return _complete(frame)
-    except (PolarsError, PanicException, OSError) as error:
+    except InputError:
+        raise
+    except (PolarsError, OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
 
 
