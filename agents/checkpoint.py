@@ -82,16 +82,9 @@ def network_of(agent: Controller | StackedController | PricedChooser) -> Control
     return inner.network if isinstance(inner, StackedController) else inner
 
 
-def save_checkpoint(
-    path: str | Path,
-    agent: Agent,
-    table: ProfileTable | BeamTable,
-    extra: dict[str, Any],
-    previous: Path | None = None,
-) -> None:
-    """Write an agent, everything that is needed to decide with it, and `extra` (tensors and plain values); `previous`
-    as in `Loaded.save`."""
-    Loaded(agent, table.name, table.digest, extra).save(path, previous)
+def save_checkpoint(path: str | Path, agent: Agent, table: ProfileTable | BeamTable, extra: dict[str, Any]) -> None:
+    """Write an agent, everything that is needed to decide with it, and `extra` (tensors and plain values)."""
+    Loaded(agent, table.name, table.digest, extra).save(path)
 
 
 def load_checkpoint(path: str | Path) -> Loaded:
@@ -137,8 +130,9 @@ def load_if_whole(path: Path) -> Loaded | None:
 @torch.no_grad()
 def _check_decides(agent: Any) -> None:
     """Refuse an agent with weights that are not finite, by an InputError, and a controller that cannot decide."""
-    weights = {**dict(agent.named_parameters()), **dict(agent.named_buffers())}
-    if broken := next((name for name, values in weights.items() if values.isnan().any()), None):
+    module = agent.chooser if isinstance(agent, PricedChooser) else agent
+    named = (*module.named_parameters(), *module.named_buffers())
+    if broken := next((name for name, values in named if values.isnan().any()), None):
         raise InputError(f"{broken} holds NaN")
     if isinstance(agent, Selector | PricePolicy):
         return

@@ -321,7 +321,7 @@ class Trainer(ABC):
                     save_checkpoint(self.folder / name, self.trained, self.table, self.provenance())
                 state = {"training": self.training_state()}
                 last = self.folder / "last.pt"
-                save_checkpoint(last, self.trained, self.table, state, previous=last.with_name(PREVIOUS))
+                Loaded(self.trained, self.table.name, self.table.digest, state).save(last, last.with_name(PREVIOUS))
                 self.saved = self.iteration
 
     def _kept_files(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 
 from knobwise import __version__
 from knobwise.common.errors import InputError
-from knobwise.common.files import LIMITS, refused_by_system
+from knobwise.common.files import limit_of, refused_by_system
 from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.progress import say
 
@@ -57,14 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         say(f"knobwise: {refused[1]}")
         return refused[0]
-    except (ImportError, MemoryError) as error:
-        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
-            raise
-        say(f"knobwise: {os.strerror(errno.ENOMEM)}; {LIMITS[errno.ENOMEM]}, then give the same command again")
-        return 1
     except KeyboardInterrupt as stop:
         say("\n".join(["\nknobwise: interrupted", *getattr(stop, "__notes__", ()), *_how_to_resume(words)]))
         return status_of(stop)
+    except BaseException as error:  # libraries name limits in errors of their own
+        if not (limit := limit_of(error)):
+            raise
+        say(f"knobwise: {limit}, then give the same command again")
+        return 1
     finally:
         if sys.stderr is not None:  # else Python fails when it flushes at its end, with a status of its own
             _Output(sys.stderr).flush()

@@ -18,12 +18,10 @@ from scipy.special import stdtrit
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_text
 from knobwise.common.json_text import decoded
-from knobwise.experiments.results.decisions import DECISIONS_DIGEST, FILE, digest_of
+from knobwise.experiments.results.decisions import FILE
 from knobwise.experiments.results.problem import Metric, problem_of
 
 Row = Mapping[str, Any]
-DIGEST = "sha256"
-"""The key in `results.json` of a digest of all else in it."""
 
 LEARNED, TEACHER, STATIC, ORACLE = "controller", "teacher", "budget_aware_static", "oracle"
 FROZEN, MIX, SINGLE = "controller_frozen", "static_mix", "best_single"
@@ -152,12 +150,15 @@ def sentences(template: str, **content: Any) -> list[str]:
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
     """Write `results.json`, with digests of its content and of `decisions.parquet`, which is there already."""
-    results = results | {DECISIONS_DIGEST: digest_of(folder / FILE)}
-    write_text(folder / "results.json", json.dumps(results | {DIGEST: _digest(results)}, indent=1))
+    results = results | {"sha256": _digests(folder, results)}
+    write_text(folder / "results.json", json.dumps(results, indent=1))
 
 
-def _digest(results: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps({k: v for k, v in results.items() if k != DIGEST}).encode()).hexdigest()
+def _digests(folder: Path, results: dict[str, Any]) -> list[str]:
+    """SHA-256 of the results, and of the decisions, if they are there."""
+    words = json.dumps({key: value for key, value in results.items() if key != "sha256"}).encode()
+    contents = [words, *([(folder / FILE).read_bytes()] if (folder / FILE).exists() else [])]
+    return [hashlib.sha256(content).hexdigest() for content in contents]
 
 
 def read_results(run_folder: str | Path) -> dict[str, Any]:
@@ -175,8 +176,12 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # bytes that are no text, text that is no JSON
         raise InputError(f"{path}: not the results of a run ({error})") from error
-    if isinstance(results, dict) and results.get(DIGEST, digest := _digest(results)) != digest:
-        raise Damaged.at(path)
+    if isinstance(results, dict) and "sha256" in results:
+        noted, digests = results["sha256"], _digests(path.parent, results)
+        if not isinstance(noted, list) or noted[:1] != digests[:1]:
+            raise Damaged.at(path)
+        if noted[: len(digests)] != digests:
+            raise Damaged.at(path.with_name(FILE))
     rows = results.get("rows") if isinstance(results, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
         raise InputError(f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing")

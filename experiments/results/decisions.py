@@ -5,7 +5,6 @@ Writing and summarising 10^7 decisions stays below 4 GiB of memory. No torch is 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ import numpy as np
 import polars as pl
 from polars.exceptions import PolarsError
 
-from knobwise.common.errors import Damaged, InputError
+from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.common.json_text import decoded
 from knobwise.common.parquet import read_parquet
 
 FILE = "decisions.parquet"
-DECISIONS_DIGEST = "decisions_sha256"
-"""The key in `results.json` of the SHA-256 of this file."""
 SAMPLE = ("split", "dataset", "sample_id")
 """A sample is judged once in each split whose test part it is in."""
 SCHEMA: dict[str, pl.DataType] = {
@@ -83,8 +79,6 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     if not path.is_file():
         raise InputError(f"{path}: no such file; run the experiment again")
     try:
-        if _noted_digest(path.with_name("results.json")) not in (None, digest_of(path)):
-            raise Damaged.at(path)
         frame = read_parquet(path)
         if set(SCHEMA) - set(frame.columns):
             raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
@@ -93,19 +87,6 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
         raise
     except (PolarsError, OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
-
-
-def digest_of(path: Path) -> str:
-    """SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _noted_digest(results: Path) -> Any:
-    """The digest of the decisions in `results.json`; None where nobody has noted it."""
-    try:
-        return decoded(results.read_bytes()).get(DECISIONS_DIGEST)
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 def decision_rows(

@@ -80,7 +80,6 @@ class Tracker:
         profile: as in `results.json`; online it becomes an input of the W&B run of a seed.
         resume_step: the step of the checkpoint that training resumes from. Later rows of this seed are dropped; None
             starts from the beginning and drops every earlier row of this seed.
-        known: the rows of this seed up to there, see `MetricsFile`.
 
     Raises:
         InputError: see `wandb_mode`; also if W&B is wanted online but cannot be reached when the first seed begins.
@@ -99,10 +98,10 @@ class Tracker:
         tags: Sequence[str] = (),
         profile: Mapping[str, Any] | None = None,
         resume_step: int | None = None,
-        known: Sequence[Row] = (),
     ) -> None:
         self.folder, self.settings, self.job_type = Path(folder).absolute(), settings, job_type
-        self.seed, self.resume_step, self.known, self.profile = seed, resume_step, known, profile
+        self.seed, self.resume_step, self.profile = seed, resume_step, profile
+        self.known: Sequence[Row] = ()  # set before the block begins: see `MetricsFile`
         digest = (profile or {}).get("digest", "")
         # `run` is the same for the W&B runs of all seeds
         added = {"profile_digest": digest, "git_commit": git_commit(), "machine": machine(), "run": name}

@@ -7,7 +7,7 @@ import logging
 import shlex
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import STUDENT, claim
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.service_options import ServiceRun
-from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
+from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 
 
@@ -106,23 +106,18 @@ def train_seed(trainer: Trainer, config: Any, folder: Path) -> Path:
     else:
         # the checkpoint was written before the rows of its own iteration were complete
         step = trainer.iteration - 1
-        about = (config, folder, trainer.table, "train", trainer.seed, step, trainer.logged)
-        with tracker_of(*about) as trainer.log:
+        tracker = tracker_of(config, folder, trainer.table, "train", trainer.seed, step)
+        tracker.known = trainer.logged
+        with tracker as trainer.log:
             trainer.run()
     return checkpoints
 
 
 def tracker_of(
-    config: Any,
-    folder: Path,
-    table: Any,
-    job_type: str,
-    seed: int | None = None,
-    step: int | None = None,
-    known: Sequence[Row] = (),
+    config: Any, folder: Path, table: Any, job_type: str, seed: int | None = None, step: int | None = None
 ) -> Tracker:
-    """The tracker of a run, or of one of its seeds. `step` is where a resumed seed continues, with the rows `known` of
-    it until then; a negative one means from the beginning."""
+    """The tracker of a run, or of one of its seeds. `step` is where a resumed seed continues; a negative one means from
+    the beginning."""
     if isinstance(config, SelectorRun):
         tags = [f"reward-{config.reward.mode}"]
     elif isinstance(config, ServiceRun):
@@ -140,5 +135,4 @@ def tracker_of(
         tags=list(tags),
         profile=profile_of(table),
         resume_step=step if step is not None and step >= 0 else None,
-        known=known,
     )

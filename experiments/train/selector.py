@@ -272,8 +272,8 @@ class SelectorStages:
             # the checkpoint was written before the rows of its own iteration were complete
             before = self.step + trainer.iteration - 1
             if self.tracker is None:
-                known = self.logged + _named(trainer.logged, name, self.step)
-                opened = tracker_of(self.config, self.folder, self.data.table, "train", self.seed, before, known)
+                opened = tracker_of(self.config, self.folder, self.data.table, "train", self.seed, before)
+                opened.known = self.logged + _named(trainer.logged, name, self.step)
                 self.tracker = self.after.enter_context(opened)
             trainer.log = _StageLog(self.tracker, name, self.step)
             trainer.run()

@@ -41,6 +41,13 @@ def refused_by_system(error: OSError) -> tuple[int, str] | None:
     return None
 
 
+def limit_of(error: BaseException) -> str:
+    """What helps where an error, of whatever library, says that a limit of the system was met; else ""."""
+    words = str(error) if "failed to map segment" not in str(error) else os.strerror(errno.ENOMEM)
+    words = os.strerror(errno.ENOMEM) if isinstance(error, MemoryError) else words
+    return next((f"{os.strerror(n)}; {help}" for n, help in LIMITS.items() if os.strerror(n) in words), "")
+
+
 def sync(path: str | Path) -> None:
     """Wait until a file's bytes, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -79,8 +86,9 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     try:
         lock_descriptor(handle)  # ours are those that are locked; the lock of a killed process is gone
         for other in path.parent.glob(f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"):
-            if other != temporary:
-                _remove_abandoned(other)
+            with suppress(OSError), other.open() as file:  # it may have been renamed just now
+                if lock_descriptor(file.fileno(), blocking=False):
+                    other.unlink()
         yield temporary
         # mkstemp makes private files; what we leave behind should be as readable as any other new file
         umask = os.umask(0)
@@ -102,17 +110,6 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     finally:
         os.close(handle)
         temporary.unlink(missing_ok=True)
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove a temporary file unless somebody is still writing it."""
-    with suppress(OSError):  # it has just been renamed, or is somebody else's
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            if lock_descriptor(handle, blocking=False):
-                path.unlink()
-        finally:
-            os.close(handle)
 
 
 def is_damaged(path: str | Path) -> bool:

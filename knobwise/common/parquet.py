@@ -1,7 +1,5 @@
 """Reading Parquet that others wrote."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -9,16 +7,9 @@ import polars as pl
 
 
 def read_parquet(path: Path) -> pl.DataFrame:
-    """Read a file; where polars panics, its lines do not reach stderr.
-
-    Raises:
-        ValueError: polars panics, because the file is damaged.
-        OSError, polars.exceptions.PolarsError: it cannot be read.
-    """
-    try:
-        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    except OSError:  # there is no stderr
-        return pl.read_parquet(path)
+    """Read a file. Raises ValueError where polars panics at a damaged one, without the lines that it writes to stderr
+    then; OSError or PolarsError for what it refuses."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
         return pl.read_parquet(path)
