@@ -96,7 +96,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
     """
     try:
         if is_damaged(path):
-            raise Damaged.at(path)
+            raise Damaged(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise InputError(f"{path}: no such checkpoint") from None
@@ -117,8 +117,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
 
 
 def load_if_whole(path: Path) -> Loaded | None:
-    """What a checkpoint holds; None where there is none, or only a damaged one, which is reported and removed: what it
-    held is made again. Raises InputError if it is something else."""
+    """What a checkpoint holds; None where there is none, or only a damaged one, which is reported and removed."""
     try:
         return load_checkpoint(path) if path.exists() else None
     except Damaged:

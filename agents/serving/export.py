@@ -20,7 +20,7 @@ from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.predictors.experts import Expert
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.serving.numpy_controller import FORMAT, NumpyController, digest_of, shape_of
+from knobwise.agents.serving.numpy_controller import FORMAT, NumpyController, digest_of
 from knobwise.agents.stack.priced_policy import PricedChooser, hash_keys
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
@@ -89,7 +89,6 @@ def arrays_of(agent: Agent) -> Arrays:
         arrays |= {f"static.{name}": values for name, values in arrays_of_static(stack.static).items()}
     if isinstance(agent, PricedChooser):
         arrays |= {f"mean.{name}": values for name, values in mean_arrays(agent, network.normaliser).items()}
-    header["arrays"] = {name: shape_of(array) for name, array in arrays.items()}
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     return arrays | {"digest": np.frombuffer(digest_of(arrays), np.uint8)}
 

@@ -82,7 +82,7 @@ def read_arrays(path: Path, kind: str) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             return tensors_of(path)
         if is_damaged(path):
-            raise Damaged.at(path)
+            raise Damaged(path)
         if path.suffix == ".pt":
             content = torch.load(path, map_location="cpu", weights_only=True)
         else:
@@ -109,10 +109,10 @@ def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str,
     except SafetensorError as error:
         with Path(path).open("rb") as opened:
             if is_damaged(path) or opened.read(9)[8:] == b"{":
-                raise Damaged.at(path) from error
+                raise Damaged(path) from error
         raise
     if words.pop(DIGEST, None) not in (None, _digest(tensors, words)):
-        raise Damaged.at(path)
+        raise Damaged(path)
     return tensors, words
 
 

@@ -179,9 +179,9 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
     if isinstance(results, dict) and "sha256" in results:
         noted, digests = results["sha256"], _digests(path.parent, results)
         if not isinstance(noted, list) or noted[:1] != digests[:1]:
-            raise Damaged.at(path)
+            raise Damaged(path)
         if noted[: len(digests)] != digests:
-            raise Damaged.at(path.with_name(FILE))
+            raise Damaged(path.with_name(FILE))
     rows = results.get("rows") if isinstance(results, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
         raise InputError(f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing")

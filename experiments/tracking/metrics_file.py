@@ -39,8 +39,8 @@ class MetricsFile:
                 self.earlier.append((int(row["step"]), values))
             self.kept = [row for row in self.earlier if row[0] <= last]
             kept = [row for row in rows if row["seed"] != self.seed or int(row["step"]) <= last]
-            held = [_words(row) for row in self.kept]
-            if any(_words(row) not in held for row in known):
+            held = [{k: v for k, v in row.items() if v or k == "seed"} for row in kept]
+            if any(self._row(*row) not in held for row in known):
                 say(f"{path}: rows are missing or damaged; those of seed {seed} are written again")
                 self.earlier = [*known, *(row for row in self.earlier if row[0] > last)]
                 self.kept = list(known)
@@ -94,8 +94,3 @@ def _are_numbers(line: list[str]) -> bool:
         return int(line[1]) >= 0 and len([float(value or 0) for value in line]) > 1
     except (IndexError, ValueError):
         return False
-
-
-def _words(row: Row) -> tuple[int, list[tuple[str, str]]]:
-    """For comparing rows: NaN equals NaN, and the order of columns means nothing."""
-    return row[0], sorted((name, repr(value)) for name, value in row[1].items())

@@ -16,9 +16,10 @@ class InputError(ValueError):
 
 
 class Damaged(InputError):
-    """A file that knobwise wrote, or could have written, does not hold what was written."""
+    """A file that knobwise wrote, or could have written, does not hold what was written. Made of its path."""
 
-    @classmethod
-    def at(cls, path: object) -> Damaged:
-        """The error for a file."""
-        return cls(f"{path}: is damaged, it is not as it was written; make it again, or take a copy")
+    def __init__(self, path: object) -> None:
+        ValueError.__init__(self, path)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: is damaged, it is not as it was written; make it again, or take a copy"

@@ -43,8 +43,8 @@ def refused_by_system(error: OSError) -> tuple[int, str] | None:
 
 def limit_of(error: BaseException) -> str:
     """What helps where an error, of whatever library, says that a limit of the system was met; else ""."""
-    words = str(error) if "failed to map segment" not in str(error) else os.strerror(errno.ENOMEM)
-    words = os.strerror(errno.ENOMEM) if isinstance(error, MemoryError) else words
+    no_memory = isinstance(error, MemoryError) or "failed to map segment" in str(error)
+    words = os.strerror(errno.ENOMEM) if no_memory else str(error)
     return next((f"{os.strerror(n)}; {help}" for n, help in LIMITS.items() if os.strerror(n) in words), "")
 
 
