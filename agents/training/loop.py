@@ -9,16 +9,14 @@ its own data than `epochs` passes take it.
 from __future__ import annotations
 
 import bisect
-import copy
 import functools
 import itertools
 import math
 import multiprocessing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -30,6 +28,7 @@ from torchrl.envs import EnvBase
 from knobwise.agents.checkpoint import Loaded, load_if_whole, save_checkpoint
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.agents.training.stage import Log, Stage
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress
@@ -39,37 +38,6 @@ from knobwise.envs.tables.profile_table import ProfileTable
 PREVIOUS = "previous.pt"
 """The `last.pt` before the present one."""
 STOPPING = "stopping after this iteration, which will be saved; once more stops at once"
-
-
-class Log(Protocol):
-    """Where numbers go: `knobwise.experiments.tracking.tracker.Tracker` is one."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-
-@dataclass
-class Stage:
-    """One stage of a training: which loss, for how long, how fast."""
-
-    name: str
-    """As the progress bar shows it."""
-    loss: Callable[[TensorDictBase], TensorDictBase]
-    """Of a minibatch: the sum of the outputs that have a gradient is minimised."""
-    iterations: int
-    """How many; a stage of none is left out."""
-    lr: float
-    """Learning rate of AdamW, before the schedule."""
-    prepare: Callable[[float, bool], None] = lambda share, logged: None
-    """Called before each iteration with the share of the stage that is done and whether it is logged."""
-    begin: Callable[[], None] = lambda: None
-    """Called when the stage begins. The optimiser always starts anew."""
-    dropout: bool = False
-    """Whether the network learns in train mode. GRPO does not: like the old log-probs, which are drawn in eval mode,
-    the new ones are then without dropout, and the ratio is 1 at the first step."""
-    patience: int = 0
-    """Evaluations after this stage's best score after which the stage ends; 0 never ends it early."""
-    retreat: int = 0
-    """Evaluations in a row below the best after which it goes back to the best at half the learning rate; 0 never."""
 
 
 class Trainer(ABC):
@@ -373,16 +341,10 @@ class Trainer(ABC):
         self.saved = self.iteration
         # its own iteration is evaluated again unless the training is finished
         self.logged = [row for row in state.get("logged", ()) if self.finished or row[0] < self.iteration]
-        if load_if_whole(best := path.with_name("best.pt")) is None:
-            self._save_best(best)
+        if load_if_whole(best := path.with_name("best.pt")) is None:  # written again as it was then
+            self.iteration = self.best["iteration"]
+            self.scores = [each for each in self.scores if each[0] <= self.iteration]
+            self.agent.load_state_dict(self.best["state"])
+            save_checkpoint(best, self.trained, self.table, self.provenance())
+            return self.resume(path)
         return True
-
-    def _save_best(self, path: Path) -> None:
-        """Write `best.pt` as it was when the best was found."""
-        now = self.iteration, self.scores, copy.deepcopy(self.agent.state_dict())
-        self.iteration = self.best["iteration"]
-        self.scores = [each for each in self.scores if each[0] <= self.iteration]
-        self.agent.load_state_dict(self.best["state"])
-        save_checkpoint(path, self.trained, self.table, self.provenance())
-        self.iteration, self.scores = now[:2]
-        self.agent.load_state_dict(now[2])

@@ -9,7 +9,10 @@ import polars as pl
 def read_parquet(path: Path) -> pl.DataFrame:
     """Read a file. Raises ValueError where polars panics at a damaged one, without the lines that it writes to stderr
     then; OSError or PolarsError for what it refuses."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # stderr is closed
+        return pl.read_parquet(path)
     try:
         os.dup2(nowhere, 2)
         return pl.read_parquet(path)
