@@ -17,8 +17,9 @@ from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.service.policy import PricePolicy
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
-from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.errors import Damaged, InputError
+from knobwise.common.files import is_damaged, written_whole
+from knobwise.common.progress import say
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -61,8 +62,9 @@ class Loaded(NamedTuple):
             raise InputError(f"the checkpoint holds a controller, trained on {self.profile_name!r}, and no selector")
         return self.agent
 
-    def save(self, path: str | Path) -> None:
-        """Write the checkpoint; `load_checkpoint` reads it. Raises InputError if it cannot be written."""
+    def save(self, path: str | Path, previous: Path | None = None) -> None:
+        """Write the checkpoint; `load_checkpoint` reads it. What was at `path` moves to `previous`, if that is given.
+        Raises InputError if it cannot be written."""
         content = {
             "format": FORMAT,
             "kind": type(self.agent).__name__,
@@ -70,7 +72,7 @@ class Loaded(NamedTuple):
             "profile": {"name": self.profile_name, "digest": self.profile_digest},
             "extra": self.extra,
         }
-        with written_whole(path) as temporary:
+        with written_whole(path, previous) as temporary:
             torch.save(content, temporary)
 
 
@@ -89,23 +91,54 @@ def load_checkpoint(path: str | Path) -> Loaded:
     """Read what `save_checkpoint` wrote, strictly.
 
     Raises:
-        InputError: no such file, or not a checkpoint of knobwise.
+        Damaged: it is not whole, or does not agree with the checksums in it.
+        InputError: no such file, not a checkpoint of knobwise, or weights that are not finite.
     """
     try:
+        if is_damaged(path):
+            raise Damaged(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise InputError(f"{path}: no such checkpoint") from None
+    except Damaged:
+        raise
     except Exception as error:
         raise InputError(f"{path}: not a checkpoint that knobwise can read ({type(error).__name__})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of knobwise (expected format {FORMAT})")
     try:
         agent = KINDS[content["kind"]].restored(content["controller"])
+        _check_decides(agent)
         return Loaded(agent, content["profile"]["name"], content["profile"]["digest"], content["extra"])
     except InputError as error:  # a setting of an earlier version
         raise InputError(f"{path}: cannot be used any more: {error}; train again") from error
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{path}: damaged, or written by another version of knobwise ({error})") from error
+
+
+def load_if_whole(path: Path) -> Loaded | None:
+    """What a checkpoint holds; None where there is none, or only a damaged one, which is reported and removed."""
+    try:
+        return load_checkpoint(path) if path.exists() else None
+    except Damaged:
+        say(f"{path}: is damaged, it is not as it was written; going on from what came before it")
+        path.unlink()
+        return None
+
+
+@torch.no_grad()
+def _check_decides(agent: Any) -> None:
+    """Refuse an agent with weights that are not finite, by an InputError, and a controller that cannot decide."""
+    module = agent.chooser if isinstance(agent, PricedChooser) else agent
+    named = (*module.named_parameters(), *module.named_buffers())
+    if broken := next((name for name, values in named if values.isnan().any()), None):
+        raise InputError(f"{broken} holds NaN")
+    if isinstance(agent, Selector | PricePolicy):
+        return
+    sizes, guard = network_of(agent).normaliser.sizes, getattr(agent, "guard", None)
+    calibrated = agent if isinstance(agent, PricedChooser) else guard
+    limits = torch.ones(1) if calibrated is None else calibrated.budgets_ms.float()
+    agent.choose({name: torch.zeros(len(limits), size) for name, size in sizes.items()}, limits)
 
 
 # -- to begin a training with (`init_from=PATH`) -----------------------------------------------------------------------

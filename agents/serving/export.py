@@ -20,7 +20,7 @@ from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.predictors.experts import Expert
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.serving.numpy_controller import FORMAT, NumpyController
+from knobwise.agents.serving.numpy_controller import FORMAT, NumpyController, digest_of
 from knobwise.agents.stack.priced_policy import PricedChooser, hash_keys
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
@@ -90,7 +90,7 @@ def arrays_of(agent: Agent) -> Arrays:
     if isinstance(agent, PricedChooser):
         arrays |= {f"mean.{name}": values for name, values in mean_arrays(agent, network.normaliser).items()}
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    return arrays
+    return arrays | {"digest": np.frombuffer(digest_of(arrays), np.uint8)}
 
 
 def to_numpy(agent: Agent) -> NumpyController:

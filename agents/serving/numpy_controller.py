@@ -52,7 +52,8 @@ class NumpyController:
     """Decides for requests by the arrays of an exported file, by name; `header` is JSON.
 
     Raises:
-        ValueError: if `knobwise export` did not write the arrays.
+        ValueError: if `knobwise export` did not write the arrays, or they are not as it wrote them. Files of earlier
+            versions hold no digest and no shapes; of them it is only seen whether they decide.
     """
 
     def __init__(self, arrays: Arrays) -> None:
@@ -64,10 +65,12 @@ class NumpyController:
         if not known:
             raise ValueError(f"not an exported controller (expected format {FORMAT})")
         self.header: dict[str, Any] = head
-        content = hashlib.sha256()
-        for name in sorted(arrays):
-            content.update(name.encode() + np.ascontiguousarray(arrays[name]).tobytes())
-        self.digest = content.hexdigest()[:16]
+        content = digest_of(arrays)
+        if bytes(arrays.get("digest", content)) != content:
+            raise ValueError("is damaged, it is not as it was written; export it again")
+        if broken := [name for name, array in arrays.items() if array.dtype.kind == "f" and np.isnan(array).any()]:
+            raise ValueError(f"{broken[0]} holds NaN; train again")
+        self.digest = content.hex()[:16]
         """Of all arrays: controllers with the same digest decide alike."""
         self.knobs: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in head["knobs"]}
         """The values of each knob, by name."""
@@ -101,6 +104,7 @@ class NumpyController:
         self._fast: _Fast | None = None
         if self._utility and self._utility.plain and self._members == [self._utility] and head["stacked"]:
             self._fast = _Fast(self._normal, self._utility, self._guard) if self._normal else None
+        self._try()
 
     @classmethod
     def load(cls, path: str | Path) -> NumpyController:
@@ -113,12 +117,26 @@ class NumpyController:
         try:
             # opened here, since np.load leaves a damaged file open
             with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                if file.zip.testzip() is not None:
+                    raise ValueError("is damaged, it is not as it was written; export it again")
                 arrays = {name: file[name] for name in file.files}
             return cls(arrays)
         except OSError:
             raise
         except Exception as error:
-            raise ValueError(f"{path}: {error}") from error
+            words = " ".join(str(error).split()) if isinstance(error, ValueError) else f"is damaged ({error!r})"
+            raise ValueError(f"{path}: {words}") from error
+
+    def _try(self) -> None:
+        """Decide at each calibrated budget: arrays that do not fit together fail now, not at the first request."""
+        budgets = np.exp(self._guard.logs) if self._guard else np.ones(1)
+        budgets = budgets if self._mean is None else self._mean.budgets_ms
+        blocks = {name: np.zeros((len(budgets), width), np.float32) for name, width in self.feature_sizes.items()}
+        with np.errstate(all="ignore"):
+            many = self.choose(blocks, budgets).tolist()
+            single = [self.decide_index({k: v[0] for k, v in blocks.items()}, budget) for budget in budgets.tolist()]
+        for index in many + single:
+            self.configuration(index)
 
     def configuration(self, index: int) -> dict[str, Any]:
         """The knob values of configuration `index`, by knob name."""
@@ -357,6 +375,15 @@ class NumpyController:
         if price:  # double because of the highest price
             score = score + price * meets.astype(np.float64)
         return _first(score, log_latency if self._guard is None else -meets)
+
+
+def digest_of(arrays: Arrays) -> bytes:
+    """SHA-256 of the names, types, shapes and bytes of all arrays but `digest`, which holds it."""
+    content = hashlib.sha256()
+    for name in sorted(set(arrays) - {"digest"}):
+        array = np.ascontiguousarray(arrays[name])
+        content.update(f"{name} {array.dtype} {arrays[name].shape} ".encode() + array.tobytes())
+    return content.digest()
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

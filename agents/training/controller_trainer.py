@@ -25,9 +25,10 @@ from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.evaluation import LOGGED, drawn_metrics, judge
 from knobwise.agents.predictors.folds import rows_of_members
-from knobwise.agents.training.loop import Stage, Trainer
+from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.agents.training.stage import Stage
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments, thinned
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit

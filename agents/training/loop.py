@@ -15,9 +15,8 @@ import math
 import multiprocessing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -26,47 +25,19 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_if_whole, save_checkpoint
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.agents.training.stage import Log, Stage
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 
+PREVIOUS = "previous.pt"
+"""The `last.pt` before the present one."""
 STOPPING = "stopping after this iteration, which will be saved; once more stops at once"
-
-
-class Log(Protocol):
-    """Where numbers go: `knobwise.experiments.tracking.tracker.Tracker` is one."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-
-@dataclass
-class Stage:
-    """One stage of a training: which loss, for how long, how fast."""
-
-    name: str
-    """As the progress bar shows it."""
-    loss: Callable[[TensorDictBase], TensorDictBase]
-    """Of a minibatch: the sum of the outputs that have a gradient is minimised."""
-    iterations: int
-    """How many; a stage of none is left out."""
-    lr: float
-    """Learning rate of AdamW, before the schedule."""
-    prepare: Callable[[float, bool], None] = lambda share, logged: None
-    """Called before each iteration with the share of the stage that is done and whether it is logged."""
-    begin: Callable[[], None] = lambda: None
-    """Called when the stage begins. The optimiser always starts anew."""
-    dropout: bool = False
-    """Whether the network learns in train mode. GRPO does not: like the old log-probs, which are drawn in eval mode,
-    the new ones are then without dropout, and the ratio is 1 at the first step."""
-    patience: int = 0
-    """Evaluations after this stage's best score after which the stage ends; 0 never ends it early."""
-    retreat: int = 0
-    """Evaluations in a row below the best after which it goes back to the best at half the learning rate; 0 never."""
 
 
 class Trainer(ABC):
@@ -78,7 +49,7 @@ class Trainer(ABC):
         behaviour: the policy that collects.
         stored: which of the collected keys go into the buffer, in batches of contexts of this `shape`.
         seed: of initialisation, contexts, draws.
-        folder, log: where `best.pt` and `last.pt` go, and metrics; None for nowhere.
+        folder, log: where `best.pt`, `last.pt` and `previous.pt` go, and metrics; None for nowhere.
         device: `cpu` or `cuda`.
     """
 
@@ -112,6 +83,8 @@ class Trainer(ABC):
         self.iteration, self.finished = 0, False
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
         self.saved: int | None = None  # the iteration that `last.pt` holds
+        # every iteration with what was logged of it, so that `metrics.csv` can be written again
+        self.logged: list[tuple[int, dict[str, float]]] = []
         # every evaluation's iteration and score; how many in a row were below the best; the factor on the learning rate
         self.scores, self.below, self.slower = list[tuple[int, float]](), 0, 1.0
         self._held = Held()
@@ -220,9 +193,8 @@ class Trainer(ABC):
             ):
                 set_random_state(self._random, self.device)
                 while self._continues():
-                    metrics = self.iterate(stream)
-                    if self.log is not None and metrics:
-                        self.log.log(metrics, self.iteration)
+                    if metrics := self.iterate(stream):
+                        self._note(metrics)
                     best = f"best validation {self.judged_by} {self.best['score']:.4f}"
                     tick(self.iteration + 1, f"{self.stage.name} · {best}")
                     self.iteration += 1
@@ -289,9 +261,13 @@ class Trainer(ABC):
             state = {name: value.detach().clone() for name, value in self.agent.state_dict().items()}
             self.best = {"score": score, "iteration": self.iteration, "state": state}
         self._end_early()
-        if self.log is not None:
-            self.log.log({f"Val/{name}": value for name, value in metrics.items()}, self.iteration)
+        self._note({f"Val/{name}": value for name, value in metrics.items()})
         self._save(judged=True)
+
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        if self.log is not None:
+            self.logged.append((self.iteration, {name: float(value) for name, value in metrics.items()}))
+            self.log.log(metrics, self.iteration)
 
     def _end_early(self) -> None:
         """Go on to the next stage, or finish, where the score of this stage has not risen for long."""
@@ -312,7 +288,8 @@ class Trainer(ABC):
                 for name in self._kept_files() if judged else ():
                     save_checkpoint(self.folder / name, self.trained, self.table, self.provenance())
                 state = {"training": self.training_state()}
-                save_checkpoint(self.folder / "last.pt", self.trained, self.table, state)
+                last = self.folder / "last.pt"
+                Loaded(self.trained, self.table.name, self.table.digest, state).save(last, last.with_name(PREVIOUS))
                 self.saved = self.iteration
 
     def _kept_files(self) -> list[str]:
@@ -336,19 +313,21 @@ class Trainer(ABC):
             "reference": self.reference.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "evaluated": (self.scores, self.below, self.slower),
+            "logged": self.logged,
             "contexts": self.env.contexts.before,
             "random": random_state(self.device),
         }
 
     def resume(self, path: Path) -> bool:
-        """Go on from a `last.pt`; the end is the same, bit for bit, as without the stop. False when there is none.
+        """Go on from a `last.pt`, or from the one before where it is damaged; the end is the same, bit for bit, as
+        without the stop. False when there is none.
 
         Raises:
             InputError: it belongs to another training.
         """
-        if not path.exists():
+        loaded = load_if_whole(path) or load_if_whole(path.with_name(PREVIOUS))
+        if loaded is None:
             return False
-        loaded = load_checkpoint(path)
         state = loaded.extra.get("training", {})
         if loaded.profile_digest != self.table.digest or not self._restore(loaded, state):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
@@ -360,4 +339,12 @@ class Trainer(ABC):
         self._random = state["random"]
         self.iteration, self.finished, self.best = state["iteration"], state["finished"], state["best"]
         self.saved = self.iteration
+        # its own iteration is evaluated again unless the training is finished
+        self.logged = [row for row in state.get("logged", ()) if self.finished or row[0] < self.iteration]
+        if load_if_whole(best := path.with_name("best.pt")) is None:  # written again as it was then
+            self.iteration = self.best["iteration"]
+            self.scores = [each for each in self.scores if each[0] <= self.iteration]
+            self.agent.load_state_dict(self.best["state"])
+            save_checkpoint(best, self.trained, self.table, self.provenance())
+            return self.resume(path)
         return True

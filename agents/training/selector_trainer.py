@@ -25,9 +25,10 @@ from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
 from knobwise.agents.selector.evaluation import LOWEST, bank_rows, choose, draw, judge, recorded_choices
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
-from knobwise.agents.training.loop import Stage, Trainer
+from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
+from knobwise.agents.training.stage import Stage
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig

@@ -15,8 +15,9 @@ from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.service.baselines import Service
 from knobwise.agents.service.policy import OBSERVED, SPREAD, PricePolicy
 from knobwise.agents.service.settings import ServiceLossConfig
-from knobwise.agents.training.loop import Stage, Trainer, seeded
+from knobwise.agents.training.loop import Trainer, seeded
 from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.agents.training.stage import Stage
 from knobwise.envs.service.arrivals import Traces
 from knobwise.envs.service.torchrl_env import ServiceQueue
 from knobwise.envs.tables.profile_table import ProfileTable

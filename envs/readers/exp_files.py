@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import polars as pl
 
-from knobwise.common.checks import one_of
+from knobwise.common.checks import folder_name, one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.readers.configuration_files import IDS, WORDS, in_range, keyed, read_configurations, whole_words
@@ -190,6 +190,7 @@ def _to_write(
 ) -> tuple[pl.DataFrame, dict[str, Any]]:
     """The rows that were profiled, null for NaN, and what is notes of the run; refuses what cannot be read again."""
     source = "the frame for exp5 and exp6 files"
+    folder_name("name", dataset_name)
     table = table_from_frame(frame, name=dataset_name, knobs=KNOBS, source=source)
     if len(set(table.dataset_names)) > 1:
         raise InputError(f"{source}: holds {len(set(table.dataset_names))} data sets; write each under its own name")

@@ -13,14 +13,13 @@ import polars as pl
 import torch
 from numpy.typing import ArrayLike
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.tensor_file import read_arrays
+from knobwise.envs.tables.tensor_file import read_arrays, save_tensors
 
 
 class Features(NamedTuple):
@@ -54,9 +53,15 @@ def read_features(path: str | Path) -> Features:
 def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
     """Ids and named blocks as `read_features` reads them from a file, which `source` names in its errors."""
     try:
-        arrays = {key: np.asarray(values) for key, values in content.items()}
-    except (TypeError, ValueError) as error:  # rows of different lengths
+        return _features_from(content, source)
+    except InputError:
+        raise
+    except (Exception, pl.exceptions.PanicException) as error:  # ids of mixed types, rows of different lengths, …
         raise InputError(f"{source}: cannot be read as features ({error})") from error
+
+
+def _features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
+    arrays = {key: np.asarray(values) for key, values in content.items()}
     ids = {key: arrays.pop(key) for key in ("dataset", "sample_id") if key in arrays}
     ids = {key: values.astype(str) if values.dtype.kind == "S" else values for key, values in ids.items()}
     if "sample_id" not in ids or not arrays:
@@ -68,6 +73,8 @@ def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Fea
             raise InputError(f"{source}: features {key!r} are not numbers")
         if values.ndim not in (1, 2) or len(values) != n:
             raise InputError(f"{source}: features {key!r} have shape {values.shape}, but there are {n} sample_id")
+        if not values.size:
+            raise InputError(f"{source}: features {key!r} are empty: their shape is {values.shape}")
         with np.errstate(over="ignore"):
             block = values.reshape(n, -1).astype(np.float32)
         if np.isinf(block).any():
@@ -110,10 +117,11 @@ def write_features(table: ProfileTable, path: str | Path) -> None:
     if not blocks or suffix not in (".safetensors", ".npz", ".pt", ".parquet"):
         raise InputError(f"{path}: features are written as .safetensors, .npz, .pt or .parquet; blocks: {list(blocks)}")
     arrays = {k: block.numpy() for k, block in blocks.items()}
+    if suffix == ".safetensors":
+        save_tensors(path, blocks, {k: json.dumps(v) for k, v in ids.items()})
+        return
     with written_whole(path) as temporary:
-        if suffix == ".safetensors":
-            save_file(blocks, temporary, metadata={k: json.dumps(v) for k, v in ids.items()})
-        elif suffix == ".npz":
+        if suffix == ".npz":
             np.savez_compressed(temporary, allow_pickle=False, **{k: np.array(v) for k, v in ids.items()}, **arrays)
         elif suffix == ".pt":
             torch.save({**ids, **blocks}, temporary)

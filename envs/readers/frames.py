@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +15,12 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.common.json_text import decoded
+from knobwise.common.parquet import read_parquet
 from knobwise.envs.tables.profile_table import Knob, KnobValue
 
 KEYS = frozenset({"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"})
+LIMIT = "KNOBWISE_UNPACKED_MB"
+"""The variable that says to how many MB a gzipped table may unpack; 512 without it."""
 TIERS = ("low", "medium", "high")
 NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
@@ -26,17 +31,33 @@ def read_frame(path: Path) -> pl.DataFrame:
         raise InputError(f"{path}: no such file")
     name = path.name.removesuffix(".gz")
     try:
+        content = _unpacked(path) if path.suffix == ".gz" else path
         if name.endswith(".csv"):
-            _refuse_twice(pl.read_csv(path, has_header=False, n_rows=1, infer_schema=False).row(0))
-            return pl.read_csv(path, infer_schema=False)
+            _refuse_twice(pl.read_csv(content, has_header=False, n_rows=1, infer_schema=False).row(0))
+            return pl.read_csv(content, infer_schema=False)
         if name.endswith((".jsonl", ".ndjson")):
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            with io.BytesIO(content) if isinstance(content, bytes) else path.open("rb") as lines:
                 return pl.DataFrame([decoded(line) for line in lines if line.strip()], infer_schema_length=None)
         if name.endswith((".parquet", ".pq")):
-            return pl.read_parquet(path)
-    except (Exception, pl.exceptions.PanicException) as error:
+            return read_parquet(path)
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
         raise InputError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})") from error
     raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl and .ndjson; text may end in .gz")
+
+
+def _unpacked(path: Path) -> bytes:
+    """The content of a gzipped file. Raises InputError if it is longer than the limit: a small file may unpack to more
+    than the memory."""
+    words = os.environ.get(LIMIT, "512")
+    if not words.isdecimal():
+        raise InputError(f"{LIMIT}={words}: must be a whole number of MB")
+    with gzip.open(path) as file:
+        content = file.read(int(words) * 1_000_000 + 1)
+    if len(content) > int(words) * 1_000_000:
+        raise InputError(f"{path}: unpacks to more than {words} MB; {LIMIT}=… in the environment allows more")
+    return content
 
 
 def _refuse_twice(names: Sequence[str | None]) -> None:
@@ -77,6 +98,7 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
     """The knob of a column, and the index of each row's value. Text such as `8` is a number, `08` is not."""
     if series.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
+    series = series.cast(pl.Float64) if series.dtype == pl.Int128 else series
     if series.null_count() or not (series.dtype.is_numeric() or series.dtype == pl.String):
         raise InputError(
             f"{source}: knob {series.name!r} must be a number or a name in every row; {series.null_count()} are empty"

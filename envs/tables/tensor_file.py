@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.errors import Damaged, InputError
+from knobwise.common.files import is_damaged, written_whole
+from knobwise.common.progress import say
 
 Table = TypeVar("Table")
+DIGEST = "sha256"
+"""The word in the head of a `.safetensors` file that holds a digest of all else."""
 
 
 def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
@@ -37,8 +41,24 @@ def write_tensors(path: str | Path, head: Mapping[str, Any], tensors: Mapping[st
     """Write the tensors and the head, whole or not at all."""
     # the head is a tensor too: the metadata of safetensors must stay below 100 MB
     encoded = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+    save_tensors(path, {"head": encoded, **tensors})
+
+
+def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], words: Mapping[str, str] | None = None) -> None:
+    """Write tensors, with words in the head of the file and a digest of both, as `.safetensors`, whole or not at
+    all."""
+    tensors, words = {name: tensor.contiguous() for name, tensor in tensors.items()}, dict(words or {})
     with written_whole(path) as temporary:
-        save_file({"head": encoded, **{name: tensor.contiguous() for name, tensor in tensors.items()}}, temporary)
+        save_file(tensors, temporary, metadata={**words, DIGEST: _digest(tensors, words)})
+
+
+def _digest(tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> str:
+    whole = hashlib.sha256(json.dumps(sorted(words.items())).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        whole.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return whole.hexdigest()
 
 
 def read_table(path: str | Path, kind: str, build: Callable[[dict[str, Any], dict[str, Tensor]], Table]) -> Table:
@@ -49,6 +69,8 @@ def read_table(path: str | Path, kind: str, build: Callable[[dict[str, Any], dic
         return build(json.loads(tensors.pop("head").numpy().tobytes()), tensors)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
+    except Damaged:
+        raise
     except Exception as error:
         raise InputError(f"{path}: not a {kind} saved by knobwise ({error})") from error
 
@@ -59,11 +81,15 @@ def read_arrays(path: Path, kind: str) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return tensors_of(path)
+        if is_damaged(path):
+            raise Damaged(path)
         if path.suffix == ".pt":
             content = torch.load(path, map_location="cpu", weights_only=True)
         else:
             content = np.load(path, allow_pickle=False)
         return dict(content) if isinstance(content, Mapping) else {"embeddings": content}
+    except Damaged:
+        raise
     except Exception as error:
         raise InputError(f"{path}: cannot be read as {kind} without executing code in it ({error})") from error
 
@@ -74,9 +100,29 @@ def tensors_of(path: str | Path) -> dict[str, Tensor]:
 
 
 def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a `.safetensors` file by name, and the words in its head."""
-    with safe_open(str(path), framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
+    """The tensors of a `.safetensors` file by name, and the words in its head. Raises Damaged if they are not what
+    `save_tensors` wrote, or the file is cut short; a file that something else wrote holds no digest."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            words = dict(file.metadata() or {})
+    except SafetensorError as error:
+        with Path(path).open("rb") as opened:
+            if is_damaged(path) or opened.read(9)[8:] == b"{":
+                raise Damaged(path) from error
+        raise
+    if words.pop(DIGEST, None) not in (None, _digest(tensors, words)):
+        raise Damaged(path)
+    return tensors, words
+
+
+def tensors_if_whole(path: Path) -> dict[str, Tensor] | None:
+    """The tensors of a file of ours by name; None where there is none, or only a damaged one, which is reported."""
+    try:
+        return tensors_of(path) if path.exists() else None
+    except (Damaged, SafetensorError):
+        say(f"{path}: is damaged, and made again")
+        return None
 
 
 def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

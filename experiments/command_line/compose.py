@@ -187,7 +187,7 @@ def _explaining(verb: str, words: Sequence[str]) -> Iterator[None]:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, OSError, TypeError, ValueError) as error:
         raise InputError(_explained(verb, words, error)) from error
 
 

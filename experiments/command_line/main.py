@@ -15,7 +15,7 @@ from typing import Any
 
 from knobwise import __version__
 from knobwise.common.errors import InputError
-from knobwise.common.files import refused_by_system
+from knobwise.common.files import limit_of, refused_by_system
 from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.progress import say
 
@@ -37,6 +37,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb. The exit status is 0 when all went well, 1 after a failure of the program or the system, 2 after a
     mistake in what was given, 130 after Ctrl-C, 143 after SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a stream may take ASCII alone
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        say("knobwise: the working folder was removed; go to another one, then give the command again")
+        return 2
     try:
         with _whoever_reads(), stopped_by_signals():
             return _run(words)
@@ -51,6 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         say("\n".join(["\nknobwise: interrupted", *getattr(stop, "__notes__", ()), *_how_to_resume(words)]))
         return status_of(stop)
+    except BaseException as error:  # libraries name limits in errors of their own
+        if not (limit := limit_of(error)):
+            raise
+        say(f"knobwise: {limit}, then give the same command again")
+        return 1
     finally:
         if sys.stderr is not None:  # else Python fails when it flushes at its end, with a status of its own
             _Output(sys.stderr).flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import re
@@ -14,8 +15,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from scipy.special import stdtrit
 
-from knobwise.common.errors import InputError
+from knobwise.common.errors import Damaged, InputError
+from knobwise.common.files import write_text
 from knobwise.common.json_text import decoded
+from knobwise.experiments.results.decisions import FILE
 from knobwise.experiments.results.problem import Metric, problem_of
 
 Row = Mapping[str, Any]
@@ -145,6 +148,19 @@ def sentences(template: str, **content: Any) -> list[str]:
 # -- results.json ------------------------------------------------------------------------------------------------------
 
 
+def write_results(folder: Path, results: dict[str, Any]) -> None:
+    """Write `results.json`, with digests of its content and of `decisions.parquet`, which is there already."""
+    results = results | {"sha256": _digests(folder, results)}
+    write_text(folder / "results.json", json.dumps(results, indent=1))
+
+
+def _digests(folder: Path, results: dict[str, Any]) -> list[str]:
+    """SHA-256 of the results, and of the decisions, if they are there."""
+    words = json.dumps({key: value for key, value in results.items() if key != "sha256"}).encode()
+    contents = [words, *([(folder / FILE).read_bytes()] if (folder / FILE).exists() else [])]
+    return [hashlib.sha256(content).hexdigest() for content in contents]
+
+
 def read_results(run_folder: str | Path) -> dict[str, Any]:
     """`results.json` in the folder of a run.
 
@@ -160,6 +176,12 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # bytes that are no text, text that is no JSON
         raise InputError(f"{path}: not the results of a run ({error})") from error
+    if isinstance(results, dict) and "sha256" in results:
+        noted, digests = results["sha256"], _digests(path.parent, results)
+        if not isinstance(noted, list) or noted[:1] != digests[:1]:
+            raise Damaged(path)
+        if noted[: len(digests)] != digests:
+            raise Damaged(path.with_name(FILE))
     rows = results.get("rows") if isinstance(results, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
         raise InputError(f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing")

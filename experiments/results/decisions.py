@@ -15,6 +15,7 @@ from polars.exceptions import PolarsError
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
+from knobwise.common.parquet import read_parquet
 
 FILE = "decisions.parquet"
 SAMPLE = ("split", "dataset", "sample_id")
@@ -78,12 +79,14 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     if not path.is_file():
         raise InputError(f"{path}: no such file; run the experiment again")
     try:
-        frame = pl.read_parquet(path)
-    except (PolarsError, OSError) as error:
-        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]}); run the experiment again") from error
-    if set(SCHEMA) - set(frame.columns):
-        raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
-    return _complete(frame)
+        frame = read_parquet(path)
+        if set(SCHEMA) - set(frame.columns):
+            raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
+        return _complete(frame)
+    except InputError:
+        raise
+    except (PolarsError, OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
 
 
 def decision_rows(

@@ -18,9 +18,10 @@ from typing import Any, TextIO
 from filelock import lock_descriptor
 from omegaconf import OmegaConf
 
-from knobwise.common.checks import one_of
+from knobwise.common.checks import folder_name, one_of
 from knobwise.common.errors import InputError
-from knobwise.common.files import FULL, write_text
+from knobwise.common.files import FULL, is_cut_short, locked, sync, write_text
+from knobwise.common.progress import say
 
 UNFINISHED = ".unfinished"
 """A locked file in a run's folder until its last step is done."""
@@ -67,8 +68,8 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
         InputError: a name that is not a folder's, another process is at work in it, or `runs/latest` is not a link.
     """
     for key, name in (("name", config.name), ("experiment", config.experiment)):
-        if name is not None and (name in ("", ".", "..") or Path(name).name != name):
-            raise InputError(f"{key}={name}: must be the name of one folder; runs=… says where it lies")
+        if name is not None:
+            folder_name(key, name)
     latest = Path(config.runs) / "latest"
     if latest.exists() and not latest.is_symlink():
         raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")
@@ -104,10 +105,12 @@ def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
             if lock is not None:
                 held.enter_context(lock)
                 break
-        if not (folder / file).exists():  # it was stopped before this was written
+        if not (folder / file).exists() or (folder / file).read_bytes() != words.encode():
+            say(f"{folder / file}: missing or damaged; written again, and the run goes on")
             write_text(folder / file, words)
         yield folder
         (folder / UNFINISHED).unlink()
+        sync(folder)
 
 
 @contextlib.contextmanager
@@ -124,35 +127,48 @@ def _written_in(folder: Path) -> Iterator[None]:
 def _made(folder: Path, file: str, words: str) -> TextIO | None:
     """Make the folder with its lock and its words at once, so that no other process sees half of it; gives the lock, or
     None if the folder exists."""
-    if folder.exists():
-        return None
-    with _written_in(folder.parent):
-        half_made = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
-    lock = (half_made / UNFINISHED).open("w")
-    try:
-        lock_descriptor(lock.fileno())
-        (half_made / file).write_text(words)
-        umask = os.umask(0)  # mkdtemp makes private folders
-        os.umask(umask)
-        half_made.chmod(0o777 & ~umask)
-        half_made.rename(folder)
-    except OSError:
-        lock.close()
-        shutil.rmtree(half_made)
-        if folder.exists():  # another process was faster
+    with locked(folder.parent):
+        for unfinished in folder.parent.glob(".new-*"):  # of a process that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)
+        if folder.exists():
             return None
-        raise
+        with _written_in(folder.parent):
+            half_made = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+        lock = (half_made / UNFINISHED).open("w")
+        try:
+            lock_descriptor(lock.fileno())
+            lock.write(_digest(words))
+            lock.flush()
+            write_text(half_made / file, words)
+            sync(half_made / UNFINISHED)
+            umask = os.umask(0)  # mkdtemp makes private folders
+            os.umask(umask)
+            half_made.chmod(0o777 & ~umask)
+            half_made.rename(folder)
+            sync(folder.parent)
+        except OSError:
+            lock.close()
+            shutil.rmtree(half_made)
+            raise
     return lock
 
 
+def _digest(words: str) -> str:
+    return hashlib.sha256(words.encode()).hexdigest()
+
+
 def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
-    """The lock of an unfinished folder of the same work; None for any other."""
-    saved = folder / file
-    if saved.exists() and saved.read_text() != words:
+    """The lock of an unfinished folder of the same work; None for any other. The file may have been cut short, or end
+    in zeros, by a power cut."""
+    saved = (folder / file).read_bytes() if (folder / file).exists() else b""
+    if saved != words.encode() and not is_cut_short(saved, words):
         return None
     try:
         lock = (folder / UNFINISHED).open("r+")
     except OSError:  # it is finished
+        return None
+    if saved != words.encode() and lock.read() not in ("", _digest(words)):
+        lock.close()
         return None
     if not lock_descriptor(lock.fileno(), blocking=False):
         lock.close()
@@ -177,6 +193,10 @@ def run_name(overrides: list[str]) -> str:
 
 def _point(folder: Path, link: Path) -> None:
     """Replace the link at once: runs that end at the same time never see half of it, and the last one wins."""
-    temporary = link.with_name(f".latest-{uuid.uuid4().hex}")
-    temporary.symlink_to(folder.absolute().relative_to(link.parent.absolute()))
-    temporary.replace(link)
+    with locked(link.parent):
+        for abandoned in link.parent.glob(".latest-*"):
+            abandoned.unlink()
+        temporary = link.with_name(f".latest-{uuid.uuid4().hex}")
+        temporary.symlink_to(folder.absolute().relative_to(link.parent.absolute()))
+        temporary.replace(link)
+        sync(link.parent)

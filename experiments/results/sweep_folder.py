@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from knobwise.common.files import write_text
+from knobwise.common.progress import say
 
 
 @dataclass
@@ -31,6 +32,10 @@ class Outcome:
 
 
 def read_outcome(folder: Path, number: int) -> Outcome | None:
-    """The state of a job; None before it has begun."""
+    """The state of a job; None before it has begun, and where the file is damaged."""
     path = folder / f"{number}.json"
-    return Outcome(**json.loads(path.read_text())) if path.exists() else None
+    try:
+        return Outcome(**json.loads(path.read_bytes())) if path.exists() else None
+    except (TypeError, ValueError):
+        say(f"{path}: damaged; job {number} begins anew")
+        return None

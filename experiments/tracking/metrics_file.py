@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from knobwise.common.files import locked, written_whole
+from knobwise.common.files import locked, sync, written_whole
+from knobwise.common.progress import say
+
+Row = tuple[int, dict[str, float]]
+"""A step, and numbers that were logged of it by name."""
 
 
 class MetricsFile:
@@ -15,27 +19,38 @@ class MetricsFile:
     A new name widens the file (it is rewritten whole). Rows are on disk when `append` returns. Several processes, each
     with its own seed, may write to one file.
 
+    Args:
+        known: the rows of this seed up to `resume_step`, from its checkpoints; those that the file has lost are written
+            again.
+
     Attributes:
         earlier: the rows of this seed that the file held before, as step and values.
         kept: those of them up to `resume_step`; the later ones are dropped from the file.
     """
 
-    def __init__(self, path: Path, seed: int | None, resume_step: int | None = None) -> None:
+    def __init__(self, path: Path, seed: int | None, resume_step: int | None = None, known: Sequence[Row] = ()) -> None:
         self.path, self.seed = path, "" if seed is None else str(seed)
         last = -1 if resume_step is None else resume_step
         self.earlier: list[tuple[int, dict[str, float]]] = []
         with locked(path.parent):
-            if path.exists():
-                rows = self._read()
-                for row in (row for row in rows if row["seed"] == self.seed):
-                    values = {k: float(v) for k, v in row.items() if v and k not in ("seed", "step")}
-                    self.earlier.append((int(row["step"]), values))
-                self._write([row for row in rows if row["seed"] != self.seed or int(row["step"]) <= last])
-        self.kept = [row for row in self.earlier if row[0] <= last]
+            rows = self._read()
+            for row in (row for row in rows if row["seed"] == self.seed):
+                values = {k: float(v) for k, v in row.items() if v and k not in ("seed", "step")}
+                self.earlier.append((int(row["step"]), values))
+            self.kept = [row for row in self.earlier if row[0] <= last]
+            kept = [row for row in rows if row["seed"] != self.seed or int(row["step"]) <= last]
+            held = [{k: v for k, v in row.items() if v or k == "seed"} for row in kept]
+            if any(self._row(*row) not in held for row in known):
+                say(f"{path}: rows are missing or damaged; those of seed {seed} are written again")
+                self.earlier = [*known, *(row for row in self.earlier if row[0] > last)]
+                self.kept = list(known)
+                kept = [row for row in kept if row["seed"] != self.seed] + [self._row(*row) for row in known]
+            if path.exists() or kept:
+                self._write(kept)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Write one row."""
-        row = {"seed": self.seed, "step": str(step), **{name: repr(value) for name, value in values.items()}}
+        row = self._row(step, values)
         with locked(self.path.parent):
             columns = self._columns()
             if set(row) <= set(columns):
@@ -43,25 +58,39 @@ class MetricsFile:
                     if not self.path.read_bytes().endswith(b"\n"):
                         file.write("\n")  # after the half line of a process that was killed
                     csv.DictWriter(file, columns, restval="", lineterminator="\n").writerow(row)
+                sync(self.path)
             else:
                 self._write([*self._read(), row])
 
+    def _row(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
+        return {"seed": self.seed, "step": str(step), **{name: repr(value) for name, value in values.items()}}
+
     def _lines(self) -> Iterator[list[str]]:
         if self.path.exists():
-            with self.path.open(newline="", encoding="utf-8") as file:
+            with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
                 yield from csv.reader(file)
 
     def _columns(self) -> list[str]:
-        return next(self._lines(), [])
+        columns = next(self._lines(), [])
+        return columns if columns[:2] == ["seed", "step"] else []  # else it is damaged
 
     def _read(self) -> list[dict[str, str]]:
-        header, *lines = list(self._lines()) or [[]]
-        # a process that was killed may have left half a line
-        return [dict(zip(header, line, strict=True)) for line in lines if len(line) == len(header)]
+        header = self._columns()
+        # a process that was killed may have left half a line, and a power cut zeros
+        lines = [line for line in self._lines() if len(line) == len(header) and _are_numbers(line)]
+        return [dict(zip(header, line, strict=True)) for line in lines]
 
     def _write(self, rows: list[dict[str, str]]) -> None:
-        columns = list(dict.fromkeys(["seed", "step", *self._columns(), *(name for row in rows for name in row)]))
+        columns = list(dict.fromkeys(["seed", "step", *(name for row in rows for name in row)]))
         with written_whole(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
+
+
+def _are_numbers(line: list[str]) -> bool:
+    """Whether a line has a step, and numbers or nothing elsewhere."""
+    try:
+        return int(line[1]) >= 0 and len([float(value or 0) for value in line]) > 1
+    except (IndexError, ValueError):
+        return False

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
-from knobwise.experiments.tracking.metrics_file import MetricsFile
+from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.wandb_run import WandbRun, reason
 
 MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
@@ -101,6 +101,7 @@ class Tracker:
     ) -> None:
         self.folder, self.settings, self.job_type = Path(folder).absolute(), settings, job_type
         self.seed, self.resume_step, self.profile = seed, resume_step, profile
+        self.known: Sequence[Row] = ()  # set before the block begins: see `MetricsFile`
         digest = (profile or {}).get("digest", "")
         # `run` is the same for the W&B runs of all seeds
         added = {"profile_digest": digest, "git_commit": git_commit(), "machine": machine(), "run": name}
@@ -123,7 +124,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         with contextlib.ExitStack() as stack:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.resume_step)
+            self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.resume_step, self.known)
             if self.settings.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
 

@@ -13,7 +13,7 @@ import polars as pl
 import torch
 from threadpoolctl import threadpool_limits
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, load_if_whole
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, StaticPerDataset, make_baselines
 from knobwise.agents.predictors.experts import Experts
@@ -121,7 +121,7 @@ class ControllerExperiment(Experiment):
                 loaded = self.completed(trainer, loaded.agent)
                 loaded.save(best)
             student = checkpoints / STUDENT
-            if not student.exists() and (deployed := self.deployed(loaded, trainer.seed)) is not loaded:
+            if load_if_whole(student) is None and (deployed := self.deployed(loaded, trainer.seed)) is not loaded:
                 deployed.save(student)
         for other in self.others:
             other.train(folder / f"split{other.number}")

@@ -3,7 +3,6 @@ track."""
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import shutil
@@ -19,14 +18,16 @@ from rich.console import Console
 
 from knobwise.agents.training.loop import Trainer
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text, written_whole
+from knobwise.common.files import written_whole
 from knobwise.common.progress import say
 from knobwise.experiments.report.report import print_results, result_images, write_report
+from knobwise.experiments.report.words import write_results
 from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import STUDENT, claim
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.service_options import ServiceRun
+from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 
 
@@ -69,8 +70,8 @@ class Experiment(ABC):
             results, decisions = self.judge(folder)
             results["experiment"] = self.config.experiment
             results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
-            write_text(folder / "results.json", json.dumps(results, indent=1))
             write_decisions(folder, decisions)
+            write_results(folder, results)
             report = write_report(folder)
             with tracker_of(self.config, folder, self.table, "evaluate") as tracker:
                 drawn = tracker.mode != "disabled"  # pictures take longer to draw than all else here
@@ -100,10 +101,14 @@ def train_seed(trainer: Trainer, config: Any, folder: Path) -> Path:
     """Train one seed of a run, or go on where it stopped; gives the folder of its checkpoints."""
     trainer.folder = checkpoints = folder / "checkpoints" / f"seed{trainer.seed}"
     trainer.resume(checkpoints / "last.pt")
-    if not trainer.finished:
+    if trainer.finished:
+        MetricsFile(folder / "metrics.csv", trainer.seed, trainer.iteration, trainer.logged)
+    else:
         # the checkpoint was written before the rows of its own iteration were complete
         step = trainer.iteration - 1
-        with tracker_of(config, folder, trainer.table, "train", trainer.seed, step) as trainer.log:
+        tracker = tracker_of(config, folder, trainer.table, "train", trainer.seed, step)
+        tracker.known = trainer.logged
+        with tracker as trainer.log:
             trainer.run()
     return checkpoints
 

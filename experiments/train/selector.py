@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from knobwise.experiments.results.problem import UPPER
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import SelectorData, check_judged, hide, read_data, stored_embeddings
 from knobwise.experiments.settings.selector_options import SelectorRun
+from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.tracker import Tracker
 from knobwise.experiments.train.reward_models import learned_rewards
 from knobwise.experiments.train.run import Experiment, keep_best, set_up_torch, tracker_of
@@ -148,7 +149,7 @@ class SelectorStages:
 
     def __init__(self, config: SelectorRun, data: SelectorData, seed: int, folder: Path | None) -> None:
         self.config, self.data, self.seed, self.folder = config, data, seed, folder
-        self.step, self.after = 0, contextlib.ExitStack()
+        self.step, self.after, self.logged = 0, contextlib.ExitStack(), list[Row]()
         self.tracker: Tracker | None = None
         self.rows = torch.arange(data.table.num_queries)
         self.reward_models: dict[Any, dict[str, Any]] = {}  # what they learned from records
@@ -177,6 +178,8 @@ class SelectorStages:
                 if key not in base:
                     base[key] = self._base("hidden_", table)
                 self._variant(name, table, *base[key])
+            if self.tracker is None and self.folder is not None:
+                MetricsFile(self.folder / "metrics.csv", self.seed, self.step, self.logged)
 
     def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
         """SFT and RCE, which every variant starts from. What hides blocks must not start from what has seen them."""
@@ -270,9 +273,11 @@ class SelectorStages:
             before = self.step + trainer.iteration - 1
             if self.tracker is None:
                 opened = tracker_of(self.config, self.folder, self.data.table, "train", self.seed, before)
+                opened.known = self.logged + _named(trainer.logged, name, self.step)
                 self.tracker = self.after.enter_context(opened)
             trainer.log = _StageLog(self.tracker, name, self.step)
             trainer.run()
+        self.logged += _named(trainer.logged, name, self.step)
         self.step += trainer.total + 1
         return load_checkpoint(folder / "best.pt").selector
 
@@ -289,8 +294,13 @@ class _StageLog:
         self.tracker, self.name, self.first = tracker, name, first
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        named = {key.replace("/", f"/{self.name}/", 1): value for key, value in metrics.items()}
-        self.tracker.log(named, self.first + step)
+        ((step, values),) = _named([(step, metrics)], self.name, self.first)
+        self.tracker.log(values, step)
+
+
+def _named(rows: Sequence[tuple[int, Mapping[str, float]]], name: str, first: int) -> list[Row]:
+    """The rows of a stage as they stand in the log of its seed."""
+    return [(first + step, {k.replace("/", f"/{name}/", 1): v for k, v in row.items()}) for step, row in rows]
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------

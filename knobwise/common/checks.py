@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from knobwise.common.errors import InputError
 
@@ -11,6 +12,12 @@ def one_of(key: str, value: str, known: Collection[str]) -> None:
     """Refuse a word that is not among the known ones."""
     if value not in known:
         raise InputError(f"{key}={value!r}: must be one of {', '.join(known)}")
+
+
+def folder_name(key: str, name: str) -> None:
+    """Refuse what is not the name of one folder, and would lead elsewhere."""
+    if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+        raise InputError(f"{key}={name!r}: must be the name of one folder")
 
 
 def positive(key: str, value: float) -> None:

@@ -7,5 +7,19 @@ class InputError(ValueError):
     """Something a person gave us is wrong: a file, a folder, a setting.
 
     The message says what is wrong, where, and what to do about it. The command line prints it without a traceback and
-    ends with exit status 2; nothing has been written by then.
+    ends with exit status 2; nothing has been written by then. The lines of messages of other
+    libraries become one.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("; ".join(filter(None, map(str.strip, message.splitlines()))))
+
+
+class Damaged(InputError):
+    """A file that knobwise wrote, or could have written, does not hold what was written. Made of its path."""
+
+    def __init__(self, path: object) -> None:
+        ValueError.__init__(self, path)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: is damaged, it is not as it was written; make it again, or take a copy"

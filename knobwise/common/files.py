@@ -1,13 +1,16 @@
-"""Writing files so that a reader never meets half of one."""
+"""Writing files so that a reader never meets half of one, not even after a power cut."""
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
+import resource
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import lock_descriptor
@@ -17,29 +20,57 @@ from knobwise.common.errors import InputError
 FULL_BYTES = 64 * 1024
 """Where a writer failed and less is free than this, the disk is full."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+LIMITS = dict.fromkeys(FULL, "make room") | {
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "close other programs, which have too many files open",
+    errno.ENOMEM: "raise the limit on memory (ulimit -v), or close other programs",
+}
+"""What helps where the system has no more of something."""
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
 def refused_by_system(error: OSError) -> tuple[int, str] | None:
-    """The exit status and a line for a full disk (1: nothing that was given is wrong) and for what may not be read or
-    written (2); None for any other error, which is one of the program."""
+    """The exit status and a line for a full disk and other limits (1: nothing that was given is wrong) and for what may
+    not be read or written (2); None for any other error, which is one of the program."""
     place = f"{error.filename}: " if error.filename else ""
-    if error.errno in FULL:
-        return 1, f"{place}{error.strerror}; make room, then give the same command again"
+    if error.errno in LIMITS:
+        return 1, f"{place}{error.strerror}; {LIMITS[error.errno]}, then give the same command again"
     if error.errno in REFUSED:
         return 2, f"{place}{error.strerror}; choose a place that can be read and written"
     return None
 
 
+def limit_of(error: BaseException) -> str:
+    """What helps where an error, of whatever library, says that a limit of the system was met; else ""."""
+    no_memory = isinstance(error, MemoryError) or "failed to map segment" in str(error)
+    words = os.strerror(errno.ENOMEM) if no_memory else str(error)
+    return next((f"{os.strerror(n)}; {help}" for n, help in LIMITS.items() if os.strerror(n) in words), "")
+
+
+def sync(path: str | Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
-def written_whole(path: str | Path) -> Iterator[Path]:
+def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Path]:
     """Give a temporary path beside `path`; rename it into place when the block ends well, remove it when it fails.
 
-    The folder is made when it is missing. The temporary file keeps the suffix, for writers that look at it.
+    The folder is made when it is missing. The temporary file keeps the suffix, for writers that look at it. Its bytes
+    are on disk before it is renamed, and its name is when the block has ended. What killed writers of `path` left goes.
+
+    Args:
+        previous: where the present file goes; None replaces it.
 
     Raises:
         InputError: nothing can be written there; before the block begins.
-        OSError: the disk is full, also where the writer says so by an error of its own, as torch does.
+        OSError: the disk is full, or the file longer than allowed, also where the writer says so by an error of its
+            own, as torch does.
     """
     path = Path(path)
     if path.is_dir():
@@ -51,23 +82,57 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         if error.errno in FULL:
             raise
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
-    os.close(handle)
     temporary = Path(name)
     try:
+        lock_descriptor(handle)  # ours are those that are locked; the lock of a killed process is gone
+        for other in path.parent.glob(f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"):
+            with suppress(OSError), other.open() as file:  # it may have been renamed just now
+                if lock_descriptor(file.fileno(), blocking=False):
+                    other.unlink()
         yield temporary
         # mkstemp makes private files; what we leave behind should be as readable as any other new file
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
+        sync(temporary)
+        if previous is not None and path.exists():
+            path.replace(previous)
         temporary.replace(path)
+        sync(path.parent)
     except InputError:
         raise
     except Exception as error:
         if path.parent.exists() and shutil.disk_usage(path.parent).free < FULL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        if temporary.exists() and temporary.stat().st_size >= resource.getrlimit(resource.RLIMIT_FSIZE)[0] >= 0:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path)) from error
         raise
     finally:
+        os.close(handle)
         temporary.unlink(missing_ok=True)
+
+
+def is_damaged(path: str | Path) -> bool:
+    """Whether a file is empty or begins with zeros, as after a power cut, or is a zip archive (`.pt`, `.npz`) that is
+    not whole, or does not agree with the checksums inside it. False for any other file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        begin = file.read(4)
+        if begin != b"PK\3\4":
+            return not begin.strip(b"\0")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                return archive.testzip() is not None
+        except Exception:  # whatever a damaged directory makes of the rest
+            return True
+
+
+def is_cut_short(content: bytes, text: str) -> bool:
+    """Whether a power cut may have left this of a text: its beginning, or zeros after that."""
+    return len(begin := content.rstrip(b"\0")) < len(text.encode()) and text.encode().startswith(begin)
 
 
 def write_text(path: str | Path, text: str) -> None:

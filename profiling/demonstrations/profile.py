@@ -9,7 +9,6 @@ profile_beams("out", task)  →  out/beams.safetensors   everything: a BeamTable
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -19,16 +18,15 @@ from typing import Any
 
 import polars as pl
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.json_text import decoded
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
-from knobwise.envs.tables.tensor_file import with_prefix
+from knobwise.envs.tables.tensor_file import save_tensors, tensors_if_whole, with_prefix
 from knobwise.profiling.demonstrations.beam_search import Sequences, beam_search, drawn, joined, retrieved, score
 from knobwise.profiling.demonstrations.pools import similarity
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
@@ -69,7 +67,10 @@ def profile_beams(
 
     mine = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
     begun = state / "rounds.json"
-    rounds: list[dict[str, Any]] = json.loads(begun.read_text()) if begun.exists() else []
+    try:
+        rounds = list[dict[str, Any]](decoded(begun.read_bytes()) if begun.exists() else [])
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{begun}: is damaged ({error}); choose another out folder") from error
     wanted = [*rounds, mine] if draw is not None and mine not in rounds else rounds
     for number, about in enumerate(wanted, 1):
         if number > len(rounds):
@@ -125,7 +126,8 @@ def _in_chunks(
     zero-shot scores, and the CPU seconds of both."""
     chunks = torch.arange(queries).split(chunk)
     paths = [folder / f"{int(rows[0])}.safetensors" for rows in chunks]
-    missing = [(rows, path) for rows, path in zip(chunks, paths, strict=True) if not path.exists()]
+    parts = {path: part for path in paths if (part := tensors_if_whole(path)) is not None}
+    missing = [(rows, path) for rows, path in zip(chunks, paths, strict=True) if path not in parts]
     if missing:
         if find is None:
             raise InputError(f"{folder}: is not finished; give the checkpoint that it was begun with")
@@ -138,15 +140,15 @@ def _in_chunks(
                 tensors |= {f"fields.{name}": field for name, field in new.fields.items()}
                 tensors |= {f"zero_shot.{name}": field for name, field in zero_shot.items()}
                 tensors["cpu_s"] = torch.tensor(time.process_time() - start, dtype=torch.float64)
-                with written_whole(path) as temporary:
-                    save_file({name: x.contiguous() for name, x in tensors.items()}, temporary)
+                save_tensors(path, tensors)
+                parts[path] = tensors
                 done += len(rows)
                 tick(done, "")
-    parts = [load_file(path) for path in paths]
-    sequences = [Sequences(part["sequences"], with_prefix(part, "fields."), part["found_by"]) for part in parts]
-    zero_shots = [with_prefix(part, "zero_shot.") for part in parts]
+    whole = [parts[path] for path in paths]
+    sequences = [Sequences(part["sequences"], with_prefix(part, "fields."), part["found_by"]) for part in whole]
+    zero_shots = [with_prefix(part, "zero_shot.") for part in whole]
     zero_shot = {name: torch.cat([part[name] for part in zero_shots]) for name in zero_shots[0]}
-    return joined(sequences, dim=0), zero_shot, float(sum(part["cpu_s"] for part in parts))
+    return joined(sequences, dim=0), zero_shot, float(sum(part["cpu_s"] for part in whole))
 
 
 def _write(
@@ -167,8 +169,7 @@ def _write(
         about = {"query_ids": table.query_ids, "command": " ".join(words)}
         write_rl_data(numbered, out / "beams.json", about)
         for name, embeddings in (("embeddings", table.candidates), ("query_embeddings", table.queries)):
-            with written_whole(out / f"{name}.safetensors") as temporary:
-                save_file({"embeddings": embeddings.contiguous()}, temporary)
+            save_tensors(out / f"{name}.safetensors", {"embeddings": embeddings})
         files += ["beams.json", "embeddings.safetensors", "query_embeddings.safetensors"]
     info = {
         "name": table.name,

@@ -16,12 +16,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
-from knobwise.envs.tables.tensor_file import tensors_and_metadata
+from knobwise.common.errors import Damaged, InputError
+from knobwise.common.progress import say
+from knobwise.envs.tables.tensor_file import save_tensors, tensors_and_metadata
 from knobwise.profiling.measuring.questions import VQAItem
 
 Blocks = dict[str, Tensor]
@@ -124,13 +123,15 @@ class FeatureStore:
     def _save(self, path: Path, keys: Sequence[str], words: dict[str, str]) -> None:
         names = self._blocks[keys[0]]
         stacked = {name: torch.stack([self._blocks[key][name] for key in keys]) for name in names}
-        with written_whole(path) as temporary:
-            save_file(stacked, temporary, metadata={**words, "key": json.dumps(list(keys))})
+        save_tensors(path, stacked, {**words, "key": json.dumps(list(keys))})
 
     def _read(self, path: Path) -> None:
         try:
             blocks, words = tensors_and_metadata(path)
             keys = json.loads(words.get("key", "null"))
+        except Damaged:
+            say(f"{path}: is damaged; its features are taken again")
+            return
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read as features ({error})") from error
         if not isinstance(keys, list):

@@ -14,14 +14,14 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import is_cut_short, write_text
 from knobwise.common.json_text import decoded
 
 
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
     """Note in ``path`` what is being measured. Raises InputError if a run with other settings was begun there."""
     wanted = json.loads(json.dumps(identity))
-    if not path.exists():
+    if not path.exists() or is_cut_short(path.read_bytes(), _json(wanted)):
         write_json(path, wanted)
         return
     try:
@@ -36,7 +36,11 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
 
 def write_json(path: str | Path, content: Any) -> None:
     """Write a file that people read too."""
-    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, _json(content))
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
 def rendered(template: str, **values: Any) -> str:

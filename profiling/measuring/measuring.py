@@ -110,9 +110,9 @@ def read_logs(folder: str | Path) -> pl.DataFrame:
         if whole:
             try:
                 frame = pl.read_ndjson(io.BytesIO(whole), infer_schema_length=None, schema_overrides=_SCHEMA)
-            except pl.exceptions.PolarsError as error:
+                frames.append(frame.with_columns(pl.selectors.starts_with(EXTRA).cast(pl.Float64)))
+            except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
                 raise InputError(f"{path}: is damaged ({error}); move it away to measure its part again") from error
-            frames.append(frame.with_columns(pl.selectors.starts_with(EXTRA).cast(pl.Float64)))
     return pl.concat(frames, how="diagonal_relaxed")
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
 from knobwise.common.files import locked
 from knobwise.common.progress import progress
@@ -56,6 +57,8 @@ def profile_vlm(
         return requests.score(items[i].id, answer)
 
     configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", None))
+    if config.name:
+        folder_name("knobs.name", config.name)
     if config.shards > len(configurations):
         raise InputError(f"knobs.shards={config.shards}: there are {len(configurations)} configurations only")
 

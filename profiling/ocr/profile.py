@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.profiling.measuring.adaptive_model import Request, check_configuration, clocked_by
@@ -54,7 +55,10 @@ def profile_ocr(out_dir: str | Path, config: OCRProfileConfig | None = None) -> 
     claim(state / "config.json", about | asdict(config) | {"samples": None})
     with appended(state / "measured.jsonl") as log, clocked_by(config.clock), collected_between() as collect:
         log.seek(0)
-        lines = {line["scene"]: line for line in map(orjson.loads, log)}
+        try:
+            lines = {line["scene"]: line for line in map(orjson.loads, log)}
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{log.name}: is damaged ({error}); move it away to measure again") from error
         missing = [row for row in range(config.samples) if row not in lines]
         with progress("measuring", config.samples, config.samples - len(missing)) as tick:
             for line in _measured(model, grid, missing, config.straight_every):

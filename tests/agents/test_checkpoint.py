@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import functools
+import operator
 import pickle
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,3 +209,44 @@ def test_a_selector_that_does_not_fit_is_refused(
         selector_start(starts / file, config, features)
     again, _ = selector_start(starts / "selector.pt", SelectorConfig(width=16, heads=2, dropout=0.5), 4)
     assert again.config.dropout == 0.5
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_is_noticed(starts: Path, tmp_path: Path) -> None:
+    whole, path, draw, refused = (starts / "regression/stack.pt").read_bytes(), tmp_path / "c.pt", random.Random(0), 0
+    good = load_checkpoint(starts / "regression/stack.pt").controller.choose(TABLE.features, torch.full((60,), 9.0))
+    for place in draw.sample(range(len(whole)), 60):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        try:
+            loaded = load_checkpoint(path)
+        except InputError as error:
+            refused += str(error).startswith(f"{path}: ") and "\n" not in str(error)
+            continue
+        assert torch.equal(
+            loaded.controller.choose(TABLE.features, torch.full((60,), 9.0)), good
+        )  # in what nobody reads
+        refused += 1
+    assert refused == 60
+
+
+@pytest.mark.parametrize(
+    ("place", "mutation"),
+    [
+        (("network", "state", "network.layers.0.weight"), lambda x: x * torch.nan),
+        (("static", "latency_ms"), lambda x: x[:3]),
+        (("static", "_running"), lambda x: x[:3]),
+        (("guard", "state", "miss"), lambda x: x[:1]),
+    ],
+)
+def test_what_cannot_decide_is_refused_on_loading(
+    starts: Path, tmp_path: Path, place: tuple[str, ...], mutation: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    content = torch.load(starts / "regression/stack.pt", weights_only=True)
+    part = functools.reduce(operator.getitem, place[:-1], content["controller"])
+    part[place[-1]] = mutation(part[place[-1]])
+    torch.save(content, tmp_path / "c.pt")
+    with pytest.raises(InputError, match=r"c\.pt: ") as refused:
+        load_checkpoint(tmp_path / "c.pt")
+    assert "\n" not in str(refused.value)

@@ -5,6 +5,7 @@ function draw() {
     const chart = JSON.parse(figure.querySelector('script').textContent);
     vegaEmbed(figure.querySelector('.chart'), chart, {
       config: themes[theme],
+      ast: true,  // expressions are interpreted: the page allows no eval
       renderer: 'svg',
       actions: { export: true, source: false, compiled: false, editor: false },
       tooltip: { theme },

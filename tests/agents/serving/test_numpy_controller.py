@@ -6,10 +6,12 @@ import functools
 import itertools
 import json
 import math
+import random
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.distillation import Lessons
 from knobwise.agents.serving.export import Agent, Decide, arrays_of, export_numpy, one_by_one, parity, to_numpy
-from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.serving.numpy_controller import Array, NumpyController
 from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.priced_policy import price_stack
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
@@ -557,3 +559,59 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             NumpyController.load(path)
     with pytest.raises(FileNotFoundError):
         NumpyController.load(tmp_path / "nothing.npz")
+
+
+MUTATIONS: dict[str, Callable[[Array], Array]] = {
+    "half": lambda array: array[: len(array) // 2],
+    "turned": lambda array: array[::-1],
+    "NaN": lambda array: np.where(np.arange(array.size).reshape(array.shape) == array.size // 2, np.nan, array),
+    "flat": lambda array: array.reshape(-1),
+    "one more": lambda array: np.concatenate([array, array[-1:]]),
+    "another type": lambda array: array.astype(np.float16 if array.dtype.kind == "f" else np.int8),
+}
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_damaged_arrays_are_refused_on_loading_or_by_an_earlier_version_decide(tmp_path: Path, earlier: bool) -> None:
+    table, stack, _ = stacked("small")
+    whole, path = arrays_of(stack), tmp_path / "c.npz"
+    if earlier:  # without a digest
+        whole.pop("digest")
+    np.savez(path, **whole)
+    requests, limits = arrays(table.features), np.full(90, 15.0)
+    assert NumpyController.load(path).choose(requests, limits).shape == (90,)
+    refused = 0
+    for name, mutation in itertools.product(sorted(set(whole) - {"digest"}), MUTATIONS):
+        array = whole[name]
+        mutated = MUTATIONS[mutation](array) if array.ndim and array.size else array
+        if mutated.tobytes() == array.tobytes() and (mutated.dtype, mutated.shape) == (array.dtype, array.shape):
+            continue
+        np.savez(path, **{**whole, name: mutated})
+        controller, message = loaded(path)
+        assert re.fullmatch(rf"({re.escape(str(path))}: .*)?", message)
+        assert message or earlier, (name, mutation)
+        if controller is not None:
+            assert controller.choose(requests, limits).max() < 12
+        refused += bool(message)
+    assert refused > 100
+
+
+def loaded(path: Path) -> tuple[NumpyController | None, str]:
+    """The controller in a file, or why it is refused."""
+    try:
+        return NumpyController.load(path), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def test_a_flipped_bit_in_a_file_is_noticed(tmp_path: Path) -> None:
+    _, stack, light = stacked("small")
+    path, draw, refused = tmp_path / "c.npz", random.Random(0), 0
+    export_numpy(stack, path)
+    whole = path.read_bytes()
+    for place in draw.sample(range(len(whole)), 150):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        controller, _ = loaded(path)
+        assert controller is None or controller.digest == light.digest  # where nobody reads
+        refused += controller is None
+    assert refused > 130

@@ -18,9 +18,9 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.loop import Stage
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import StageConfig
+from knobwise.agents.training.stage import Stage
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
 from knobwise.envs.demonstrations.settings import MODES, DemonstrationRewardConfig, GroupConfig

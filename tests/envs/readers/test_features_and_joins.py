@@ -295,3 +295,32 @@ def test_question_types_are_read_written_and_saved(tmp_path: Path) -> None:
     again.save(tmp_path / "t.safetensors")
     assert ProfileTable.load(tmp_path / "t.safetensors").question_types == typed.question_types
     assert typed.digest != replace(typed, question_types=()).digest
+
+
+ROWS = np.ones((3, 2), np.float32)
+WRONG_IDS: dict[str, tuple[np.ndarray, np.ndarray]] = {
+    "no rows": (np.array([], "U1"), np.zeros((0, 2))),
+    "no columns": (np.array(["a", "b", "c"]), np.zeros((3, 0))),
+    "no text": (np.array([b"\xff", b"b", b"c"]), ROWS),
+    "complex": (np.array([1j, 2, 3]), ROWS),
+    "raw": (np.array([b"a", b"b", b"c"]).view("V1"), ROWS),
+    "dates": (np.array([1, 2, 3], "M8[s]"), ROWS),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_IDS)
+def test_ids_and_blocks_that_cannot_be_used_are_refused_in_a_line(tmp_path: Path, kind: str) -> None:
+    ids, block = WRONG_IDS[kind]
+    np.savez(tmp_path / "f.npz", sample_id=ids, x=block)
+    with pytest.raises(InputError, match=r"f\.npz: ") as refused:
+        read_features(tmp_path / "f.npz")
+    assert "\n" not in str(refused.value)
+
+
+def test_ids_of_mixed_types_in_words_are_refused(tmp_path: Path) -> None:
+    for ids in ('["a", 1, null]', '{"a": 1}'):
+        save_file({"x": torch.ones(3, 2)}, tmp_path / "f.safetensors", metadata={"sample_id": ids})
+        with pytest.raises(InputError, match=r"f\.safetensors: "):
+            read_features(tmp_path / "f.safetensors")
+    np.savez(tmp_path / "f.npz", sample_id=np.array([b"a", b"b", b"c"]), x=ROWS)
+    assert read_features(tmp_path / "f.npz").sample_ids == ("a", "b", "c")

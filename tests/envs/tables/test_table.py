@@ -1,15 +1,18 @@
 """ProfileTable: what it refuses, its digest, the disk; how tables are divided, by images and by data sets."""
 
+import pickle
+import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import small_beams, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from knobwise.common.errors import InputError
+from knobwise.common.errors import Damaged, InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, Split
@@ -305,3 +308,29 @@ def test_a_single_data_set_cannot_be_left_out() -> None:
         leave_one_out(small_table())
     with pytest.raises(InputError, match="cannot be divided into training and validation"):
         leave_one_out(three(12, 12), validation=0.0)
+
+
+def test_a_saved_table_that_was_changed_or_cut_short_is_damaged_and_another_file_is_not(tmp_path: Path) -> None:
+    path, draw = tmp_path / "t.safetensors", random.Random(0)
+    small_table(20).save(path)
+    whole = path.read_bytes()
+    for place in draw.sample(range(len(whole)), 60):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        with pytest.raises(InputError, match=r"t\.safetensors: "):
+            ProfileTable.load(path)
+    for cut in (b"", whole[:-1], whole[: len(whole) // 2], whole[:-4096] + bytes(4096), bytes(99)):
+        path.write_bytes(cut)
+        with pytest.raises(Damaged, match=r"t\.safetensors: is damaged") as damaged:
+            ProfileTable.load(path)
+        assert str(pickle.loads(pickle.dumps(damaged.value))) == str(damaged.value)
+    path.write_text("another file")
+    with pytest.raises(InputError, match="not a table saved by knobwise") as refused:
+        ProfileTable.load(path)
+    assert not isinstance(refused.value, Damaged)
+
+
+def test_a_table_without_a_digest_as_earlier_versions_saved_it_is_read(tmp_path: Path) -> None:
+    table = small_table(20)
+    table.save(tmp_path / "t.safetensors")
+    save_file(load_file(tmp_path / "t.safetensors"), tmp_path / "old.safetensors")
+    assert ProfileTable.load(tmp_path / "old.safetensors").digest == table.digest

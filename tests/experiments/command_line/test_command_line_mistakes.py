@@ -4,6 +4,10 @@ and what is suggested."""
 from __future__ import annotations
 
 import errno
+import gzip
+import io
+import itertools
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +15,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from commands import Capture, Patch, mistake, refused
+from commands import Capture, Patch, mistake, refused, write_table
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line import sweep_jobs
@@ -263,3 +267,66 @@ def test_help_shows_first_what_people_use(verb: str, capsys: Capture) -> None:
     assert main([*words, "--help"]) == 0
     keys = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line[:1].strip()]
     assert keys[: len(common)] == common
+
+
+# -- limits of the system, and names that lead elsewhere ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", f"profile={'a' * 5000}"],
+        ["inspect", "profile=[1]"],
+        ["inspect", "profile=table", f"profile.path={'a' * 5000}.csv"],
+        ["train", f"experiment={'a' * 5000}"],
+        ["compare", "a" * 5000],
+        ["evaluate", f"checkpoint={'a' * 5000}"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-1][:12]}",
+)
+@pytest.mark.usefixtures("folder")
+def test_words_that_are_too_long_or_of_another_type_are_refused_in_a_line(words: list[str], capsys: Capture) -> None:
+    mistake(words, capsys)
+
+
+def test_a_working_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "the working folder was removed" in mistake(["inspect", "profile=builtin"], capsys)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_terminal_that_takes_ascii_alone_gets_all_that_is_printed(monkeypatch: Patch) -> None:
+    write_table()
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert main(["inspect", "profile=table", "profile.path=t.parquet"]) == 0
+    assert rb"60 samples \xd7 12 configurations" in printed.getvalue()
+
+
+@pytest.mark.parametrize("name", ["..", "../..", "a/b", "/tmp/x"])
+@pytest.mark.usefixtures("folder")
+def test_the_name_of_measured_data_leads_nowhere_else(name: str, capsys: Capture) -> None:
+    words = ["profile", "model=elastic", "knobs.samples=2", f"knobs.name={name}", "out=p"]
+    assert "must be the name of one folder" in refused(words, capsys)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.usefixtures("folder")
+def test_a_small_file_that_unpacks_to_much_is_refused_and_the_limit_can_be_set(
+    suffix: str, monkeypatch: Patch, capsys: Capture
+) -> None:
+    rows = ["sample_id,size,accuracy,latency_ms"] if suffix == "csv" else []
+    for i, size in itertools.product(range(30), range(2)):
+        record = {"sample_id": f"{i}{'0' * 40_000}", "size": size, "accuracy": 1, "latency_ms": 1 + size}
+        rows.append(",".join(map(str, record.values())) if suffix == "csv" else json.dumps(record))
+    Path(f"t.{suffix}.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    words = ["inspect", "profile=table", f"profile.path=t.{suffix}.gz"]
+    monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "2")
+    more = "KNOBWISE_UNPACKED_MB=… in the environment allows more"
+    assert mistake(words, capsys) == f"knobwise: t.{suffix}.gz: unpacks to more than 2 MB; {more}"
+    monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "3")
+    assert main(words) == 0
+    monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "much")
+    assert "must be a whole number of MB" in mistake(words, capsys)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import re
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from commands import Capture, mistake
 from omegaconf import OmegaConf
 from page_parts import charts_of, data_of, points_of, rows_of, svg_of
 from run_folders import BUDGETS, write_run, write_selector_run
@@ -20,6 +23,8 @@ from knobwise.experiments.compare.comparison import Comparison, comparison_of
 from knobwise.experiments.compare.paired import decisions_of
 from knobwise.experiments.compare.runs import differing, find_runs, read_runs, value_words
 from knobwise.experiments.report import charts, page
+from knobwise.experiments.report.words import read_results, write_results
+from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.results.run_folder import UNFINISHED
 
 
@@ -316,3 +321,36 @@ def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> N
     assert "without experts or guard" not in text
     for spec in specs.values():
         svg_of(spec)
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def test_results_and_decisions_that_are_not_as_written_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    folder, other = write_run(tmp_path / "runs" / "r"), write_run(tmp_path / "runs" / "other", gain=0.1)
+    results = json.loads((folder / "results.json").read_text())
+    write_results(folder, results)
+    assert read_results(folder)["rows"] == results["rows"]
+    assert len(read_decisions(folder))
+    whole, decisions = json.loads((folder / "results.json").read_text()), (folder / "decisions.parquet").read_bytes()
+    for key, wrong in itertools.product(whole, (7, "x", None, [], {})):
+        if whole[key] != wrong:
+            (folder / "results.json").write_text(json.dumps(whole | {key: wrong}))
+            assert "results.json: " in mistake(["compare", str(folder), str(other)], capsys)
+    for row, wrong in ((0, "x"), (1, None), (2, [1])):
+        rows = copy.deepcopy(whole["rows"])
+        rows[row]["utility"] = wrong
+        (folder / "results.json").write_text(json.dumps(whole | {"rows": rows}))
+        assert "results.json: is damaged" in mistake(["compare", str(folder), str(other)], capsys)
+    (folder / "results.json").write_text(json.dumps(whole, indent=1))
+    (folder / "decisions.parquet").write_bytes(decisions[:99] + bytes([decisions[99] ^ 1]) + decisions[100:])
+    assert "decisions.parquet: is damaged" in mistake(["compare", str(folder), str(other)], capsys)
+
+
+def test_decisions_of_another_type_are_refused_in_a_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "r")
+    frame = pl.read_parquet(folder / "decisions.parquet")
+    frame.with_columns(accuracy=pl.lit("high")).write_parquet(folder / "decisions.parquet")
+    with pytest.raises(InputError, match=r"decisions\.parquet: cannot be read") as refused:
+        read_decisions(folder)
+    assert "\n" not in str(refused.value)

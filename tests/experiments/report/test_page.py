@@ -23,7 +23,7 @@ from knobwise.experiments.report.page import HUE_OF, HUES, domain
 from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name
 from knobwise.experiments.results.problem import DECISION, GAP, OVER_MIX, UTILITY
 
-ATTACK = "</script><script>alert(1)</script><!--"
+ATTACK = "</script><script>alert(1)</script><!--<script>"
 
 
 def test_a_policy_has_the_same_colour_whatever_it_is_drawn_with() -> None:
@@ -59,6 +59,15 @@ def test_no_text_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "<" not in embedded
     assert "\\u003c/script\\u003e" in embedded
     assert points_of(json.loads(embedded))[0]["label"] == ATTACK
+
+
+def test_a_page_runs_no_code_from_words_and_loads_nothing(tmp_path: Path) -> None:
+    text = page.render_page(tmp_path / "page.html", "page.html.j2", title="t").read_text()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*?)"', text)
+    sources = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert sources["default-src"] == "'none'"
+    assert sources["script-src"] == "'unsafe-inline'"  # the page itself; no 'unsafe-eval'
+    assert re.search(r"vegaEmbed\(.*ast: true,.*\);", text, re.S)
 
 
 @pytest.mark.parametrize(

@@ -203,3 +203,21 @@ def test_a_folder_that_cannot_be_written_is_said(refusing: str, config: Any, mon
     monkeypatch.setattr(refusing, Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
     with pytest.raises(InputError, match=r"cannot be written \(Read-only file system\); choose another runs="):
         claim(config, []).__enter__()
+
+
+def test_what_killed_processes_left_goes_and_a_folder_cut_short_is_taken_up_by_the_same_run_alone(
+    config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = stopped(replace(config, name="r"))
+    (folder.parent / ".new-abc").mkdir()
+    (folder.parent / ".new-abc" / "config.yaml").write_text("half")
+    (folder.parent.parent / ".latest-abc").symlink_to("nowhere")
+    whole = (folder / "config.yaml").read_bytes()
+    for cut in (b"", whole[:9], whole[:9] + bytes(len(whole) - 9)):
+        (folder / "config.yaml").write_bytes(cut)
+        assert stopped(replace(config, name="r", seeds=[5])).name != "r"
+        assert stopped(replace(config, name="r")) == folder
+        assert (folder / "config.yaml").read_bytes() == whole
+        assert f"{folder / 'config.yaml'}: missing or damaged; written again" in capsys.readouterr().err
+    assert finished(replace(config, name="r")) == folder
+    assert not [path for path in Path(config.runs).rglob(".*") if path.name.startswith((".new", ".latest"))]

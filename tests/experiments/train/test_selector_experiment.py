@@ -96,7 +96,7 @@ def test_recorded_beams_leave_what_the_contract_says(folder: Path, whole: Path, 
     for stage in STAGES:
         kept = {path.name for path in (run / "checkpoints" / "seed0" / stage).iterdir()}
         epochs = range(2 if stage == "rce" else 3)
-        assert kept == {"best.pt", "last.pt", *(f"epoch{i}.pt" for i in epochs)}
+        assert kept == {"best.pt", "last.pt", "previous.pt", *(f"epoch{i}.pt" for i in epochs)}
         trained = load_checkpoint(run / "checkpoints" / "seed0" / stage / "best.pt").selector
         assert trained.stage == ("grpo" if stage not in ("sft", "rce") else stage)
 

@@ -2,13 +2,19 @@
 
 import errno
 import os
+import random
+import resource
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import is_cut_short, is_damaged, refused_by_system, written_whole
 
 
 def test_a_file_appears_when_the_block_ends_well(tmp_path):
@@ -56,3 +62,91 @@ def test_a_full_disk_is_called_that_whatever_the_writer_says(tmp_path, monkeypat
     if raised is OSError:
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "t.pt"))
     assert not list(tmp_path.iterdir())
+
+
+def test_bytes_and_name_are_on_disk_before_the_block_has_ended(tmp_path, monkeypatch):
+    synced, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (synced.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    monkeypatch.setattr(Path, "replace", lambda *paths: (synced.append("renamed"), replace(*paths))[1])
+    with written_whole(tmp_path / "t.pt") as temporary:
+        temporary.write_text("whole")
+    assert synced == [str(temporary), "renamed", str(tmp_path)]
+
+
+def test_the_file_before_is_kept_where_that_is_asked_for(tmp_path):
+    for content in ("first", "second", "third"):
+        with written_whole(tmp_path / "last.pt", previous=tmp_path / "previous.pt") as temporary:
+            temporary.write_text(content)
+    assert [(tmp_path / name).read_text() for name in ("last.pt", "previous.pt")] == ["third", "second"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+KILLED = """
+import os, signal, sys
+from knobwise.common.files import written_whole
+with written_whole(sys.argv[1]) as temporary:
+    temporary.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(tmp_path):
+    for name in ("last.pt", "last[1].pt", "other.pt"):
+        subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / name)], check=False)
+    assert len(list(tmp_path.iterdir())) == 3
+    with written_whole(tmp_path / "last.pt") as slow:
+        slow.write_text("slow")
+        with written_whole(tmp_path / "last.pt") as fast, written_whole(tmp_path / "last[1].pt"):
+            fast.write_text("fast")
+        assert (tmp_path / "last.pt").read_text() == "fast"
+    assert (tmp_path / "last.pt").read_text() == "slow"
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == [".other", "last.pt", "last[1].pt"]
+
+
+def test_a_checkpoint_that_is_not_as_it_was_written_is_damaged(tmp_path):
+    path, draw = tmp_path / "c.pt", random.Random(0)
+    torch.save({"weights": torch.arange(5000.0), "name": "x"}, path)
+    whole = path.read_bytes()
+    assert not is_damaged(path)
+    first = whole[: len(whole) // 4096 * 4096]
+    for cut in (b"", whole[: len(whole) // 2], first, first.ljust(len(whole), b"\0"), bytes(len(whole)), bytes(99)):
+        path.write_bytes(cut)
+        assert is_damaged(path)
+    begin = whole.index(torch.arange(5000.0).numpy().tobytes())
+    for place in draw.sample(range(begin, begin + 20_000), 50):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        assert is_damaged(path)
+    for foreign in (b"text", b"\x80\x02}q\x00."):
+        path.write_bytes(foreign)
+        assert not is_damaged(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "short"),
+    [(b"", 1), (b"a: \xc3", 1), (b"a\0\0\0", 1), (bytes(9), 1), (b"a: \xc3\xa9", 0), (b"b", 0), (b"a: x", 0)],
+)
+def test_a_text_is_cut_short_where_its_beginning_is_left_or_zeros_follow(content, short):
+    assert is_cut_short(content, "a: é") == bool(short)
+
+
+def test_a_file_that_is_longer_than_allowed_is_called_that_whatever_the_writer_says(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        with pytest.raises(OSError) as caught, written_whole(tmp_path / "t.pt") as temporary:
+            torch.save(torch.zeros(100_000), temporary)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    status, line = refused_by_system(caught.value)
+    assert status == 1
+    assert line.startswith(f"{tmp_path / 't.pt'}: File too large; raise the limit on the size of files (ulimit -f)")
+
+
+@pytest.mark.parametrize(("number", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")])
+def test_a_limit_is_named_with_what_helps(number, words):
+    status, line = refused_by_system(OSError(number, os.strerror(number)))
+    assert (status, words in line, "\n" in line) == (1, True, False)
+    assert refused_by_system(OSError(errno.EIO, "a broken disk")) is None

@@ -248,7 +248,7 @@ def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypat
     trainer.training_state = pressed  # type: ignore[method-assign]
     stopped(trainer.run)
     assert iteration_of(tmp_path / "last.pt") == 10
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "last.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "last.pt", "previous.pt"]
 
 
 def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path) -> None:

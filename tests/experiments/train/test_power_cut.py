@@ -1,0 +1,97 @@
+"""What a power cut leaves of a run's files: it goes on from what came before, says so, and ends like the unbroken."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import OPTIMISER, REPLAY, TABLE, Capture, ctrl_c, same, write_table
+from helpers import small_beams
+
+from knobwise.__main__ import main
+
+CONTROLLER = [*("train", "name=r", "seeds=[0,1]", "policy.members=2", "policy.experts=[]", "baselines=false")]
+CONTROLLER += ["own_cost=false", *TABLE, *OPTIMISER]
+COMMANDS = {"controller": CONTROLLER, "selector": [*REPLAY, "name=r"]}
+SEED = {"controller": "checkpoints/seed1", "selector": "checkpoints/seed0/sft"}
+"""The training that a power cut comes into, or has just come after."""
+BLOCK = 4096
+CUTS: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "half": lambda whole: whole[: len(whole) // 2],
+    "last block lost": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK],
+    "last block zero": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK].ljust(len(whole), b"\0"),
+}
+
+
+FILES = ["last.pt", "best.pt", "config.yaml", "metrics.csv"]
+CASES = [
+    (system, *case)
+    for system, turn in zip(COMMANDS, (0, 1), strict=True)
+    for case in zip(FILES, [*CUTS][turn:] + [*CUTS][:turn], strict=True)
+]
+"""Every file in two ways; `test_files` tells all ways from what is whole."""
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each system a folder with a run that was stopped in the middle, and one with the unbroken run."""
+    patch, folders = pytest.MonkeyPatch(), {}
+    for system, words in COMMANDS.items():
+        for kind in ("stopped", "unbroken"):
+            folders[f"{system} {kind}"] = folder = tmp_path_factory.mktemp(f"{system}-{kind}")
+            patch.chdir(folder)
+            write_table()
+            small_beams()[0].save("b.safetensors")
+            if kind == "unbroken":
+                assert main(words) == 0
+            else:
+                late = {
+                    "controller": lambda t: (t.seed, t.iteration) == (1, 10),
+                    "selector": lambda t: t.stages[0].name == "rce",
+                }
+                with ctrl_c(late[system]):
+                    assert main(words) == 130
+    patch.undo()
+    return folders
+
+
+def run_in(folder: Path) -> Path:
+    (run,) = (path.parent for path in folder.glob("runs/*/r/config.yaml"))
+    return run
+
+
+def outcome(run: Path) -> Any:
+    """What a run ends in."""
+    checkpoints = {path.relative_to(run): torch.load(path, weights_only=True) for path in run.rglob("best.pt")}
+    return checkpoints, (run / "metrics.csv").read_text(), (run / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(("system", "file", "cut"), CASES)
+def test_a_run_with_a_torn_file_ends_like_the_unbroken_run(
+    stopped: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    system: str,
+    file: str,
+    cut: str,
+) -> None:
+    shutil.copytree(stopped[f"{system} stopped"], tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    run = run_in(tmp_path)
+    torn = run / SEED[system] / file if file.endswith(".pt") else run / file
+    torn.write_bytes(CUTS[cut](torn.read_bytes()))
+    capsys.readouterr()
+    assert main(COMMANDS[system]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+    assert len(said) <= (2 if file == "metrics.csv" else 1)  # a line for each seed
+    assert {line.split(":")[0].removeprefix(f"{tmp_path}/") for line in said} == {str(torn.relative_to(tmp_path))}
+    unbroken = run_in(stopped[f"{system} unbroken"])
+    assert [path.name for path in run.parent.iterdir()] == ["r"]
+    for mine, other in zip(outcome(run), outcome(unbroken), strict=True):
+        assert same(mine, other)

@@ -1,0 +1,36 @@
+"""Parquet that others wrote."""
+
+import os
+
+import polars as pl
+import pytest
+
+from knobwise.common.parquet import read_parquet
+
+
+def test_a_file_on_which_polars_panics_is_refused_and_nothing_reaches_stderr(tmp_path, capfd):
+    path = tmp_path / "t.parquet"
+    pl.DataFrame({"a": range(1000), "b": [None, "x"] * 500}).write_parquet(path)
+    whole, refused = path.read_bytes(), 0
+    assert read_parquet(path).shape == (1000, 2)
+    for place in range(4, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        try:
+            read_parquet(path)
+        except (ValueError, OSError, pl.exceptions.PolarsError):
+            refused += 1
+    assert refused > 20
+    assert capfd.readouterr().err == ""
+
+
+def test_without_stderr_a_file_is_read(tmp_path):
+    pl.DataFrame({"a": [1]}).write_parquet(tmp_path / "t.parquet")
+    kept = os.dup(2)
+    os.close(2)
+    try:
+        assert read_parquet(tmp_path / "t.parquet").shape == (1, 1)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    with pytest.raises(OSError, match="t2"):
+        read_parquet(tmp_path / "t2.parquet")
