@@ -137,7 +137,8 @@ def _check_decides(agent: Any) -> None:
         return
     sizes, guard = network_of(agent).normaliser.sizes, getattr(agent, "guard", None)
     calibrated = agent if isinstance(agent, PricedChooser) else guard
-    limits = torch.ones(1) if calibrated is None else calibrated.budgets_ms.float()
+    single = torch.ones(1, 2) if network_of(agent).cost else torch.ones(1)
+    limits = single if calibrated is None else calibrated.budgets_ms.float()
     agent.choose({name: torch.zeros(len(limits), size) for name, size in sizes.items()}, limits)
 
 
@@ -145,7 +146,7 @@ def _check_decides(agent: Any) -> None:
 
 
 def controller_start(
-    path: str | Path, table: ProfileTable, policy: PolicyConfig, priced: bool
+    path: str | Path, table: ProfileTable, policy: PolicyConfig, priced: bool, cost: str = ""
 ) -> tuple[Controller, Loaded]:
     """A controller with the weights of a checkpoint, in eval mode, and the checkpoint; of a stack its network.
 
@@ -156,9 +157,12 @@ def controller_start(
     """
     loaded, name = load_checkpoint(path), f"profile {table.name!r}"
     _check(path, not isinstance(loaded.agent, Selector), "holds a selector; a controller starts from a controller")
-    network, limits = loaded.network, {True: "mean budgets", False: "deadlines"}
-    same = network.priced == priced
-    _check(path, same, f"was trained for {limits[network.priced]}, and this run is for {limits[priced]}")
+    network = loaded.network
+    limits = [
+        f"weights of {c}" if c else "mean budgets" if p else "deadlines"
+        for p, c in ((network.priced, network.cost), (priced, cost))
+    ]
+    _check(path, limits[0] == limits[1], f"was trained for {limits[0]}, and this run is for {limits[1]}")
     knobs, others = (", ".join(f"{k.name}={list(k.values)}" for k in each) for each in (network.knobs, table.knobs))
     _check(path, knobs == others, f"its knobs are {knobs}; {name} has {others}")
     _check(

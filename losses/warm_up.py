@@ -94,7 +94,9 @@ class RCELoss(ActorLoss):
 
 
 class RegressionLoss(LossModule):
-    """Cross-entropy of predicted accuracies and Gaussian likelihood of predicted log-latencies, of all configurations.
+    """Cross-entropy of predicted accuracies and Gaussian likelihood of predicted log-latencies, of all configurations;
+    and where the predictor writes `log_cost`, Poisson's likelihood of a further cost, in units of its mean: its minimum
+    is at the expected cost, and costs may be 0.
 
     Args:
         predictor: a module that writes `accuracy_logits`, `log_latency` and `spread`, [*, C] each; it is not called
@@ -102,7 +104,7 @@ class RegressionLoss(LossModule):
         reduction: `mean`, `sum` or `none` over contexts, None for `mean`; the loss of a context is the mean over its
             profiled configurations.
 
-    Outputs: `loss_accuracy`, `loss_latency`.
+    Outputs: `loss_accuracy`, `loss_latency`, and `loss_cost` where it is predicted.
     """
 
     @dataclass
@@ -113,11 +115,13 @@ class RegressionLoss(LossModule):
             accuracy: float [*, C], measured, NaN where not profiled.
             log_latency: float [*, C], measured, ln ms, NaN where not profiled.
             variance: float [*, C], of a cell's measurements, whose mean `log_latency` then is; may be left out.
+            cost: float [*, C], measured, NaN where not profiled; only where it is predicted.
         """
 
         accuracy: NestedKey = "accuracy_per_configuration"
         log_latency: NestedKey = "log_latency_per_configuration"
         variance: NestedKey = "log_latency_variance"
+        cost: NestedKey = "cost_per_configuration"
 
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
@@ -127,6 +131,8 @@ class RegressionLoss(LossModule):
         super().__init__()
         self.predictor = predictor
         self.reduction = reduction or "mean"
+        if "log_cost" in predictor.out_keys:
+            self.out_keys = [*self.out_keys, "loss_cost"]
         self._forward_value_estimator_keys()
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
@@ -147,6 +153,11 @@ class RegressionLoss(LossModule):
         variance = tensordict.get(self.tensor_keys.variance, None)
         variance = None if variance is None else variance.nan_to_num()
         off = gaussian_nll(log_latency.nan_to_num(), predicted.get("log_latency"), predicted.get("spread"), variance)
-        means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off)]
+        losses = [wrong, off]
+        if "loss_cost" in self.out_keys:
+            cost, log_cost = tensordict.get(self.tensor_keys.cost).nan_to_num(), predicted.get("log_cost")
+            scale = (cost.sum() / profiled.sum()).clamp_min(torch.finfo(cost.dtype).tiny)
+            losses.append(functional.poisson_nll_loss(log_cost, cost, reduction="none") / scale)
+        means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in losses]
         reduced = [self._reduce_loss(mean, tensordict) for mean in means]
         return TensorDict(dict(zip(self.out_keys, reduced, strict=True)), batch_size=[])

@@ -139,7 +139,7 @@ class _FromBlocks(nn.Module):
         """Log-probs [*, C]; of a stack 0 for its decision and −inf for the others."""
         limit, blocks, mask = self._read(*inputs)
         if isinstance(self.policy, Controller):
-            return self.policy(self.policy.features(blocks, *limit.shape), limit, mask)
+            return self.policy(self.policy.features(blocks, *self.policy.requests(limit)), limit, mask)
         flat = {name: block.reshape(limit.numel(), -1) for name, block in blocks.items()}
         mask = None if mask is None else mask.reshape(limit.numel(), -1)
         chosen = self.policy.choose(flat, limit.reshape(-1), mask).to(limit.device).reshape(*limit.shape, 1)
@@ -154,7 +154,8 @@ class _FromBlocks(nn.Module):
         if limit is None:
             raise InputError(f"the policy reads {self.policy.limit_key!r}, each request's limit in ms; there is none")
         blocks = {name: x for name, x in zip(self.policy.normaliser.sizes, features, strict=True) if x is not None}
-        if any(x is not None and x.ndim == limit.ndim for x in (*blocks.values(), mask)):
+        pair = bool(getattr(self.policy, "cost", ""))
+        if not pair and any(x is not None and x.ndim == limit.ndim for x in (*blocks.values(), mask)):
             limit = limit.squeeze(-1)
         return limit.float(), blocks, None if mask is None else mask.bool()
 
@@ -175,9 +176,9 @@ class _FromRows(nn.Module):
         self.register_buffer("mask", table.mask.to(device), persistent=False)
         self.complete = bool(table.mask.all())
 
-    def by_member(self, contexts: Tensor) -> Tensor:
-        """[*] → [M, n]."""
-        return contexts.reshape(-1, self.members).T
+    def by_member(self, contexts: Tensor, *each: int) -> Tensor:
+        """[*, *each] → [M, n, *each]."""
+        return contexts.reshape(-1, self.members, *each).transpose(0, 1)
 
     def encode(self, row: Tensor) -> Tensor:
         """int64 [*] → features [M, n, width]."""
@@ -186,7 +187,7 @@ class _FromRows(nn.Module):
     def forward(self, row: Tensor, limit: Tensor, outcomes: Outcomes | None = None) -> Tensor:
         """Log-probs [*, C]; from the outcomes of these rows where they are predicted already."""
         mask = None if self.complete else self.mask[self.by_member(row)]
-        limits, network = self.by_member(limit.float()), self.controller.network
+        limits, network = self.by_member(limit.float(), *limit.shape[row.ndim :]), self.controller.network
         if outcomes is not None and isinstance(network, UtilityNetwork):
             log_probs = network.log_probs(outcomes, limits, mask)
         else:
@@ -204,6 +205,8 @@ class OutcomesOfRows(TensorDictModuleBase):
     def __init__(self, actor: Actor) -> None:
         super().__init__()
         self.rows: _FromRows = actor.module[0].module
+        if self.rows.controller.cost:
+            self.out_keys = [*self.out_keys, "log_cost"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         row, network = tensordict["row"], self.rows.controller.network
@@ -316,10 +319,10 @@ def make_actor(
     guard are for mean budgets.
 
     Args:
-        table: when given, the policy reads `row` and the limit (`budget_ms` or `worth_ms`), looks features up in
-            this table, and keeps to what was profiled there; contexts belong to the members of an ensemble in turn, as
-            in training. When None it reads the limit, the feature blocks by name and, where there is a `mask`, keeps to
-            it; all members decide together (stepping by hand, deployment).
+        table: when given, the policy reads `row` and the limit (`budget_ms`, `worth_ms` or `worths`), looks features up
+            in this table, and keeps to what was profiled there; contexts belong to the members of an ensemble in turn,
+            as in training. When None it reads the limit, the feature blocks by name and, where there is a `mask`, keeps
+            to it; all members decide together (stepping by hand, deployment).
         group_size: G, number of draws for each context; None for one without a group axis.
         action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the environment.
         separate: draw each knob under its own key (`max_crops`, …) too, by a `CompositeDistribution`; log-probs are

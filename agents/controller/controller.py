@@ -47,6 +47,7 @@ class Controller(nn.Module):
         config: the network; `config.members` is M.
         priced: what limits a request is a price and not a deadline: `worth_ms`, the milliseconds that a right answer
             is worth, 1/λ, in the place of `budget_ms`.
+        cost: the name of the further cost, if requests come with a pair of worths, `worths`, in ms and in its unit.
         bins: whether a `utility` network also reads the features in bins.
     """
 
@@ -62,14 +63,15 @@ class Controller(nn.Module):
         config: PolicyConfig,
         priced: bool = False,
         bins: bool = False,
+        cost: str = "",
     ) -> None:
         super().__init__()
-        self.knobs, self.config, self.priced = tuple(knobs), config, priced
+        self.knobs, self.config, self.priced, self.cost = tuple(knobs), config, priced, cost
         self.register_buffer("configurations", configurations)
         self.index = ActionIndex(configurations)
         self.normaliser = normaliser
         if config.structure == "utility":
-            self.network = UtilityNetwork(normaliser.width, configurations, encoding, config, priced, bins)
+            self.network = UtilityNetwork(normaliser.width, configurations, encoding, config, priced, bins, bool(cost))
         else:
             self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
 
@@ -81,9 +83,10 @@ class Controller(nn.Module):
         config: PolicyConfig,
         priced: bool = False,
         member_rows: Tensor | None = None,
+        weighs: bool = False,
     ) -> Controller:
         """A fresh controller; statistics of features and latencies are taken from these rows (int64 [n]) alone, of
-        which each member is fitted on `member_rows`, bool [M, n], None for all; see `thinned`."""
+        which each member is fitted on `member_rows`, bool [M, n], None for all. `weighs`: a further cost."""
         if member_rows is not None:
             member_rows = thinned(member_rows.T).T
         rows = thinned(rows)
@@ -93,9 +96,10 @@ class Controller(nn.Module):
         normaliser = FeatureNormaliser.fit(table, rows)
         x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
         bins = 0 < normaliser.width <= WIDEST
-        controller = cls(table.knobs, table.configurations, normaliser, encoding, config, priced, bins)
+        cost, name = (table.weighed_cost[rows], table.cost_name) if weighs else (None, "")
+        controller = cls(table.knobs, table.configurations, normaliser, encoding, config, priced, bins, name)
         if isinstance(controller.network, UtilityNetwork):
-            controller.network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
+            controller.network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows, cost)
         else:
             controller.network.start_from(table.accuracy[rows], table.latency_ms[rows])
         return controller
@@ -103,19 +107,24 @@ class Controller(nn.Module):
     @property
     def limit_key(self) -> str:
         """What limits a request."""
-        return "worth_ms" if self.priced else "budget_ms"
+        return "worths" if self.cost else "worth_ms" if self.priced else "budget_ms"
+
+    def requests(self, limit: Tensor) -> torch.Size:
+        """How many requests limits [*], or pairs of worths [*, 2], are for: *."""
+        return limit.shape[:-1] if self.cost else limit.shape
 
     def forward(self, features: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Normalised features float [*, width], limits float [*] in ms, mask bool [*, C] → log-probs [*, C].
+        """Normalised features float [*, width], limits float [*] (pairs [*, 2]), mask bool [*, C] → log-probs [*, C].
 
         Of several members the mean of the log-probs counts.
         """
-        members, n = self.config.members, limit.numel()
+        members, shape = self.config.members, self.requests(limit)
+        n, pair = shape.numel(), limit.shape[len(shape) :]
         allowed = None if mask is None else mask.reshape(n, -1).expand(members, -1, -1)
         x = features.reshape(n, features.shape[-1]).expand(members, -1, -1)
-        log_probs = self.network(x, limit.reshape(n).expand(members, -1), allowed)
+        log_probs = self.network(x, limit.reshape(n, *pair).expand(members, n, *pair), allowed)
         joined = log_probs.mean(0).log_softmax(-1) if members > 1 else log_probs[0]
-        return joined.reshape(*limit.shape, -1)
+        return joined.reshape(*shape, -1)
 
     @torch.no_grad()
     def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -140,6 +149,7 @@ class Controller(nn.Module):
             "knobs": [[knob.name, list(knob.values)] for knob in self.knobs],
             "features": self.normaliser.sizes,
             "priced": self.priced,
+            **({"cost": self.cost} if self.cost else {}),
             "state": self.state_dict(),
         }
 
@@ -155,6 +165,7 @@ class Controller(nn.Module):
             config,
             plain["priced"],
             "network.edges" in state and state["network.edges"].shape[1] > 0,
+            plain.get("cost", ""),
         )
         controller.load_state_dict(state)
         return controller.eval()

@@ -2,7 +2,7 @@
 
 `forward(x [M, n, d], limit [M, n], mask bool [M, n, C] or None)` → log-probs [M, n, C]. M members of an ensemble are
 side by side, each fitted on other samples. `limit` is the request's budget in ms, or under a mean budget the worth of a
-right answer in ms (1/λ).
+right answer in ms (1/λ), or under weights [M, n, 2] this worth and that in the unit of the further cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.envs.configurations.budgets import BudgetEncoding, log_measured, log_ms
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, BudgetEncoding, log_measured, log_ms
+from knobwise.envs.configurations.reward import at_worths
 
 WIDEST = 132
 """With more features no network is tried that also reads them in bins; so many had the widest tables that gained."""
@@ -100,12 +101,13 @@ class KnobNetwork(nn.Module):
 
 class Outcomes(NamedTuple):
     """Predictions of a `UtilityNetwork` for every configuration, [M, n, C] each (`spread` is the standard deviation of
-    ln ms), and the hidden vector [M, n, H]."""
+    ln ms), and the hidden vector [M, n, H]; under weights also ln of the expected further cost."""
 
     accuracy_logits: Tensor
     log_latency: Tensor
     spread: Tensor
     hidden: Tensor
+    log_cost: Tensor | None = None
 
     @property
     def accuracy(self) -> Tensor:
@@ -127,7 +129,9 @@ class UtilityNetwork(nn.Module):
     feature cut into bins, piecewise linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular
     Deep Learning", section 3.1).
 
-    `priced`: the limit is not a deadline but the worth of a right answer in ms, 1/λ.
+    `priced`: the limit is not a deadline but the worth of a right answer in ms, 1/λ. `weighs`: it is a pair of worths,
+    the further cost K̂ is predicted too, and the score is Â − L̂/worth − K̂/worth (the preference of Abels et al. 2019,
+    "Dynamic Weights in Multi-Objective Deep Reinforcement Learning", as an input of the policy).
     """
 
     edges: Tensor
@@ -141,24 +145,33 @@ class UtilityNetwork(nn.Module):
         config: PolicyConfig,
         priced: bool,
         bins: bool,
+        weighs: bool = False,
     ) -> None:
         super().__init__()
+        self.weighs = weighs
         self.encoding, self.dropout, self.priced, members = encoding, config.dropout, priced, config.members
         self.register_buffer("edges", torch.zeros(BINS + 1, features if bins else 0))
         self.register_buffer("sharpness", torch.tensor(20.0))
         inputs, count = features * (1 + BINS * bins), len(configurations)
         widths = [inputs] + [config.hidden] * config.layers
         self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
-        self.outcome_head = MemberLinear(members, config.hidden, 3 * count, zero=True)
-        self.skip = MemberLinear(members, inputs, 2 * count, zero=True)
+        self.outcome_head = MemberLinear(members, config.hidden, (3 + weighs) * count, zero=True)
+        self.skip = MemberLinear(members, inputs, (2 + weighs) * count, zero=True)
         if not priced:
             self.modulation = MemberLinear(members, encoding.width, config.hidden)
             self.residual = MemberLinear(members, config.hidden, count, zero=True)
 
     @torch.no_grad()
-    def start_from(self, x: Tensor, accuracy: Tensor, latency_ms: Tensor, member_rows: Tensor | None = None) -> None:
-        """Begin at the means of a table: features [n, d], accuracy and latency [n, C], NaN where not profiled, and
-        which samples each member is fitted on, bool [M, n], None for all."""
+    def start_from(
+        self,
+        x: Tensor,
+        accuracy: Tensor,
+        latency_ms: Tensor,
+        member_rows: Tensor | None = None,
+        cost: Tensor | None = None,
+    ) -> None:
+        """Begin at the means of a table: features [n, d], accuracy, latency and under weights further cost [n, C], NaN
+        where not profiled, and which samples each member is fitted on, bool [M, n], None for all."""
         shares = torch.linspace(0, 1, BINS + 1)
         for column in range(self.edges.shape[1]):
             self.edges[:, column] = x[:, column].quantile(shares)
@@ -166,8 +179,8 @@ class UtilityNetwork(nn.Module):
             member_rows = torch.ones(len(self.outcome_head.bias), len(x), dtype=torch.bool)
         log_latency = log_measured(latency_ms)
         for member, mine in enumerate(member_rows):  # what was held out of a member must not be in what it starts from
-            start = torch.cat(_means(accuracy[mine], log_latency[mine]))
-            self.outcome_head.bias[member, 0].copy_(start)
+            start = [*_means(accuracy[mine], log_latency[mine]), *([] if cost is None else [_log_mean(cost[mine])])]
+            self.outcome_head.bias[member, 0].copy_(torch.cat(start))
 
     def outcomes(self, x: Tensor) -> Outcomes:
         """Features [M, n, d] → predictions."""
@@ -177,11 +190,11 @@ class UtilityNetwork(nn.Module):
         for layer in self.layers[1:]:
             hidden = hidden + functional.silu(layer(functional.dropout(hidden, self.dropout, self.training)))
         hidden = functional.dropout(hidden, self.dropout, self.training)
-        logits, log_latency, log_spread = self.outcome_head(hidden).chunk(3, -1)
-        more_logits, more_latency = self.skip(x).chunk(2, -1)
+        logits, log_latency, log_spread, *cost = self.outcome_head(hidden).chunk(3 + self.weighs, -1)
+        more_logits, more_latency, *more_cost = self.skip(x).chunk(2 + self.weighs, -1)
         spread = log_spread.clamp(-5, 1.5).exp()
         logits, log_latency = logits + more_logits, log_latency + more_latency
-        return Outcomes(logits, log_latency, spread, hidden)
+        return Outcomes(logits, log_latency, spread, hidden, cost[0] + more_cost[0] if self.weighs else None)
 
     @property
     def reads_bins(self) -> bool:
@@ -204,7 +217,9 @@ class UtilityNetwork(nn.Module):
         return torch.special.ndtr((log_ms(budgets_ms).unsqueeze(-1) - outcomes.log_latency) / outcomes.spread)
 
     def scores(self, outcomes: Outcomes, limit: Tensor) -> Tensor:
-        """Expected utility and residual, or at a price Â − L̂/worth: [M, n, C]."""
+        """Expected utility and residual, or at a price Â − L̂/worth, or at two of them: [M, n, C]."""
+        if outcomes.log_cost is not None:
+            return at_worths(outcomes.accuracy, outcomes.latency_ms, outcomes.log_cost.exp(), limit)
         if self.priced:
             return outcomes.accuracy - outcomes.latency_ms / limit.unsqueeze(-1)
         residual: Tensor = self.residual(outcomes.hidden * (1 + self.modulation(self.encoding(limit))))
@@ -234,3 +249,10 @@ def _means(accuracy: Tensor, log_latency: Tensor) -> tuple[Tensor, Tensor, Tenso
     square = (log_latency - centre).square().nan_to_num().sum(0)
     spread = ((square + square.sum() / count.sum()) / (count + 1)).sqrt().clamp_min(0.02)
     return mean.logit(), centre, spread.log()
+
+
+def _log_mean(cost: Tensor) -> Tensor:
+    """ln of the mean cost, [C], likewise with one more cell, of the average cost; a millionth of it counts as 0."""
+    average = cost.nanmean()
+    mean = (cost.nansum(0) + average) / ((~cost.isnan()).sum(0) + 1)
+    return mean.clamp_min((1e-6 * average).clamp_min(LEAST_LATENCY_MS)).log()

@@ -18,7 +18,7 @@ from knobwise.agents.predictors.experts import Expert, Experts, Prediction, pick
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.reward import expected_utility
+from knobwise.envs.configurations.reward import at_worths, expected_utility
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses.functional import even_weight
@@ -34,6 +34,12 @@ def averages(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
     accuracy, latency = (values[rows].double().nanmean(0) for values in (table.accuracy, table.latency_ms))
     seen = table.mask[rows].any(0)
     return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())
+
+
+def averages_with_cost(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`averages`, and the mean further cost of each configuration, float64 [C] each."""
+    cost = table.weighed_cost[rows].double().nanmean(0)
+    return *averages(table, rows), cost.nan_to_num(float(cost.nan_to_num().amax()))
 
 
 class Averages:
@@ -178,6 +184,19 @@ class Oracle:
             raise ValueError(f"the oracle knows {len(self._mask)} samples and was asked about {len(budgets_ms)}")
         utility = expected_utility(self._accuracy, self._measurements_ms, budgets_ms.unsqueeze(1))
         return pick(utility, self._latency_ms, self._mask if mask is None else mask & self._mask)
+
+
+class BestAtWorths:
+    """Takes the best accuracy − latency/worth − cost/worth: of averages [C], the same for every request, or of each
+    request's own outcomes [n, C], which it can choose for in their order only."""
+
+    def __init__(self, accuracy: Tensor, latency_ms: Tensor, cost: Tensor) -> None:
+        self.accuracy, self.latency_ms, self.cost = accuracy, latency_ms, cost
+
+    def choose(self, features: Mapping[str, Tensor], worths: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Decisions for pairs of worths [n, 2]: int64 [n]."""
+        scores = at_worths(self.accuracy, self.latency_ms, self.cost, worths.to(self.accuracy))
+        return pick(scores, self.latency_ms, mask)
 
 
 def make_baselines(

@@ -85,6 +85,11 @@ def _moments(numbers: dict[str, Tensor]) -> dict[str, float]:
     return metrics
 
 
+def for_all(limit: Tensor, rows: Tensor) -> Tensor:
+    """The same limit, [] or a pair [2], for each of these rows: [n] or [n, 2]."""
+    return limit.expand(len(rows), *limit.shape)
+
+
 def judge(
     policy: Policy[Tensor],
     table: ProfileTable,
@@ -97,13 +102,16 @@ def judge(
 
     It sees features, what its own cost, [B] in ms, leaves of the deadlines, and which configurations were profiled for
     the sample, because the outcomes of others are unknown. Where it reads no features it does not pay for a first look
-    (`ProfileTable.first_look_ms`). `rewards` defaults to those of training.
+    (`ProfileTable.first_look_ms`). `rewards` defaults to those of training. Under weights budgets are pairs of worths
+    [B, 2], which nothing is taken from.
     """
+    pairs = budgets_ms if budgets_ms.ndim == 2 else None
+    budgets_ms = budgets_ms if pairs is None else torch.full((len(pairs),), torch.inf)
     cost_ms = torch.zeros_like(budgets_ms) if cost_ms is None else cost_ms.to(budgets_ms)
     rewards = RewardTable(table, TRAINING_REWARD) if rewards is None else rewards
     features, mask = {name: block[rows] for name, block in table.features.items()}, table.mask[rows]
     left = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
-    limits = [limit.expand(len(rows)) for limit in left]
+    limits = [for_all(limit, rows) for limit in (left if pairs is None else pairs)]
     chosen = torch.stack([policy.choose(features, limit, mask).cpu() for limit in limits], 1)
     at = rows.unsqueeze(1), chosen
     reads, quick = reads_features(policy, left), table.without_first_look

@@ -103,8 +103,8 @@ class AdaptiveModel:
         exported = getattr(controller, "header", {})
         if isinstance(controller, PricedChooser) or getattr(controller, "priced", exported.get("priced", False)):
             raise InputError(
-                "runtime: the controller keeps a mean over requests (budget=mean), but every request here has a "
-                "deadline; train one with budget=quantiles"
+                "runtime: the controller is for worths or a mean over requests (budget=weights or mean), but every "
+                "request here has a deadline; train one with budget=quantiles"
             )
         if isinstance(controller, Controller | StackedController):
             controller = to_numpy(controller)  # the same decisions, several times faster

@@ -83,7 +83,7 @@ class Lessons(NamedTuple):
     def divergence(self, network: UtilityNetwork) -> Tensor:
         """How far a network's predictions are from these, up to constants, as a mean over configurations: the binary
         cross-entropy of the accuracies, and Kullback and Leibler's divergence of normal variables ln ms."""
-        outcomes = Outcomes(*(part[0] for part in network.outcomes(self.x.unsqueeze(0))))
+        outcomes = Outcomes(*(part[0] for part in network.outcomes(self.x.unsqueeze(0))[:4]))
         entropy = binary_cross_entropy_with_logits(outcomes.accuracy_logits, self.accuracy)
         squares = self.spread**2 + (self.log_latency - outcomes.log_latency) ** 2
         return entropy + (outcomes.spread.log() + squares / (2 * outcomes.spread**2)).mean()

@@ -57,6 +57,8 @@ def arrays_of(agent: Agent) -> Arrays:
     """
     network, inner = network_of(agent), agent.chooser if isinstance(agent, PricedChooser) else agent
     stack = inner if isinstance(inner, StackedController) else None
+    if network.cost:
+        raise InputError(f"export: a controller that weighs {network.cost} decides in Python only, by knobwise.load")
     if network.priced and not isinstance(agent, PricedChooser):
         raise InputError("export: the controller's prices are not calibrated yet; let its training finish")
     experts = [expert for expert in stack.experts if isinstance(expert, Expert)] if stack else []

@@ -60,6 +60,7 @@ class KnobPolicy:
 
     Attributes:
         agent: the controller; `agent.choose` is the same for tensors, and keeps to a mask.
+        cost: the name of the further cost that it weighs, "" for none.
         features: the widths of the feature blocks that it reads, by name; empty if it sees the budget only.
         knobs, configurations: the values of each knob, and the knob values of each configuration.
         judged: how it did on test samples, as in `results.json`, if `knobwise.fit` trained it.
@@ -70,9 +71,9 @@ class KnobPolicy:
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded, self.agent, network = loaded, loaded.controller, loaded.network
-        if network.priced and not isinstance(self.agent, PricedChooser):
+        if network.priced and not network.cost and not isinstance(self.agent, PricedChooser):
             raise InputError("the prices for mean budgets are not calibrated yet; let the training finish")
-        self.features: dict[str, int] = network.normaliser.sizes
+        self.cost, self.features = network.cost, network.normaliser.sizes
         self.knobs = {knob.name: knob.values for knob in network.knobs}
         self.configurations = configurations_of(network)
         self.judged: dict[str, Any] | None = loaded.extra.get("judged")
@@ -97,7 +98,8 @@ class KnobPolicy:
             features: blocks [n, d] by name, or [d] for one input or for all alike: lists, NumPy or torch, NaN where a
                 value is missing. A policy that reads one block takes it without its name, one without features None.
             budget_ms: the time that an answer may take, in ms, for all inputs or [n]; of a controller for mean budgets
-                the mean over all inputs, one that it was calibrated for.
+                the mean over all inputs, one that it was calibrated for; under weights the worths of a right answer, in
+                ms and in the unit of the further cost, a pair or [n, 2].
             explain: give an `Explanation`.
             drift: how latencies here differ from those predicted, as a `LatencyTracker` has it.
             between_ms: the budgets that an explanation looks for flips between; None for a tenth of each budget and ten
@@ -111,16 +113,21 @@ class KnobPolicy:
                 or, as a mean, not calibrated, or the drift is that of another controller or for mean budgets.
         """
         arrays, budgets = self._blocks(features), _numbers("budget_ms", budget_ms)
-        if budgets.ndim > 1 or not ((budgets > 0) & (budgets < np.inf)).all():
-            raise InputError(f"budget_ms={budget_ms!r}: a number or [n], all positive and finite, in ms")
-        sizes = {len(block) for block in arrays.values() if block.ndim == 2} | set(budgets.shape)
+        pair = (2,) if self.cost else ()
+        several = budgets.shape[: budgets.ndim - len(pair)]
+        if len(several) > 1 or budgets.shape != (*several, *pair) or not ((budgets > 0) & (budgets < np.inf)).all():
+            wanted = f"a pair of worths, in ms and of {self.cost}, or [n, 2]" if pair else "a number or [n]"
+            raise InputError(f"budget_ms={budget_ms!r}: {wanted}, all positive and finite{', in ms' * (not pair)}")
+        if self.cost and (explain or drift is not None):
+            raise InputError("decide: explanations and drifts are for controllers without a further cost")
+        sizes = {len(block) for block in arrays.values() if block.ndim == 2} | set(several)
         if len(sizes) > 1:
             raise InputError(f"decide: features and budgets are for {sorted(sizes)} inputs")
         n = next(iter(sizes), 1)
         if n == 0:
             return []
         blocks = {name: torch.from_numpy(block).expand(n, -1) for name, block in arrays.items()}
-        limits = torch.from_numpy(budgets).expand(n)
+        limits = torch.from_numpy(budgets).expand(n, *pair)
         chosen = self._choose(blocks, limits, drift)
         results: list[Any] = [dict(self.configurations[index]) for index in chosen.tolist()]
         if explain:

@@ -23,13 +23,13 @@ from knobwise.agents.controller.actor import Behaviour, OutcomesOfRows, make_act
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.evaluation import LOGGED, drawn_metrics, judge
+from knobwise.agents.judging.evaluation import LOGGED, drawn_metrics, for_all, judge
 from knobwise.agents.predictors.folds import rows_of_members
 from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
-from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments, thinned
+from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments, thinned, worth_pairs
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -40,6 +40,8 @@ MOST_JUDGED = 1 << 16
 """Held-out samples that a member is judged on in training."""
 PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
 """What is logged of a validation under prices, where nothing is late."""
+JUDGED_STEPS = 4
+"""Worths of each kind that validation under weights takes the pairs of."""
 
 
 class ControllerTrainer(Trainer):
@@ -47,8 +49,9 @@ class ControllerTrainer(Trainer):
 
     Args:
         split: fit on `train`, choose on `validation`, or both in folds (`policy.members`); `test` is not used.
-        reward: under a mean budget it is always `priced`.
-        budgets_ms: float [B], what is judged on validation; None for the default budgets.
+        reward: under a mean budget and weights it is always `priced`.
+        budgets_ms: float [B], what is judged on validation; None for the default budgets. Under a mean budget and
+            weights worths are judged instead.
         init_from: a checkpoint whose weights training starts from, see `controller_start`; None for fresh weights.
         seed, folder, log, device: see `Trainer`.
     """
@@ -79,12 +82,15 @@ class ControllerTrainer(Trainer):
         self.policy, self.loss = policy or PolicyConfig(), loss or LossConfig()
         by_structure = 0.02 if self.policy.structure == "utility" else 0.0
         self.kl_coeff = by_structure if self.loss.kl_to_ref_coeff is None else self.loss.kl_to_ref_coeff
-        self.priced = budget is not None and budget.sense == "mean"
+        self.priced = budget is not None and budget.sense != "deadline"
+        weighs = budget is not None and budget.sense == "weights"
+        self.cost = table.cost_name if weighs else ""
         by_reward = self.priced or (reward is not None and reward.kind == "function")
         self.judged_by = "reward" if by_reward else "utility"
         self.limits = default_budgets(table) if budgets_ms is None else budgets_ms
         if self.priced:
-            self.limits, reward = judged_worths(table), RewardConfig(kind="priced")
+            reward = RewardConfig(kind="priced")
+            self.limits = worth_pairs(table, JUDGED_STEPS) if weighs else judged_worths(table)
         settings, exact = optimiser or OptimiserConfig(), self.loss.objective == "exact"
         group, shape = 1 if exact else self.loss.group_size, (settings.contexts, self.policy.members)
         with seeded(seed, device):
@@ -117,7 +123,7 @@ class ControllerTrainer(Trainer):
         """What training starts from; notes which samples are fitted and which are held out."""
         self.fold_seed, self._seen_before = seed, []
         if init_from is not None:
-            controller, loaded = controller_start(init_from, self.table, self.policy, self.priced)
+            controller, loaded = controller_start(init_from, self.table, self.policy, self.priced, self.cost)
             self._seen_before = loaded.extra.get("seen", [])
             if loaded.profile_digest == self.table.digest:
                 # its folds again: what was held out of a member stays held out of it
@@ -131,7 +137,7 @@ class ControllerTrainer(Trainer):
         if init_from is not None:
             return controller
         masks = torch.stack([torch.isin(self.fitted, rows) for rows in self.member_rows])
-        return Controller.for_table(self.table, self.fitted, self.policy, self.priced, masks)
+        return Controller.for_table(self.table, self.fitted, self.policy, self.priced, masks, bool(self.cost))
 
     @functools.cached_property
     def seen(self) -> list[str]:
@@ -210,7 +216,7 @@ class ControllerTrainer(Trainer):
 
         def looked_up(minibatch: TensorDictBase) -> TensorDictBase:
             minibatch, row, limit = minibatch.copy(), minibatch["row"], minibatch[self.agent.limit_key]
-            rewards = self.env.rewards.all(row.flatten(), limit.flatten())
+            rewards = self.env.rewards.all(row.flatten(), limit.flatten(0, row.ndim - 1))
             return loss(minibatch.set("reward_per_configuration", rewards.view(*row.shape, -1)))
 
         return looked_up
@@ -231,31 +237,33 @@ class ControllerTrainer(Trainer):
         minibatch["accuracy_per_configuration"] = self.env.rewards.accuracy[row]
         minibatch["log_latency_per_configuration"] = self.log_latency[row]
         minibatch["log_latency_variance"] = self.variance[row]
+        if self.cost and self.env.rewards.cost is not None:
+            minibatch["cost_per_configuration"] = self.env.rewards.cost[row]
         return self.regression(minibatch)
 
     # -- held-out data -------------------------------------------------------------------------------------------------
 
     def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """What the members choose for the samples held out of them, `judged_rows`; `judge` calls it."""
-        return self._held_out[float(limits[0])].argmax(-1).cpu()
+        return self._held_out[str(limits[0].tolist())].argmax(-1).cpu()
 
     @torch.no_grad()
-    def _held_out_log_probs(self) -> dict[float, Tensor]:
+    def _held_out_log_probs(self) -> dict[str, Tensor]:
         """[n, C] under each judged limit, in the order of `judged_rows`. Outcomes are predicted once for all limits."""
         rows = self.held_out.flatten()
         contexts: TensorDictBase = TensorDict({"row": rows}, [len(rows)], device=self.device)
         if self.policy.structure == "utility":
             contexts = self.predictor(contexts)
         limits = {
-            float(limit): contexts.copy().set(self.agent.limit_key, limit.expand(len(rows))) for limit in self.limits
+            str(each.tolist()): contexts.copy().set(self.agent.limit_key, for_all(each, rows)) for each in self.limits
         }
         return {limit: self.actor.get_dist(each).log_probs[self.places] for limit, each in limits.items()}
 
     @functools.cached_property
-    def _held_out_rewards(self) -> dict[float, Tensor]:
+    def _held_out_rewards(self) -> dict[str, Tensor]:
         """[n, C] under each judged limit, 0 where not profiled."""
         rows, limits = self.judged_rows.to(self.device), self.limits.to(self.device)
-        return {float(each): self.env.rewards.all(rows, each.expand(len(rows))).nan_to_num() for each in limits}
+        return {str(each.tolist()): self.env.rewards.all(rows, for_all(each, rows)).nan_to_num() for each in limits}
 
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """Greedy decisions."""
@@ -273,7 +281,7 @@ class ControllerTrainer(Trainer):
         """−E_π[reward] of the policy's own distribution, not of its greedy decisions: what GRPO minimises, without
         baseline, clip and KL. Mean over the held-out samples and the judged limits."""
         rewards, policies = self._held_out_rewards, self._held_out
-        limits = self.limits.tolist()  # the same limit may stand there twice
+        limits = map(str, self.limits.tolist())  # the same limit may stand there twice
         return float(torch.stack([-(policies[x].exp() * rewards[x]).sum(-1).mean() for x in limits]).mean())
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
@@ -309,7 +317,8 @@ class ControllerTrainer(Trainer):
         return {"start": start, "best": max(after), "last": after[-1]}
 
     def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
-        if (loaded.network.config, loaded.network.priced) != (self.policy, self.priced):
+        network = loaded.network
+        if (network.config, network.priced, network.cost) != (self.policy, self.priced, self.cost):
             return False
-        self.agent.load_state_dict(loaded.network.state_dict())
+        self.agent.load_state_dict(network.state_dict())
         return True

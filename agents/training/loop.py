@@ -275,7 +275,7 @@ class Trainer(ABC):
         scores = [(score, -iteration) for iteration, score in self.scores if iteration > start]
         patience = stage.patience * self.settings.evaluate_every
         if scores and 0 < patience <= self.iteration + max(scores)[1]:
-            self.finished = stage is self.stages[-1]
+            self.finished = start + stage.iterations == self.total  # also where no later stage has iterations
             self.iteration = self.iteration if self.finished else start + stage.iterations
             self.scores[-1] = self.iteration, self.scores[-1][1]  # so that a resumed training does not add it again
 

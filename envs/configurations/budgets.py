@@ -122,9 +122,17 @@ def judged_worths(table: ProfileTable) -> Tensor:
     return torch.linspace(low, high, 7)[1:-1].exp()
 
 
+def worth_pairs(table: ProfileTable, steps: int) -> Tensor:
+    """A grid of the worths of a right answer, evenly spaced in logarithm over `worths_range`, float32 [steps², 2]: in
+    ms, and in the unit of the further cost. Raises InputError if the table has none."""
+    ranges = [worths_range(values[table.mask]).log() for values in (table.latency_ms, table.weighed_cost)]
+    return torch.cartesian_prod(*(torch.linspace(low, high, steps).exp() for low, high in ranges))
+
+
 class BudgetSampler:
-    """Draws budgets for samples of a table, or worths if `sense="mean"`. Ranges and quantiles are taken from `rows`,
-    int64 [n]; None for all. Raises InputError if the strategy is unknown, or cannot use the numbers."""
+    """Draws budgets for samples of a table, or worths if `sense="mean"`, pairs of them if it is "weights". Ranges and
+    quantiles are taken from `rows`, int64 [n]; None for all. Raises InputError if the strategy is unknown, or cannot
+    use the numbers, or under weights the table has no further cost."""
 
     STRATEGIES = ("relative", "quantiles", "fixed")
 
@@ -132,10 +140,13 @@ class BudgetSampler:
         self.table, self.config = table, config
         rows = thinned(torch.arange(table.num_samples) if rows is None else rows)
         latencies = table.latency_ms[rows][table.mask[rows]]
-        one_of("budget.sense", config.sense, ("deadline", "mean"))
+        one_of("budget.sense", config.sense, ("deadline", "mean", "weights"))
         one_of("budget.strategy", config.strategy, self.STRATEGIES)
         if config.sense == "mean":
             self._numbers = worths_range(latencies).log()
+        elif config.sense == "weights":
+            costs = table.weighed_cost[rows][table.mask[rows]]
+            self._numbers = torch.stack([worths_range(latencies), worths_range(costs)]).log()
         elif config.strategy in ("relative", "fixed"):
             name = "factors" if config.strategy == "relative" else "values_ms"
             numbers: tuple[float, ...] = getattr(config, name)
@@ -151,11 +162,11 @@ class BudgetSampler:
             raise InputError(f"budget.strategy={self.config.strategy}: {needs} {value}")
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw a budget for each of these samples: int64 [n] → float32 [n], ms, always positive."""
+        """Draw a budget for each of these samples: int64 [n] → float32 [n], ms, positive; under weights [n, 2]."""
         n = len(rows)
-        if self.config.sense == "mean":
-            low, high = self._numbers
-            return torch.lerp(low, high, torch.rand(n, generator=generator)).exp()
+        if self.config.sense != "deadline":
+            low, high = self._numbers.unbind(-1)
+            return torch.lerp(low, high, torch.rand(n, *low.shape, generator=generator)).exp()
         if self.config.strategy in ("relative", "fixed"):
             drawn = self._numbers[torch.randint(len(self._numbers), (n,), generator=generator)]
             if self.config.strategy == "relative":

@@ -60,7 +60,7 @@ class ContextEnv(SingleStepEnv):
         wanted = None if tensordict is None else tensordict.get("_reset", None)
         if wanted is not None and self.current:  # the others go on
             rows = rows.where(wanted.reshape(-1), self.current["row"])
-            limits = limits.where(wanted.reshape(-1), self.current[self.limit_key])
+            limits = limits.where(wanted.reshape(-1, *limits.shape[1:] and (1,)), self.current[self.limit_key])
         self.current = self._contexts(rows, limits)
         return self._context(self.current | self._described())
 

@@ -52,8 +52,8 @@ class ContextSampler:
         self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
 
     def __call__(self, count: int, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`count` contexts: rows int64 [count], budgets float32 [count] in ms. Rows that are `chosen`, int64 [count],
-        take the place of those drawn; their budgets are drawn as ever."""
+        """`count` contexts: rows int64 [count], budgets float32 [count] in ms, under weights worths [count, 2]. Rows
+        that are `chosen`, int64 [count], take the place of those drawn; their budgets are drawn as ever."""
         self.before, turn = self.generator.get_state(), torch.arange(count) % len(self.counts)
         if len(self.rows) == 1:
             rows = self.rows[0][torch.randint(self.rows.shape[1], (count,), generator=self.generator)]
@@ -69,19 +69,22 @@ class ContextSampler:
 
 
 def limit_key(budget: BudgetConfig | None) -> str:
-    """What limits a request: `budget_ms`, or under a mean budget `worth_ms`, the worth of a right answer."""
-    return "worth_ms" if budget is not None and budget.sense == "mean" else "budget_ms"
+    """What limits a request: `budget_ms`; under a mean budget `worth_ms`, the worth of a right answer; under weights
+    `worths`, this worth in ms and in the unit of the further cost."""
+    return {"deadline": "budget_ms", "mean": "worth_ms", "weights": "worths"}[budget.sense if budget else "deadline"]
 
 
 def reward_under(budget: BudgetConfig | None, reward: RewardConfig | str | None) -> RewardConfig:
-    """The reward in the settings, or of a kind; the default is that of training, under a mean budget `priced`. Raises
-    InputError if the reward does not go with the sense of the budget."""
-    mean = limit_key(budget) == "worth_ms"
+    """The reward in the settings, or of a kind; the default is that of training, under a mean budget and weights
+    `priced`. Raises InputError if the reward does not go with the sense of the budget."""
+    sense = "deadline" if budget is None else budget.sense
+    mean = sense != "deadline"
     if reward is None:
         reward = RewardConfig(kind="priced") if mean else TRAINING_REWARD
     elif isinstance(reward, str):
         reward = TRAINING_REWARD if reward == TRAINING_REWARD.kind else RewardConfig(kind=reward)
     if (reward.kind == "priced") != mean:
-        sense = f"budget.sense={'mean' if mean else 'deadline'}"
-        raise InputError(f"reward.kind={reward.kind}: does not go with {sense}; priced goes with mean, only with it")
+        raise InputError(
+            f"reward.kind={reward.kind}: does not go with budget.sense={sense}; priced goes with mean and weights only"
+        )
     return reward

@@ -38,27 +38,30 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
     Description:
         A contextual bandit that replays a profile: no model runs, every outcome was measured before. Under a mean
         budget (`BudgetConfig(sense="mean")`) no request has a budget of its own; it is limited by the worth of a right
-        answer, in ms, and the reward is accuracy − latency/worth.
+        answer, in ms, and the reward is accuracy − latency/worth. Under weights (`sense="weights"`) this worth is also
+        in the unit of the profile's further cost, and the reward is accuracy − latency/worth − cost/worth.
     Action space:
         `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its value; under
         `action="configuration"` `Discrete(C)`, a configuration of `env.unwrapped.table.configurations`.
     Observation space:
         `Dict` of one `Box` per feature block (`image_features`, `language_features`, …; a missing value is the
         column's median), `budget_ms`, a `Box` of shape (), and `mask`, `MultiBinary(C)`: the configurations that were
-        profiled for the sample. Under a mean budget there is `worth_ms` instead of `budget_ms`.
+        profiled for the sample. Under a mean budget there is `worth_ms` instead of `budget_ms`, under
+        weights `worths`, of shape (2,).
     Rewards:
         By default the one that training uses, see `Replay`.
     Starting state:
         A random sample and a random budget or worth, unless `reset(options=…)` chooses them: `row` or `sample_id`
-        (with `dataset`, where data sets share ids), `budget_ms` or `worth_ms`.
+        (with `dataset`, where data sets share ids), `budget_ms`, `worth_ms` or `worths`.
     Episode end:
         After one step, always.
     Info:
-        After reset: `row` of the table, `sample_id`, `budget_ms` or `worth_ms`, `mask` (bool [C]), and `action_mask`,
-        for `env.action_space.sample(info["action_mask"])` to draw a profiled action (None if no mask of the knobs
-        allows the profiled configurations only). After a step also `accuracy`, `latency_ms`, `violation` (not under a
-        mean budget), `configuration` (the knob values that were replayed, by name), and the same four with the prefix
-        `oracle_` for the best configuration (its median latency, where it was measured repeatedly).
+        After reset: `row` of the table, `sample_id`, `budget_ms`, `worth_ms` or `worths`, `mask` (bool [C]), and
+        `action_mask`, for `env.action_space.sample(info["action_mask"])` to draw a profiled action (None if no mask of
+        the knobs allows the profiled configurations only). After a step also `accuracy`, `latency_ms`, `violation`
+        (only under deadlines), `cost` where the profile has a further one, `configuration` (the knob values that were
+        replayed, by name), and the same with the prefix `oracle_` for the best configuration (its median latency, where
+        it was measured repeatedly).
     Arguments:
         table: the profile; None for the built-in one. budget, reward, unprofiled, action, repeats: as `Replay` takes
         them. rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi" (words) or "rgb_array"
@@ -116,7 +119,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         info, reward = self._last
         inputs = pkgutil.resolve_name(self._inputs) if isinstance(self._inputs, str) else self._inputs
         question, picture = ("", None) if inputs is None else inputs(info["sample_id"])
-        view = View(self.table.knobs, self.table.unit, info, reward, question, picture)
+        view = View(self.table.knobs, self.table.unit, info, reward, question, picture, self.table.cost_name)
         return view.words() if self.render_mode == "ansi" else view.image()
 
     def _single(
@@ -127,7 +130,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         observation = {name: np.array(block[0]) for name, block in observations.items()}
         info = {name: np.array(value[0]) if value.ndim > 1 else value[0].item() for name, value in infos.items()}
         key, mask = self._batch.limit_key, observation["mask"].astype(bool)
-        info |= {"sample_id": self.table.sample_ids[info["row"]], key: observation[key].item(), "mask": mask}
+        info |= {"sample_id": self.table.sample_ids[info["row"]], key: observation[key].tolist(), "mask": mask}
         info.setdefault("action_mask", self._knob_masks(mask))
         for name in info.keys() & {"configuration", "oracle_configuration"}:
             values = zip(self.table.knobs, info[name], strict=True)
@@ -182,7 +185,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self.limit_key = limit_key(budget)
-        self._repeats = repeats
+        self._repeats, self._pair = repeats, (2,) if self.limit_key == "worths" else ()
         self._replay = Replay(table, budget, reward, unprofiled, action, repeats=repeats)
         self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=None)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
@@ -192,7 +195,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         }
         self.single_observation_space: Any = spaces.Dict(
             {name: _box(block) for name, block in self._features.items()}
-            | {self.limit_key: spaces.Box(0.0, float(np.finfo(np.float32).max), ())}
+            | {self.limit_key: spaces.Box(0.0, float(np.finfo(np.float32).max), self._pair)}
             | {"mask": spaces.MultiBinary(table.num_configurations)}
         )
         self.single_action_space: Any = spaces.MultiDiscrete(table.knob_sizes)
@@ -257,7 +260,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         limits = limits if chosen_limits is None else chosen_limits
         if renewed is not None and self._context is not None:
             new = torch.from_numpy(renewed)
-            rows, limits = rows.where(new, self._context[0]), limits.where(new, self._context[1])
+            rows, each = rows.where(new, self._context[0]), new.view(-1, *self._pair and (1,))
+            limits = limits.where(each, self._context[1])
         self._context = rows, limits
         self._over[... if renewed is None else renewed] = False
         return self._observe(rows, limits)
@@ -269,7 +273,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         rows, limits = self._context
         grouped = self._replay.grouped(torch.from_numpy(np.array(actions)), self.num_envs)
         replayed = self._replay(rows, grouped, limits, self._contexts.generator)
-        priced = self.limit_key == "worth_ms"
+        priced = self.limit_key != "budget_ms"
         best = oracle(self.table, rows, limits, priced, self._repeats).unsqueeze(1)
         observations, info = self._observe(rows, limits)
         for prefix, choice, outcome in (
@@ -277,6 +281,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             ("oracle_", best, self._replay.rewards.outcome(rows, best)),
         ):
             info[f"{prefix}accuracy"], info[f"{prefix}latency_ms"] = (cells.squeeze(1).numpy() for cells in outcome)
+            if self._replay.rewards.cost is not None:
+                info[f"{prefix}cost"] = self._replay.rewards.further_cost(rows, choice).squeeze(1).numpy()
             if not priced:
                 info[f"{prefix}violation"] = info[f"{prefix}latency_ms"] > limits.numpy()
             info[f"{prefix}configuration"] = self.table.configurations.index_select(0, choice.squeeze(1)).numpy()
@@ -301,15 +307,18 @@ def _box(block: Tensor) -> spaces.Box:
 
 def oracle(table: ProfileTable, rows: Tensor, limits: Tensor, priced: bool = False, repeats: str = "draw") -> Tensor:
     """The best profiled configuration of each sample, int64 [n]: highest utility, then lowest latency. The limits,
-    float [n], are budgets in ms; or if `priced`, worths of a right answer in ms, and best is the highest accuracy −
-    latency/worth. Both are means over a cell's measurements, or under `repeats="median"` those of its median."""
+    float [n], are budgets in ms; or if `priced`, worths of a right answer in ms, or pairs of worths [n, 2], and best is
+    the highest accuracy − latency/worth (− cost/worth). Both are means over a cell's measurements, or under
+    `repeats="median"` those of its median."""
     # an unprofiled cell counts as infinitely late: it gains nothing, and any other cell that gains nothing is faster
     latency = table.latency_ms.index_select(0, rows).nan_to_num(torch.inf)
     measured = latency.unsqueeze(-1) if repeats == "median" else table.measurements_ms.index_select(0, rows)
     accuracy = table.accuracy.index_select(0, rows)
-    limits = limits.unsqueeze(1)
+    limits = limits.view(len(rows), -1)
     if priced:
-        gain = accuracy.nan_to_num() - measured.nanmean(-1).nan_to_num(torch.inf) / limits
+        gain = accuracy.nan_to_num() - measured.nanmean(-1).nan_to_num(torch.inf) / limits[:, :1]
+        if limits.shape[1] == 2:
+            gain -= table.weighed_cost.index_select(0, rows).nan_to_num() / limits[:, 1:]
     else:
         gain = expected_utility(accuracy, measured, limits)
     return latency.masked_fill(gain < gain.amax(1, keepdim=True), torch.inf).argmin(1)

@@ -16,12 +16,12 @@ from knobwise.envs.tables.profile_table import ProfileTable
 def chosen_context(
     options: Mapping[str, Any], table: ProfileTable, limit_key: str, count: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Read the options of `reset` for `count` contexts: rows int64 [count] and limits float32 [count], in ms, each None
-    if it is to be drawn.
+    """Read the options of `reset` for `count` contexts: rows int64 [count] and limits float32 [count], in ms, or pairs
+    of worths [count, 2], each None if it is to be drawn.
 
     The options are `row` or `sample_id` (with `dataset`, where data sets share ids), and `budget_ms`, or under a mean
-    budget `worth_ms`; a single row, budget or worth holds for every context, else there is one for each. Raises
-    InputError for other options, an unknown sample, or a limit that is not positive and finite.
+    budget `worth_ms`, under weights `worths`; a single row, budget or worth holds for every context, else there is one
+    for each. Raises InputError for other options, an unknown sample, or a limit that is not positive and finite.
     """
     allowed = ("row", "sample_id", "dataset", limit_key)
     if unknown := [name for name in options if name not in allowed]:
@@ -33,21 +33,24 @@ def chosen_context(
         rows = _row_of_id(str(options["sample_id"]), options.get("dataset"), table)
     if rows is not None:
         last = table.num_samples - 1
-        rows = _numbers("row", rows, count, "iu", 0, last, f"the rows of {table.name!r} are 0 to {last}").long()
+        rows = _numbers("row", rows, (count,), "iu", 0, last, f"the rows of {table.name!r} are 0 to {last}").long()
     if limits is not None:
-        bounds = torch.finfo(torch.float32)
-        needs = "it must be a positive, finite number"
-        limits = _numbers(limit_key, limits, count, "iuf", bounds.tiny, bounds.max, needs).float()
+        bounds, pair = torch.finfo(torch.float32), limit_key == "worths"
+        needs = "it must be a pair of positive, finite numbers" if pair else "it must be a positive, finite number"
+        shape = (count, 2) if pair else (count,)
+        limits = _numbers(limit_key, limits, shape, "iuf", bounds.tiny, bounds.max, needs).float()
     return rows, limits
 
 
-def _numbers(name: str, value: Any, count: int, kinds: str, low: float, high: float, needs: str) -> Tensor:
-    """A number from low to high for each context, [count], of one of these kinds of NumPy types."""
+def _numbers(name: str, value: Any, shape: tuple[int, ...], kinds: str, low: float, high: float, needs: str) -> Tensor:
+    """Numbers from low to high of one of these kinds of NumPy types, in this shape, whose first axis may be missing."""
     array = np.asarray(value)
-    valid = array.dtype.kind in kinds and array.shape in ((), (count,))
+    valid = array.dtype.kind in kinds and array.shape in (shape, shape[1:])
     if not valid or not low <= array.min() <= array.max() <= high:
-        raise InputError(f"reset options: {name}={value!r}; {needs}, the same for all environments or {count} of them")
-    return torch.from_numpy(np.broadcast_to(array, count).copy())
+        raise InputError(
+            f"reset options: {name}={value!r}; {needs}, the same for all environments or {shape[0]} of them"
+        )
+    return torch.from_numpy(np.broadcast_to(array, shape).copy())
 
 
 def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:

@@ -36,6 +36,8 @@ class View:
     question: str = ""
     picture: Any = None
     """A PIL image, or an array [h, w] or [h, w, 3], uint8 or floats in 0–1."""
+    cost_name: str = ""
+    """Of the further cost."""
 
     def words(self) -> str:
         """The decision as text."""
@@ -48,6 +50,9 @@ class View:
         return f"{request}.{question}\nChosen: {chosen}; reward {self.reward:+.3f}.\nOracle: {best}."
 
     def _limit(self) -> str:
+        if "worths" in self.info:
+            worth_ms, worth = self.info["worths"]
+            return f"a right answer is worth {worth_ms:.3g} {self.unit} or {worth:.3g} {self.cost_name}"
         if "worth_ms" in self.info:
             return f"a right answer is worth {self._amount('worth_ms')}"
         return f"budget {self._amount('budget_ms')}"

@@ -39,7 +39,7 @@ class Replay:
     Args:
         table: the profile.
         budget, reward: settings; a reward may be given by its kind. The default is the one that training uses, utility
-            with a cost of 0.2 for a late answer; under a mean budget it is `priced`.
+            with a cost of 0.2 for a late answer; under a mean budget and weights it is `priced`.
         unprofiled: what happens to an action that was never profiled for its sample. `nearest`: the sample's profiled
             configuration that is the fewest steps of knob values away, of several the first in the table, is replayed
             in its place. `error`: InputError.
@@ -80,8 +80,8 @@ class Replay:
         self, rows: Tensor, action: Tensor, limits: Tensor, generator: torch.Generator | None = None
     ) -> Outcome:
         """Decide for P contexts: int64 [P] rows, actions int64 [P, G, K] (or [P, G] under `action="configuration"`),
-        limits float32 [P], in ms. Measurements are drawn from the generator, one for each decision, if there are
-        several to draw from.
+        limits float32 [P], in ms, or pairs of worths [P, 2]. Measurements are drawn from the generator, one for each
+        decision, if there are several to draw from.
 
         Raises:
             InputError: an action outside its range; under `error` an action that was never profiled for its sample.
@@ -108,7 +108,7 @@ class Replay:
             raise InputError(f"action: is {action.dtype} {[*action.shape]}, must be int64 {[*shape]}")
         return action.long().reshape(shape)
 
-    def outcome(self, rows: Tensor, replayed: Outcome) -> tuple[Tensor, Tensor]:
+    def outcome(self, rows: Tensor, replayed: Outcome) -> tuple[Tensor, ...]:
         """Accuracy and latency in ms of these decisions, float32 [P, G] each."""
         accuracy, latency_ms = self.rewards.outcome(rows, replayed.configuration, replayed.repeat)
         if replayed.missing is not None and self.unprofiled == "penalty":

@@ -54,6 +54,12 @@ def reward(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, complexity: 
     )
 
 
+def at_worths(accuracy: Tensor, latency_ms: Tensor, cost: Tensor, worths: Tensor) -> Tensor:
+    """accuracy − latency/worth − cost/worth: [*, C] each, worths [*, 2] in ms and in the unit of the cost → [*, C]."""
+    worth_ms, worth = worths.unsqueeze(-2).unbind(-1)
+    return accuracy - latency_ms / worth_ms - cost / worth
+
+
 def complexity(table: ProfileTable) -> Tensor:
     """float32 [C]: for each configuration the mean over its knobs of value / the knob's largest value. Knobs whose
     values are names or negative have no size and count 0."""
@@ -71,7 +77,7 @@ class RewardTable:
     """The rewards of a table's configurations, computed on demand; without a device, where the table is.
 
     A cell that was measured repeatedly has a reward for each measurement. `repeats="median"` keeps the one of its
-    median latency alone.
+    median latency alone. Under weights budgets are pairs of worths [n, 2], and the further cost is subtracted.
     """
 
     def __init__(
@@ -85,11 +91,14 @@ class RewardTable:
         self.configurations = torch.arange(table.num_configurations, device=self.complexity.device)
         self.function = None if config.function is None else RewardFunction(config.function, table, device)
         self.accuracy, self.latency_ms = table.accuracy.to(device), table.latency_ms.to(device)
+        self.cost = None if table.cost is None else table.cost.to(device)
         several = table.repeats_ms is not None and repeats == "draw"
         self.repeats_ms = table.measurements_ms.to(device) if several else None
 
     def all(self, rows: Tensor, budgets_ms: Tensor) -> Tensor:
         """int64 [n], float [n] → float32 [n, C], means over the measurements; NaN where a cell was not profiled."""
+        if budgets_ms.ndim == 2:
+            return self.all(rows, budgets_ms[:, 0]) - self.further_cost(rows, self.configurations) / budgets_ms[:, 1:]
         accuracy, budgets_ms = self.accuracy.index_select(0, rows), budgets_ms.unsqueeze(-1)
         if self.repeats_ms is None:
             latency_ms = self.latency_ms.index_select(0, rows)
@@ -111,12 +120,20 @@ class RewardTable:
     def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor, repeats: Tensor | None = None) -> Tensor:
         """int64 [n] rows, int64 [n, G] configurations, float [n] budgets → float32 [n, G]: the reward of the
         measurements in `repeats`, see `outcome`; for None the mean over all measurements of each cell."""
+        if budgets_ms.ndim == 2:
+            paid = self.further_cost(rows, configurations) / budgets_ms[:, 1:]
+            return self.chosen(rows, configurations, budgets_ms[:, 0], repeats) - paid
         budgets_ms = budgets_ms.unsqueeze(-1)
         if repeats is None and self.repeats_ms is not None:
             cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
             measured = self.repeats_ms.flatten(0, 1)[cells]
             return self._mean(self.accuracy.take(cells), measured, budgets_ms, configurations)
         return self._rewards(*self.outcome(rows, configurations, repeats), budgets_ms, configurations)
+
+    def further_cost(self, rows: Tensor, configurations: Tensor) -> Tensor:
+        """int64 [n] rows, int64 [n, G] or [G] configurations → the further cost, which the table must have, [n, G]."""
+        assert self.cost is not None
+        return self.cost[rows.unsqueeze(-1), configurations]
 
     def _mean(self, accuracy: Tensor, measured: Tensor, budgets_ms: Tensor, configurations: Tensor) -> Tensor:
         """The mean reward over measurements [*, R] of cells [*]."""

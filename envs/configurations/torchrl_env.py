@@ -23,11 +23,12 @@ from knobwise.envs.tables.profile_table import ProfileTable
 class ConfigBandit(ContextEnv):
     """P contexts at once, and for each one decision or a group of G.
 
-    Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`; with
-    `lean=True`, as in the training loop, nothing else. Otherwise also the feature blocks [P, d], `mask` bool [P, C]
-    (the configurations profiled for the sample), and `accuracy` and `latency_ms` float32 [P, G] of the actions, 0
-    before the step. With `full_information=True` also `reward_per_configuration` float32 [P, C], means over repeated
-    measurements, NaN if not profiled.
+    Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`, or
+    under weights `worths` [P, 2]; with `lean=True`, as in the training loop, nothing else. Otherwise also the feature
+    blocks [P, d], `mask` bool [P, C] (the configurations profiled for the sample), and `accuracy`, `latency_ms` and,
+    where the profile has one, the further `cost` float32 [P, G] of the actions, 0 before the step. With
+    `full_information=True` also `reward_per_configuration` float32 [P, C], means over repeated measurements, NaN if not
+    profiled.
 
     Action: `action` int64 [P, G, K], for each knob the index of its value; under `action="configuration"` [P, G], the
     index of a configuration. Reward: float32 [P, G]. With `group_size=None` actions and outcomes have no axis G, and
@@ -97,7 +98,7 @@ class ConfigBandit(ContextEnv):
             self.action_spec = Categorical(c, shape=self.outcome_shape, dtype=torch.int64, device=device)
         observation: dict[str, Unbounded | Binary | Categorical] = {
             "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64, device=device),
-            self.limit_key: Unbounded(shape=(p,), device=device),
+            self.limit_key: Unbounded(shape=(p, 2) if self.limit_key == "worths" else (p,), device=device),
         }
         if full_information:
             observation["reward_per_configuration"] = Unbounded(shape=(p, c), device=device)
@@ -105,8 +106,8 @@ class ConfigBandit(ContextEnv):
             for name, block in table.features.items():
                 observation[name] = Unbounded(shape=(p, block.shape[1]), device=device)
             observation["mask"] = Binary(shape=(p, c), dtype=torch.bool, device=device)
-            observation["accuracy"] = Unbounded(shape=self.outcome_shape, device=device)
-            observation["latency_ms"] = Unbounded(shape=self.outcome_shape, device=device)
+            self.outcomes = ("accuracy", "latency_ms", *(["cost"] if table.cost is not None else []))
+            observation |= {name: Unbounded(shape=self.outcome_shape, device=device) for name in self.outcomes}
         self.observation_spec = Composite(observation, shape=(p,), device=device)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -125,8 +126,10 @@ class ConfigBandit(ContextEnv):
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         changed = self._described()
         if not self.lean:
-            outcome = zip(("accuracy", "latency_ms"), self.replay.outcome(rows, replayed), strict=True)
-            changed |= {name: values.view(self.outcome_shape) for name, values in outcome}
+            further = [self.rewards.further_cost] if self.rewards.cost is not None else []
+            outcome = [*self.replay.outcome(rows, replayed), *(cost(rows, replayed.configuration) for cost in further)]
+            named = zip(self.outcomes, outcome, strict=True)
+            changed |= {name: values.view(self.outcome_shape) for name, values in named}
         return self._outcome(self.current, replayed.reward, changed)
 
     def _contexts(self, rows: Tensor, limits: Tensor) -> dict[str, Tensor]:
@@ -146,4 +149,4 @@ class ConfigBandit(ContextEnv):
         if self.replay.action == "configuration":
             # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
             self.action_spec.update_mask(out["mask"] if self.action_spec.ndim == 1 else out["mask"].unsqueeze(1))
-        return out | {name: self.observation_spec[name].zero() for name in ("accuracy", "latency_ms")}
+        return out | {name: self.observation_spec[name].zero() for name in self.outcomes}

@@ -1,7 +1,8 @@
 """Long tables: a row for each measurement of a (sample, configuration), read into a `ProfileTable` and written again.
 
-The columns are `sample_id`, one per knob, an accuracy and a cost; optionally `repeat`, `dataset`, `split`, `image_id`
-and `question_type`. Measurements of any system come in this form, and all readers end in `table_from_frame`.
+The columns are `sample_id`, one per knob, an accuracy and a latency; optionally `repeat`, `dataset`, `split`,
+`image_id`, `question_type`, and `cost.NAME`, a further cost. Measurements of any system come in this form, and all
+readers end in `table_from_frame`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 MEASURES = frozenset(
     {"accuracy", "score", "soft_score", "pred", "prediction", "answer", "answers", "question", "repeat"}
 )
+COST = "cost."
+"""How the name of the column begins that holds a further cost, such as `cost.energy_j`."""
 WORD_COLUMNS = {
     "datasets": "dataset",
     "sample_ids": "sample_id",
@@ -69,7 +72,8 @@ def table_from_frame(
     Args:
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a cost ≥ 0; optionally
             `repeat` (numbers that tell the measurements of a cell apart), `dataset`, and `image_id`, `split` and
-            `question_type`, constant inside a sample; `first_look_ms`, what decisions by features cost on top.
+            `question_type`, constant inside a sample; `first_look_ms`, what decisions by features cost on top; and
+            `cost.NAME`, one further cost ≥ 0, known in every row.
         knobs: the columns that are knobs. By default every column that is neither a key nor a measurement (such as
             `*_ms`), nor constant inside each sample; without knobs a lone column such as `configuration` is one.
         latency, unit: the column that the budget limits, a time or any other cost (energy, price), and its unit.
@@ -97,16 +101,9 @@ def table_from_frame(
         _note_repeated(measured, times, notes)
     accuracies, latencies, repeats = _place_cells(measured, cell, times, (len(samples), len(configurations)))
     words = {**_names(samples, notes), "name": name, "unit": unit, "notes": tuple(notes)}
-    table = ProfileTable(
-        knobs=settings,
-        configurations=torch.from_numpy(configurations.to_numpy().astype(np.int64)),
-        accuracy=accuracies,
-        latency_ms=latencies,
-        mask=~accuracies.isnan(),
-        repeats_ms=repeats,
-        **words,
-    )
-    table = _with_first_look(table, measured, cell, times)
+    words |= {"accuracy": accuracies, "latency_ms": latencies, "mask": ~accuracies.isnan(), "repeats_ms": repeats}
+    places = torch.from_numpy(configurations.to_numpy().astype(np.int64))
+    table = _with_means(ProfileTable(knobs=settings, configurations=places, **words), measured, cell, times)
     return table if features is None else attach_features(table, features)
 
 
@@ -132,8 +129,8 @@ def long_frame(table: ProfileTable) -> pl.DataFrame:
     columns += [pl.Series("repeat", repeat)] if table.num_repeats > 1 else []
     columns.append(pl.Series("accuracy", table.accuracy.numpy()[row, column]))
     columns.append(pl.Series("latency_ms", table.measurements_ms.numpy()[row, column, repeat]))
-    if first_look_ms is not None:
-        columns.append(pl.Series("first_look_ms", first_look_ms.numpy()[row, column]))
+    further = {"first_look_ms": first_look_ms, f"{COST}{table.cost_name}": table.cost}
+    columns += [pl.Series(k, values.numpy()[row, column]) for k, values in further.items() if values is not None]
     return pl.DataFrame(columns)
 
 
@@ -151,7 +148,7 @@ def _check_columns(
     frame: pl.DataFrame, accuracy: str, latency: str, source: str, notes: list[str]
 ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """The profiled rows, their keys (`dataset` if there is one, and `sample_id`) and their measurements: accuracy,
-    latency, `repeat`, null where there is no such column, and the first look, likewise 0."""
+    latency, `repeat`, null where there is no such column, the first look, likewise 0, and the further cost if any."""
     if missing := [c for c in ("sample_id", accuracy, latency) if c not in frame.columns]:
         raise InputError(
             f"{source}: no column {', '.join(missing)}; its columns are {', '.join(frame.columns) or 'none'}. A "
@@ -164,7 +161,11 @@ def _check_columns(
     repeat = number_column(frame["repeat"], source, False).fill_null(0.0) if numbered else pl.lit(None, pl.Float64)
     looked = latency == "latency_ms" and "first_look_ms" in frame.columns
     first_look = number_column(frame["first_look_ms"], source, False).fill_null(0.0) if looked else pl.lit(0.0)
-    measured = measured.with_columns(repeat=repeat, first_look=first_look)
+    costs = [c for c in frame.columns if c.startswith(COST) and c not in (accuracy, latency)]
+    if len(costs) > 1:
+        raise InputError(f"{source}: columns {', '.join(costs)}; a profile has one further cost: remove all but one")
+    further = [number_column(frame[c], source, False) for c in costs]
+    measured = measured.with_columns(*further, repeat=repeat, first_look=first_look)
     profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
     if not profiled.all():
         notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
@@ -175,6 +176,9 @@ def _check_columns(
     _refuse(measured["accuracy"].is_between(-1e-6, 1 + 1e-6).not_(), f"{accuracy} outside [0, 1]", keys, source)
     _refuse(measured["latency"].is_between(0, 3e38).not_(), f"{latency} negative, NaN or infinite", keys, source)
     _refuse(measured["first_look"].is_between(0, 3e38).not_(), "first_look_ms negative, NaN or infinite", keys, source)
+    for c in costs:
+        unfit = measured[c].is_between(0, 3e38).fill_null(False).not_()
+        _refuse(unfit, f"{c} missing, negative, NaN or infinite", keys, source)
     return frame, keys, measured
 
 
@@ -196,12 +200,20 @@ def _place_cells(
     return torch.from_numpy(mean).view(shape), median_of(repeats_ms), repeats_ms
 
 
-def _with_first_look(table: ProfileTable, measured: pl.DataFrame, cell: np.ndarray, times: np.ndarray) -> ProfileTable:
-    """The table with the mean first look of each cell added to its times; arguments as in `_place_cells`."""
-    total = np.bincount(cell, measured["first_look"], times.size)
-    if not total.any():
+def _with_means(table: ProfileTable, measured: pl.DataFrame, cell: np.ndarray, times: np.ndarray) -> ProfileTable:
+    """The table with the mean further cost of each cell, and its mean first look added to its times, where the rows
+    have these; arguments as in `_place_cells`."""
+
+    def mean_of(column: str) -> Tensor:
+        total = np.bincount(cell, measured[column], times.size)
+        return torch.from_numpy(total / np.maximum(times, 1)).float().view(table.mask.shape)
+
+    for column in (c for c in measured.columns if c.startswith(COST)):
+        cost = mean_of(column).masked_fill(~table.mask, torch.nan)
+        table = replace(table, cost=cost, cost_name=column.removeprefix(COST))
+    paid = mean_of("first_look")
+    if not paid.any():
         return table
-    paid = torch.from_numpy(total / np.maximum(times, 1)).float().view(table.mask.shape)
     repeats_ms = None if table.repeats_ms is None else table.repeats_ms + paid.unsqueeze(-1)
     return replace(table, latency_ms=table.latency_ms + paid, repeats_ms=repeats_ms, first_look_ms=paid)
 
@@ -253,6 +265,7 @@ def _refuse(bad: pl.Series, what: str, keys: pl.DataFrame, source: str) -> None:
 def _find_knobs(frame: pl.DataFrame, keys: pl.DataFrame, measures: set[str], notes: list[str]) -> list[str]:
     """The columns that are knobs by default; notes which others might have been."""
     columns = [c for c in frame.columns if c not in KEYS | MEASURES | measures and not c.endswith("_ms")]
+    columns = [c for c in columns if not c.startswith(COST)]
     nested = [c for c in columns if frame[c].dtype.is_nested()]
     names = [c for c in columns if c not in nested]
     samples = keys.hstack(frame.select(names)).group_by(keys.columns)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
-from knobwise.envs.tables.repeats import check_repeats, median_of
+from knobwise.envs.tables.repeats import check_repeats, median_of, weighed_cost_of
 from knobwise.envs.tables.splits import Split, fingerprints_of, split_samples
 from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
@@ -52,7 +53,7 @@ class ProfileTable:
 
     WORDS: ClassVar = ("datasets", "image_ids", "parts", "question_types")
     TENSORS: ClassVar = ("configurations", "accuracy", "latency_ms", "mask")
-    OPTIONAL: ClassVar = {"repeats_ms": "NCR", "first_look_ms": "NC"}
+    OPTIONAL: ClassVar = {"repeats_ms": "NCR", "first_look_ms": "NC", "cost": "NC"}
     name: str
     """The profile's name in reports."""
     knobs: tuple[Knob, ...]
@@ -88,6 +89,9 @@ class ProfileTable:
     first_look_ms: Tensor | None = None
     """float32 [N, C], 0 where not profiled: what reading a request for its features adds to latency_ms where no answer
     under the configuration continues from it; see `without_first_look`. None for nothing."""
+    cost: Tensor | None = None
+    cost_name: str = ""
+    """float32 [N, C], ≥ 0, NaN where not profiled: what an answer costs besides time, and its name, as `energy_j`."""
 
     def __post_init__(self) -> None:
         parts: dict[str, tuple[Any, str]] = {k: (getattr(self, k), "NC") for k in ("accuracy", "latency_ms", "mask")}
@@ -111,6 +115,9 @@ class ProfileTable:
         }
         counts = {"configurations without any profiled sample": int((~self.mask.any(0)).sum())}
         counts |= {w: sum(int(bad(*p).sum()) for p in zip(*pieces, strict=True)) for w, bad in problems.items()}
+        if self.cost is not None:
+            fits = torch.where(self.mask, (self.cost >= 0) & self.cost.isfinite(), self.cost.isnan())
+            counts["further cost that is negative, infinite, missing, or known where not profiled"] = int((~fits).sum())
         for what, count in counts.items():
             if count:
                 raise InputError(f"profile {self.name!r}: {count} × {what}")
@@ -192,6 +199,7 @@ class ProfileTable:
         text: list[Any] = [names, self.sample_ids, self.datasets, self.image_ids, self.parts, list(self.features)]
         text += [self.question_types] if self.question_types else []
         text += [self.num_repeats] if self.repeats_ms is not None else []
+        text += [self.cost_name] if self.cost is not None else []
         sha.update(json.dumps(text).encode())
         optional = [tensor for name in self.OPTIONAL if (tensor := getattr(self, name)) is not None]
         parts = (self.configurations, self.mask, self.accuracy, self.latency_ms, *optional)
@@ -199,6 +207,7 @@ class ProfileTable:
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
 
+    weighed_cost = property(weighed_cost_of)
     split = split_samples
     fingerprints = fingerprints_of
 
@@ -208,7 +217,7 @@ class ProfileTable:
             "format": "knobwise.ProfileTable/1",
             "name": self.name,
             "unit": self.unit,
-            "features_ms": self.features_ms,
+            **{key: getattr(self, key) for key in ("features_ms", "cost_name")},
             "knobs": [[k.name, list(k.values)] for k in self.knobs],
             **{k: list(getattr(self, k)) for k in ("sample_ids", *self.WORDS, "notes")},
         }
@@ -227,7 +236,7 @@ class ProfileTable:
             knobs = tuple(Knob(name, tuple(values)) for name, values in head["knobs"])
             features = with_prefix(tensors, "features.")
             parts |= {name: tensors.get(name) for name in cls.OPTIONAL}
-            parts["features_ms"] = float(head.get("features_ms", 0.0))
+            parts |= {"features_ms": float(head.get("features_ms", 0.0)), "cost_name": head.get("cost_name", "")}
             return cls(name=head["name"], unit=head.get("unit", "ms"), knobs=knobs, features=features, **parts)
 
         return read_table(path, "table", build)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,3 +35,11 @@ def check_repeats(table: str, repeats_ms: Tensor, latency_ms: Tensor) -> None:
                 f"{table}: in {int(wrong.sum())} cells latency_ms is not the median of repeats_ms. Set "
                 "latency_ms=median_of(repeats_ms)"
             )
+
+
+def weighed_cost_of(table: Any) -> Tensor:
+    """The further cost of a profile. Raises InputError if there is none, or none above 0."""
+    if table.cost is None or not table.cost_name or not bool((table.cost > 0).any()):
+        raise InputError(f"budget=weights: profile {table.name!r} has no further cost; add a column cost.NAME")
+    cost: Tensor = table.cost
+    return cost

@@ -57,7 +57,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
     "budget": {
         **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "fixed")},
-        "mean": BudgetConfig(sense="mean"),
+        **{sense: BudgetConfig(sense=sense) for sense in ("mean", "weights")},
     },
     "reward": {
         "utility": replace(TRAINING_REWARD),

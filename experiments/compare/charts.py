@@ -9,6 +9,7 @@ from knobwise.experiments.compare.runs import ComparedRun
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.result_charts import (
     Charts,
+    fronts,
     is_shown_first,
     logged_numbers,
     metrics_in_time,
@@ -16,7 +17,7 @@ from knobwise.experiments.report.result_charts import (
     title_of,
 )
 from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name
-from knobwise.experiments.results.problem import FEASIBLE
+from knobwise.experiments.results.problem import FEASIBLE, WEIGHTS
 
 COLOURED = 4
 """So many runs have a colour: the first one, and the best of those that are comparable with it."""
@@ -28,6 +29,11 @@ POINTS = 400
 
 def comparison_charts(comparison: Comparison) -> Charts:
     """The charts that the runs have numbers for."""
+    if comparison.problem is WEIGHTS:
+        named = [(run, run.policy, _line(comparison, run)["policy"]) for run in comparison.runs]
+        named += [(comparison.reference, name, policy_name(name)) for name in (WEIGHTS.low, WEIGHTS.high)]
+        points = [(label, run.row(policy, place)) for run, policy, label in named for place in comparison.places]
+        return {"Fronts": fronts(points, comparison.reference.results)}
     problem, labels, unit = comparison.problem, order(comparison), comparison.unit
     runs = list(zip(comparison.runs, comparison.policies, strict=True))
     rows = _numbers(comparison, [(run, policy, _line(comparison, run)) for run, policy in runs])

@@ -110,6 +110,8 @@ def check_fits(checkpoint: str, agent: Agent, table: ProfileTable) -> None:
 def _check_trained(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> None:
     """Raises InputError if the controller cannot decide on this profile."""
     controller = loaded.controller
+    if network_of(controller).cost:
+        raise InputError(f"{config.checkpoint}: was trained with budget=weights, and is judged by its own run only")
     if not isinstance(controller, PricedChooser) and controller.priced:
         raise InputError(f"{config.checkpoint}: its prices were not calibrated yet; let its training end")
     check_fits(config.checkpoint, controller, table)

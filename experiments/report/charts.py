@@ -24,7 +24,7 @@ SAME_EVERYWHERE = ("controller", "budget_aware_static", "static_per_dataset", "s
 CLOSE = alt.Scale(zero=False, padding=12)
 
 
-def _colour(labels: Sequence[str] | Mapping[str, str], field: str = "policy") -> alt.Color:
+def colour_of(labels: Sequence[str] | Mapping[str, str], field: str = "policy") -> alt.Color:
     """Colour by policy: every policy has one colour, on this page and on all others. Other labels name their hues: hue
     → label."""
     values = list(labels.values() if isinstance(labels, Mapping) else labels)
@@ -82,7 +82,7 @@ def plane(
     circles = alt.Chart(dots).mark_circle(style="quiet", size=36, opacity=0.55)
     layers = [circles.encode(x, y, tooltip=_tooltip(dots)), steps.encode(x, y)]
     if paths is not None and len(paths):
-        line = alt.Chart(paths).encode(x, y, _colour(policies), order="budget_ms:Q", tooltip=_tooltip(paths))
+        line = alt.Chart(paths).encode(x, y, colour_of(policies), order="budget_ms:Q", tooltip=_tooltip(paths))
         line = line.encode(detail="name:N") if "name" in paths.columns else line
         layers += _thin_and_named(line, width=2, size=60)
     if references is not None:
@@ -147,11 +147,11 @@ def lines(
     scale = alt.Scale(zero=False, nice=False, padding=8) if percent else alt.Scale(zero=False)
     height = alt.Y(f"{y}:Q", title=title, axis=axis, scale=scale)
     tooltip = ["name:N", x.shorthand, alt.Tooltip(f"{y}:Q", format=".1%" if percent else ".3f")]
-    line = alt.Chart(rows).encode(x, height, _colour(policies), detail="name:N", tooltip=tooltip)
+    line = alt.Chart(rows).encode(x, height, colour_of(policies), detail="name:N", tooltip=tooltip)
     layers = _thin_and_named(line, width=2.5, size=50)
     if "low" in rows.columns:
         band = alt.Chart(rows.filter(pl.col("policy") != OTHER)).mark_area(opacity=0.15)
-        layers.insert(0, band.encode(x, alt.Y("low:Q", title=title), _colour(policies), y2="high:Q"))
+        layers.insert(0, band.encode(x, alt.Y("low:Q", title=title), colour_of(policies), y2="high:Q"))
     return layers
 
 
@@ -175,7 +175,7 @@ def curves(
     x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False))
     number = alt.Y(f"{y}:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4))
     tooltip = [f"{name}:N" for name in (colour, line) if name != "policy"]
-    base = alt.Chart().encode(x, _colour(labels, colour), detail=f"{line}:N")
+    base = alt.Chart().encode(x, colour_of(labels, colour), detail=f"{line}:N")
     drawn = base.encode(number, tooltip=[*tooltip, "step:Q", alt.Tooltip(f"{y}:Q", format=".4~g")])
     layers = _thin_and_named(drawn, width=2) if colour == "policy" else [drawn.mark_line(strokeWidth=1.5)]
     if "low" in points.columns:
@@ -219,7 +219,7 @@ def policy_bars(policies: pl.DataFrame) -> alt.LayerChart:
     x = alt.X("accuracy:Q", title="accuracy (0 to 1)", scale=scale, axis=axis)
     y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=260))
     tooltip = ["name:N", "kind:N", *(alt.Tooltip(f"{name}:Q", format=".3f") for name in ("accuracy", "low", "high"))]
-    bars = _bars(rows, x, y, _colour(rows["colour"].unique(maintain_order=True).to_list(), "colour"), tooltip)
+    bars = _bars(rows, x, y, colour_of(rows["colour"].unique(maintain_order=True).to_list(), "colour"), tooltip)
     label = alt.Chart(rows).transform_calculate(label="format(datum.accuracy, '.3f') + datum.beside")
     words = label.mark_text(style="quiet", align="left", dx=6).encode(y, alt.X("high:Q"), alt.Text("label:N"))
     return alt.layer(bars, words).properties(width=640, height=alt.Step(24))
@@ -232,7 +232,7 @@ def share_bars(shares: pl.DataFrame) -> alt.HConcatChart:
     for (title,), rows in shares.group_by("metric", maintain_order=True):
         x = alt.X("value:Q", title=title, scale=alt.Scale(domain=[0, 1]))
         y = alt.Y("policy:N", sort=policies, title=None, axis=alt.Axis(labels=not sides, ticks=False))
-        sides.append(_bars(rows, x, y, _colour(policies)).properties(width=340, height=28 * len(policies)))
+        sides.append(_bars(rows, x, y, colour_of(policies)).properties(width=340, height=28 * len(policies)))
     return alt.hconcat(*sides)
 
 
@@ -274,7 +274,7 @@ def weights(chosen: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> alt.La
     y = alt.Y("member:N", sort=None, title=None)
     means = members.group_by("member", maintain_order=True).agg(pl.col("weight").mean())
     tooltip = ["member:N", alt.Tooltip("weight:Q", format=".1%")]
-    bars = _bars(means, x, y, _colour(means["member"].to_list(), "member"), tooltip)
+    bars = _bars(means, x, y, colour_of(means["member"].to_list(), "member"), tooltip)
     dots = alt.Chart(members).mark_circle(style="quiet", size=36, opacity=1).encode(x, y, tooltip=[*tooltip, "seed:N"])
     return alt.layer(bars, dots).properties(width=680, height=alt.Step(26))
 
@@ -297,7 +297,7 @@ def by_dataset(judged: Sequence[Mapping[str, Any]]) -> alt.LayerChart:
     policies = rows["policy"].unique(maintain_order=True).to_list()
     y = alt.Y("dataset:N", title=None, axis=alt.Axis(labelLimit=200))
     offset = alt.YOffset("policy:N", scale=alt.Scale(domain=policies, paddingOuter=0.4))
-    base = alt.Chart(rows).encode(y, offset, _colour(policies), tooltip=_tooltip(rows))
+    base = alt.Chart(rows).encode(y, offset, colour_of(policies), tooltip=_tooltip(rows))
     layers = _dots_with_spans(base, alt.X("utility:Q", title="utility (0 to 1)", scale=CLOSE))
     height = 18 * len(policies) * rows["dataset"].n_unique() + 20
     return alt.layer(*layers).properties(width=720, height=height)
@@ -307,7 +307,7 @@ def differences(rows: pl.DataFrame, title: str) -> alt.LayerChart:
     """Differences with their intervals, one below the other, and a line at 0: run, difference, low, high, shown
     (better, worse, no difference shown), in order."""
     y = alt.Y("run:N", sort=None, title=None, axis=alt.Axis(labelLimit=400))
-    colour = _colour({"blue": "better", "orange": "worse", "grey": "no difference shown"}, "shown")
+    colour = colour_of({"blue": "better", "orange": "worse", "grey": "no difference shown"}, "shown")
     detail = ["run:N", *(alt.Tooltip(f"{name}:Q", format="+.3f") for name in ("difference", "low", "high")), "shown:N"]
     base = alt.Chart(rows).encode(y, colour, tooltip=detail)
     zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(style="quiet", strokeDash=[5, 4]).encode(x="zero:Q")

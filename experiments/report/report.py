@@ -22,6 +22,7 @@ from knobwise.experiments.results.problem import (
     DEMONSTRATIONS,
     MEAN_BUDGET,
     SERVICE,
+    WEIGHTS,
     problem_of,
     shown_at,
 )
@@ -166,4 +167,5 @@ _NUMBERS = {
     MEAN_BUDGET.name: _under_mean_budgets,
     DEMONSTRATIONS.name: _of_selectors,
     SERVICE.name: _of_services,
+    WEIGHTS.name: words.means_of,
 }

@@ -20,6 +20,7 @@ from knobwise.experiments.results.problem import (
     LEARNED,
     SERVICE,
     UPPER,
+    WEIGHTS,
     Problem,
     problem_of,
     shown_at,
@@ -51,6 +52,8 @@ def result_charts(results: Mapping[str, Any]) -> Charts:
     """The charts that the results have numbers for."""
     if problem_of(results) is SERVICE:
         return _over_loads(results)
+    if problem_of(results) is WEIGHTS:
+        return {"Fronts": fronts([(policy_name(row["policy"]), row) for row in results["rows"]], results)}
     return _over_budgets(results) if problem_of(results).averaged else _over_shots(results)
 
 
@@ -126,6 +129,18 @@ def _over_budgets(results: Mapping[str, Any]) -> Charts:
     return drawn if usage is None else drawn | {"Which settings are used": usage}
 
 
+def fronts(rows: Sequence[tuple[str, Mapping[str, Any]]], results: Mapping[str, Any]) -> alt.HConcatChart:
+    """Accuracy against mean latency and against mean further cost: a dot for each pair of worths, from rows of results
+    with the label of each policy or run."""
+    keys = ("accuracy", "latency_ms_mean", "cost_mean", "worth_ms", "worth_cost")
+    points = [{"policy": label} | {key: row[key] for key in keys} for label, row in rows if row["weights"] is not None]
+    titles = {keys[1]: f"mean latency ({words.unit_of(results)})", keys[2]: f"mean {results['cost_name']}"}
+    labels, y = list(dict.fromkeys(label for label, _ in rows)), alt.Y("accuracy:Q", title="mean accuracy")
+    dots = alt.Chart(pl.DataFrame(points)).mark_circle(size=42, opacity=0.85).properties(width=370, height=340)
+    dots = dots.encode(y.scale(charts.CLOSE), charts.colour_of(labels), tooltip=["policy:N", *(f"{k}:Q" for k in keys)])
+    return alt.hconcat(*(dots.encode(alt.X(f"{key}:Q", title=t, scale=charts.CLOSE)) for key, t in titles.items()))
+
+
 def reliability(bins: Sequence[Mapping[str, float]]) -> alt.LayerChart:
     """Observed shares on time against predicted probabilities: expected_in_time, in_time and decisions of each bin, and
     a dashed diagonal, on which the two are equal."""
@@ -165,18 +180,17 @@ def difficulty(explained: Mapping[str, Any], unit: str) -> alt.LayerChart:
 
 def _over_loads(results: Mapping[str, Any]) -> Charts:
     """Utility at every load; rules that were tuned at a single load are thin and grey."""
-    rows = [row for row in results["rows"] if row["load"] is not None]
-    name = [policy_name(row["policy"]) for row in rows]
-    named = [each if row["policy"] in words.POLICIES else charts.OTHER for row, each in zip(rows, name, strict=True)]
-    bounds = [dict(zip(("low", "high"), row["utility_ci95"], strict=True)) for row in rows]
     frame = pl.DataFrame(
-        [
-            {"policy": policy, "name": each, "load": row["load"], "utility": row["utility"], **bound}
-            for row, policy, each, bound in zip(rows, named, name, bounds, strict=True)
-        ]
+        {"policy": name if row["policy"] in words.POLICIES else charts.OTHER, "name": name}
+        | {key: row[key] for key in ("load", "utility")}
+        | dict(zip(("low", "high"), row["utility_ci95"], strict=True))
+        for row in results["rows"]
+        if row["load"] is not None and (name := policy_name(row["policy"]))
     )
     x = alt.X("load:N", title="load", sort=results["loads"], axis=alt.Axis(labelAngle=0))
-    layers = charts.lines(frame, x, "utility", "utility (0 to 1)", list(dict.fromkeys(named)))
+    layers = charts.lines(
+        frame, x, "utility", "utility (0 to 1)", frame["policy"].unique(maintain_order=True).to_list()
+    )
     return {"Utility against load": alt.layer(*layers).properties(width=820, height=340)}
 
 

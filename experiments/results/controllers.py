@@ -76,7 +76,7 @@ def judge_deadlines(
         expected_in_time(policy, table, test, outcome.chosen, budgets_ms - cost_ms)
         for policy, outcome, cost_ms in zip(controllers, judged["controller"], spent, strict=True)
     ]
-    decisions = _decisions(table, test, judged, seeds, times, free, {"controller": expected})
+    decisions = decision_frame(table, test, judged, seeds, times, free, {"controller": expected})
     return _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), decisions
 
 
@@ -125,7 +125,7 @@ def judge_mean_budgets(
     judged = reference.judged(budgets_ms, controllers, baselines, costs)
     prices = {baseline.name: baseline.prices.unsqueeze(0) for baseline in baselines}
     prices["controller"] = torch.stack([controller.prices for controller in controllers])
-    decisions = _decisions(table, test, judged, seeds, times)
+    decisions = decision_frame(table, test, judged, seeds, times)
 
     def outcomes(arrays: DecisionArrays, rows: Tensor) -> Iterator[Outcome]:
         return _under_mean_budgets(arrays, Reference(table, fitted, rows), prices)
@@ -200,7 +200,7 @@ def profile_of(table: ProfileTable | BeamTable) -> dict[str, Any]:
     return {"name": table.name, "digest": table.digest, **sizes}
 
 
-def _decisions(
+def decision_frame(
     table: ProfileTable,
     test: Tensor,
     judged: Mapping[str, Sequence[Judged]],

@@ -43,7 +43,7 @@ SCHEMA: dict[str, pl.DataType] = {
 
 - `split`: its number, counted from 0, where there are several (`split.repeats`).
 - `seed`: where no seed changes the policy; `dataset`: where there is only one.
-- `place`: the budget in ms, or the number of demonstrations.
+- `place`: the budget in ms, or the number of demonstrations, or under weights of the pair of worths.
 - `choice`: the label of the configuration, null where a mixture of two decided (accuracy and latency are then
   expectations); or the bank rows of the demonstrations in the order shown, joined by blanks.
 - `accuracy`: of demonstrations 0 or 1, whether the answer was right.

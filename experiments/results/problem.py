@@ -39,7 +39,8 @@ class Metric:
     name: str
     """As people read it."""
     unit: str = ""
-    """`%` for a share, `ms`, `µs`; empty for a score. Costs that are no times have the unit of `results["unit"]`."""
+    """`%` for a share, `ms`, `µs`, `cost`; empty for a score. Costs that are no times have the unit of
+    `results["unit"]`; the name of a further cost says its unit."""
 
 
 UTILITY, ACCURACY = Metric("utility", "utility"), Metric("accuracy", "accuracy")
@@ -51,6 +52,8 @@ FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", "%")
 OVER_MIX = Metric("over_static_mix", "over static mix")
 OVER_SINGLE = Metric("over_best_single", "over best single")
 DECISION = Metric("decision_us_p50", "decision time", "µs")
+REWARD, COST = Metric("reward", "mean reward"), Metric("cost_mean", "mean further cost", "cost")
+HYPERVOLUME = Metric("hypervolume", "hypervolume")
 WAITED = Metric("waited_ms_mean", "mean wait", "ms")
 
 
@@ -153,6 +156,20 @@ MEAN_BUDGET = Problem(
     usage=("controller", "static_mix", "oracle"),
     by_dataset=("controller", "static_mix", "best_single", "oracle"),
 )
+WEIGHTS = Problem(
+    name="weights",
+    agents="controllers under weights",
+    place="weights",
+    place_words=("pair of worths", "pairs of worths"),
+    samples="samples",
+    score="reward",
+    ranked_by="reward",
+    validation="Val/Reward_Mean",
+    metrics=(REWARD, HYPERVOLUME, OVER_MIX, GAP, ACCURACY, LATENCY, COST),
+    low="static_mix",
+    high="oracle",
+    trained=("controller",),
+)
 DEMONSTRATIONS = Problem(
     name="selector",
     agents="selectors",
@@ -189,7 +206,7 @@ def problem_of(results: Mapping[str, Any]) -> Problem:
         return DEMONSTRATIONS
     if results.get("system") == SERVICE.name:
         return SERVICE
-    return MEAN_BUDGET if results.get("sense") == "mean" else DEADLINE
+    return {"mean": MEAN_BUDGET, "weights": WEIGHTS}.get(results.get("sense", ""), DEADLINE)
 
 
 def shown_at(results: Mapping[str, Any]) -> int:

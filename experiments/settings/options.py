@@ -62,9 +62,11 @@ class TrainRun(Training):
     split: RepeatedSplitConfig = field(default_factory=RepeatedSplitConfig)
     """Shares of the samples, and how often they are divided."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """Deadlines in training; or with mean a limit on the mean over requests."""
+    """Deadlines in training; or with mean a limit on the mean over requests; or with weights the worths of a right
+    answer in time and in the profile's further cost, which any request may weigh anew."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """The reward in training. Under budget=mean it is always accuracy − latency/worth."""
+    """The reward in training. Under budget=mean it is always accuracy − latency/worth, under budget=weights also −
+    cost/worth."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The network, with experts beside it or without."""
     loss: LossConfig = field(default_factory=LossConfig)
@@ -91,8 +93,8 @@ class TrainRun(Training):
         at_least("threads", self.threads, 1)
         if self.reward.kind == "function" and (self.policy.experts or self.policy.deploy == "student"):
             raise InputError("reward=function: experts and students serve utility alone; give policy=utility")
-        if self.reward.kind == "function" and self.budget.sense == "mean":
-            raise InputError("reward=function: is for deadlines; budget=mean has a reward of its own")
+        if self.reward.kind == "function" and self.budget.sense != "deadline":
+            raise InputError(f"reward=function: is for deadlines; budget={self.budget.sense} has a reward of its own")
 
 
 @dataclass

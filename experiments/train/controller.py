@@ -34,6 +34,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets, over_splits
 from knobwise.experiments.results.explanation import Explained, explain_policy
+from knobwise.experiments.results.fronts import judge_fronts
 from knobwise.experiments.results.run_folder import STUDENT
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_profile, read_questions
@@ -60,24 +61,35 @@ class ControllerExperiment(Experiment):
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.split = self._split_of(config)
         self.fitted = torch.cat([self.split.train, self.split.validation])
-        self.mean = config.budget.sense == "mean"
+        self.mean, self.weighs = (config.budget.sense == sense for sense in ("mean", "weights"))
         # a guard would hold the policy to utility
-        guarded = config.reward.kind != "function"
+        guarded = config.reward.kind != "function" and not self.weighs
         self.stacked = guarded and config.policy.structure == "utility" and config.policy.members > 1
         if self.mean and not self.stacked:
             raise InputError("budget=mean: needs policy.structure=utility and policy.members of at least 2")
-        if self.mean and table.first_look_ms is not None:
-            raise InputError(f"budget=mean: profile {table.name!r} has a first look, which needs deadlines")
-        if self.mean and config.policy.deploy == "student":
-            raise InputError("policy.deploy=student: is for deadlines; under budget=mean the policy itself is deployed")
-        if self.mean and config.split.repeats > 1:
-            raise InputError("split.repeats: is for deadlines; under budget=mean there is one split")
-        if self.mean:
+        if self.weighs and config.policy.structure != "utility":
+            raise InputError("budget=weights: needs policy.structure=utility, which predicts costs")
+        if self.weighs and config.budgets_ms is not None:
+            raise InputError("budgets_ms: is for budget=mean and deadlines; weights are judged at a grid of worths")
+        if self.mean or self.weighs:
+            sense = f"budget={config.budget.sense}"
+            if table.first_look_ms is not None:
+                raise InputError(f"{sense}: profile {table.name!r} has a first look, which needs deadlines")
+            if config.policy.deploy == "student":
+                raise InputError(
+                    f"policy.deploy=student: is for deadlines; under {sense} the policy itself is deployed"
+                )
+            if config.split.repeats > 1:
+                raise InputError(f"split.repeats: is for deadlines; under {sense} there is one split")
             config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
+        if self.weighs:
+            self.notes += ["budget=weights: the network decides alone, without experts"] * bool(config.policy.experts)
+            config.policy.experts, config.policy.guard, self.budgets_ms = (), False, torch.zeros(0)
+        elif self.mean:
             self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
         else:
             self.budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, self.split))
-        self.notes += few_budgets(self.budgets_ms) if config.budgets_ms is None else []
+        self.notes += few_budgets(self.budgets_ms) if config.budgets_ms is None and not self.weighs else []
         names = ("policy", "loss", "optimiser", "budget", "reward", "init_from", "device")
         settings = {name: getattr(config, name) for name in names}
         settings["budgets_ms"] = self.budgets_ms
@@ -174,10 +186,10 @@ class ControllerExperiment(Experiment):
         results, decisions = self.judged(best, list(map(load_checkpoint, students)) or best)
         keep_best(folder, dict(zip(folders, results["validation_utility"], strict=True)))
         kept = load_checkpoint(folder / "checkpoints" / (STUDENT if students else "best.pt")).controller
-        if not self.mean:
+        if not self.mean and not self.weighs:
             export_numpy(kept, folder / "controller.npz")
             shutil.copy(numpy_controller.__file__, folder)
-        if not self.number:
+        if not self.number and not self.weighs:
             with threadpool_limits(self.config.threads):
                 explained = Explained(self.table, self.fitted, self.split.test, kept, self.budgets_ms)
                 results["explanation"] = explain_policy(explained, read_questions(self.config.profile))
@@ -205,6 +217,8 @@ class ControllerExperiment(Experiment):
         config, table, split, budgets_ms = self.config, self.table, self.split, self.budgets_ms
         fitted, test, seeds = self.fitted, split.test, config.seeds
         baselines: list[Any] = []
+        if self.weighs:
+            return judge_fronts(table, fitted, test, controllers, seeds, config.own_cost)
         if self.mean:
             if config.baselines:
                 baselines = make_priced_baselines(table, split, budgets_ms, experts=self.experts)

@@ -439,3 +439,13 @@ def test_trains_and_resumes_on_a_gpu(objective: str, policy: PolicyConfig, tmp_p
     first, again = (trainer(small_table(60), tmp_path, **settings) for _ in range(2))
     assert first.run().configurations.device.type == "cuda"
     assert again.resume(tmp_path / "last.pt")
+
+
+def test_a_regression_that_ends_early_ends_the_training_where_there_is_no_grpo() -> None:
+    optimiser = dataclasses.replace(SHORT, warmup_iterations=20, warmup_patience=1, iterations=0)
+    student = trainer(small_table(80, features=False), optimiser=optimiser, policy=ENSEMBLE)
+    scores = iter([0.1, 0.5, 0.4])
+    student._judge = lambda: (next(scores), {})  # type: ignore[method-assign]
+    student.run()
+    assert [iteration for iteration, _ in student.scores] == [0, 4, 8]
+    assert student._gained() == {}

@@ -1,0 +1,114 @@
+"""budget=weights through the command line: train, report, compare, and mistakes in one line."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pytest
+from helpers import small_table
+
+import knobwise
+from knobwise.__main__ import main
+from knobwise.envs.readers.long_table import write_features, write_long_table
+from knobwise.experiments.results.decisions import read_decisions
+
+SHORT = [
+    *("optimiser.warmup_iterations=8", "optimiser.iterations=4", "optimiser.contexts=64", "optimiser.evaluate_every=4"),
+    *("policy.hidden=16", "policy.members=2", "tracking=disabled", "seeds=[0,1]"),
+]
+TABLE = ["profile=table", "profile.path=measured.csv", "profile.features=features.npz"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a table, and with two runs: of regression alone, and with GRPO."""
+    folder, table = tmp_path_factory.mktemp("weights"), small_table(80)
+    table = replace(table, cost=60 / table.latency_ms, cost_name="energy_j")
+    write_long_table(table, folder / "measured.csv")
+    write_features(table, folder / "features.npz")
+    write_long_table(small_table(20), folder / "without.csv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "experiment=weights", *TABLE, *SHORT, "name=grpo"]) == 0
+        assert main(["train", "experiment=weights", *TABLE, *SHORT, "name=alone", "optimiser.iterations=0"]) == 0
+    return folder
+
+
+def test_a_run_leaves_fronts_a_report_and_a_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    run = Path("runs/weights/grpo")
+    results = json.loads((run / "results.json").read_text())
+    assert (results["sense"], results["cost_name"], len(results["worths"])) == ("weights", "energy_j", 49)
+    means = {row["policy"]: row for row in results["rows"] if row["weights"] is None}
+    assert list(means) == ["controller", "static_mix", "oracle"]
+    assert means["static_mix"]["hypervolume"] < means["oracle"]["hypervolume"] < 1
+    assert (means["static_mix"]["gap_closed"], means["oracle"]["gap_closed"]) == (0.0, pytest.approx(1.0))
+    scores = read_decisions(run).group_by("policy", maintain_order=True).agg(pl.col("score").mean())["score"].to_list()
+    assert scores == pytest.approx([row["reward"] for row in means.values()], rel=1e-4)
+    page = (run / "report.html").read_text()
+    assert "mixtures on the front of the learned controller dominate" in page
+    assert "mean energy_j" in page  # the axis of the picture
+    assert not (run / "controller.npz").exists()
+    policy = knobwise.load(run)
+    features = {name: [0.0] * width for name, width in policy.features.items()}
+    assert policy.decide(features, [20.0, 5.0]).keys() == {"max_crops", "top_k", "num_active_blocks"}
+
+
+def test_compare_shows_the_hypervolume_beside_static_mixtures(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["compare", "runs/weights", "html=page.html", "json=numbers.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split("  ")[0]: line for line in lines}
+    volumes = {}
+    for name, run in {"alone": "alone", "grpo": "grpo", "static mix": "grpo", "oracle (upper bound)": "grpo"}.items():
+        results = json.loads(Path(f"runs/weights/{run}/results.json").read_text())
+        policy = {"static mix": "static_mix", "oracle (upper bound)": "oracle"}.get(name, "controller")
+        row = next(row for row in results["rows"] if row["policy"] == policy)
+        volumes[name] = f"{row['hypervolume']:.3f}"
+        assert f" {volumes[name]} [" in rows[name]
+    (difference,) = json.loads(Path("numbers.json").read_text())["differences"]
+    assert (difference["run"], difference["against"], difference["samples"]) == ("grpo", "alone", 16)
+    page = Path("page.html").read_text()
+    assert "<h2>Fronts</h2>" in page
+    assert "at 49 pairs of worths" in page
+
+
+def test_the_default_policy_goes_without_experts_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    words = ["train", "experiment=controller", "budget=weights", *TABLE, *SHORT[:-1], "seeds=[0]", "name=default"]
+    assert main(words) == 0
+    assert "budget=weights: the network decides alone, without experts" in capsys.readouterr().err
+    settings = Path("runs/controller/default/config.yaml").read_text()
+    assert "experts: []" in settings
+    assert "kind: priced" in settings
+
+
+CHECKPOINT = "checkpoint=runs/weights/grpo"
+MISTAKES = {
+    "train experiment=weights profile=table profile.path=without.csv": "has no further cost; add a column cost.NAME",
+    "train experiment=weights policy=independent": "budget=weights: needs policy.structure=utility",
+    "train experiment=weights budgets_ms=[3]": "budgets_ms: is for budget=mean and deadlines",
+    "train experiment=weights policy.deploy=student": "under budget=weights the policy itself is deployed",
+    "train experiment=weights split.repeats=2": "split.repeats: is for deadlines; under budget=weights there is one",
+    f"export {CHECKPOINT}": "export: a controller that weighs energy_j decides in Python only, by knobwise.load",
+    f"evaluate {CHECKPOINT}": "was trained with budget=weights, and is judged by its own run only",
+    f"explain {CHECKPOINT} sample=1 budget_ms=5": "budget_ms=5.0: a pair of worths, in ms and of energy_j",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_are_refused_in_a_line(
+    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    table = [] if "profile=" in words else TABLE
+    assert main([*words.split(), *table]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match("knobwise: ", line)
+    assert MISTAKES[words] in line
