@@ -21,7 +21,7 @@ from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import BudgetEncoding, thinned, worths_range
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 
-AT_ONCE = 1 << 16
+AT_ONCE = 1 << 14
 """Requests that are decided together, so that many of them need little memory."""
 
 
