@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -28,7 +28,6 @@ from campaign.formats import FORMATS, OUTCOMES, Mutations  # noqa: E402
 from campaign.kills import Reference, kill_trial, reference_of  # noqa: E402
 from campaign.limits import LIMITS, limit_trial  # noqa: E402
 from campaign.workloads import WORKLOADS  # noqa: E402
-
 from knobwise.common.progress import progress  # noqa: E402
 
 DEFAULTS = {"kills": "200", "inputs": "20000", "seed": "0", "folder": "campaign", "jobs": "1", "only": ""}
@@ -152,7 +151,7 @@ class Campaign:
 def main(words: list[str]) -> int:
     given = dict(word.partition("=")[::2] for word in words)
     if unknown := given.keys() - DEFAULTS.keys():
-        print(f"campaign: {', '.join(sorted(unknown))}: no such option; known are {', '.join(DEFAULTS)}", file=sys.stderr)
+        print(f"campaign: no option {', '.join(sorted(unknown))}; known are {', '.join(DEFAULTS)}", file=sys.stderr)
         return 2
     values = DEFAULTS | given
     children.prepare_server()
@@ -163,7 +162,7 @@ def main(words: list[str]) -> int:
     head = f"Commit {commit.stdout.strip() or 'unknown'}, seed {numbers['seed']}.\n\n"
     (campaign.folder / "table.md").write_text(f"{head}{campaign.table()}\n")
     (campaign.folder / "broken.txt").write_text("".join(f"{line}\n" for line in campaign.broken()))
-    print(f"{head}{campaign.table()}\n\n{len(campaign.broken())} trials did not end as promised: {campaign.path.parent}/broken.txt")
+    print(f"{head}{campaign.table()}\n\n{len(campaign.broken())} trials did not end as promised, see broken.txt")
     return 1 if campaign.broken() else 0
 
 

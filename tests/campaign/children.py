@@ -81,9 +81,8 @@ def run(
     process = _started(work, folder, printed, die_at, fresh)
     assert process.pid is not None
     try:
-        if die_after_s is not None:
-            if _status(process, die_after_s) is None:
-                _kill([process.pid] if alone or number != signal.SIGKILL else _session(process.pid), number)
+        if die_after_s is not None and _status(process, die_after_s) is None:
+            _kill([process.pid] if alone or number != signal.SIGKILL else _session(process.pid), number)
         status = _status(process, limit_s)
         if status is None or not alone:
             _kill(_session(process.pid))
@@ -110,9 +109,7 @@ def _started(
     if fresh:
         words = [work, str(folder), [str(path) for path in printed], die_at]
         return subprocess.Popen([sys.executable, "-m", "campaign.children", json.dumps(words)], cwd=ROOT / "tests")
-    process = multiprocessing.get_context("forkserver").Process(
-        target=_work, args=(work, str(folder), printed, die_at)
-    )
+    process = multiprocessing.get_context("forkserver").Process(target=_work, args=(work, str(folder), printed, die_at))
     with _starting:
         process.start()
     return process

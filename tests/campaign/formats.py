@@ -17,9 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 import torch
-from campaign import mutate, oracle
-from campaign.workloads import UPDATE, WORKLOADS  # noqa: F401 (the stack is prepared as there)
-from commands import write_table
 from helpers import small_beams, small_table
 from replayed import logging_model, serve_requests, small_stack
 from run_folders import write_run
@@ -27,6 +24,7 @@ from safetensors.numpy import load as safetensors_load
 from safetensors.numpy import save as safetensors_save
 from safetensors.torch import save_file
 
+from campaign import mutate, oracle
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.serving.export import export_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
@@ -69,8 +67,10 @@ def _frame() -> pl.DataFrame:
 
 
 def _core() -> None:
-    for (tier, k, blocks), rows in _frame().with_columns(tier=pl.lit("low")).group_by("tier", "top_k", "num_active_blocks"):
-        cells = rows.unique("sample_id").sort("sample_id").select("sample_id", "accuracy", T_total="latency_ms").to_dicts()
+    frame = _frame().with_columns(tier=pl.lit("low"))
+    for (tier, k, blocks), rows in frame.group_by("tier", "top_k", "num_active_blocks"):
+        cells = rows.unique("sample_id").sort("sample_id")
+        cells = cells.select("sample_id", "accuracy", T_total="latency_ms").to_dicts()
         content = {"tier": tier, "top_k": k, "num_active_blocks": blocks, "num_samples": 6, "per_sample_results": cells}
         path = Path(f"d/text-vqa/text_vqa_imgsizetier-{tier}_crops12_topk{k}_blocks{blocks}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,8 @@ def _beams() -> None:
     write_rl_data(table, "rl.json")
     ids = table.pool.gather(1, table.sequences.flatten(1)).view(table.sequences.shape).tolist()
     scores = table.fields["beam_score"].tolist()
-    legacy = {q: {"id_list": [[*row, int(q)] for row in ids[i]], "score_list": scores[i]} for i, q in enumerate(table.query_ids)}
+    lists = zip(table.query_ids, ids, scores, strict=True)
+    legacy = {q: {"id_list": [[*row, int(q)] for row in rows], "score_list": score} for q, rows, score in lists}
     Path("legacy.json").write_text(json.dumps(legacy))
     save_file({"embeddings": table.candidates}, "c.safetensors")
     save_file({"embeddings": table.queries}, "q.safetensors")
@@ -90,7 +91,10 @@ def _beams() -> None:
 
 def _agent(path: str) -> None:
     agent, table = small_stack(60)
-    save_checkpoint(path, agent, table, {"test_rows": torch.arange(9)}) if path.endswith(".pt") else export_numpy(agent, path)
+    if path.endswith(".npz"):
+        export_numpy(agent, path)
+    else:
+        save_checkpoint(path, agent, table, {"test_rows": torch.arange(9)})
 
 
 def _log() -> None:
@@ -147,85 +151,109 @@ def _decided(path: str) -> Any:
     return loaded.controller.choose(table.features, limits).tolist(), {k: v.tolist() for k, v in state.items()}, broken
 
 
-def _same(result: Any, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> str:
+Files = Mapping[str, bytes]
+
+
+def _same(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
     """Whoever rewrites a checkpoint on purpose has made another one, which need only decide."""
     if by_bytes and result != whole:
         return "decides otherwise"
     return f"NaN in {result[2]}" if not isinstance(result, list) and result[2] else ""
 
 
-def _logged(result: Any, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> str:
+def _logged(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
     """Every row that is used is a line of the log, with numbers that can be."""
     lines = []
-    for content in files.values():
-        for line in content.split(b"\n")[:-1]:
-            with contextlib.suppress(ValueError, RecursionError):
-                lines.append(json.loads(line))
+    for line in b"".join(files.values()).split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            lines.append(json.loads(line))
+    lines = [line for line in lines if isinstance(line, dict)]
     for row in result.rows:
-        line = {key: value for key, value in row.items() if key not in ("accuracy", "tried")}
-        if not any(isinstance(other, dict) and line.items() <= other.items() for other in lines if isinstance(other, dict)):
+        read = {key: value for key, value in row.items() if key not in ("accuracy", "tried")}
+        if not any(read.items() <= line.items() for line in lines):
             return "a row that is no line"
         if not (0 < row["probability"] <= 1 and row["answer_ms"] > 0 and row["budget_ms"] < float("inf")):
             return f"a row with {row['probability']}, {row['answer_ms']}"
     return ""
 
 
-def _unjudged(result: Any, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> str:
+def _unjudged(*_: Any) -> str:
     return ""
 
 
-def _long(rows: Callable[[bytes], Any], result: Any, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> str:
-    (content,) = files.values()
-    return oracle.wrong_table(result, *rows(content))
-
-
-def _exp(core: bool, result: Any, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> str:
-    return oracle.wrong_configurations(result, files, core)
-
-
-def _features(result: Any, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> str:
-    ((path, content),) = files.items()
-    return oracle.wrong_features(result, content, path.endswith(".npz"))
-
-
-def _beam(result: Any, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> str:
-    (content,) = files.values()
-    return oracle.wrong_beams(result, content)
-
-
-def _beam_format(path: str) -> Format:
-    return Format(_beams, path, lambda: read_beam_data(path, "c.safetensors", "q.safetensors"), _beam)
-
-
-def _stored(result: Any, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> str:
+def _stored(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
     return "another table" if by_bytes and result.digest != whole.digest else ""
 
 
+def _by(wrong: Callable[..., str], *options: Any) -> Callable[..., str]:
+    """A judge that gives the oracle the one file that was read."""
+    return lambda result, files, whole, by_bytes: wrong(result, *files.values(), *options)
+
+
+def _long(rows: Callable[[bytes], Any]) -> Callable[..., str]:
+    return _by(lambda table, content: oracle.wrong_table(table, *rows(content)))
+
+
+def _exp(core: bool) -> Callable[..., str]:
+    return lambda result, files, whole, by_bytes: oracle.wrong_configurations(result, files, core)
+
+
+def _file(path: str, make: Callable[[str], Any], read: Callable[[str], Any], judge: Callable[..., str]) -> Format:
+    return Format(partial(make, path), path, partial(read, path), judge)
+
+
+def _beam_file(path: str) -> Format:
+    return Format(_beams, path, lambda: read_beam_data(path, "c.safetensors", "q.safetensors"), _by(oracle.wrong_beams))
+
+
+def _run_file(name: str) -> Format:
+    return Format(_runs, f"r0/{name}", _compared, _unjudged)
+
+
+def _claimed(path: str) -> None:
+    claim(Path(path), {"a": 1, "b": [2, 3]})
+
+
+def _tracked() -> Any:
+    return _restored(oracle.strict(Path("tracker.json").read_bytes()))
+
+
+def _written(path: str) -> None:
+    write_features(TABLE, path)
+
+
 FORMATS = {
-    "long CSV": Format(lambda: _frame().write_csv("t.csv"), "t.csv", lambda: read_long_table("t.csv"), partial(_long, oracle.csv_rows)),
-    "long Parquet": Format(lambda: _frame().write_parquet("t.parquet"), "t.parquet", lambda: read_long_table("t.parquet"), partial(_long, oracle.parquet_rows)),
-    "JSON lines": Format(lambda: _frame().write_ndjson("t.jsonl"), "t.jsonl", lambda: read_long_table("t.jsonl"), partial(_long, oracle.json_rows)),
-    "exp5 and exp6": Format(lambda: write_exp5_exp6(_frame(), "a", "b", "text_vqa"), "[ab]/*/*.json", lambda: read_exp5_exp6("a", "b", "text_vqa"), partial(_exp, False)),
-    "core_exp": Format(_core, "d/*/*.json", lambda: read_core_exp("d", "text_vqa"), partial(_exp, True)),
-    "features .npz": Format(lambda: write_features(TABLE, "f.npz"), "f.npz", lambda: read_features("f.npz"), _features),
-    "features .safetensors": Format(lambda: write_features(TABLE, "f.safetensors"), "f.safetensors", lambda: read_features("f.safetensors"), _features),
-    "beams, legacy": _beam_format("legacy.json"),
-    "beams, RL data": _beam_format("rl.json"),
-    "beam table": Format(lambda: small_beams(6)[0].save("b.safetensors"), "b.safetensors", lambda: BeamTable.load("b.safetensors"), _stored),
-    "profile table": Format(lambda: TABLE.save("t.safetensors"), "t.safetensors", lambda: ProfileTable.load("t.safetensors"), _stored),
-    "checkpoint": Format(lambda: _agent("s.pt"), "s.pt", lambda: _decided("s.pt"), _same),
-    "exported controller": Format(lambda: _agent("s.npz"), "s.npz", lambda: _decided("s.npz"), _same, (ValueError,)),
-    "run: results.json": Format(_runs, "r0/results.json", _compared, _unjudged),
-    "run: config.yaml": Format(_runs, "r0/config.yaml", _compared, _unjudged),
-    "run: decisions.parquet": Format(_runs, "r0/decisions.parquet", _compared, _unjudged),
-    "run: metrics.csv": Format(_runs, "r0/metrics.csv", _compared, _unjudged),
+    "long CSV": _file("t.csv", lambda path: _frame().write_csv(path), read_long_table, _long(oracle.csv_rows)),
+    "long Parquet": _file(
+        "t.parquet", lambda path: _frame().write_parquet(path), read_long_table, _long(oracle.parquet_rows)
+    ),
+    "JSON lines": _file("t.jsonl", lambda path: _frame().write_ndjson(path), read_long_table, _long(oracle.json_rows)),
+    "exp5 and exp6": Format(
+        lambda: write_exp5_exp6(_frame(), "a", "b", "text_vqa"),
+        "[ab]/*/*.json",
+        lambda: read_exp5_exp6("a", "b", "text_vqa"),
+        _exp(False),
+    ),
+    "core_exp": Format(_core, "d/*/*.json", lambda: read_core_exp("d", "text_vqa"), _exp(True)),
+    "features .npz": _file("f.npz", _written, read_features, _by(oracle.wrong_features, True)),
+    "features .safetensors": _file("f.safetensors", _written, read_features, _by(oracle.wrong_features, False)),
+    "beams, legacy": _beam_file("legacy.json"),
+    "beams, RL data": _beam_file("rl.json"),
+    "beam table": _file("b.safetensors", lambda path: small_beams(6)[0].save(path), BeamTable.load, _stored),
+    "profile table": _file("t.safetensors", TABLE.save, ProfileTable.load, _stored),
+    "checkpoint": _file("s.pt", _agent, _decided, _same),
+    "exported controller": _file("s.npz", _agent, _decided, _same)._replace(refusals=(ValueError,)),
+    "run: results.json": _run_file("results.json"),
+    "run: config.yaml": _run_file("config.yaml"),
+    "run: decisions.parquet": _run_file("decisions.parquet"),
+    "run: metrics.csv": _run_file("metrics.csv"),
     "request log": Format(_log, "log/requests-*", lambda: read_log("log"), _logged),
     "labels": Format(_log, "log/labels-*", lambda: read_log("log"), _unjudged),
-    "tracker state": Format(_tracker, "tracker.json", lambda: _restored(oracle.strict(Path("tracker.json").read_bytes())), _unjudged, (InputError, oracle.Wrong)),
+    "tracker state": Format(_tracker, "tracker.json", _tracked, _unjudged, (InputError, oracle.Wrong)),
     "profiler: measured": Format(_measured, "m/measured-0.jsonl", lambda: read_logs("m"), _unjudged),
-    "profiler: config": Format(lambda: claim(Path("config.json"), {"a": 1, "b": [2, 3]}), "config.json", lambda: claim(Path("config.json"), {"a": 1, "b": [2, 3]}), _unjudged),
+    "profiler: config": _file("config.json", _claimed, _claimed, _unjudged),
     "questions": Format(_questions, "q.jsonl", lambda: read_vqa_data("q.jsonl"), _unjudged),
-}  # fmt: skip
+}
 
 
 def _arrays_changed(path: Path, content: bytes, random: Random) -> bytes:
@@ -302,9 +330,7 @@ class Mutations(NamedTuple):
                 file.write(json.dumps(trial) + "\n")
 
 
-def _outcome(
-    about: Format, path: str, files: Mapping[str, bytes], whole: Any, by_bytes: bool
-) -> tuple[str, str]:
+def _outcome(about: Format, path: str, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> tuple[str, str]:
     def too_late(*_: Any) -> None:
         raise TimeoutError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -73,19 +72,12 @@ def kill_trial(workload: Workload, reference: Reference, folder: Path, random: R
             break
         if outcome := _bad_end(killed):
             return outcome, f"{' + '.join(story)}: {_words(killed)}"
-    path = None
-    if torn:
-        path = _tear(workload, folder, before, random, story)
-    if killed.status == 0 and path is None:
-        end = killed
-    else:
-        end = run(workload.work, folder, fresh=workload.fresh)
+    path = _tear(workload, folder, before, random, story) if torn else None
+    end = killed if killed.status == 0 and path is None else run(workload.work, folder, fresh=workload.fresh)
     return _judged(workload, reference, folder, end, path, " + ".join(story))
 
 
-def _tear(
-    workload: Workload, folder: Path, before: dict[Path, bytes], random: Random, story: list[str]
-) -> Path | None:
+def _tear(workload: Workload, folder: Path, before: dict[Path, bytes], random: Random, story: list[str]) -> Path | None:
     paths = [path for path in sorted(folder.glob(workload.torn)) if path.is_file() and not path.is_symlink()]
     paths = [path for path in paths if "tensorboard" not in path.parts and path.stat().st_size]
     if workload.name not in OF_READERS:
@@ -139,5 +131,3 @@ class _Check(NamedTuple):
         assert check is not None
         if wrong := check():
             raise SystemExit("; ".join(wrong))
-
-

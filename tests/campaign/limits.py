@@ -33,7 +33,7 @@ def _command(words: list[str], folder: Path, before: Callable[[], Any] = lambda:
     try:
         end = subprocess.run(
             command, cwd=folder, env=environment, preexec_fn=before, capture_output=True, timeout=LIMIT_S
-        )  # noqa: PLW1509
+        )
     except subprocess.TimeoutExpired:
         return Ended(None, "", "", LIMIT_S, 0)
     out, err = (text.decode(errors="replace") for text in (end.stdout, end.stderr))
@@ -99,7 +99,8 @@ def _at_once(folder: Path) -> Outcome:
         return max(outcomes)
     states = [state_of(folder / "runs" / "lean" / name) for name in ("r", "r-2")]
     unlike = difference(*states, noise=set()).unlike if all(states) else ["there are not two runs"]
-    unlike = [place for place in unlike if not place.startswith(("report.html", "config.yaml", "results.json .command"))]
+    named = ("report.html", "config.yaml", "results.json .command")
+    unlike = [place for place in unlike if not place.startswith(named)]
     return ("unlike", str(unlike[:4])) if unlike else ("fine", "")
 
 
@@ -130,9 +131,9 @@ LIMITS: dict[str, Callable[[Path], Outcome]] = {
     "Ctrl-C": partial(_stopped, number=signal.SIGINT, status=130),
     "SIGTERM": partial(_stopped, number=signal.SIGTERM, status=143),
     "long option": lambda folder: _judged(_command([*LEAN, f"name={'a' * 5000}"], folder), (2,)),
-    "long path": lambda folder: _judged(_command(["inspect", "profile=table", f"profile.path={'a' * 5000}"], folder), (2,)),
+    "long path": lambda folder: _judged(_command([*INSPECT, f"profile.path={'a' * 5000}"], folder), (2,)),
     "profile=0": lambda folder: _judged(_command(["inspect", "profile=0"], folder), (2,)),
-}  # fmt: skip
+}
 
 
 def limit_trial(name: str, folder: Path) -> Outcome:

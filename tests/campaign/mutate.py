@@ -54,7 +54,8 @@ def json_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
     lines = content.split(b"\n") if content.count(b"\n{") else [content]
     number = random.choice([i for i, line in enumerate(lines) if line.strip()])
     if len(lines) > 1 and random.random() < 0.2:
-        lines[number : number + 1] = random.choice(([], [lines[number]] * 2, [lines[number][: len(lines[number]) // 2]]))
+        line = lines[number]
+        lines[number : number + 1] = random.choice(([], [line, line], [line[: len(line) // 2]]))
         return b"\n".join(lines)
     tree = json.loads(lines[number], object_pairs_hook=lambda pairs: {"": [list(pair) for pair in pairs]})
     for _ in range(random.choice((1, 1, 2))):
@@ -154,8 +155,25 @@ def text_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
     lines = content.decode().split("\n")
     number = random.randrange(len(lines))
     key = re.split(r"(?<=:) |(?<=- )", lines[number], maxsplit=1)[0]
-    deep = random.choice(("[" * 3000, "{a: " * 500, "&a [*a, *a]", "!!python/object/apply:os.getcwd []", "${a}", "!!map x"))
-    value = random.choice((*WEIRD, deep, "*x", "'", "{", "2026-01-01", "~", "1:2:3", "0o7"))
+    code = "!!python/object/apply:os.getcwd []"
+    value = random.choice(
+        (
+            *WEIRD,
+            "[" * 3000,
+            "{a: " * 500,
+            "&a [*a, *a]",
+            "${a}",
+            "!!map x",
+            code,
+            "*x",
+            "'",
+            "{",
+            "2026-01-01",
+            "~",
+            "1:2:3",
+            "0o7",
+        )
+    )
     lines[number : number + 1] = random.choice(([], [lines[number]] * 2, [f"{key} {value}"], [f"  {lines[number]}"]))
     return "\n".join(lines).encode()
 

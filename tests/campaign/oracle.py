@@ -77,7 +77,7 @@ def number(value: Any, logical: bool) -> float | None:
         if not logical:
             raise Wrong(f"{value!r} as a time")
         return float(text in ("true", True))
-    if isinstance(text, str) and not NUMERAL.fullmatch(text) or not isinstance(text, str | int | float):
+    if (isinstance(text, str) and not NUMERAL.fullmatch(text)) or not isinstance(text, str | int | float):
         raise Wrong(f"{value!r} as a number")
     if not math.isfinite(float(text)):
         raise Wrong(f"{value!r} as a measurement")
@@ -86,7 +86,11 @@ def number(value: Any, logical: bool) -> float | None:
 
 def name(value: Any) -> str:
     """An id or the value of a knob: 7, 7.0 and the numeral 7 are one."""
-    if value is None or isinstance(value, float) and not math.isfinite(value) or isinstance(value, list | dict | bytes):
+    if (
+        value is None
+        or (isinstance(value, float) and not math.isfinite(value))
+        or isinstance(value, list | dict | bytes)
+    ):
         raise Wrong(f"{value!r} as an id or the value of a knob")
     if isinstance(value, bool):
         return str(value).lower()
@@ -147,7 +151,7 @@ def wrong_configurations(table: Any, files: Mapping[str, bytes], core: bool) -> 
         for row in lists[path]:
             place = "", name(row.get(by or "sample_id")), tuple(map(name, setting.values()))
             for side, keys in (("accuracy", ("score", "accuracy")), ("ms", ("T_total_ms", "latency_total", "T_total"))):
-                if side == "accuracy" and not core and "exp6" in path or side == "ms" and "exp5" in path:
+                if (side == "accuracy" and not core and "exp6" in path) or (side == "ms" and "exp5" in path):
                     continue
                 key = next((key for key in keys if any(key in other for other in lists[path])), keys[0])
                 value = number(row.get(key), False)
@@ -198,7 +202,8 @@ def npz_arrays(content: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 def safetensors_arrays(content: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     size = struct.unpack("<Q", content[:8])[0]
     head = strict(content[8 : 8 + size])
-    words = {key: strict(text.encode()) for key, text in (head.pop("__metadata__", None) or {}).items() if key[0] != "s" or key == "sample_id"}
+    words = {key: text for key, text in (head.pop("__metadata__", None) or {}).items() if key == "sample_id"}
+    words = {key: strict(text.encode()) for key, text in words.items()}
     arrays = {}
     for key, about in head.items():
         start, stop = about["data_offsets"]

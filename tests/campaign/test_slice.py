@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+
 from campaign.formats import FORMATS, trials
 from campaign.kills import BY_NAME, kill_trial, reference_of
 from campaign.limits import limit_trial

@@ -35,7 +35,9 @@ ELASTIC += ["knobs.num_active_blocks=[3]", "knobs.warm_up=0", "knobs.repeats=2"]
 SERVICE = ["train", "experiment=service", "checkpoint=stack.pt", *TABLE, "seeds=[0]", "tracking=disabled"]
 SERVICE += ["loads=[0.8]", "judged_loads=[0.9]", "tuned_at=[0.9]", "requests=20", "traces=4", "loss.group_size=4"]
 SERVICE += ["optimiser.iterations=4", "optimiser.contexts=4", "optimiser.evaluate_every=2"]
-UPDATE = ["update", "checkpoint=stack.pt", "log=log", "out=served", "tracking=disabled"]
+UPDATE = ["update", "checkpoint=stack.pt", "log=log", "out=served", "tracking=disabled", "trained_on=table"]
+UPDATE += [f"trained_on.{word.removeprefix('profile.')}" for word in TABLE[1:]]
+EVALUATE = ["evaluate", *TABLE, "own_cost=false", "baselines=false", "json=e.json"]
 ACKNOWLEDGED = "acknowledged.txt"
 REQUESTS = 60
 
@@ -136,9 +138,8 @@ WORKLOADS = [
     Workload("sweep, joblib", write_table, SWEEP, "runs/**/*", fresh=True),
     Workload("profile elastic", _nothing, ELASTIC, "p/**/*"),
     Workload("export", _trained, ["export", *TABLE, "out=e"], "runs/lean/r/checkpoints/*.pt"),
-    Workload("evaluate", _trained, ["evaluate", *TABLE, "own_cost=false", "baselines=false", "json=e.json"], "runs/**/*"),
+    Workload("evaluate", _trained, EVALUATE, "runs/**/*"),
     Workload("compare", _two_runs, ["compare", "runs/lean", "html=c.html", "json=c.json"], "runs/**/*"),
-    Workload("update", _log, [*UPDATE, "trained_on=table", *(f"trained_on.{w[8:]}" for w in TABLE[1:])], "[ls][oe]*/**/*"),
+    Workload("update", _log, UPDATE, "[ls][oe]*/**/*"),
     Workload("request log", _stack, serve, "log/*", every_acknowledged_request_is_logged),
 ]
-
