@@ -1,5 +1,5 @@
-"""What measurements say, read from the same bytes by other means: `csv`, `json`, `zipfile` and NumPy; for Parquet by the
-row, since no other decoder is installed. Each function gives what is wrong with what the product accepted; "" if nothing.
+"""What measurements say, read from the same bytes by other means: `csv`, `json`, `zipfile` and NumPy; Parquet by rows,
+since no other decoder is installed. Each function gives what is wrong with what the product accepted; "" if nothing.
 """
 
 from __future__ import annotations
