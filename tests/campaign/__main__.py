@@ -84,13 +84,15 @@ class Campaign:
             missing = [number for number in range(count) if (kind, number) not in self.made]
             what = kind.partition(": ")[0]
             if what == "mutation":
-                rest += [partial(self._mutations, kind, missing[i : i + CHUNK]) for i in range(0, len(missing), CHUNK)]
+                parts = (missing[i : i + CHUNK] for i in range(0, len(missing), CHUNK))
+                rest += [(part[0], partial(self._mutations, kind, part)) for part in parts]
             elif what == "limit":
-                rest += [partial(self._limit, kind) for _ in missing]
+                rest += [(CHUNK, partial(self._limit, kind)) for _ in missing]
             else:
                 kills += [(number, partial(self._kill, kind, number)) for number in missing]
-        yield from rest
-        yield from (work for _, work in sorted(kills, key=lambda pair: pair[0]))
+        # all kinds in turn, so that a campaign that is stopped has seen something of each
+        for works in (kills, rest):
+            yield from (work for _, work in sorted(works, key=lambda pair: pair[0]))
 
     def _kill(self, kind: str, number: int) -> None:
         what, _, name = kind.partition(": ")
