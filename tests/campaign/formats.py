@@ -38,6 +38,7 @@ from knobwise.envs.readers.long_table import long_frame, read_features, read_lon
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.compare.comparison import comparison_of
 from knobwise.experiments.compare.words import results_cells, settings_cells
+from knobwise.experiments.report.words import write_results
 from knobwise.profiling.measuring.machine import claim
 from knobwise.profiling.measuring.measuring import TIMES, TOKENS, read_logs
 from knobwise.profiling.measuring.questions import read_vqa_data
@@ -128,9 +129,12 @@ def _questions() -> None:
     Path("q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def _runs() -> None:
+def _runs(checked: bool = True) -> None:
+    """Two runs; without digests they are as earlier versions wrote them."""
     for number in (0, 1):
-        write_run(Path(f"r{number}"), gain=0.1 * number, samples=range(12), seeds=(0,))
+        run = write_run(Path(f"r{number}"), gain=0.1 * number, samples=range(12), seeds=(0,))
+        if checked:
+            write_results(run, json.loads((run / "results.json").read_bytes()))
 
 
 def _compared() -> Any:
@@ -244,6 +248,7 @@ FORMATS = {
     "checkpoint": _file("s.pt", _agent, _decided, _same),
     "exported controller": _file("s.npz", _agent, _decided, _same)._replace(refusals=(ValueError,)),
     "run: results.json": _run_file("results.json"),
+    "run: results.json, old": Format(partial(_runs, False), "r0/results.json", _compared, _unjudged),
     "run: config.yaml": _run_file("config.yaml"),
     "run: decisions.parquet": _run_file("decisions.parquet"),
     "run: metrics.csv": _run_file("metrics.csv"),

@@ -95,8 +95,10 @@ def name(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return repr(float(value)) if NUMERAL.fullmatch(value) and not re.match(r"[+-]?0\d", value) else value
-    return repr(float(value)) if abs(value) < 2**53 else str(value)
+        if not NUMERAL.fullmatch(value) or re.match(r"[+-]?0\d", value):
+            return value
+        value = int(value) if re.fullmatch(r"[+-]?\d+", value) else float(value)
+    return str(int(value) if math.isfinite(value) and value == int(value) else value)
 
 
 def wrong_table(table: Any, head: Sequence[str], rows: Rows) -> str:
