@@ -242,7 +242,10 @@ def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl
     if key is None and rows:
         raise InputError(f"{path}: its rows have no {' or '.join(spellings)}; they have {', '.join(rows[0])}")
     try:
-        return pl.Series([row.get(key) for row in rows], dtype=pl.Float64)  # type: ignore[arg-type]
+        values = [row.get(key) for row in rows]  # type: ignore[arg-type]
+        if bool in map(type, values) and key not in ("accuracy", "score"):
+            raise TypeError("true is no time")
+        return pl.Series(values, dtype=pl.Float64)
     except (TypeError, OverflowError):
         raise InputError(f"{path}: {key} must be a number in every row") from None
 

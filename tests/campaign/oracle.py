@@ -156,7 +156,7 @@ def wrong_configurations(table: Any, files: Mapping[str, bytes], core: bool) -> 
                 if (side == "accuracy" and not core and "exp6" in path) or (side == "ms" and "exp5" in path):
                     continue
                 key = next((key for key in keys if any(key in other for other in lists[path])), keys[0])
-                value = number(row.get(key), False)
+                value = number(row.get(key), side == "accuracy")
                 if value is not None:
                     sides[side][place].append(value)
     both = sides["accuracy"].keys() & sides["ms"].keys()
@@ -228,14 +228,13 @@ def wrong_beams(table: Any, content: bytes) -> str:
                 expected[name(key), tuple(map(name, ids)), _rounded(number(score, False))] += 1
             continue
         pool = record.get("candidate_pool_ids")
-        for row in record.get("pointer_candidates", ()):
+        for row in record.get("pointer_candidates") or ():
             if row.get("eval_failed") or row.get("vqa_eval_mode") in ("error", "fallback"):
                 continue
-            pointer = row["pointer"] if "pointer" in row else row["pointer_pos"]
-            local = pool is not None and row.get("pointer_global") is not None
-            ids = [pool[int(place)] for place in pointer] if local else pointer
-            if local and [*map(name, ids)] != [*map(name, row["pointer_global"])]:
+            pointer, ids = row.get("pointer", row.get("pointer_pos")), row.get("pointer_global")
+            if None not in (ids, pool, pointer) and [pool[int(place)] for place in pointer] != [int(i) for i in ids]:
                 raise Wrong("a pointer that contradicts its global one")
+            ids = pointer if ids is None else ids
             score = row.get("beam_score")
             expected[name(key), tuple(map(name, ids)), _rounded(None if score is None else number(score, False))] += 1
     got = Counter[Any]()
