@@ -49,6 +49,7 @@ class Campaign:
         self.seed, self.folder, self.work = seed, folder, folder / "work"
         self.path, self._lock = folder / "trials.jsonl", threading.Lock()
         self._references: dict[str, Reference] = {}
+        self._making = {workload.name: threading.Lock() for workload in WORKLOADS}
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
         plan: dict[str, int] = {}
@@ -97,7 +98,7 @@ class Campaign:
     def _kill(self, kind: str, number: int) -> None:
         what, _, name = kind.partition(": ")
         workload = next(workload for workload in WORKLOADS if workload.name == name)
-        with self._lock:
+        with self._making[name]:
             if name not in self._references:
                 self._references[name] = reference_of(workload, self.work / f"reference {name}")
         folder = self.work / f"{kind} {number}".replace(": ", " ")
