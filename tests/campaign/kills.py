@@ -109,7 +109,8 @@ def _judged(
         return ("refused" if plain else "vague" if torn else "unlike"), f"{story}: {_words(end)}"
     if workload.check is not None:
         checked = run(_Check(workload.name), folder)
-        return ("unlike", f"{story}: {checked.err.strip()[-300:]}") if checked.status else ("fine", story)
+        said = torn is not None and checked.status == 1  # what a tear took is counted by its reader
+        return ("unlike" if checked.status and not said else "fine"), f"{story}: {checked.err.strip()[-300:]}"
     left = difference(state_of(folder), reference.state, reference.noise)
     if torn is not None:  # a torn file that was only read stays as it is
         same = str(torn.relative_to(folder))
