@@ -21,7 +21,17 @@ import polars as pl
 
 NUMERAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 COLUMNS = ["sample_id", "accuracy", "latency_ms", "dataset", "split", "repeat", "question_id", "image_id"]
-DTYPES = {"F32": "<f4", "F64": "<f8", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "u1", "U64": "<u8", "BOOL": "?", "I8": "i1"}
+DTYPES = {
+    "F32": "<f4",
+    "F64": "<f8",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "U8": "u1",
+    "U64": "<u8",
+    "BOOL": "?",
+    "I8": "i1",
+}
 CORE = ("tier", "top_k", "num_active_blocks")
 KNOBS = ("max_crops", "top_k", "num_active_blocks")
 Rows = Sequence[Mapping[str, Any]]
