@@ -344,7 +344,7 @@ def _outcome(about: Format, path: str, files: Mapping[str, bytes], whole: Any, b
     try:
         result = about.read()
     except about.refusals as error:
-        places = (Path(path).name, *(f"{place}:" for place in Path(path).parents))
+        places = (Path(path).name, *(f"{place}{end}" for place in Path(path).parents for end in ": "))
         named = path == "tracker.json" or any(place in str(error) for place in places)
         one_line = "\n" not in str(error).strip()
         return ("refused", "") if named and one_line else ("vague", f"{str(error)[:200]!r}")

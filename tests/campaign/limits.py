@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from campaign.children import VARIABLES, Ended, run
+from campaign.children import ROOT, VARIABLES, Ended, run
 from campaign.kills import reference_of
 from campaign.state import difference, state_of
 from campaign.workloads import LEAN, TABLE, Workload, write_table
@@ -26,7 +26,7 @@ RUN = Workload("lean", write_table, [*LEAN, "name=r"], "")
 
 
 def _command(words: list[str], folder: Path, before: Callable[[], Any] = lambda: None, **variables: str) -> Ended:
-    environment = {**os.environ, **VARIABLES, **variables}
+    environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT), **variables}
     environment = {name: value for name, value in environment.items() if value != "(unset)"}
     start = time.monotonic()
     command = [sys.executable, "-m", "knobwise", *words]
@@ -85,7 +85,7 @@ def _read_only(folder: Path) -> Outcome:
 def _at_once(folder: Path) -> Outcome:
     """Two of the same command: both end well, as one after the other does."""
     command = [sys.executable, "-m", "knobwise", *RUN.work]  # type: ignore[misc]
-    environment = {**os.environ, **VARIABLES}
+    environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT)}
     both = [
         subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(2)
