@@ -1,6 +1,7 @@
 # make run   the main job on the built-in profile: train, judge, report
 # make quick a first result in a minute: one small network, one seed, no baselines
 # make test  lint, types and the whole test suite
+# make campaign  an hour of kills, torn files and changed inputs (docs/trust.md); repeat it to go on
 # make bench what the performance claims run on
 # Another virtual environment: make run VENV=/path/to/venv
 VENV ?= .venv
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.knobwise
 
-.PHONY: run quick test lint bench clean
+.PHONY: run quick test lint bench campaign clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m knobwise train experiment=controller seeds=[0,1,2,3,4]
@@ -26,6 +27,9 @@ lint: $(INSTALLED)-test
 
 bench: $(INSTALLED)
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+campaign: $(INSTALLED)-test
+	$(BIN)/python -m tests.campaign $(CAMPAIGN)
 
 $(INSTALLED): setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -191,7 +191,7 @@ class LatencyTracker:
                 raise ValueError("numbers out of range")
             scale, run, answers = float(state["scale"]), int(state["run"]), int(state["answers"])
             ignored = {str(reason): int(count) for reason, count in state["ignored"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise InputError(f"tracker: no state of a tracker ({type(error).__name__}: {error})") from None
         self._mean, self._variance = mean.tolist(), variance.tolist()
         self._scale, self._run, self.answers, self.ignored = scale, run, answers, ignored

@@ -119,7 +119,8 @@ def _table(
     owners = owners[usable]
     beams = owners.bincount(minlength=len(ids))
     counts = {**kept.counts, **_counts(leaks, usable, beams, query_names, names)}
-    notes = [*map(str, saved.get("notes", ())), *(f"{n} {what}" for what, n in counts.items() if n)]
+    earlier = notes if isinstance(notes := saved.get("notes"), list) else []
+    notes = [*map(str, earlier), *(f"{n} {what}" for what, n in counts.items() if n)]
     if not len(owners):
         raise InputError(f"{path}: no beam is left. {'; '.join(notes)}")
     slot = torch.arange(len(owners)) - (beams.cumsum(0) - beams)[owners]

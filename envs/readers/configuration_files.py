@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -224,8 +225,8 @@ def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
         kinds = set(map(type, words))
     if not kinds <= {int, float, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
-    if any(value != value for value in words):
-        raise InputError(f"{path}: {key} is NaN in a row; give every row a whole number or a text")
+    if any(isinstance(value, float) and not math.isfinite(value) for value in words):
+        raise InputError(f"{path}: {key} is NaN in a row, or infinite; give every row a whole number or a text")
     if float in kinds:
         words = [int(value) if isinstance(value, float) and value.is_integer() else value for value in words]
         if wrong := [value for value in words if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64]:
@@ -241,7 +242,10 @@ def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl
     if key is None and rows:
         raise InputError(f"{path}: its rows have no {' or '.join(spellings)}; they have {', '.join(rows[0])}")
     try:
-        return pl.Series([row.get(key) for row in rows], dtype=pl.Float64)  # type: ignore[arg-type]
+        values = [row.get(key) for row in rows]  # type: ignore[arg-type]
+        if bool in map(type, values) and key not in ("accuracy", "score"):
+            raise TypeError("true is no time")
+        return pl.Series(values, dtype=pl.Float64)
     except (TypeError, OverflowError):
         raise InputError(f"{path}: {key} must be a number in every row") from None
 

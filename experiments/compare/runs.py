@@ -188,7 +188,7 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
         return {}
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+    except (YAMLError, OmegaConfBaseException, OSError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds no settings")

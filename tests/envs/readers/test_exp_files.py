@@ -521,11 +521,21 @@ def test_ids_are_exact_or_refused(pair):
         ('{"all_samples": [{"sample_id": 1, "score": 0, "score": 1}]}', "key 'score' occurs twice in one object"),
         ('{"all_samples": ' + "[" * 100_000, "nested too deeply"),
         ('{"all_samples": [{"sample_id": NaN, "score": 1}]}', "sample_id is NaN in a row"),
+        ('{"all_samples": [{"sample_id": -Infinity, "score": 1}]}', "sample_id is NaN in a row, or infinite"),
     ],
 )
 def test_damaged_json_is_refused(pair, text, message):
     put(pair / "exp5" / "exp5_accuracy_text-vqa" / f"exp5_accuracy_results_{stem((4, 4, 12))}", text)
     with pytest.raises(InputError, match=message):
+        read(pair)
+
+
+def test_true_is_a_score_and_no_time(pair):
+    put_exp5(pair, SMALL, [{"sample_id": 7, "score": True}])
+    put_exp6(pair, SMALL, {7: 2.0})
+    assert read(pair).accuracy.nan_to_num().max() == 1
+    put_exp6(pair, SMALL, [{"sample_id": 7, **named(SMALL), "T_total_ms": True}])
+    with pytest.raises(InputError, match="T_total_ms must be a number in every row"):
         read(pair)
 
 

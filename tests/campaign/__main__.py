@@ -1,0 +1,175 @@
+"""`python -m tests.campaign kills=200 inputs=20000 seed=0 folder=campaign jobs=1 only=`: repeat it to go on.
+
+`only` is a part of a kind's name, such as `mutation` or `kill: update`. Each trial is a line in `trials.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from campaign import children  # noqa: E402
+from campaign.formats import FORMATS, OUTCOMES, Mutations  # noqa: E402
+from campaign.kills import Reference, kill_trial, reference_of  # noqa: E402
+from campaign.limits import LIMITS, limit_trial  # noqa: E402
+from campaign.workloads import WORKLOADS  # noqa: E402
+from knobwise.common.progress import progress  # noqa: E402
+
+DEFAULTS = {"kills": "200", "inputs": "20000", "seed": "0", "folder": "campaign", "jobs": "1", "only": ""}
+CHUNK = 250
+COLUMNS = {"fine": "fine", "refused": "refused in one line", "vague": "refused otherwise", "traceback": "tracebacks"}
+COLUMNS |= {"hang": "hangs", "wrong": "wrong accepts", "unlike": "unlike the unbroken run", "leftovers": "leftovers"}
+NOT_AT_ALL = ("vague", "traceback", "hang", "wrong", "unlike", "leftovers")
+Trial = tuple[str, int]
+
+
+class Campaign:
+    """The trials, and what came of those that were made.
+
+    Args:
+        folder: of `trials.jsonl`, and of the files of trials while they run.
+    """
+
+    def __init__(self, kills: int, inputs: int, seed: int, folder: Path, only: str = "") -> None:
+        self.seed, self.folder, self.work = seed, folder, folder / "work"
+        self.path, self._lock = folder / "trials.jsonl", threading.Lock()
+        self._references: dict[str, Reference] = {}
+        self._making = {workload.name: threading.Lock() for workload in WORKLOADS}
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.work, ignore_errors=True)
+        plan: dict[str, int] = {}
+        for i in range(kills):
+            workload = WORKLOADS[i % len(WORKLOADS)].name
+            kind = "torn" if i // len(WORKLOADS) % 3 == 2 else "kill"
+            plan[f"{kind}: {workload}"] = plan.get(f"{kind}: {workload}", 0) + 1
+        for number, name in enumerate(FORMATS):
+            plan[f"mutation: {name}"] = inputs // len(FORMATS) + (number < inputs % len(FORMATS))
+        plan |= {f"limit: {name}": 1 for name in LIMITS}
+        self.plan = {kind: count for kind, count in plan.items() if only in kind and count}
+        self.made: dict[Trial, tuple[str, str]] = {}
+        for line in self.path.read_text().splitlines() if self.path.exists() else ():
+            trial = json.loads(line)
+            if trial["seed"] == seed and trial["number"] < self.plan.get(trial["kind"], 0):
+                self.made[trial["kind"], trial["number"]] = trial["outcome"], trial["note"]
+
+    def run(self, jobs: int) -> None:
+        """Make the trials that are missing."""
+        total = sum(self.plan.values())
+        with progress("campaign", total, len(self.made), every_s=30) as tick, ThreadPoolExecutor(jobs) as pool:
+            futures = [pool.submit(work) for work in self._works()]
+            while not all(future.done() for future in futures):
+                time.sleep(0.5)
+                tick(len(self.made), f"{sum(o in NOT_AT_ALL for o, _ in self.made.values())} not as promised")
+            for future in futures:
+                future.result()
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def _works(self) -> Iterator[Callable[[], Any]]:
+        kills, rest = [], []
+        for kind, count in self.plan.items():
+            missing = [number for number in range(count) if (kind, number) not in self.made]
+            what = kind.partition(": ")[0]
+            if what == "mutation":
+                parts = (missing[i : i + CHUNK] for i in range(0, len(missing), CHUNK))
+                rest += [(part[0], partial(self._mutations, kind, part)) for part in parts]
+            elif what == "limit":
+                rest += [(CHUNK, partial(self._limit, kind)) for _ in missing]
+            else:
+                kills += [(number, partial(self._kill, kind, number)) for number in missing]
+        # all kinds in turn, so that a campaign that is stopped has seen something of each
+        for works in (kills, rest):
+            yield from (work for _, work in sorted(works, key=lambda pair: pair[0]))
+
+    def _kill(self, kind: str, number: int) -> None:
+        what, _, name = kind.partition(": ")
+        workload = next(workload for workload in WORKLOADS if workload.name == name)
+        with self._making[name]:
+            if name not in self._references:
+                self._references[name] = reference_of(workload, self.work / f"reference {name}")
+        folder = self.work / f"{kind} {number}".replace(": ", " ")
+        draw = random.Random(f"{self.seed} {kind} {number}")
+        self._note(kind, number, *kill_trial(workload, self._references[name], folder, draw, what == "torn"))
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _limit(self, kind: str) -> None:
+        folder = self.work / kind.replace(": ", " ")
+        self._note(kind, 0, *limit_trial(kind.partition(": ")[2], folder.absolute()))
+
+    def _mutations(self, kind: str, numbers: list[int]) -> None:
+        """In a process of its own, so that a crash costs one trial."""
+        while numbers:
+            folder = self.work / f"{kind} {numbers[0]}".replace(": ", " ").replace("/", " ")
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            end = children.run(Mutations(kind.partition(": ")[2], self.seed, tuple(numbers)), folder, limit_s=1800)
+            lines = (folder / "outcomes.jsonl").read_text().splitlines() if (folder / "outcomes.jsonl").exists() else []
+            for line in lines:
+                self._note(kind, *json.loads(line))
+            numbers = numbers[len(lines) :]
+            if end.status == 1:
+                raise RuntimeError(f"{kind}: {end.err}")
+            if numbers:
+                self._note(kind, numbers.pop(0), "traceback", f"the process ended with {end.status}: {end.err[-300:]}")
+            shutil.rmtree(folder)
+
+    def _note(self, kind: str, number: int, outcome: str, note: str) -> None:
+        with self._lock, self.path.open("a") as file:
+            line = {"seed": self.seed, "kind": kind, "number": number, "outcome": outcome, "note": note}
+            file.write(json.dumps(line) + "\n")
+            self.made[kind, number] = outcome, note
+
+    def table(self) -> str:
+        """A row for each kind, in Markdown."""
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        for (kind, _), (outcome, _) in sorted(self.made.items()):
+            for row in (kind, f"**all: {kind.partition(':')[0]}**"):
+                counts[row][outcome] += 1
+        lines = [f"| kind | trials | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 2) + "|"]
+        for kind in [kind for kind in self.plan if kind in counts] + sorted(k for k in counts if k[0] == "*"):
+            row = counts[kind]
+            lines.append(f"| {kind} | {row.total()} | {' | '.join(str(row[name]) for name in COLUMNS)} |")
+        return "\n".join(lines)
+
+    def broken(self) -> list[str]:
+        """The trials that did not end as promised."""
+        made = sorted(self.made.items())
+        return [f"{k} {n}: {outcome}: {note}" for (k, n), (outcome, note) in made if outcome in NOT_AT_ALL]
+
+
+def main(words: list[str]) -> int:
+    given = dict(word.partition("=")[::2] for word in words)
+    if unknown := given.keys() - DEFAULTS.keys():
+        print(f"campaign: no option {', '.join(sorted(unknown))}; known are {', '.join(DEFAULTS)}", file=sys.stderr)
+        return 2
+    values = DEFAULTS | given
+    children.prepare_server()
+    numbers = {name: int(values[name]) for name in ("kills", "inputs", "seed")}
+    campaign = Campaign(**numbers, folder=Path(values["folder"]).absolute(), only=values["only"])
+    campaign.run(int(values["jobs"]))
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    head = f"Commit {commit.stdout.strip() or 'unknown'}, seed {numbers['seed']}.\n\n"
+    (campaign.folder / "table.md").write_text(f"{head}{campaign.table()}\n")
+    (campaign.folder / "broken.txt").write_text("".join(f"{line}\n" for line in campaign.broken()))
+    print(f"{head}{campaign.table()}\n\n{len(campaign.broken())} trials did not end as promised, see broken.txt")
+    return 1 if campaign.broken() else 0
+
+
+assert {*OUTCOMES} <= {*COLUMNS}
+if __name__ == "__main__":
+    os.environ.setdefault("WANDB_MODE", "disabled")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,203 @@
+"""Commands in processes of their own, forked from one that has imported everything, which die where a trial wants."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOADED = ("campaign.workloads", "campaign.formats", "hydra.compose", "torch.utils.tensorboard")
+PRELOADED += tuple(f"knobwise.experiments.{name}" for name in ("train.controller", "train.selector", "compare.compare"))
+PRELOADED += ("torchrl.collectors", "torchrl.weight_update", "knobwise.experiments.deploy.update")
+VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.symlink", "os.link", "os.truncate")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+LIMIT_S = 300.0
+ORPHANS_S = 60.0
+"""Processes that a killed command leaves must end by themselves within this time."""
+_starting = threading.Lock()
+
+
+class Ended(NamedTuple):
+    """A command that has ended. `status` is −9 if it was killed, None if it was still at work at its time limit."""
+
+    status: int | None
+    out: str
+    err: str
+    seconds: float
+    writes: int
+    """Changes of files below its folder; 0 for a process that did not come to its end."""
+
+    @property
+    def traceback(self) -> bool:
+        return "Traceback (most recent call last)" in self.err or self.status not in (0, 1, 2, 130, 143, -9, None)
+
+    @property
+    def complaint(self) -> list[str]:
+        """The lines that say what was wrong."""
+        lines = self.err.rstrip("\n").split("\n")
+        first = next((i for i, line in enumerate(lines) if line.startswith("knobwise: ")), len(lines))
+        return lines[first:]
+
+
+def prepare_server() -> None:
+    """Import everything once, in the process that the others are forked from."""
+    os.environ |= VARIABLES | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+
+
+def run(
+    work: list[str] | Callable[[], Any],
+    folder: Path,
+    die_at: int = 0,
+    die_after_s: float | None = None,
+    number: int = signal.SIGKILL,
+    alone: bool = False,
+    fresh: bool = False,
+    limit_s: float = LIMIT_S,
+) -> Ended:
+    """Run a command, or call a function, in a folder.
+
+    Args:
+        die_at: killed before the k-th change of a file, in the middle if that is `os.write`; 0 for never.
+        die_after_s, number: seconds after which it gets this signal, if it is still at work.
+        alone: only the process itself is killed, and what it started must notice; else all of its session.
+        fresh: in a new interpreter, which joblib and Ray start their processes from.
+    """
+    printed = [Path(tempfile.mkstemp(prefix=f"campaign-{name}-")[1]) for name in ("out", "err", "writes")]
+    start = time.monotonic()
+    process = _started(work, folder, printed, die_at, fresh)
+    assert process.pid is not None
+    try:
+        if die_after_s is not None and _status(process, die_after_s) is None:
+            _kill([process.pid] if alone or number != signal.SIGKILL else _session(process.pid), number)
+        status = _status(process, limit_s)
+        if status is None or not alone:
+            _kill(_session(process.pid))
+        _status(process, ORPHANS_S)
+        last = time.monotonic() + ORPHANS_S
+        while _session(process.pid):
+            if time.monotonic() > last:
+                status = None
+                _kill(_session(process.pid))
+            time.sleep(0.05)
+        out, err, writes = (path.read_text(errors="replace") for path in printed)
+        return Ended(status, out, err, time.monotonic() - start, int(writes or 0))
+    finally:
+        for path in printed:
+            path.unlink()
+
+
+Process = subprocess.Popen[bytes] | BaseProcess
+
+
+def _started(
+    work: list[str] | Callable[[], Any], folder: Path, printed: list[Path], die_at: int, fresh: bool
+) -> Process:
+    if fresh:
+        words = [work, str(folder), [str(path) for path in printed], die_at]
+        return subprocess.Popen([sys.executable, "-m", "campaign.children", json.dumps(words)], cwd=ROOT / "tests")
+    process = multiprocessing.get_context("forkserver").Process(target=_work, args=(work, str(folder), printed, die_at))
+    with _starting:
+        process.start()
+    return process
+
+
+def _status(process: Process, seconds: float) -> int | None:
+    """The exit status, as soon as there is one; None after this time without."""
+    if isinstance(process, BaseProcess):
+        process.join(seconds)
+        return process.exitcode
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _session(leader: int) -> list[int]:
+    """The living processes of the session that a process began, itself first."""
+    living = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == leader and state not in "ZX":
+            living.append(int(path.parent.name))
+    return sorted(living, key=lambda process: process != leader)
+
+
+def _kill(processes: list[int], number: int = signal.SIGKILL) -> None:
+    for process in processes:
+        try:
+            os.kill(process, number)
+        except ProcessLookupError:
+            continue
+
+
+def _work(work: list[str] | Callable[[], Any], folder: str, printed: list[Path], die_at: int) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ |= VARIABLES
+    for number, path in enumerate(printed[:2], 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import knobwise.__main__
+
+    sys.modules["__main__"], sys.argv = knobwise.__main__, [str(knobwise.__main__.__file__)]
+    changes = itertools.count(1)
+    die_at_change(changes, folder, die_at)
+    status = 0
+    try:
+        if callable(work):
+            work()
+        else:
+            sys.argv += work
+            status = knobwise.__main__.main(work)
+    finally:
+        printed[2].write_text(str(next(changes) - 1))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    sys.exit(status)
+
+
+def die_at_change(changes: itertools.count[int], folder: str, number: int) -> None:
+    """Count what this process changes below a folder, and kill it before the change of this number."""
+    write = os.write
+
+    def watch(event: str, values: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, flags = values[0], values[2]
+            counted = isinstance(flags, int) and flags & WRITING
+        else:
+            path, counted = (values or (None,))[0], event in CHANGES
+        if counted and isinstance(path, str | bytes | os.PathLike):
+            place = os.path.abspath(os.fsdecode(path))
+            if place.startswith(folder + os.sep) and next(changes) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def written(handle: int, content: Any) -> int:
+        if handle > 2 and next(changes) == number:
+            write(handle, bytes(content)[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(handle, content)
+
+    sys.addaudithook(watch)
+    os.write = written
+
+
+if __name__ == "__main__":
+    words, place, paths, change = json.loads(sys.argv[1])
+    _work(words, place, [Path(path) for path in paths], change)

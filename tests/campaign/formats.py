@@ -1,0 +1,367 @@
+"""Every format that the product reads: small files by its own writers, its reader, and who knows better."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+import torch
+from helpers import small_beams, small_table
+from replayed import logging_model, serve_requests, small_stack
+from run_folders import write_run
+from safetensors.numpy import load as safetensors_load
+from safetensors.numpy import save as safetensors_save
+from safetensors.torch import save_file
+
+from campaign import mutate, oracle
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.serving.export import export_numpy
+from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.serving.request_log import read_log
+from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_files import read_beam_data, write_rl_data
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
+from knobwise.envs.readers.long_table import long_frame, read_features, read_long_table, write_features
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.compare.comparison import comparison_of
+from knobwise.experiments.compare.words import results_cells, settings_cells
+from knobwise.experiments.report.words import write_results
+from knobwise.profiling.measuring.machine import claim
+from knobwise.profiling.measuring.measuring import TIMES, TOKENS, read_logs
+from knobwise.profiling.measuring.questions import read_vqa_data
+
+LIMIT_S = 10
+TABLE = small_table(6)
+OUTCOMES = ("fine", "refused", "vague", "traceback", "hang", "wrong")
+"""Read rightly; refused in one line that names the file; refused otherwise; another error; no end; read wrongly."""
+
+
+class Format(NamedTuple):
+    make: Callable[[], Any]
+    """Writes the files into the working folder."""
+    files: str
+    """Pattern of those that are changed."""
+    read: Callable[[], Any]
+    """The product reads them."""
+    judge: Callable[[Any, Mapping[str, bytes], Any, bool], str]
+    """What is wrong with what it read: of that, the files, what it read of the whole ones, whether bytes were
+    changed. Raises `oracle.Wrong` for files that had to be refused."""
+    refusals: tuple[type[Exception], ...] = (InputError,)
+
+
+def _frame() -> pl.DataFrame:
+    """Made late: threads of polars do not survive a fork."""
+    return long_frame(TABLE).with_columns(sample_id=pl.col("sample_id").cast(pl.String))
+
+
+def _core() -> None:
+    frame = _frame().with_columns(tier=pl.lit("low"))
+    for (tier, k, blocks), rows in frame.group_by("tier", "top_k", "num_active_blocks"):
+        cells = rows.unique("sample_id").sort("sample_id")
+        cells = cells.select("sample_id", "accuracy", T_total="latency_ms").to_dicts()
+        content = {"tier": tier, "top_k": k, "num_active_blocks": blocks, "num_samples": 6, "per_sample_results": cells}
+        path = Path(f"d/text-vqa/text_vqa_imgsizetier-{tier}_crops12_topk{k}_blocks{blocks}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+
+
+def _beams() -> None:
+    table, _ = small_beams(6)
+    write_rl_data(table, "rl.json")
+    ids = table.pool.gather(1, table.sequences.flatten(1)).view(table.sequences.shape).tolist()
+    scores = table.fields["beam_score"].tolist()
+    lists = zip(table.query_ids, ids, scores, strict=True)
+    legacy = {q: {"id_list": [[*row, int(q)] for row in rows], "score_list": score} for q, rows, score in lists}
+    Path("legacy.json").write_text(json.dumps(legacy))
+    save_file({"embeddings": table.candidates}, "c.safetensors")
+    save_file({"embeddings": table.queries}, "q.safetensors")
+
+
+def _agent(path: str) -> None:
+    agent, table = small_stack(60)
+    if path.endswith(".npz"):
+        export_numpy(agent, path)
+    else:
+        save_checkpoint(path, agent, table, {"test_rows": torch.arange(9)})
+
+
+def _log() -> None:
+    agent, table = small_stack(60)
+    serve_requests(logging_model(Path("log"), agent, table, explore=0.3), table, 12)
+
+
+def _tracker() -> None:
+    Path("tracker.json").write_text(json.dumps(_restored({}).state()))
+
+
+def _restored(state: Mapping[str, Any]) -> LatencyTracker:
+    tracker = LatencyTracker([TABLE.configuration(c) for c in range(TABLE.num_configurations)], "digest")
+    tracker.update(3, 1.0, 0.2, 4.0)
+    if state:
+        tracker.restore(state)
+    tracker.update(1, 1.0, 0.2, 4.0)
+    return tracker
+
+
+def _measured() -> None:
+    times = dict.fromkeys((*TIMES, "features_ms", "first_look_ms"), 1.5) | dict.fromkeys(TOKENS, 7)
+    rows = [{"sample_id": f"{i}", "content": f"c{i}", "repeat": 0, "max_crops": 2, **times} for i in range(6)]
+    Path("m").mkdir()
+    Path("m/measured-0.jsonl").write_text("".join(f"{json.dumps(row | {'text': 'a'})}\n" for row in rows))
+
+
+def _questions() -> None:
+    rows = [{"id": i, "image": "i.png", "question": "what?", "answers": ["a", "b"]} for i in range(3)]
+    Path("i.png").write_bytes(b"")
+    Path("q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def _runs(checked: bool = True) -> None:
+    """Two runs; without digests they are as earlier versions wrote them."""
+    for number in (0, 1):
+        run = write_run(Path(f"r{number}"), gain=0.1 * number, samples=range(12), seeds=(0,))
+        if checked:
+            write_results(run, json.loads((run / "results.json").read_bytes()))
+
+
+def _compared() -> Any:
+    comparison = comparison_of(["r0", "r1"])
+    return results_cells(comparison), settings_cells(comparison)
+
+
+def _decided(path: str) -> Any:
+    loaded = NumpyController.load(path) if path.endswith("z") else load_checkpoint(path)
+    table = small_table(20)
+    limits = torch.linspace(5, 60, 20)
+    if isinstance(loaded, NumpyController):
+        blocks = {name: block.numpy() for name, block in table.features.items()}
+        choice = loaded.choose(blocks, limits.numpy())
+        return [loaded.configuration(int(index)) for index in choice]
+    state = loaded.controller.state_dict()
+    broken = [name for name, value in state.items() if value.is_floating_point() and value.isnan().any()]
+    return loaded.controller.choose(table.features, limits).tolist(), {k: v.tolist() for k, v in state.items()}, broken
+
+
+Files = Mapping[str, bytes]
+
+
+def _same(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
+    """Whoever rewrites a checkpoint on purpose has made another one, which need only decide."""
+    if by_bytes and result != whole:
+        return "decides otherwise"
+    return f"NaN in {result[2]}" if not isinstance(result, list) and result[2] else ""
+
+
+def _logged(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
+    """Every row that is used is a line of the log, with numbers that can be."""
+    lines = []
+    for line in b"".join(files.values()).split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            lines.append(json.loads(line))
+    lines = [line for line in lines if isinstance(line, dict)]
+    for row in result.rows:
+        read = {key: value for key, value in row.items() if key not in ("accuracy", "tried")}
+        if not any(read.items() <= line.items() for line in lines):
+            return "a row that is no line"
+        if not (0 < row["probability"] <= 1 and row["answer_ms"] > 0 and row["budget_ms"] < float("inf")):
+            return f"a row with {row['probability']}, {row['answer_ms']}"
+    return ""
+
+
+def _unjudged(*_: Any) -> str:
+    return ""
+
+
+def _stored(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
+    return "another table" if by_bytes and result.digest != whole.digest else ""
+
+
+def _by(wrong: Callable[..., str], *options: Any) -> Callable[..., str]:
+    """A judge that gives the oracle the one file that was read."""
+    return lambda result, files, whole, by_bytes: wrong(result, *files.values(), *options)
+
+
+def _long(rows: Callable[[bytes], Any]) -> Callable[..., str]:
+    return _by(lambda table, content: oracle.wrong_table(table, *rows(content)))
+
+
+def _exp(core: bool) -> Callable[..., str]:
+    return lambda result, files, whole, by_bytes: oracle.wrong_configurations(result, files, core)
+
+
+def _file(path: str, make: Callable[[str], Any], read: Callable[[str], Any], judge: Callable[..., str]) -> Format:
+    return Format(partial(make, path), path, partial(read, path), judge)
+
+
+def _beam_file(path: str) -> Format:
+    return Format(_beams, path, lambda: read_beam_data(path, "c.safetensors", "q.safetensors"), _by(oracle.wrong_beams))
+
+
+def _run_file(name: str) -> Format:
+    return Format(_runs, f"r0/{name}", _compared, _unjudged)
+
+
+def _claimed(path: str) -> None:
+    claim(Path(path), {"a": 1, "b": [2, 3]})
+
+
+def _tracked() -> Any:
+    return _restored(oracle.strict(Path("tracker.json").read_bytes()))
+
+
+def _written(path: str) -> None:
+    write_features(TABLE, path)
+
+
+FORMATS = {
+    "long CSV": _file("t.csv", lambda path: _frame().write_csv(path), read_long_table, _long(oracle.csv_rows)),
+    "long Parquet": _file(
+        "t.parquet", lambda path: _frame().write_parquet(path), read_long_table, _long(oracle.parquet_rows)
+    ),
+    "JSON lines": _file("t.jsonl", lambda path: _frame().write_ndjson(path), read_long_table, _long(oracle.json_rows)),
+    "exp5 and exp6": Format(
+        lambda: write_exp5_exp6(_frame(), "a", "b", "text_vqa"),
+        "[ab]/*/*.json",
+        lambda: read_exp5_exp6("a", "b", "text_vqa"),
+        _exp(False),
+    ),
+    "core_exp": Format(_core, "d/*/*.json", lambda: read_core_exp("d", "text_vqa"), _exp(True)),
+    "features .npz": _file("f.npz", _written, read_features, _by(oracle.wrong_features, True)),
+    "features .safetensors": _file("f.safetensors", _written, read_features, _by(oracle.wrong_features, False)),
+    "beams, legacy": _beam_file("legacy.json"),
+    "beams, RL data": _beam_file("rl.json"),
+    "beam table": _file("b.safetensors", lambda path: small_beams(6)[0].save(path), BeamTable.load, _stored),
+    "profile table": _file("t.safetensors", TABLE.save, ProfileTable.load, _stored),
+    "checkpoint": _file("s.pt", _agent, _decided, _same),
+    "exported controller": _file("s.npz", _agent, _decided, _same)._replace(refusals=(ValueError,)),
+    "run: results.json": _run_file("results.json"),
+    "run: results.json, old": Format(partial(_runs, False), "r0/results.json", _compared, _unjudged),
+    "run: config.yaml": _run_file("config.yaml"),
+    "run: decisions.parquet": _run_file("decisions.parquet"),
+    "run: metrics.csv": _run_file("metrics.csv"),
+    "request log": Format(_log, "log/requests-*", lambda: read_log("log"), _logged),
+    "labels": Format(_log, "log/labels-*", lambda: read_log("log"), _unjudged),
+    "tracker state": Format(_tracker, "tracker.json", _tracked, _unjudged, (InputError, oracle.Wrong)),
+    "profiler: measured": Format(_measured, "m/measured-0.jsonl", lambda: read_logs("m"), _unjudged),
+    "profiler: config": _file("config.json", _claimed, _claimed, _unjudged),
+    "questions": Format(_questions, "q.jsonl", lambda: read_vqa_data("q.jsonl"), _unjudged),
+}
+
+
+def _arrays_changed(path: Path, content: bytes, random: Random) -> bytes:
+    tensors = path.suffix == ".pt"
+    if tensors:
+        tree = torch.load(io.BytesIO(content), weights_only=True)
+    else:
+        tree = dict(np.load(io.BytesIO(content))) if path.suffix == ".npz" else safetensors_load(content)
+    heads = [] if tensors else [name for name in ("head", "header") if name in tree]
+    if heads and random.random() < 0.5:
+        head = mutate.json_changed(tree[heads[0]].tobytes(), random, [])
+        tree[heads[0]] = np.frombuffer(head, np.uint8)
+    else:
+        tree = mutate.tree_of_arrays_changed(tree, random, torch.from_numpy if tensors else np.asarray)
+    out = io.BytesIO()
+    if tensors:
+        torch.save(tree, out)
+    elif path.suffix == ".npz":
+        np.savez(out, allow_pickle=False, **tree)
+    else:
+        words = {"sample_id": json.dumps(list(TABLE.sample_ids))} if "image_features" in tree else None
+        return bytes(safetensors_save({n: np.ascontiguousarray(np.atleast_1d(x)) for n, x in tree.items()}, words))
+    return out.getvalue()
+
+
+def _mutated(path: Path, content: bytes, random: Random, by_bytes: bool, others: list[bytes]) -> bytes:
+    if by_bytes or not content:
+        return mutate.damaged(content, random, others)
+    changes = {".csv": mutate.csv_changed, ".json": mutate.json_changed, ".jsonl": mutate.json_changed}
+    changes |= {".yaml": mutate.text_changed}
+    try:
+        if path.suffix in changes:
+            return changes[path.suffix](content, random, others)
+        if path.suffix == ".parquet":
+            out = io.BytesIO()
+            mutate.frame_changed(pl.read_parquet(io.BytesIO(content)), random).write_parquet(out)
+            return out.getvalue()
+        return _arrays_changed(path, content, random)
+    except Exception:  # no file can hold what was drawn
+        return mutate.damaged(content, random, others)
+
+
+def trials(name: str, folder: Path, seed: int, numbers: Iterator[int] | range) -> Iterator[tuple[int, str, str]]:
+    """Change the files of a format, let the product read them, and judge: number, outcome and a note of each trial."""
+    about = FORMATS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    about.make()
+    files = {str(path): path.read_bytes() for path in sorted(Path().glob(about.files))}
+    others, whole = list(files.values()), about.read()
+    if wrong := about.judge(whole, files, whole, True):
+        raise AssertionError(f"{name}: the oracle refuses the whole file: {wrong}")
+    for number in numbers:
+        random = Random(f"{seed} {name} {number}")
+        path, by_bytes = random.choice(sorted(files)), number % 2 == 0
+        content = _mutated(Path(path), files[path], random, by_bytes, others)
+        Path(path).write_bytes(content)
+        outcome, note = _outcome(about, path, files | {path: content}, whole, by_bytes)
+        yield number, outcome, f"{'bytes' if by_bytes else 'structure'}: {note}" if note else ""
+        Path(path).write_bytes(files[path])
+
+
+class Mutations(NamedTuple):
+    """The work of a child: each outcome is a line in its folder."""
+
+    format: str
+    seed: int
+    numbers: tuple[int, ...]
+
+    def __call__(self) -> None:
+        path = Path("outcomes.jsonl").absolute()
+        for trial in trials(self.format, Path("files"), self.seed, self.numbers):
+            with path.open("a") as file:
+                file.write(json.dumps(trial) + "\n")
+
+
+def _outcome(about: Format, path: str, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> tuple[str, str]:
+    def too_late(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(LIMIT_S)
+    try:
+        result = about.read()
+    except about.refusals as error:
+        places = (Path(path).name, *(f"{place}{end}" for place in Path(path).parents for end in ": "))
+        named = path == "tracker.json" or any(place in str(error) for place in places)
+        one_line = "\n" not in str(error).strip()
+        return ("refused", "") if named and one_line else ("vague", f"{str(error)[:200]!r}")
+    except TimeoutError:
+        return "hang", ""
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        where = traceback.extract_tb(error.__traceback__)
+        ours = next((f"{Path(f.filename).name}:{f.name}" for f in reversed(where) if "knobwise" in f.filename), "")
+        return "traceback", f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]} in {ours}"
+    finally:
+        signal.alarm(0)
+    try:
+        wrong = about.judge(result, files, whole, by_bytes)
+    except oracle.Wrong as error:
+        wrong = f"accepted: {error}"
+    except Exception as error:
+        wrong = f"accepted what the oracle cannot read: {type(error).__name__}: {str(error)[:120]}"
+    return ("wrong", wrong) if wrong else ("fine", "")

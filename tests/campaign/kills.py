@@ -1,0 +1,136 @@
+"""kill −9 at a random moment or at the k-th change of a file, torn files, and the same command again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from campaign.children import Ended, run
+from campaign.state import State, difference, noise_of, state_of
+from campaign.workloads import WORKLOADS, Workload
+
+BLOCK = 4096
+TEARS = {
+    "empty": lambda whole: b"",
+    "half": lambda whole: whole[: len(whole) // 2],
+    "last block lost": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK],
+    "last block zero": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK].ljust(len(whole), b"\0"),
+}
+OF_READERS = ("export", "evaluate", "compare")
+"""They take an instant, so what they read is torn."""
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+
+
+class Reference(NamedTuple):
+    """What the unbroken command leaves, and where that differs from call to call."""
+
+    prepared: Path
+    state: State
+    noise: set[tuple[str, str]]
+    seconds: float
+    writes: int
+
+
+def reference_of(workload: Workload, folder: Path) -> Reference:
+    """Run the command twice without a break."""
+    prepared, ends, states = folder / "prepared", [], []
+    shutil.rmtree(folder, ignore_errors=True)
+    prepared.mkdir(parents=True)
+    if (end := run(workload.prepare, prepared)).status != 0:
+        raise RuntimeError(f"{workload.name}: cannot be prepared: {end.err}")
+    for name in ("first", "second"):
+        shutil.copytree(prepared, folder / name, symlinks=True)
+        ends.append(end := run(workload.work, folder / name, fresh=workload.fresh))
+        if end.status != 0:
+            raise RuntimeError(f"{workload.name}: {end.status} {end.err}")
+        states.append(state_of(folder / name))
+        shutil.rmtree(folder / name)
+    return Reference(prepared, states[0], noise_of(*states), min(end.seconds for end in ends), ends[0].writes)
+
+
+def kill_trial(workload: Workload, reference: Reference, folder: Path, random: Random, torn: bool) -> tuple[str, str]:
+    """Kill it once or twice, tear a file if wanted, run it to its end. The outcome and a note."""
+    shutil.copytree(reference.prepared, folder, symlinks=True)
+    before, story = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}, []
+    for _ in range(random.choice((1, 1, 2))):
+        at_write, alone = random.random() < 0.6, random.random() < 0.3
+        number, moment = random.randint(1, max(1, reference.writes)), random.uniform(0, reference.seconds)
+        killed = run(
+            workload.work,
+            folder,
+            die_at=number if at_write else 0,
+            die_after_s=None if at_write else moment,
+            alone=alone,
+            fresh=workload.fresh,
+        )
+        story.append(f"write {number}" if at_write else f"{moment:.2f} s")
+        if killed.status != -9:
+            story[-1] += f" (ended with {killed.status} before)"
+        if killed.status == 0:
+            break
+        if outcome := _bad_end(killed):
+            return outcome, f"{' + '.join(story)}: {_words(killed)}"
+    path = _tear(workload, folder, before, random, story) if torn else None
+    if path is None and not any(difference(state_of(folder), reference.state, reference.noise)):
+        return "fine", f"{' + '.join(story)}: after its last step"  # the same command would begin another run
+    end = killed if killed.status == 0 and path is None else run(workload.work, folder, fresh=workload.fresh)
+    return _judged(workload, reference, folder, end, path, " + ".join(story))
+
+
+def _tear(workload: Workload, folder: Path, before: dict[Path, bytes], random: Random, story: list[str]) -> Path | None:
+    paths = [path for path in sorted(folder.glob(workload.torn)) if path.is_file() and not path.is_symlink()]
+    paths = [path for path in paths if "tensorboard" not in path.parts and path.stat().st_size]
+    if workload.name not in OF_READERS:
+        paths = [path for path in paths if before.get(path) != path.read_bytes()]
+    if not paths:
+        return None
+    path, (name, tear) = random.choice(paths), random.choice(list(TEARS.items()))
+    path.write_bytes(tear(path.read_bytes()))
+    story.append(f"{path.relative_to(folder)}: {name}")
+    return path
+
+
+def _bad_end(end: Ended) -> str:
+    return "hang" if end.status is None else "traceback" if end.traceback else ""
+
+
+def _words(end: Ended) -> str:
+    return f"{end.status} {end.err.strip()[-400:]!r}"
+
+
+def _judged(
+    workload: Workload, reference: Reference, folder: Path, end: Ended, torn: Path | None, story: str
+) -> tuple[str, str]:
+    if outcome := _bad_end(end):
+        return outcome, f"{story}: {_words(end)}"
+    named = torn is not None and torn.name in end.out + end.err
+    if end.status != 0:
+        plain = end.status == 2 and len(end.complaint) == 1 and named
+        return ("refused" if plain else "vague" if torn else "unlike"), f"{story}: {_words(end)}"
+    if workload.check is not None:
+        checked = run(_Check(workload.name), folder)
+        said = torn is not None and checked.status == 1  # what a tear took is counted by its reader
+        return ("unlike" if checked.status and not said else "fine"), f"{story}: {checked.err.strip()[-300:]}"
+    left = difference(state_of(folder), reference.state, reference.noise)
+    if torn is not None:  # a torn file that was only read stays as it is
+        same = str(torn.relative_to(folder))
+        left = left._replace(unlike=[place for place in left.unlike if not place.startswith(same) or torn.suffix == ""])
+        if named and left.unlike:
+            return "fine", f"{story}: said"
+    if left.unlike:
+        return "unlike", f"{story}: {left.unlike[:4]} {left.leftovers[:3]}"
+    return ("leftovers", f"{story}: {left.leftovers[:4]}") if left.leftovers else ("fine", "")
+
+
+class _Check(NamedTuple):
+    """The check of a workload, in a process of its own."""
+
+    name: str
+
+    def __call__(self) -> None:
+        check = BY_NAME[self.name].check
+        assert check is not None
+        if wrong := check():
+            raise SystemExit("; ".join(wrong))

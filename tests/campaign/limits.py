@@ -1,0 +1,144 @@
+"""Limits of the machine and of the person: a trial for each, in a new interpreter."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from campaign.children import ROOT, VARIABLES, Ended, run
+from campaign.kills import reference_of
+from campaign.state import difference, state_of
+from campaign.workloads import LEAN, TABLE, Workload, write_table
+
+LIMIT_S = 300
+Outcome = tuple[str, str]
+INSPECT = ["inspect", *TABLE, "json=i.json"]
+RUN = Workload("lean", write_table, [*LEAN, "name=r"], "")
+
+
+def _command(words: list[str], folder: Path, before: Callable[[], Any] = lambda: None, **variables: str) -> Ended:
+    environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT), **variables}
+    environment = {name: value for name, value in environment.items() if value != "(unset)"}
+    start = time.monotonic()
+    command = [sys.executable, "-m", "knobwise", *words]
+    try:
+        end = subprocess.run(
+            command, cwd=folder, env=environment, preexec_fn=before, capture_output=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return Ended(None, "", "", LIMIT_S, 0)
+    out, err = (text.decode(errors="replace") for text in (end.stdout, end.stderr))
+    return Ended(end.returncode, out, err, time.monotonic() - start, 0)
+
+
+def _judged(end: Ended, statuses: tuple[int, ...] = (0, 1, 2), blames: str = "") -> Outcome:
+    """Fine, or a complaint of one line, which must not blame this file."""
+    note = f"{end.status} {end.err.strip()[-300:]!r}"
+    if end.status is None:
+        return "hang", note
+    if end.traceback:
+        return "traceback", note
+    if end.status == 0:
+        return ("fine", "") if 0 in statuses else ("wrong", note)
+    plain = len(end.complaint) == 1 and end.status in statuses and not (blames and blames in end.err)
+    return ("refused" if plain else "vague"), note
+
+
+def _limited(folder: Path, words: list[str], blames: str = "", **limits: int) -> Outcome:
+    def lower() -> None:
+        for name, value in limits.items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+
+    return _judged(_command(words, folder, lower), blames=blames)
+
+
+def _removed(folder: Path) -> Outcome:
+    place = folder / "gone"
+    place.mkdir()
+    return _judged(_command(INSPECT, place, place.rmdir))
+
+
+def _read_only(folder: Path) -> Outcome:
+    folder.chmod(0o555)
+
+    def lower() -> None:
+        if os.getuid() == 0:  # to whom everything is allowed
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+
+    try:
+        return _judged(_command([*LEAN, "name=r"], folder, lower, HOME="/nonexistent"), (2,))
+    finally:
+        folder.chmod(0o755)
+
+
+def _at_once(folder: Path) -> Outcome:
+    """Two of the same command: both end well, as one after the other does."""
+    command = [sys.executable, "-m", "knobwise", *RUN.work]  # type: ignore[misc]
+    environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT)}
+    both = [
+        subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    ends = []
+    for process in both:
+        out, err = process.communicate(timeout=LIMIT_S)
+        ends.append(Ended(process.returncode, out.decode(), err.decode(), 0.0, 0))
+    outcomes = [_judged(end) for end in ends]
+    if any(outcome != "fine" for outcome, _ in outcomes):
+        return max(outcomes)
+    states = [state_of(folder / "runs" / "lean" / name) for name in ("r", "r-2")]
+    unlike = difference(*states, noise=set()).unlike if all(states) else ["there are not two runs"]
+    named = ("report.html", "config.yaml", "results.json .command")
+    unlike = [place for place in unlike if not place.startswith(named)]
+    return ("unlike", str(unlike[:4])) if unlike else ("fine", "")
+
+
+def _stopped(folder: Path, number: int, status: int) -> Outcome:
+    """It saves, says how to go on, and ends like the unbroken run."""
+    shutil.rmtree(folder)
+    reference = reference_of(RUN, folder.with_name(f"{folder.name}-reference"))
+    shutil.copytree(reference.prepared, folder, symlinks=True)
+    end = run(RUN.work, folder, die_after_s=reference.seconds * 0.4, number=number)
+    if end.status != status or "repeat the command to resume" not in end.err:
+        return ("traceback" if end.traceback else "vague"), f"{end.status} {end.err[-300:]!r}"
+    end = run(RUN.work, folder)
+    if end.status != 0:
+        return _judged(end)
+    left = difference(state_of(folder), reference.state, reference.noise)
+    return ("unlike" if left.unlike else "leftovers", str(left)) if any(left) else ("fine", "")
+
+
+LIMITS: dict[str, Callable[[Path], Outcome]] = {
+    "file size": partial(_limited, words=[*LEAN, "name=r"], FSIZE=20_000),
+    "open files": partial(_limited, words=INSPECT, blames="t.parquet", NOFILE=12),
+    "address space": partial(_limited, words=INSPECT, blames="t.parquet", AS=4 << 30),
+    "ASCII output": lambda folder: _judged(_command(INSPECT, folder, PYTHONIOENCODING="ascii", LC_ALL="C"), (0,)),
+    "removed working folder": _removed,
+    "no home": lambda folder: _judged(_command(INSPECT, folder, HOME="(unset)", XDG_CACHE_HOME="(unset)"), (0,)),
+    "read-only folder": _read_only,
+    "two at once": _at_once,
+    "Ctrl-C": partial(_stopped, number=signal.SIGINT, status=130),
+    "SIGTERM": partial(_stopped, number=signal.SIGTERM, status=143),
+    "long option": lambda folder: _judged(_command([*LEAN, f"name={'a' * 5000}"], folder), (2,)),
+    "long path": lambda folder: _judged(_command([*INSPECT, f"profile.path={'a' * 5000}"], folder), (2,)),
+    "profile=0": lambda folder: _judged(_command(["inspect", "profile=0"], folder), (2,)),
+}
+
+
+def limit_trial(name: str, folder: Path) -> Outcome:
+    """One limit, in a folder with a table."""
+    folder.mkdir(parents=True)
+    prepared = run(write_table, folder)
+    assert prepared.status == 0, prepared.err
+    return LIMITS[name](folder)

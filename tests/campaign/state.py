@@ -1,0 +1,116 @@
+"""What commands leave in a folder, as plain values to compare: times differ, all else must not."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+import torch
+from safetensors import safe_open
+
+State = dict[str, dict[str, str]]
+"""By path below the folder: the values in the file, each by its place there."""
+UNSEEN = re.compile(r"(^|/)(tensorboard|wandb|multirun/.*\.log)(/|$)")
+"""Not compared: their names and bytes hold times and process numbers."""
+DATE = re.compile(r"\d{4}-\d\d-\d\d([/_T ]\d\d[-:]\d\d[-:]\d\d)?")
+TIMES = re.compile(r"decision_us|_seconds|seconds_|cpu_s|created|machine|\btime|sha256\..*\.safetensors")
+"""Places of times, which two unbroken runs may have alike by chance, and digests of `.safetensors` files, which hold
+their words in any order; the tensors themselves are compared."""
+
+
+class Difference(NamedTuple):
+    leftovers: list[str]
+    unlike: list[str]
+
+
+def state_of(folder: Path) -> State:
+    """Every file and link below a folder."""
+    state: State = {}
+    for path in sorted(folder.rglob("*")):
+        name = DATE.sub("DATE", str(path.relative_to(folder)))
+        if UNSEEN.search(name):
+            continue
+        if path.is_symlink():
+            state[name] = {"link": DATE.sub("DATE", str(path.readlink()))}
+        elif path.is_file():
+            try:
+                state[name] = dict(_values(path))
+            except Exception as error:
+                state[name] = {"unreadable": type(error).__name__}
+        else:
+            state[name] = {}
+    return state
+
+
+def noise_of(first: State, second: State) -> set[tuple[str, str]]:
+    """The places at which two unbroken runs differ; those in a list count as one place."""
+    return {(name, _kind(place)) for name, place in _unequal(first, second)}
+
+
+def difference(state: State, reference: State, noise: set[tuple[str, str]]) -> Difference:
+    """Files that should not be there, and places with other values than the unbroken run left."""
+    leftovers = [name for name in state if name not in reference]
+    unlike = {
+        name: place
+        for name, place in reversed([*_unequal(state, reference)])
+        if name in reference and (name, _kind(place)) not in noise and not TIMES.search(place)
+    }
+    return Difference(leftovers, [f"{name} {place}".strip() for name, place in unlike.items()])
+
+
+def _unequal(first: State, second: State) -> Iterator[tuple[str, str]]:
+    for name in first.keys() | second.keys():
+        if name not in first or name not in second:
+            yield name, "" if name in first else "(missing)"
+            continue
+        for place in first[name].keys() | second[name].keys():
+            if first[name].get(place) != second[name].get(place):
+                yield name, place
+
+
+def _kind(place: str) -> str:
+    return re.sub(r"\[\d+\]", "[]", place)
+
+
+def _values(path: Path) -> Iterator[tuple[str, str]]:
+    if path.suffix == ".json":
+        yield from _flat(json.loads(path.read_bytes()))
+    elif path.suffix == ".jsonl":
+        yield from _flat([json.loads(line) for line in path.read_bytes().splitlines()])
+    elif path.suffix == ".pt":
+        yield from _flat(torch.load(path, weights_only=True))
+    elif path.suffix == ".npz":
+        with np.load(path) as file:
+            yield from _flat({name: file[name] for name in file.files})
+    elif path.suffix == ".safetensors":
+        with safe_open(str(path), framework="np") as file:
+            yield from _flat({"": file.metadata(), **{name: file.get_tensor(name) for name in file.keys()}})  # noqa: SIM118
+    elif path.suffix == ".parquet":
+        yield from _flat(pl.read_parquet(path).to_dict(as_series=False))
+    elif path.suffix == ".csv":
+        with path.open(newline="") as lines:
+            rows = list(csv.DictReader(lines))
+        yield from _flat({name: [row[name] for row in rows] for name in sorted(rows[0] if rows else ())})
+    else:
+        yield "", hashlib.sha256(DATE.sub("DATE", path.read_text(errors="replace")).encode()).hexdigest()
+
+
+def _flat(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flat(part, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from _flat(part, f"{place}[{number}]")
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        array = np.ascontiguousarray(value)
+        yield place, f"{array.dtype}{array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
+    else:
+        yield place, repr(value)

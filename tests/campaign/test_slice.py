@@ -1,0 +1,40 @@
+"""A slice of the campaign with a fixed seed: all of its zeroes hold. `make campaign` makes the rest."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from campaign.formats import FORMATS, trials
+from campaign.kills import BY_NAME, kill_trial, reference_of
+from campaign.limits import limit_trial
+
+SEED = 3
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_changed_files_are_read_rightly_or_refused_in_a_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries, about what they were given
+        made = list(trials(name, tmp_path / "files", SEED, range(8)))
+    assert len(made) == 8
+    assert not [trial for trial in made if trial[1] not in ("fine", "refused")]
+
+
+@pytest.mark.parametrize(("name", "torn"), [("request log", False), ("request log", True), ("export", True)])
+def test_what_was_killed_ends_like_what_was_not(name: str, torn: bool, tmp_path: Path) -> None:
+    reference = reference_of(BY_NAME[name], tmp_path / "reference")
+    outcome, note = kill_trial(BY_NAME[name], reference, tmp_path / "killed", Random(SEED), torn)
+    assert outcome in ("fine", "refused"), note
+
+
+@pytest.mark.parametrize("name", ["profile=0", "ASCII output"])
+def test_limits_are_met_in_a_line(name: str, tmp_path: Path) -> None:
+    outcome, note = limit_trial(name, tmp_path / "limited")
+    assert outcome in ("fine", "refused"), note
