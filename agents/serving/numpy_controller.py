@@ -121,9 +121,9 @@ class NumpyController:
                     raise ValueError("is damaged, it is not as it was written; export it again")
                 arrays = {name: file[name] for name in file.files}
             return cls(arrays)
-        except OSError:
-            raise
         except Exception as error:
+            if isinstance(error, OSError) and error.filename is not None:  # zipfile's own name no file
+                raise
             words = " ".join(str(error).split()) if isinstance(error, ValueError) else f"is damaged ({error!r})"
             raise ValueError(f"{path}: {words}") from error
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -37,7 +38,7 @@ def read_frame(path: Path) -> pl.DataFrame:
             return pl.read_csv(content, infer_schema=False)
         if name.endswith((".jsonl", ".ndjson")):
             with io.BytesIO(content) if isinstance(content, bytes) else path.open("rb") as lines:
-                return pl.DataFrame([decoded(line) for line in lines if line.strip()], infer_schema_length=None)
+                return _frame([decoded(line) for line in lines if line.strip()])
         if name.endswith((".parquet", ".pq")):
             return read_parquet(path)
     except (InputError, MemoryError):
@@ -45,6 +46,15 @@ def read_frame(path: Path) -> pl.DataFrame:
     except Exception as error:
         raise InputError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})") from error
     raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl and .ndjson; text may end in .gz")
+
+
+def _frame(rows: list[Any]) -> pl.DataFrame:
+    """Rows as a frame. polars would take true for 1 in a column of numbers, which is refused."""
+    objects = [row for row in rows if isinstance(row, dict)]
+    for name in {name for row in objects for name, value in row.items() if isinstance(value, bool)}:
+        if not all(isinstance(row.get(name), bool | None) for row in objects):
+            raise ValueError(f"the column {name!r} holds true or false in some rows, and something else in others")
+    return pl.DataFrame(rows, infer_schema_length=None)
 
 
 def _unpacked(path: Path) -> bytes:
@@ -88,8 +98,9 @@ def name_column(series: pl.Series, source: str) -> pl.Series:
         raise InputError(f"{source}: column {series.name!r} is empty in {series.null_count()} rows")
     if series.dtype.is_nested() or series.dtype == pl.Binary:
         raise InputError(f"{source}: column {series.name!r} holds {series.dtype}, expected names or whole numbers")
-    if series.dtype.is_float() and series.is_nan().any():
-        raise InputError(f"{source}: column {series.name!r} is NaN in {series.is_nan().sum()} rows")
+    if series.dtype.is_float() and not series.is_finite().all():
+        count = len(series) - series.is_finite().sum()
+        raise InputError(f"{source}: column {series.name!r} is NaN or infinite in {count} rows")
     whole = series.dtype.is_float() and bool((series % 1 == 0).all())
     return (series.cast(pl.Int64) if whole else series).cast(pl.String)
 

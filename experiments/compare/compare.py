@@ -12,10 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison, comparison_of
-from knobwise.experiments.report.words import SIGN_WORDS
+from knobwise.experiments.compare.runs import find_runs
+from knobwise.experiments.report.words import SIGN_WORDS, read_results
 from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
 
@@ -26,6 +28,19 @@ def compare(config: CompareRun) -> Comparison:
     Raises:
         InputError: see `comparison_of`; nothing has been written then.
     """
+    try:
+        return _compare(config)
+    except InputError:
+        raise
+    except Exception as error:
+        for run in find_runs(config.runs)[0]:  # results of earlier versions hold no checksum that shows damage
+            if "sha256" not in read_results(run):
+                wrong = f"{run}/results.json: holds something else than results ({error}); train or judge the run again"
+                raise InputError(wrong) from error
+        raise
+
+
+def _compare(config: CompareRun) -> Comparison:
     from rich.console import Console
 
     comparison = comparison_of(config.runs, config.budgets_ms)

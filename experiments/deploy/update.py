@@ -124,7 +124,13 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
 
 def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None:
     """Refuse to go on from another controller than the one that serves."""
-    if current is not None and NumpyController.load(current / CONTROLLER).digest != digest:
+    if current is None:
+        return
+    try:
+        served = NumpyController.load(current / CONTROLLER).digest
+    except (OSError, ValueError) as error:
+        raise InputError(f"{error}; go back to the version before with rollback=true") from error
+    if served != digest:
         again = Path(config.out) / CURRENT
         raise InputError(
             f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; give "

@@ -604,6 +604,19 @@ def loaded(path: Path) -> tuple[NumpyController | None, str]:
         return None, str(error)
 
 
+def test_a_file_that_is_cut_anywhere_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.npz"
+    export_numpy(stacked("small")[1], path)
+    content = path.read_bytes()
+    for length in range(0, len(content), max(1, len(content) // 300)):
+        path.write_bytes(content[:length])
+        controller, message = loaded(path)
+        assert controller is None
+        assert message.startswith(f"{path}: ")
+    with pytest.raises(FileNotFoundError):
+        NumpyController.load(tmp_path / "none.npz")
+
+
 def test_a_flipped_bit_in_a_file_is_noticed(tmp_path: Path) -> None:
     _, stack, light = stacked("small")
     path, draw, refused = tmp_path / "c.npz", random.Random(0), 0

@@ -312,6 +312,17 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
         ("t.csv", "sample_id,k,accuracy,latency_ms\n1,2,1,true\n", "column 'latency_ms' has 1 values that are not"),
         ("t.jsonl", '{"sample_id": 1, "k": 2, "accuracy": 1, "latency_ms": true}', "'latency_ms' holds Boolean"),
         ("t.jsonl", '{"sample_id": NaN, "k": 2, "accuracy": 1, "latency_ms": 2}', "column 'sample_id' is NaN"),
+        (
+            "t.jsonl",
+            '{"sample_id": Infinity, "k": 2, "accuracy": 1, "latency_ms": 2}',
+            "'sample_id' is NaN or infinite",
+        ),
+        (
+            "t.jsonl",
+            '{"sample_id": 1, "k": 2, "accuracy": 1, "latency_ms": true}\n'
+            '{"sample_id": 2, "k": 2, "accuracy": 1, "latency_ms": 3}',
+            "the column 'latency_ms' holds true or false in some rows",
+        ),
         ("t.jsonl", '{"sample_id": 1, "k": 2, "accuracy": 1, "k": 3, "latency_ms": 2}', "the key 'k' occurs twice"),
         ("t.jsonl", "[" * 100_000, "nested too deeply"),
         ("t.parquet", "sample_id", "cannot be read as parquet"),

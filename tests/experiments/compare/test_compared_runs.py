@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from page_parts import charts_of, data_of, points_of, rows_of, svg_of
 from run_folders import BUDGETS, write_run, write_selector_run
 
+from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.charts import COLOURED, comparison_charts, order
 from knobwise.experiments.compare.compare import write_comparison
@@ -345,6 +346,24 @@ def test_results_and_decisions_that_are_not_as_written_are_refused(tmp_path: Pat
     (folder / "results.json").write_text(json.dumps(whole, indent=1))
     (folder / "decisions.parquet").write_bytes(decisions[:99] + bytes([decisions[99] ^ 1]) + decisions[100:])
     assert "decisions.parquet: is damaged" in mistake(["compare", str(folder), str(other)], capsys)
+
+
+def test_results_without_a_checksum_that_hold_other_types_are_refused_in_a_line(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, other = write_run(tmp_path / "runs" / "r"), write_run(tmp_path / "runs" / "other", gain=0.1)
+    whole = json.loads((folder / "results.json").read_text())
+    whole.pop("sha256", None)
+    refused = 0
+    for key, wrong in itertools.product(whole["rows"][0], (None, [1], {}, "x")):
+        rows = [row | {key: wrong} for row in copy.deepcopy(whole["rows"])]
+        (folder / "results.json").write_text(json.dumps(whole | {"rows": rows}))
+        status = main(["compare", str(folder), str(other)])
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert (status, len(lines)) in ((0, 0), (2, 1)), (key, wrong, lines)
+        refused += status == 2
+    assert refused
 
 
 def test_decisions_of_another_type_are_refused_in_a_line(tmp_path: Path) -> None:
