@@ -136,10 +136,12 @@ def _check_decides(agent: Any) -> None:
     if isinstance(agent, Selector | PricePolicy):
         return
     sizes, guard = network_of(agent).normaliser.sizes, getattr(agent, "guard", None)
-    calibrated = agent if isinstance(agent, PricedChooser) else guard
-    single = torch.ones(1, 2) if network_of(agent).cost else torch.ones(1)
-    limits = single if calibrated is None else calibrated.budgets_ms.float()
-    agent.choose({name: torch.zeros(len(limits), size) for name, size in sizes.items()}, limits)
+    limits = torch.ones(1, 2) if network_of(agent).cost else torch.ones(1)
+    if isinstance(agent, PricedChooser):  # the policy inside, as the mix may draw
+        limits = 1 / agent.prices.float()
+    elif guard is not None:
+        limits = guard.budgets_ms.float()
+    module.choose({name: torch.zeros(len(limits), size) for name, size in sizes.items()}, limits)
 
 
 # -- to begin a training with (`init_from=PATH`) -----------------------------------------------------------------------

@@ -46,6 +46,8 @@ TRIED = [Scales(*each) for each in _GRID]
 """What offsets are averaged over."""
 OUTLYING, LEAST_NOISE = 4.0, 0.02
 """Cells further from a first fit than so many standard deviations, each at least 0.02, are left out as stalls."""
+NARROWEST = 0.5
+"""The least factor of a predicted spread."""
 LEAST_CELLS = 5
 """With fewer cells the noise is not known."""
 
@@ -149,7 +151,8 @@ def adapted(agent: Adaptable, offsets: Offsets, x: Tensor) -> Adaptable:
     assert isinstance(controller.network, UtilityNetwork)
     _, log_latency, log_spread = controller.network.outcome_head.bias.chunk(3, -1)
     log_latency += offsets.mean
-    log_spread += 0.5 * (offsets.variance / spread.square().mean(1, keepdim=True)).log1p()
+    wider = offsets.variance / spread.square().mean(1, keepdim=True)  # of a member that is surer than all together
+    log_spread += 0.5 * wider.clamp_min(NARROWEST**2 - 1).log1p()
     controller.network.encoding.mean += overall
     if isinstance(agent, StackedController):
         for expert in agent.experts:

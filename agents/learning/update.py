@@ -36,6 +36,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
 from knobwise.agents.learning.adaptation import (
     LEAST_CELLS,
+    NARROWEST,
     Offsets,
     Scales,
     adapted,
@@ -59,7 +60,7 @@ ACCURACY_SCALES = [Scales(*each, 0.0) for each in itertools.product((0.05, 0.3, 
 """Prior standard deviations that offsets of logits are averaged over."""
 FREE_LOGIT = 1.0
 """That of the offset that all configurations share."""
-SPREADS = 0.5, 3.0
+SPREADS = NARROWEST, 3.0
 """Bounds of the factor on predicted spreads in an update."""
 
 

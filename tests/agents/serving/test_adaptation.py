@@ -166,6 +166,17 @@ def test_a_stack_expects_every_latency_times_its_factor(name: str) -> None:
     assert_same(other, table)
 
 
+def test_a_spread_at_least_halves() -> None:
+    """Members may be surer than all of them together, whose spread an update narrows."""
+    table = small_table(40)
+    agent = driven_apart(table, PolicyConfig(structure="utility", hidden=8, members=3))
+    x = agent.features(table.features, 40)
+    before = network_outcomes(agent, x).spread
+    narrow = Offsets(torch.zeros(12).double(), -10 * before.square().amax((0, 1)).double(), 0.0)
+    after = network_outcomes(adapted(agent, narrow, x), x).spread
+    assert torch.allclose(after, (before / 2).clamp_min(math.exp(-5)), rtol=1e-4)  # the least of any network
+
+
 @pytest.mark.parametrize("members", [1, 2])
 def test_a_network_is_less_sure_by_the_variance_of_the_offsets(members: int) -> None:
     table, variance = small_table(90), torch.linspace(0.0, 0.3, 12)
