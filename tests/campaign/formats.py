@@ -36,9 +36,10 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.long_table import long_frame, read_features, read_long_table, write_features
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.compare.comparison import comparison_of
+from knobwise.experiments.compare.compare import compare
 from knobwise.experiments.compare.words import results_cells, settings_cells
 from knobwise.experiments.report.words import write_results
+from knobwise.experiments.settings.options import CompareRun
 from knobwise.profiling.measuring.machine import claim
 from knobwise.profiling.measuring.measuring import TIMES, TOKENS, read_logs
 from knobwise.profiling.measuring.questions import read_vqa_data
@@ -138,7 +139,8 @@ def _runs(checked: bool = True) -> None:
 
 
 def _compared() -> Any:
-    comparison = comparison_of(["r0", "r1"])
+    with contextlib.redirect_stdout(io.StringIO()):
+        comparison = compare(CompareRun(["r0", "r1"], html=None))
     return results_cells(comparison), settings_cells(comparison)
 
 
