@@ -8,8 +8,8 @@
 The log is cut into folds. Each is judged by a controller that learned from the others (cross-fitting, Chernozhukov et
 al. 2018, "Double/debiased machine learning", section 3), so that every labelled request counts; the controller that may
 take over learned from all. A step takes over where its gain is above 0 with the stated confidence. A step that does not
-stays in those after it: a small gain may show only together with others. With three steps the chance that a useless
-update takes over is at most three times that of a single one.
+stays in those after it: a small gain may show only together with others. An update makes up to four such comparisons,
+three steps and a trial, so a useless one takes over with at most four times the chance of a single comparison.
 
 With little exploration that takes many requests. A candidate on trial decides a share of the requests instead, so that
 what it chooses has a large chance. Candidates were fitted before the requests that they decided, which therefore judge

@@ -78,7 +78,7 @@ class Watched:
         trial: the share of the requests that a candidate decides.
 
     Raises:
-        InputError: there is no such file, a share outside [0, 1].
+        InputError: there is no such file, a share outside [0, 1], a trial beside a file.
     """
 
     def __init__(self, path: Path, like: NumpyController, trial: float = 0.0) -> None:
@@ -87,6 +87,8 @@ class Watched:
         self._paths = [path / CONTROLLER if path.is_dir() else path]
         if not self._paths[0].exists():
             raise InputError(f"watch: {self._paths[0]} does not exist; give a controller.npz, or the folder of one")
+        if trial and not path.is_dir():
+            raise InputError(f"watch: trial={trial}: a candidate stands beside a folder `current`; {path} is a file")
         if trial:
             self._paths.append(path.parent / CANDIDATE / CONTROLLER)
         self.controller, self.trial, self._interface = like, trial, _interface(like)

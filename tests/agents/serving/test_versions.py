@@ -136,6 +136,8 @@ def test_a_candidate_on_trial_decides_its_share_of_the_requests(
     for wrong in (-0.1, 1.1):
         with pytest.raises(InputError, match=r"trial=.*: must be 0 to 1"):
             model.watch(tmp_path / "current", trial=wrong)
+    with pytest.raises(InputError, match=r"controller\.npz is a file"):
+        model.watch(tmp_path / "current" / "controller.npz", trial=0.5)
     heads = AdaptiveModel(ReplayedModel(table), driven_apart(table, PolicyConfig(hidden=8)))
     with pytest.raises(InputError, match="a trial needs a controller that predicts outcomes"):
         heads.watch(tmp_path / "current", trial=0.5)
