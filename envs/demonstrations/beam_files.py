@@ -250,6 +250,8 @@ def _saved_by_us(path: str | Path, content: Any) -> Record:
     saved = meta.get("knobwise") if isinstance(meta, dict) else None
     if not isinstance(saved, dict):
         return {}
+    if not isinstance(images := saved.get("candidate_images", []), list):
+        raise InputError(f"{path}: candidate_images holds {images!r}, expected a list with a name for each candidate")
     blocks = saved.get("blocks", {})
     if not isinstance(blocks, dict) or not all(isinstance(x, list) and len(x) == 2 for x in blocks.values()):
         raise InputError(f"{path}: blocks holds {blocks!r}, expected columns [from, to] by name")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,19 @@ def read_frame(path: Path) -> pl.DataFrame:
 
 
 def _frame(rows: list[Any]) -> pl.DataFrame:
-    """Rows as a frame. polars would take true for 1 in a column of numbers, which is refused."""
-    objects = [row for row in rows if isinstance(row, dict)]
-    for name in {name for row in objects for name, value in row.items() if isinstance(value, bool)}:
-        if not all(isinstance(row.get(name), bool | None) for row in objects):
-            raise ValueError(f"the column {name!r} holds true or false in some rows, and something else in others")
+    """Rows as a frame. What polars would turn into something else is refused: true among numbers, fractions among
+    names, and whole numbers that 64 bits do not hold."""
+    kinds: dict[str, set[type]] = defaultdict(set)
+    for row in rows:
+        for name, value in row.items() if isinstance(row, dict) else ():
+            if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+                raise ValueError(f"the column {name!r} holds {value}, which has more than 64 bits; write ids as text")
+            if value is not None:
+                kinds[name].add(type(value))
+    for name, types in kinds.items():
+        for kind, words in ((bool, "true or false"), (float, "numbers with a fraction")):
+            if kind in types and types - {bool: {bool}, float: {int, float}}[kind]:
+                raise ValueError(f"the column {name!r} holds {words} in some rows, and something else in others")
     return pl.DataFrame(rows, infer_schema_length=None)
 
 

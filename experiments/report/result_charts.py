@@ -275,7 +275,7 @@ def logged_numbers(path: Path) -> pl.DataFrame | None:
     part (train or validation); None if the file is missing or holds no such numbers.
 
     Raises:
-        InputError: the file is no table.
+        InputError: the file is no table, or not of a run.
     """
     if not path.exists():
         return None
@@ -284,7 +284,9 @@ def logged_numbers(path: Path) -> pl.DataFrame | None:
     except (pl.exceptions.PolarsError, OSError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
     names = [name for name in frame.columns if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric()]
-    if not names or not {"seed", "step"} <= set(frame.columns):
+    if not {"seed", "step"} <= set(frame.columns):
+        raise InputError(f"{path}: is empty or damaged, it has no columns seed and step; delete it to go without curves")
+    if not names:
         return None
     frame = frame.with_columns(pl.col("step").cast(pl.Int64, strict=False))
     logged = frame.unpivot(names, index=["seed", "step"]).drop_nulls().cast({"value": pl.Float64})

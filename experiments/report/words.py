@@ -181,7 +181,10 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
         if not isinstance(noted, list) or noted[:1] != digests[:1]:
             raise Damaged(path)
         if noted[: len(digests)] != digests:
-            raise Damaged(path.with_name(FILE))
+            raise InputError(
+                f"{path.with_name(FILE)}: does not fit {path}, which notes its checksum; one of the two is damaged, take "
+                "copies of both, or judge the run again"
+            )
     rows = results.get("rows") if isinstance(results, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
         raise InputError(f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing")

@@ -61,6 +61,8 @@ class Format(NamedTuple):
     """What is wrong with what it read: of that, the files, what it read of the whole ones, whether bytes were
     changed. Raises `oracle.Wrong` for files that had to be refused."""
     refusals: tuple[type[Exception], ...] = (InputError,)
+    named: tuple[str, ...] = ()
+    """What a refusal may name instead of the file."""
 
 
 def _frame() -> pl.DataFrame:
@@ -247,7 +249,8 @@ FORMATS = {
     "beams, RL data": _beam_file("rl.json"),
     "beam table": _file("b.safetensors", lambda path: small_beams(6)[0].save(path), BeamTable.load, _stored),
     "profile table": _file("t.safetensors", TABLE.save, ProfileTable.load, _stored),
-    "checkpoint": _file("s.pt", _agent, _decided, _same),
+    # one that was rewritten to expect other features does not fit those of the profile
+    "checkpoint": _file("s.pt", _agent, _decided, _same)._replace(named=("features: block",)),
     "exported controller": _file("s.npz", _agent, _decided, _same)._replace(refusals=(ValueError,)),
     "run: results.json": _run_file("results.json"),
     "run: results.json, old": Format(partial(_runs, False), "r0/results.json", _compared, _unjudged),
@@ -256,7 +259,7 @@ FORMATS = {
     "run: metrics.csv": _run_file("metrics.csv"),
     "request log": Format(_log, "log/requests-*", lambda: read_log("log"), _logged),
     "labels": Format(_log, "log/labels-*", lambda: read_log("log"), _unjudged),
-    "tracker state": Format(_tracker, "tracker.json", _tracked, _unjudged, (InputError, oracle.Wrong)),
+    "tracker state": Format(_tracker, "tracker.json", _tracked, _unjudged, (InputError, oracle.Wrong), ("",)),
     "profiler: measured": Format(_measured, "m/measured-0.jsonl", lambda: read_logs("m"), _unjudged),
     "profiler: config": _file("config.json", _claimed, _claimed, _unjudged),
     "questions": Format(_questions, "q.jsonl", lambda: read_vqa_data("q.jsonl"), _unjudged),
@@ -346,8 +349,8 @@ def _outcome(about: Format, path: str, files: Mapping[str, bytes], whole: Any, b
     try:
         result = about.read()
     except about.refusals as error:
-        places = (Path(path).name, *(f"{place}{end}" for place in Path(path).parents for end in ": "))
-        named = path == "tracker.json" or any(place in str(error) for place in places)
+        places = (Path(path).name, *(f"{place}{end}" for place in Path(path).parents for end in ": "), *about.named)
+        named = any(place in str(error) for place in places)
         one_line = "\n" not in str(error).strip()
         return ("refused", "") if named and one_line else ("vague", f"{str(error)[:200]!r}")
     except TimeoutError:

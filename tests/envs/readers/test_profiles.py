@@ -323,6 +323,17 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
             '{"sample_id": 2, "k": 2, "accuracy": 1, "latency_ms": 3}',
             "the column 'latency_ms' holds true or false in some rows",
         ),
+        (
+            "t.jsonl",
+            '{"sample_id": "1", "k": 2, "accuracy": 1, "latency_ms": 1}\n'
+            '{"sample_id": Infinity, "k": 2, "accuracy": 1, "latency_ms": 3}',
+            "the column 'sample_id' holds numbers with a fraction in some rows",
+        ),
+        (
+            "t.jsonl",
+            '{"sample_id": 1, "k": 123456789012345678901234567890, "accuracy": 1, "latency_ms": 1}',
+            "the column 'k' holds 123456789012345678901234567890, which has more than 64 bits",
+        ),
         ("t.jsonl", '{"sample_id": 1, "k": 2, "accuracy": 1, "k": 3, "latency_ms": 2}', "the key 'k' occurs twice"),
         ("t.jsonl", "[" * 100_000, "nested too deeply"),
         ("t.parquet", "sample_id", "cannot be read as parquet"),
