@@ -285,7 +285,7 @@ def logged_numbers(path: Path) -> pl.DataFrame | None:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
     names = [name for name in frame.columns if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric()]
     if not {"seed", "step"} <= set(frame.columns):
-        raise InputError(f"{path}: is empty or damaged, it has no columns seed and step; delete it to go without curves")
+        raise InputError(f"{path}: is empty or damaged, without columns seed and step; delete it to go without curves")
     if not names:
         return None
     frame = frame.with_columns(pl.col("step").cast(pl.Int64, strict=False))
