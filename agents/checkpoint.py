@@ -112,7 +112,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
         return Loaded(agent, content["profile"]["name"], content["profile"]["digest"], content["extra"])
     except InputError as error:  # a setting of an earlier version
         raise InputError(f"{path}: cannot be used any more: {error}; train again") from error
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{path}: damaged, or written by another version of knobwise ({error})") from error
 
 

@@ -40,6 +40,8 @@ FIRST_SPREAD, VALUE_SPREAD, VALUE_MEMORY = 0.5, 0.03, 4000
 """Standard deviations of level and offsets before the first answer, in ln ms; and answers."""
 SCALES = 0.25, 3.0
 """Bounds of κ."""
+LARGEST = 1e6
+"""Beyond any mean or variance of the filter."""
 LEAST_SPREAD, MOST_OFFSET = 1e-3, math.log(1000)
 """Bounds of a predicted spread and of a residual, in ln ms."""
 FORGET_EVERY = 16
@@ -186,7 +188,7 @@ class LatencyTracker:
             mean, variance = (np.array(state[name], np.float64) for name in ("mean", "variance"))
             if not mean.shape == variance.shape == (len(self.names),):
                 raise ValueError("wrong sizes")
-            valid = np.isfinite(mean).all() and np.isfinite(variance).all() and (variance >= 0).all()
+            valid = (np.abs(mean) < LARGEST).all() and (variance >= 0).all() and (variance < LARGEST).all()
             if not (valid and SCALES[0] <= state["scale"] <= SCALES[1]):
                 raise ValueError("numbers out of range")
             scale, run, answers = float(state["scale"]), int(state["run"]), int(state["answers"])

@@ -10,7 +10,6 @@ A process that is killed at any moment leaves the old or the new one in place, n
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.common.errors import InputError
+from knobwise.common.files import replace_link, sync
 
 CURRENT, CANDIDATE, VERSIONS, CONTROLLER = "current", "candidate", "versions", "controller.npz"
 EVERY_S = 1.0
@@ -37,14 +37,16 @@ def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
         write(temporary)
         temporary.chmod(0o755)
         number = 1 + max((int(path.name) for path in versions.glob("[0-9]*")), default=-1)
-        return temporary.rename(versions / f"{number:04d}")
+        version = temporary.rename(versions / f"{number:04d}")
+        sync(versions)
+        return version
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def serve(folder: Path, version: Path) -> None:
     """Make a version the one that serves; no other is on trial any more."""
-    _point(folder, CURRENT, version)
+    replace_link(folder / CURRENT, Path(VERSIONS) / version.name)
     (folder / CANDIDATE).unlink(missing_ok=True)
 
 
@@ -53,14 +55,7 @@ def try_out(folder: Path, version: Path | None) -> None:
     if version is None:
         (folder / CANDIDATE).unlink(missing_ok=True)
     else:
-        _point(folder, CANDIDATE, version)
-
-
-def _point(folder: Path, name: str, version: Path) -> None:
-    link = folder / f".{name}-{os.getpid()}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(Path(VERSIONS) / version.name)
-    link.replace(folder / name)
+        replace_link(folder / CANDIDATE, Path(VERSIONS) / version.name)
 
 
 def serving(folder: Path) -> Path | None:

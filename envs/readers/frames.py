@@ -50,11 +50,13 @@ def read_frame(path: Path) -> pl.DataFrame:
 
 
 def _frame(rows: list[Any]) -> pl.DataFrame:
-    """Rows as a frame. What polars would turn into something else is refused: true among numbers, fractions among
-    names, and whole numbers that 64 bits do not hold."""
+    """Rows as a frame. What polars would turn into something else is refused: lines that are no objects, true among
+    numbers, fractions among names, and whole numbers that 64 bits do not hold."""
     kinds: dict[str, set[type]] = defaultdict(set)
-    for row in rows:
-        for name, value in row.items() if isinstance(row, dict) else ():
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is no object, but {str(row)[:20]}")
+        for name, value in row.items():
             if type(value) is int and not -(1 << 63) <= value < 1 << 63:
                 raise ValueError(f"the column {name!r} holds {value}, which has more than 64 bits; write ids as text")
             if value is not None:

@@ -26,7 +26,8 @@ from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.serving.request_log import logged_of, read_log
 from knobwise.agents.serving.versions import CONTROLLER, CURRENT, VERSIONS, add_version, serve, serving, try_out
 from knobwise.common.errors import InputError
-from knobwise.common.files import locked, write_text
+from knobwise.common.files import is_damaged, locked, write_text
+from knobwise.common.progress import say
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.tables import print_lines, print_table
 from knobwise.experiments.report.words import sentences
@@ -65,7 +66,7 @@ def run(config: UpdateRun) -> Path:
         )
     if config.every is None or config.log is None:
         return _update(config, out)[0]
-    last = max((int(path.name) for path in (out / VERSIONS).glob("[0-9]*")), default=None)
+    last = max((int(path.name) for path in (out / VERSIONS).glob("[0-9]*")), default=0)
     tracker = Tracker(
         out,
         name=f"update-{out.name}",
@@ -73,7 +74,7 @@ def run(config: UpdateRun) -> Path:
         job_type="update",
         config=asdict(config),
         settings=config.tracking,
-        resume_step=last,
+        resume_step=last or None,
     )
     with tracker:
         known = 0
@@ -82,7 +83,8 @@ def run(config: UpdateRun) -> Path:
             if count >= known + config.every:
                 known = count
                 _, version, facts = _update(config, out)
-                tracker.log(_metrics(facts), int(version.name))
+                if int(version.name) > last:
+                    tracker.log(_metrics(facts), last := int(version.name))
                 config = replace(config, checkpoint=str(out / CURRENT))
             sleep(POLL_S)
 
@@ -139,12 +141,20 @@ def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None
 
 
 def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
-    """A version with its checkpoint, its arrays, and what is known about it."""
+    """A version with its checkpoint, its arrays, and what is known about it; the same command, given again because it
+    was killed or by mistake, finds the version that it has made."""
+    words = json.dumps(facts, indent=1)
+    for version in (out / VERSIONS).glob("[0-9]*"):
+        if not (version / UPDATE).exists() or (version / UPDATE).read_text() != words:
+            continue
+        if not (damaged := [path for name in (VERSION, CONTROLLER) if is_damaged(path := version / name)]):
+            return version
+        say(f"{damaged[0]}: is damaged; the version is made again")
 
     def write(folder: Path) -> None:
         loaded.save(folder / VERSION)
         export_numpy(loaded.controller, folder / CONTROLLER)
-        write_text(folder / UPDATE, json.dumps(facts, indent=1))
+        write_text(folder / UPDATE, words)
 
     return add_version(out, write)
 

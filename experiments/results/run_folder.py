@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ from omegaconf import OmegaConf
 
 from knobwise.common.checks import folder_name, one_of
 from knobwise.common.errors import InputError
-from knobwise.common.files import FULL, is_cut_short, locked, sync, write_text
+from knobwise.common.files import FULL, is_cut_short, locked, replace_link, sync, write_text
 from knobwise.common.progress import say
 
 UNFINISHED = ".unfinished"
@@ -80,7 +79,8 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
         except KeyboardInterrupt as stop:
             stop.add_note(f"what is finished is kept in {folder}")
             raise
-        _point(folder, latest)
+        with locked(latest.parent):
+            replace_link(latest, folder.absolute().relative_to(latest.parent.absolute()))
 
 
 @contextlib.contextmanager
@@ -189,14 +189,3 @@ def run_name(overrides: list[str]) -> str:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
         name = f"{name[: LONGEST_NAME - len(digest) - 1]}-{digest}"
     return name or "default"
-
-
-def _point(folder: Path, link: Path) -> None:
-    """Replace the link at once: runs that end at the same time never see half of it, and the last one wins."""
-    with locked(link.parent):
-        for abandoned in link.parent.glob(".latest-*"):
-            abandoned.unlink()
-        temporary = link.with_name(f".latest-{uuid.uuid4().hex}")
-        temporary.symlink_to(folder.absolute().relative_to(link.parent.absolute()))
-        temporary.replace(link)
-        sync(link.parent)

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import tempfile
+import uuid
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -110,6 +111,16 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     finally:
         os.close(handle)
         temporary.unlink(missing_ok=True)
+
+
+def replace_link(link: Path, target: Path) -> None:
+    """Let a link lead elsewhere, at once. For one process at a time, see `locked`: what others have begun goes."""
+    for abandoned in link.parent.glob(f".{glob.escape(link.name)}-*"):
+        abandoned.unlink()
+    temporary = link.with_name(f".{link.name}-{uuid.uuid4().hex}")
+    temporary.symlink_to(target)
+    temporary.replace(link)
+    sync(link.parent)
 
 
 def is_damaged(path: str | Path) -> bool:

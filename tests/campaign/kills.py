@@ -47,7 +47,8 @@ def reference_of(workload: Workload, folder: Path) -> Reference:
             raise RuntimeError(f"{workload.name}: {end.status} {end.err}")
         states.append(state_of(folder / name))
         shutil.rmtree(folder / name)
-    return Reference(prepared, states[0], noise_of(*states), min(end.seconds for end in ends), ends[0].writes)
+    noise = noise_of(*states) | {*workload.varies}
+    return Reference(prepared, states[0], noise, min(end.seconds for end in ends), ends[0].writes)
 
 
 def kill_trial(workload: Workload, reference: Reference, folder: Path, random: Random, torn: bool) -> tuple[str, str]:
@@ -70,7 +71,7 @@ def kill_trial(workload: Workload, reference: Reference, folder: Path, random: R
             story[-1] += f" (ended with {killed.status} before)"
         if killed.status == 0:
             break
-        if outcome := _bad_end(killed):
+        if killed.status != -9 and (outcome := _bad_end(killed)):  # what it started may complain of its death
             return outcome, f"{' + '.join(story)}: {_words(killed)}"
     path = _tear(workload, folder, before, random, story) if torn else None
     if path is None and not any(difference(state_of(folder), reference.state, reference.noise)):
@@ -117,7 +118,7 @@ def _judged(
     if torn is not None:  # a torn file that was only read stays as it is
         same = str(torn.relative_to(folder))
         left = left._replace(unlike=[place for place in left.unlike if not place.startswith(same) or torn.suffix == ""])
-        if named and left.unlike:
+        if named and any(left):
             return "fine", f"{story}: said"
     if left.unlike:
         return "unlike", f"{story}: {left.unlike[:4]} {left.leftovers[:3]}"

@@ -67,6 +67,18 @@ def _removed(folder: Path) -> Outcome:
     return _judged(_command(INSPECT, place, place.rmdir))
 
 
+def _full_disk(folder: Path) -> Outcome:
+    """On a file system of its own, which is full before the run has ended."""
+    place = folder / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", place], check=True)
+    try:
+        shutil.copy(folder / "t.parquet", place)
+        return _judged(_command([*LEAN, "name=r"], place), (1,))
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
 def _read_only(folder: Path) -> Outcome:
     folder.chmod(0o555)
 
@@ -134,6 +146,8 @@ LIMITS: dict[str, Callable[[Path], Outcome]] = {
     "long path": lambda folder: _judged(_command([*INSPECT, f"profile.path={'a' * 5000}"], folder), (2,)),
     "profile=0": lambda folder: _judged(_command(["inspect", "profile=0"], folder), (2,)),
 }
+if os.geteuid() == 0:  # who else may not mount
+    LIMITS["full disk"] = _full_disk
 
 
 def limit_trial(name: str, folder: Path) -> Outcome:

@@ -248,7 +248,7 @@ def wrong_beams(table: Any, content: bytes) -> str:
             if row.get("eval_failed") or row.get("vqa_eval_mode") in ("error", "fallback"):
                 continue
             pointer, ids = row.get("pointer", row.get("pointer_pos")), row.get("pointer_global")
-            if None not in (ids, pool, pointer) and [pool[int(place)] for place in pointer] != [int(i) for i in ids]:
+            if None not in (ids, pool, pointer) and [int(pool[int(i)]) for i in pointer] != [int(i) for i in ids]:
                 raise Wrong("a pointer that contradicts its global one")
             ids = pointer if ids is None else ids
             score = row.get("beam_score")

@@ -30,6 +30,7 @@ LIVE += [f"variants.{name}=null" for name in ("grpo_recorded", "grpo_rounds", "s
 LIVE += ["variants.hidden_live=null", "variants.grpo_live.epochs=1", "judged_shots=[2]", "jobs=1"]
 SWEEP = ["train", "-m", "experiment=lean", "policy.hidden=8,16", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
 SWEEP += [word for word in QUICK if not word.startswith("policy.hidden")]
+LAST = (("runs/latest", "link"),)
 ELASTIC = ["profile", "model=elastic", "out=p", "knobs.samples=4", "knobs.max_crops=[1,4]", "knobs.top_k=[1,2]"]
 ELASTIC += ["knobs.num_active_blocks=[3]", "knobs.warm_up=0", "knobs.repeats=2"]
 SERVICE = ["train", "experiment=service", "checkpoint=stack.pt", *TABLE, "seeds=[0]", "tracking=disabled"]
@@ -56,6 +57,8 @@ class Workload(NamedTuple):
     """What is wrong in the folder, instead of a comparison with the unbroken run."""
     fresh: bool = False
     """In a new interpreter."""
+    varies: tuple[tuple[str, str], ...] = ()
+    """Files and places in them that differ from call to call."""
 
 
 def _stack() -> None:
@@ -135,7 +138,7 @@ WORKLOADS = [
     Workload("train selector, replay", _beams, REPLAY, "runs/**/*"),
     Workload("train selector, live", _nothing, _live, "runs/**/*"),
     Workload("train service", _stack, SERVICE, "runs/**/*"),
-    Workload("sweep, joblib", write_table, SWEEP, "runs/**/*", fresh=True),
+    Workload("sweep, joblib", write_table, SWEEP, "runs/**/*", fresh=True, varies=LAST),
     Workload("profile elastic", _nothing, ELASTIC, "p/**/*"),
     Workload("export", _trained, ["export", *TABLE, "out=e"], "runs/lean/r/checkpoints/*.pt"),
     Workload("evaluate", _trained, EVALUATE, "runs/**/*"),

@@ -336,6 +336,11 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
         ),
         ("t.jsonl", '{"sample_id": 1, "k": 2, "accuracy": 1, "k": 3, "latency_ms": 2}', "the key 'k' occurs twice"),
         ("t.jsonl", "[" * 100_000, "nested too deeply"),
+        (
+            "t.jsonl",
+            '{"sample_id": 1, "k": 2, "accuracy": 1, "latency_ms": 1}\n[1, 2]',
+            r"row 2 is no object, but \[1, 2",
+        ),
         ("t.parquet", "sample_id", "cannot be read as parquet"),
         ("t.jsonl", "", "its columns are none"),
         ("t.jsonl", '{"sample_id": ', "cannot be read as jsonl"),

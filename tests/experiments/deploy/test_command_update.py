@@ -237,7 +237,7 @@ def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeyp
     updates = [json.loads((path / "update.json").read_text()) for path in sorted(out.iterdir())]
     # of 40 requests, and of 85; not of 70, as fewer than 40 were new
     assert [facts.get("requests") for facts in updates] == [None, 40, 85]
-    # each is a step of one run, which a later session continues
+    # each is a step of one run, which a later session continues; it does not repeat the last
     logged = pl.read_csv(tmp_path / "out" / "metrics.csv")
     assert logged["step"].to_list() == [1, 2]
     assert logged["Log/Requests"].to_list() == [40, 85]
@@ -246,13 +246,13 @@ def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeyp
     assert 0 < logged["Log/On_Time"][-1] <= 1
     polls = iter((40, None))
     assert main([*words, f"checkpoint={tmp_path / 'out' / 'current'}"]) == 130
-    assert pl.read_csv(tmp_path / "out" / "metrics.csv")["step"].to_list() == [1, 2, 3, 4]
+    assert pl.read_csv(tmp_path / "out" / "metrics.csv")["step"].to_list() == [1, 2, 3]
     sessions = offline_runs(tmp_path / "out")
     assert len({session.name for session in sessions}) == 1
-    assert sorted(row["step"] for session in sessions for row in session.history) == [1, 2, 3, 4]
+    assert sorted(row["step"] for session in sessions for row in session.history) == [1, 2, 3]
 
 
-def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     table = read_long_table("t.parquet", features="f.npz")
     agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
     model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0)
@@ -275,9 +275,16 @@ def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path) -> Non
         assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
         if writes == 2:
             assert NumpyController.load(out / "current" / "controller.npz").digest == model.controller.digest
+    for _ in range(2):  # given again, it has nothing to add
+        assert main(["update", *words]) == 0
+        assert NumpyController.load(out / "current" / "controller.npz").digest == model.controller.digest
+        assert sorted(path.name for path in (out / "versions").iterdir()) == ["0000", "0001"]
+        assert not [path for path in out.rglob(".*") if path.name not in (".lock",)]
+    arrays = out / "versions" / "0001" / "controller.npz"
+    arrays.write_bytes(arrays.read_bytes()[:999])
     assert main(["update", *words]) == 0
-    assert NumpyController.load(out / "current" / "controller.npz").digest == model.controller.digest
-    assert not [path for path in out.rglob(".*") if path.name not in (".lock",)]
+    assert f"{arrays}: is damaged; the version is made again" in capsys.readouterr().err
+    NumpyController.load(out / "versions" / "0002" / "controller.npz")
 
 
 def test_mistakes_of_an_update_are_one_line(folder: Path, tmp_path: Path, capsys: Capture) -> None:
