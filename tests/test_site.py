@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from html import unescape
@@ -54,3 +55,34 @@ def test_guides_are_linked_from_the_first_page(site: dict[str, str]) -> None:
     guides = ("tutorial", "profiles", "real_models", "beams", "export", "runtime", "experiments")
     assert all(f'<a href="{guide}.html">' in site["index.html"] for guide in guides)
     assert len((ROOT / "docs" / "index.md").read_text().split()) <= 200
+
+
+# -- docs/results.md ---------------------------------------------------------------------------------------------------
+
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+
+
+def test_the_forest_plot_is_drawn_from_the_page() -> None:
+    """`python docs/forest.py` after a change of the page."""
+    names = runpy.run_path(str(ROOT / "docs" / "forest.py"))
+    every = names["differences"](RESULTS)
+    assert (ROOT / "docs" / "results.svg").read_text() == names["drawing"](every)
+    numbers = {f"{number:+g}" for each in every for number in each.points[:1]}
+    assert {"+1.16", "+8.11", "-18.76", "+24.6", "-31.9"} <= numbers
+    by_label = {(each.label, each.kind): each for each in every}
+    assert by_label["policy=joint − policy=utility", "Calibrated"].points == (-2.85, -4.88, -0.83)
+    assert by_label["policy=joint − policy=utility", "Calibrated"].shown
+    assert not by_label["policy=additive − policy=utility", "Calibrated"].shown
+    assert names["across"](0) - names["across"](-10) == pytest.approx(names["across"](10) - names["across"](0))
+
+
+def test_the_page_opens_with_ten_sentences_whose_figures_stand_on_it() -> None:
+    findings = (ROOT / "experiments" / "studies" / "findings.md.j2").read_text().strip()
+    top, rest = RESULTS.split(findings)
+    assert len(top.splitlines()) < 6
+    sentences = re.findall(r"^\d+\. (.+)$", findings, re.MULTILINE)
+    assert len(sentences) == 10
+    for sentence in sentences:
+        figures = re.findall(r"\d+\.\d+|\d+%|\d of \d", sentence)
+        assert not [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", rest)]
+        assert figures or "no difference is shown" in sentence
