@@ -68,13 +68,11 @@ def test_a_full_disk_is_called_that_whatever_the_writer_says(tmp_path, monkeypat
 
 def test_bytes_and_name_are_on_disk_before_the_block_has_ended(tmp_path, monkeypatch):
     synced, fsync, replace = [], os.fsync, Path.replace
-    monkeypatch.setattr(
-        os, "fsync", lambda handle: (synced.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
-    )
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), fsync(handle)))
     monkeypatch.setattr(Path, "replace", lambda *paths: (synced.append("renamed"), replace(*paths))[1])
     with written_whole(tmp_path / "t.pt") as temporary:
         temporary.write_text("whole")
-    assert synced == [str(temporary), "renamed", str(tmp_path)]
+    assert synced == [os.stat(tmp_path / "t.pt").st_ino, "renamed", os.stat(tmp_path).st_ino]
 
 
 def test_the_file_before_is_kept_where_that_is_asked_for(tmp_path):
