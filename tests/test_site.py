@@ -57,6 +57,15 @@ def test_guides_are_linked_from_the_first_page(site: dict[str, str]) -> None:
     assert len((ROOT / "docs" / "index.md").read_text().split()) <= 200
 
 
+def test_links_work_on_github_too() -> None:
+    """There they lead to files, and not to the pages that the site makes of them."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text())]
+    assert len(links) > 50
+    broken = [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not broken
+
+
 # -- docs/results.md ---------------------------------------------------------------------------------------------------
 
 RESULTS = (ROOT / "docs" / "results.md").read_text()
