@@ -3,6 +3,7 @@ notebook, a page for each command with every setting, the API reference, and the
 
 from __future__ import annotations
 
+import ast
 import base64
 import importlib
 import json
@@ -41,11 +42,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **about: Any) -> str:
-    """Links that work on GitHub lead to the same pages of the site."""
+    """Links and lists that work on GitHub work on the site: links lead to its pages, and a list needs no blank line."""
     markdown = re.sub(r"\]\((?:\.\./)(examples/\w+\.py)\)", r"](\1)", markdown)
     for source, name in PROJECT.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{source}", f"]({name}", markdown)
-    return re.sub(r"\]\((?:docs/|\.\./docs/)", "](", markdown.replace("](tutorial.ipynb)", "](tutorial.md)"))
+    markdown = re.sub(r"\]\((?:docs/|\.\./docs/)", "](", markdown.replace("](tutorial.ipynb)", "](tutorial.md)"))
+    parts = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)  # code is left alone
+    parts[::2] = (re.sub(r"(?<=\n)((?![-*>| ]|\d+\.)\S.*\n)(?=(?:[-*]|1\.) )", r"\1\n", part) for part in parts[::2])
+    return "".join(parts)
 
 
 # -- the tutorial ------------------------------------------------------------------------------------------------------
@@ -94,6 +98,7 @@ def sections(verb: str) -> Iterator[str]:
         yield "| setting | default | meaning |\n| --- | --- | --- |\n"
         for option in options:
             default = WORDS.get(option.default, option.default)
+            default = ", ".join(ast.literal_eval(default)) if default.startswith("{'") else default
             # outside code nothing is Markdown but code
             meaning = re.sub(r"(`[^`]*`)|([|<*_])", lambda m: m[1] or f"\\{m[2]}", option.meaning)
             yield f"| `{option.key}` | `{default}` | {meaning} |\n"

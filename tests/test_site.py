@@ -37,6 +37,13 @@ def test_pages_load_nothing_from_elsewhere(site: dict[str, str]) -> None:
         assert not [address for address in loaded if "//" in address], name
 
 
+def test_lists_are_lists(site: dict[str, str]) -> None:
+    """On GitHub they need no blank line before them."""
+    for name, page in site.items():
+        assert not re.search(r"<p>[^<]*(?:<(?!/p>)[^<]*)*\n(?:[-*]|1\.) ", page), name
+    assert site["changelog.html"].count("<li>") > 100
+
+
 def test_every_setting_and_every_public_name_is_on_its_page(site: dict[str, str]) -> None:
     for verb in VERBS:
         page = unescape(site[f"commands/{verb}.html"])
