@@ -2,6 +2,7 @@
 # make quick a first result in a minute: one small network, one seed, no baselines
 # make test  lint, types and the whole test suite
 # make campaign  an hour of kills, torn files and changed inputs (docs/trust.md); repeat it to go on
+# make docs  the documentation site, in build/site
 # make bench what the performance claims run on
 # Another virtual environment: make run VENV=/path/to/venv
 VENV ?= .venv
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.knobwise
 
-.PHONY: run quick test lint bench campaign clean
+.PHONY: run quick test lint docs bench campaign clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m knobwise train experiment=controller seeds=[0,1,2,3,4]
@@ -25,6 +26,10 @@ lint: $(INSTALLED)-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(INSTALLED)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "page: build/site/index.html"
+
 bench: $(INSTALLED)
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
@@ -38,6 +43,10 @@ $(INSTALLED): setup.cfg constraints.txt
 
 $(INSTALLED)-test: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+$(INSTALLED)-docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 clean:

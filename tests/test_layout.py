@@ -1,6 +1,7 @@
 """The shape of the project: which way imports go, what stands where, what is installed."""
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -12,6 +13,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from knobwise import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("losses", "envs", "profiling", "agents", "experiments")
@@ -154,11 +157,13 @@ def test_the_readme_holds_no_placeholder_and_its_tree_names_every_folder_and_not
     assert all((ROOT / name).is_dir() for name in named)
 
 
-@pytest.fixture
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but the unpacked wheel."""
+PIP = ["-m", "pip", "--disable-pip-version-check", "-q"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from what git keeps or would keep."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     source = folder / "source"
     # a copy, because building leaves build/ and *.egg-info beside the sources
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -168,17 +173,61 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name, follow_symlinks=False)
     build = ["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
-    subprocess.run([*pip, *build], check=True, capture_output=True)
+    subprocess.run([sys.executable, *PIP, *build], check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--no-compile", "--target", str(folder / "site"), str(wheel)], check=True
-    )
-    return folder / "site"
+    return wheel
 
 
-def run(installed: Path, folder: Path, *words: str) -> str:
+def install(python: str, wheel: Path, folder: Path) -> Path:
+    """Put nothing but the wheel into a folder; pip refuses it where its metadata does not allow this Python."""
+    words = ["install", "--no-deps", "--no-compile", "--target", str(folder), str(wheel)]
+    subprocess.run([python, *PIP, *words], check=True)
+    return folder
+
+
+@pytest.fixture
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(sys.executable, wheel, tmp_path_factory.mktemp("installed") / "site")
+
+
+def works(python: str) -> bool:
+    return subprocess.run([python, "-c", "import pip"], capture_output=True).returncode == 0
+
+
+@functools.cache
+def pythons() -> dict[str, str]:
+    """An interpreter of each supported version, as far as there is one: this one, pyenv's, those on the path."""
+    supported = re.findall(r"Python :: (3\.\d+)", (ROOT / "setup.cfg").read_text())
+    by_version = {}
+    for version in supported:
+        candidates = [sys.executable] if version == "{}.{}".format(*sys.version_info) else []
+        candidates += map(str, (Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python{version}"))
+        candidates += filter(None, [shutil.which(f"python{version}")])
+        if python := next(filter(works, candidates), None):
+            by_version[version] = python
+    return by_version
+
+
+INSTALLED = """
+import compileall, importlib.metadata, sys
+about = importlib.metadata.distribution("knobwise")
+(command,) = about.entry_points
+print(about.version, command.name, compileall.compile_dir(sys.argv[1], quiet=1))
+"""
+
+
+@pytest.mark.parametrize("version", pythons())
+def test_the_wheel_installs_and_compiles_on_each_python(version: str, wheel: Path, tmp_path: Path) -> None:
+    """Where the dependencies are installed it also trains, below; elsewhere this does not download them."""
+    python = pythons()[version]
+    site = install(python, wheel, tmp_path / "site")
+    done = run(site, tmp_path, "-c", INSTALLED, str(site), python=python)
+    assert done.split() == [__version__, "knobwise", "True"]
+
+
+def run(installed: Path, folder: Path, *words: str, python: str = sys.executable) -> str:
     environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words]
+    command = [python, *words]
     return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
 
 

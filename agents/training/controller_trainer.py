@@ -53,7 +53,7 @@ class ControllerTrainer(Trainer):
         budgets_ms: float [B], what is judged on validation; None for the default budgets. Under a mean budget and
             weights worths are judged instead.
         init_from: a checkpoint whose weights training starts from, see `controller_start`; None for fresh weights.
-        seed, folder, log, device: see `Trainer`.
+        seed, device, **options: see `Trainer`, which also takes `folder` and `log`.
     """
 
     agent: Controller

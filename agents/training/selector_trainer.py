@@ -57,7 +57,7 @@ class SelectorTrainer(Trainer):
         live: GRPO draws its own sequences, and the scorer scores them; `groups` says how recorded ones are grouped.
         reward_model: GRPO draws its own sequences, and this scores them (it is copied). At the beginning of each epoch
             the scorer corrects it by a share of the true calls. Of `reward` it takes only whether rewards are shuffled.
-        seed, folder, log, device: see `Trainer`.
+        seed, device, **options: see `Trainer`, which also takes `folder` and `log`.
     """
 
     agent: SelectorActor

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import glob
 import os
-import resource
 import shutil
 import tempfile
 import uuid
@@ -18,6 +17,8 @@ from filelock import lock_descriptor
 
 from knobwise.common.errors import InputError
 
+WINDOWS = os.name == "nt"
+"""Windows flushes no folders, and renames no open files."""
 FULL_BYTES = 64 * 1024
 """Where a writer failed and less is free than this, the disk is full."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -51,11 +52,22 @@ def limit_of(error: BaseException) -> str:
 
 def sync(path: str | Path) -> None:
     """Wait until a file's bytes, or the names in a folder, are on disk."""
-    handle = os.open(path, os.O_RDONLY)
+    if WINDOWS and Path(path).is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def longest_file() -> int:
+    """The most bytes that a file may have (ulimit -f); -1 where the system has no such limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return -1
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0]
 
 
 @contextmanager
@@ -83,13 +95,13 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
         if error.errno in FULL:
             raise
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
-    temporary = Path(name)
+    temporary, holder = Path(name), os.fdopen(handle)
     try:
-        lock_descriptor(handle)  # ours are those that are locked; the lock of a killed process is gone
-        for other in path.parent.glob(f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"):
-            with suppress(OSError), other.open() as file:  # it may have been renamed just now
-                if lock_descriptor(file.fileno(), blocking=False):
-                    other.unlink()
+        if WINDOWS:
+            holder.close()
+        else:
+            lock_descriptor(handle)  # ours are those that are locked; the lock of a killed process is gone
+            _remove_abandoned(path)
         yield temporary
         # mkstemp makes private files; what we leave behind should be as readable as any other new file
         umask = os.umask(0)
@@ -105,12 +117,19 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     except Exception as error:
         if path.parent.exists() and shutil.disk_usage(path.parent).free < FULL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-        if temporary.exists() and temporary.stat().st_size >= resource.getrlimit(resource.RLIMIT_FSIZE)[0] >= 0:
+        if temporary.exists() and temporary.stat().st_size >= longest_file() >= 0:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path)) from error
         raise
     finally:
-        os.close(handle)
+        holder.close()
         temporary.unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    for other in path.parent.glob(f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"):
+        with suppress(OSError), other.open() as file:  # it may have been renamed just now
+            if lock_descriptor(file.fileno(), blocking=False):
+                other.unlink()
 
 
 def replace_link(link: Path, target: Path) -> None:
@@ -155,9 +174,9 @@ def write_text(path: str | Path, text: str) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Only one process is inside for this folder; others wait. It is made when it is missing. The lock is on the folder
-    itself, since files in it may be replaced."""
+    itself, since files in it may be replaced; on Windows, which opens no folders, on the file `.lock` in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR) if WINDOWS else os.open(folder, os.O_RDONLY)
     try:
         lock_descriptor(handle)
         yield

@@ -15,7 +15,8 @@ from types import FrameType
 
 from knobwise.common.progress import say as write
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+"""Windows has no SIGHUP."""
 SAME_S = 1.0
 """A signal within so many seconds of another one is the same wish: terminals, schedulers and `timeout` signal a whole
 group of processes, and the parent passes the signal on."""

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from knobwise.common.interruption import SIGNALS, is_new, status_of, stopped_by_signals
@@ -46,12 +46,8 @@ def in_processes(
     ):
         started: list[Future[str | _Stopped]] = []
         try:
-            # a process that starts with the signals blocked is not broken by one before `_start_worker`
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            try:
+            with _signals_blocked():
                 started += [pool.submit(_work, work, piece) for piece in pieces]
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for number, future in enumerate(_as_ended(started), done + 1):
                 result = future.result()
                 if isinstance(result, _Stopped):
@@ -64,6 +60,19 @@ def in_processes(
                     error.add_note(note)
             raise
     return notes
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A process that starts in this block is not broken by a signal before `_start_worker`. Windows has no masks."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _as_ended(futures: Sequence[Future[str | _Stopped]]) -> Iterator[Future[str | _Stopped]]:
@@ -94,10 +103,10 @@ _stopped_by = 0  # the number of a signal that came to this process
 def _start_worker() -> None:
     """Leave Ctrl-C and the end of the terminal to the parent, which gets them too and sends SIGTERM; and do not outlive
     the parent: the same work may be started again, and would find this process in its folder."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _note)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    for number in SIGNALS:
+        signal.signal(number, _note if number == signal.SIGTERM else signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 from pathlib import Path
@@ -12,6 +11,7 @@ import polars as pl
 import pytest
 import torch
 from commands import OPTIMISER, TABLE, Capture, Patch, same
+from filelock import lock_descriptor
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
@@ -165,7 +165,7 @@ def test_a_second_run_does_not_disturb_the_first(folder: Path, capsys: Capture) 
     assert main(words) == 0
     mark = Path("runs/controller/x/.unfinished")
     with mark.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_descriptor(lock.fileno())
         assert main(words) == 2
     assert "another process" in capsys.readouterr().err
     mark.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from filelock import lock_descriptor
 from omegaconf import OmegaConf
 
 from knobwise.common.errors import InputError
@@ -103,7 +103,7 @@ def test_what_a_killed_process_leaves_goes_on(config: Any) -> None:
     assert stopped(config) == folder
     assert (folder / "config.yaml").exists()
     with (folder / UNFINISHED).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_descriptor(lock.fileno())
     assert finished(config) == folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from knobwise.experiments.command_line.compose import question_of, read_settings
 from knobwise.experiments.command_line.sweep_jobs import train as train_controller
 from knobwise.experiments.results.decisions import SCHEMA
 from knobwise.experiments.results.selectors import selector_results
-from knobwise.experiments.studies.page import StudyRun, results_page
+from knobwise.experiments.studies.page import Study, StudyRun, results_page
 from knobwise.experiments.studies.study import ReferenceConfig, check, main, plan, read_study, train, train_or_note
 from knobwise.experiments.studies.study import training_settings as settings_of
 
@@ -236,6 +237,20 @@ def test_fewer_common_samples_are_said() -> None:
 def test_a_policy_of_the_same_run_may_be_the_reference() -> None:
     lines = lines_of(run("leave_one_out", 0.7, "split.leave_out=a")._replace(profile="calibrated"))
     assert only(lines, "- Calibrated: against budget-aware static: better: `split.leave_out=a`")
+
+
+def test_sentences_open_a_complete_page_and_long_tables_fold() -> None:
+    study = Study(STUDY.profiles, {name: STUDY.controllers[name] for name in ("lean", "miss")}, {})
+    runs = [run("lean", 0.6), *(run("miss", k / 10, f"reward.miss={k}", default=k == 2) for k in range(7))]
+    complete, partial = results_page(study, runs, [0, 1]), results_page(study, runs, [0, 1], unfinished=1)
+    assert complete.splitlines()[2].startswith("1. ")
+    assert "](results.svg)" in complete
+    assert "](results.svg)" not in partial
+    assert "](results.svg)" not in results_page(study, runs[:1], [0, 1])
+    for page in (complete, partial):
+        folds = r"\n\n<details markdown.*?, (\d) rows</summary>\n\n(\|.*?)\n\n</details>\n\n- "
+        (folded,) = re.findall(folds, page, re.DOTALL)
+        assert (folded[0], len(folded[1].splitlines())) == ("7", 9)
 
 
 def test_every_experiment_of_the_page_asks_something() -> None:

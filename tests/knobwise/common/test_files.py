@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import knobwise
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_cut_short, is_damaged, refused_by_system, written_whole
 
@@ -66,13 +68,11 @@ def test_a_full_disk_is_called_that_whatever_the_writer_says(tmp_path, monkeypat
 
 def test_bytes_and_name_are_on_disk_before_the_block_has_ended(tmp_path, monkeypatch):
     synced, fsync, replace = [], os.fsync, Path.replace
-    monkeypatch.setattr(
-        os, "fsync", lambda handle: (synced.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
-    )
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), fsync(handle)))
     monkeypatch.setattr(Path, "replace", lambda *paths: (synced.append("renamed"), replace(*paths))[1])
     with written_whole(tmp_path / "t.pt") as temporary:
         temporary.write_text("whole")
-    assert synced == [str(temporary), "renamed", str(tmp_path)]
+    assert synced == [os.stat(tmp_path / "t.pt").st_ino, "renamed", os.stat(tmp_path).st_ino]
 
 
 def test_the_file_before_is_kept_where_that_is_asked_for(tmp_path):
@@ -143,6 +143,27 @@ def test_a_file_that_is_longer_than_allowed_is_called_that_whatever_the_writer_s
     status, line = refused_by_system(caught.value)
     assert status == 1
     assert line.startswith(f"{tmp_path / 't.pt'}: File too large; raise the limit on the size of files (ulimit -f)")
+
+
+WITHOUT = """
+import signal, sys
+sys.modules |= dict.fromkeys(("fcntl", "resource", "termios"))
+signal.Signals = [number for number in signal.Signals if number.name != "SIGHUP"]
+del signal.SIGHUP, signal.pthread_sigmask
+from knobwise.common import files, interruption, processes
+print(files.longest_file(), len(interruption.SIGNALS), processes.in_processes("lines", str.upper, [("a",)], 1))
+"""
+
+
+def test_what_windows_lacks_is_not_needed_to_begin(tmp_path):
+    """Windows itself has not been tried."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split(maxsplit=2) == ["-1", "2", "['A']\n"]
+    folders = os.walk(Path(knobwise.__file__).parent, followlinks=True)
+    ours = [Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")]
+    assert len(ours) > 200
+    for path in ours:
+        assert not re.search(r"^(?:import|from) (?:fcntl|resource|termios|pwd|grp)\b", path.read_text(), re.M), path
 
 
 @pytest.mark.parametrize(("number", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")])

@@ -1,0 +1,104 @@
+"""The documentation site is built without a warning, loads nothing from elsewhere, and has every setting."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+import knobwise
+from knobwise import agents, envs, losses
+from knobwise.experiments.command_line.help import help_lines
+from knobwise.experiments.settings.options import VERBS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The pages by name. A broken link, a page outside the navigation, or a parameter that is documented and does not
+    exist fails the build."""
+    folder = tmp_path_factory.mktemp("site")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.html")}
+
+
+def test_pages_load_nothing_from_elsewhere(site: dict[str, str]) -> None:
+    for name, page in site.items():
+        loaded = re.findall(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="([^"]+)"', page)
+        assert not [address for address in loaded if "//" in address], name
+
+
+def test_lists_are_lists(site: dict[str, str]) -> None:
+    """On GitHub they need no blank line before them."""
+    for name, page in site.items():
+        assert not re.search(r"<p>[^<]*(?:<(?!/p>)[^<]*)*\n(?:[-*]|1\.) ", page), name
+    assert site["changelog.html"].count("<li>") > 100
+
+
+def test_every_setting_and_every_public_name_is_on_its_page(site: dict[str, str]) -> None:
+    for verb in VERBS:
+        page = unescape(site[f"commands/{verb}.html"])
+        assert all(f"<code>{line.key}</code>" in page for line in help_lines(verb) if line.default), verb
+    for name, module in {"knobwise": knobwise, "envs": envs, "agents": agents, "losses": losses}.items():
+        for public in set(module.__all__) - {"__version__"}:
+            assert f'id="{module.__name__}.{public}"' in site[f"api/{name}.html"], public
+
+
+def test_the_tutorial_has_its_pictures_and_outputs(site: dict[str, str]) -> None:
+    assert site["tutorial.html"].count('<img alt="what this cell draws"') == 4
+    assert "2,000 samples × 64 configurations" in site["tutorial.html"]
+
+
+def test_guides_are_linked_from_the_first_page(site: dict[str, str]) -> None:
+    guides = ("tutorial", "profiles", "real_models", "beams", "export", "runtime", "experiments")
+    assert all(f'<a href="{guide}.html">' in site["index.html"] for guide in guides)
+    assert len((ROOT / "docs" / "index.md").read_text().split()) <= 200
+
+
+def test_links_work_on_github_too() -> None:
+    """There they lead to files, and not to the pages that the site makes of them."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text())]
+    assert len(links) > 50
+    broken = [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not broken
+
+
+# -- docs/results.md ---------------------------------------------------------------------------------------------------
+
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+
+
+def test_the_forest_plot_is_drawn_from_the_page() -> None:
+    """`python docs/forest.py` after a change of the page."""
+    names = runpy.run_path(str(ROOT / "docs" / "forest.py"))
+    every = names["differences"](RESULTS)
+    assert (ROOT / "docs" / "results.svg").read_text() == names["drawing"](every)
+    numbers = {f"{number:+g}" for each in every for number in each.points[:1]}
+    assert {"+1.16", "+8.11", "-18.76", "+24.6", "-31.9"} <= numbers
+    by_label = {(each.label, each.kind): each for each in every}
+    assert by_label["policy=joint − policy=utility", "Calibrated"].points == (-2.85, -4.88, -0.83)
+    assert by_label["policy=joint − policy=utility", "Calibrated"].shown
+    assert not by_label["policy=additive − policy=utility", "Calibrated"].shown
+    assert names["across"](0) - names["across"](-10) == pytest.approx(names["across"](10) - names["across"](0))
+
+
+def test_the_page_opens_with_ten_sentences_whose_figures_stand_on_it() -> None:
+    findings = (ROOT / "experiments" / "studies" / "findings.md.j2").read_text().strip()
+    top, rest = RESULTS.split(findings)
+    assert len(top.splitlines()) < 6
+    sentences = re.findall(r"^\d+\. (.+)$", findings, re.MULTILINE)
+    assert len(sentences) == 10
+    for sentence in sentences:
+        figures = re.findall(r"\d+\.\d+|\d+%|\d of \d", sentence)
+        assert not [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", rest)]
+        assert figures or "no difference is shown" in sentence
