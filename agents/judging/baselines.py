@@ -67,14 +67,19 @@ class BudgetAwareStatic(Averages):
         table = table.without_first_look
         _, self.latency_ms = averages(table, rows)
         # With each configuration's cells in order of latency, a running sum of accuracy answers every budget exactly.
-        # [C, n·R]; each measurement counts as its share of the cell
-        measured = table.measurements_ms[rows].transpose(0, 1)
-        weight = even_weight(~measured.isnan()).double() * table.accuracy[rows].T.double().nan_to_num().unsqueeze(-1)
-        self._sorted_ms, order = (
-            measured.double().nan_to_num(torch.inf).flatten(1).contiguous().sort(dim=1, stable=True)
-        )
-        share = weight.flatten(1).gather(1, order).cumsum(1) / table.mask[rows].sum(0).clamp_min(1).unsqueeze(1)
-        self._running = torch.nn.functional.pad(share, (1, 0))
+        # One after the other, because of large tables
+        every = [self._in_order(table, rows, c) for c in range(table.num_configurations)]
+        self._sorted_ms, self._running = map(torch.stack, zip(*every, strict=True))
+
+    @staticmethod
+    def _in_order(table: ProfileTable, rows: Tensor, c: int) -> tuple[Tensor, Tensor]:
+        """Of one configuration all measurements, ascending, [n·R], and the mean utility under a budget between them,
+        [n·R + 1], float64 each. A measurement counts as its share of the cell."""
+        measured = table.measurements_ms[:, c][rows]
+        weight = even_weight(~measured.isnan()).double() * table.accuracy[rows, c].double().nan_to_num().unsqueeze(-1)
+        sorted_ms, order = measured.double().nan_to_num(torch.inf).flatten().sort(stable=True)
+        share = weight.flatten()[order].cumsum(0) / table.mask[rows, c].sum().clamp_min(1)
+        return sorted_ms, torch.nn.functional.pad(share, (1, 0))
 
     def mean_utility(self, budgets_ms: Tensor) -> Tensor:
         """Mean utility of every configuration over the rows: [b] ms → float64 [b, C]."""

@@ -73,10 +73,13 @@ def kill_trial(workload: Workload, reference: Reference, folder: Path, random: R
             break
         if killed.status != -9 and (outcome := _bad_end(killed)):  # what it started may complain of its death
             return outcome, f"{' + '.join(story)}: {_words(killed)}"
+    complete = not any(difference(state_of(folder), reference.state, reference.noise))
     path = _tear(workload, folder, before, random, story) if torn else None
-    if path is None and not any(difference(state_of(folder), reference.state, reference.noise)):
+    if path is None and complete:
         return "fine", f"{' + '.join(story)}: after its last step"  # the same command would begin another run
     end = killed if killed.status == 0 and path is None else run(workload.work, folder, fresh=workload.fresh)
+    if complete and end.status == 0:
+        return "fine", f"{' + '.join(story)}: began another run"
     return _judged(workload, reference, folder, end, path, " + ".join(story))
 
 
