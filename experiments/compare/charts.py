@@ -21,8 +21,6 @@ from knobwise.experiments.results.problem import FEASIBLE, WEIGHTS
 
 COLOURED = 4
 """So many runs have a colour: the first one, and the best of those that are comparable with it."""
-POINTS = 400
-"""How many points a curve has at most."""
 
 
 def comparison_charts(comparison: Comparison) -> Charts:
@@ -43,16 +41,20 @@ def comparison_charts(comparison: Comparison) -> Charts:
     metric = next(metric for metric in problem.metrics if metric.key == problem.ranked_by)
     heading = f"{metric.name.capitalize()} by {problem.place_words[0]}"
     if problem.averaged:
-        rows = pl.concat([rows, _numbers(comparison, lines).select(rows.columns)]) if lines else rows
-        named = [*labels, *names.values()]
-        drawn[heading] = charts.by_budget(rows, metric.key, metric.name, named, unit=unit)
+        rows = (
+            pl.concat([rows, _numbers(comparison, lines).select(rows.columns)], how="vertical_relaxed")
+            if lines
+            else rows
+        )
+        coloured = [*labels, *names.values()]
+        drawn[heading] = charts.by_budget(rows, metric.key, metric.name, coloured, unit=unit)
     elif len(comparison.places) > 1:
         drawn[heading] = charts.by_shots(rows, labels, int(comparison.main or 0))
     if FEASIBLE in problem.metrics:
         level = comparison.reference.results.get("satisfaction_level")
         rows = rows.drop("low", "high", strict=False)
         title = "on time, of the feasible requests"
-        drawn["On time"] = charts.by_budget(rows, FEASIBLE.key, title, named, percent=True, level=level, unit=unit)
+        drawn["On time"] = charts.by_budget(rows, FEASIBLE.key, title, coloured, percent=True, level=level, unit=unit)
     columns = [(run.label, policy, run.results) for run, policy in runs if run.label in labels]
     if usage := charts.knob_usage(columns, unit):
         drawn["Which settings are used"] = usage
@@ -117,14 +119,9 @@ def _training(comparison: Comparison) -> charts.Figure:
     last = pl.col("step").max().over(*curve, "seed").min().over(curve)
     points = logged.filter(pl.col("metric").is_in(list(titles)), pl.col("step") <= last)
     points = points.group_by("policy", *curve, "grpo", "step").agg(mean=value.mean(), low=value.min(), high=value.max())
-    every = pl.len().over(curve) // POINTS + 1
-    points = (
-        points.filter(pl.int_range(pl.len()).over(curve, order_by="step") % every == 0)
-        .sort(*curve, "step")
-        .with_columns(
-            pl.col("mean", "low", "high").round_sig_figs(5),
-            pl.col("metric").replace(titles).alias("panel"),
-            alone=pl.len().over(curve) == 1,
-        )
+    points = points.sort(*curve, "step").with_columns(
+        pl.col("mean", "low", "high").round_sig_figs(5),
+        pl.col("metric").replace(titles).alias("panel"),
+        alone=pl.len().over(curve) == 1,
     )
     return charts.curves(points.drop("metric"), list(titles.values()), order(comparison))

@@ -61,14 +61,8 @@ def plane(
     unit: str = "ms",
     y: str = "accuracy",
 ) -> alt.LayerChart:
-    """Mean accuracy, or utility, against mean latency: configurations as dots, those that no other beats on a dashed
-    line, and one path a policy.
-
-    Args:
-        configurations: label, latency_ms, `y`, and perhaps samples, of each.
-        paths: policy, name, budget_ms, latency_ms, `y`.
-        policies: the order of the policies, which gives their colours.
-    """
+    """Mean accuracy or utility against mean latency: configurations (label, latency_ms, `y`, perhaps samples) as dots,
+    those that no other beats on a dashed line, and one path (policy, name, budget_ms, latency_ms, `y`) a policy."""
     x = alt.X("latency_ms:Q", title=f"mean latency ({unit})", scale=CLOSE)
     height = alt.Y(f"{y}:Q", title=f"mean {y} (0 to 1)", scale=CLOSE)
     columns = ("label", y, "latency_ms", "samples")
@@ -182,7 +176,8 @@ def dots(rows: pl.DataFrame, title: str, colour: alt.Color | None = None, zero: 
     marks = marks if colour is None else marks.encode(colour)
     scale, axis = CLOSE, alt.Axis()
     if "beside" in rows.columns:  # room for the words
-        low, high = float(rows["low"].min()), float(rows["high"].max())
+        bounds = rows.select(pl.col("low", "high").fill_null(pl.col("value"))).to_numpy()
+        low, high = float(bounds.min()), float(bounds.max())
         axis = alt.Axis(labelExpr=f"datum.value > {high} ? '' : datum.label")
         scale = alt.Scale(domain=[low, low + 1.2 * (high - low or 1.0)])
     start, value = (alt.X(f"{end}:Q", title=title, scale=scale, axis=axis) for end in ("low", "value"))
@@ -201,7 +196,7 @@ def dots(rows: pl.DataFrame, title: str, colour: alt.Color | None = None, zero: 
 
 def by_dataset(judged: Sequence[Mapping[str, Any]]) -> list[alt.LayerChart]:
     """Mean utility and its interval, of the most important policies: a chart for each data set."""
-    figure = {}
+    figure: dict[str, list[dict[str, Any]]] = {}
     for row in judged:
         name = policy_name(row["policy"] if row["policy"] in SAME_EVERYWHERE else "best_other")
         span = dict(zip(("low", "high"), row["utility_ci95"], strict=True))

@@ -111,9 +111,9 @@ def _log_spread(latency_ms: Tensor) -> float | None:
 def _examples(table: ProfileTable, accuracy: Tensor) -> list[dict[str, Any]]:
     """Samples from the one that a configuration answers right soonest to the one that needs longest."""
     needed = table.latency_ms.where((accuracy >= 0.5) & table.mask, torch.inf).amin(1)
-    known = needed.argsort()[: int(needed.isfinite().sum())]
-    places = np.linspace(0, len(known) - 1, min(EXAMPLES, len(known))).round().astype(int) if len(known) else []
-    return [{"sample_id": table.sample_ids[i], "needed_ms": float(needed[i])} for i in known[places].tolist()]
+    known = needed.argsort()[: int(needed.isfinite().sum())].tolist()
+    places = np.linspace(0, len(known) - 1, min(EXAMPLES, len(known))).round().astype(int).tolist()
+    return [{"sample_id": table.sample_ids[known[i]], "needed_ms": float(needed[known[i]])} for i in places]
 
 
 def _marginal(table: ProfileTable, place: int, accuracy: Tensor, latency: Tensor) -> dict[str, list[Any]]:

@@ -31,8 +31,8 @@ HUE_OF = {words["name"]: words["colour"] for words in POLICIES.values()}
 def domain(labels: Sequence[str]) -> list[str]:
     """The domain of a colour scale over the whole palette.
 
-    The label of a policy stands at the position of its hue, any other (a run, say) at the first free one that is not
-    the hue of a reference; blanks fill the remaining positions.
+    The label of a policy stands at the position of its hue, a run at the first free one that no reference has; blanks
+    fill the remaining positions.
     """
     hues: dict[str, str] = {}
     for label in labels:

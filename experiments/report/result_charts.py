@@ -170,7 +170,7 @@ def reliability(bins: Sequence[Mapping[str, float]]) -> alt.LayerChart:
     """Observed shares on time against predicted probabilities: expected_in_time, in_time and decisions of each bin, and
     a dashed diagonal, on which the two are equal."""
     rows = pl.DataFrame(bins).rename({"expected_in_time": "predicted", "in_time": "observed"})
-    corners = [math.floor(20 * min(rows["predicted"].min(), rows["observed"].min(), 0.99)) / 20, 1.0]
+    corners = [math.floor(20 * min(0.99, rows.select("predicted", "observed").to_numpy().min())) / 20, 1.0]
     scale, axis = alt.Scale(domain=corners, nice=False), alt.Axis(format="%", tickCount=5)
     x = alt.X("predicted:Q", title="predicted probability of being on time", scale=scale, axis=axis)
     y = alt.Y("observed:Q", title="observed share on time", scale=scale, axis=axis)
@@ -272,8 +272,9 @@ def _learned_rewards(results: Mapping[str, Any]) -> Charts:
                 if row["policy"] == policy
             ]
             lines = alt.Chart(pl.DataFrame(of_policy)).mark_line(point=True)
-            layers = diagonal.encode(x, y), lines.encode(x, y, alt.Color("drawn_by:N", title="drawn by"))
-            figure.append(charts.layered(*layers, height=240).properties(title=policy_name(policy, results)))
+            lines = lines.encode(x, y, alt.Color("drawn_by:N", title="drawn by"))
+            chart = charts.layered(diagonal.encode(x, y), lines, height=240)
+            figure.append(chart.properties(title=policy_name(policy, results)))
     return drawn
 
 

@@ -73,8 +73,8 @@ class Experiment(ABC):
             results["experiment"] = self.config.experiment
             results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
             started = (folder / "config.yaml").stat().st_mtime
-            day = f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"
-            results["run"] = {"started": day, "seconds": round(time.time() - started, 1), "commit": git_commit()}
+            results["run"] = {"started": f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"}
+            results["run"] |= {"seconds": round(time.time() - started, 1), "commit": git_commit()}
             write_decisions(folder, decisions)
             write_results(folder, results)
             report = write_report(folder)
