@@ -34,19 +34,28 @@ def charts_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(spec) for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
 
 
-def data_of(spec: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    return list(spec["datasets"].values())
+def specifications(figure: Any) -> list[dict[str, Any]]:
+    """The charts of a figure."""
+    return [page.specification(chart) for chart in (figure if isinstance(figure, list) else [figure])]
 
 
-def points_of(spec: dict[str, Any]) -> list[dict[str, Any]]:
+def data_of(*specs: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    return [rows for spec in specs for rows in spec["datasets"].values()]
+
+
+def points_of(*specs: dict[str, Any]) -> list[dict[str, Any]]:
     """The points of all layers."""
-    return [row for rows in data_of(spec) for row in rows]
+    return [row for rows in data_of(*specs) for row in rows]
 
 
-def svg_of(spec: dict[str, Any], theme: str = "dark") -> str:
-    svg: str = vl_convert.vegalite_to_svg(spec, config=page.THEMES[theme])
-    assert "<svg" in svg
-    return svg
+def svg_of(*specs: dict[str, Any], theme: str = "dark") -> str:
+    drawn = [vl_convert.vegalite_to_svg(spec, config=page.THEMES[theme]) for spec in specs]
+    assert all("<svg" in svg for svg in drawn)
+    return "".join(drawn)
+
+
+def titles_of(specs: list[dict[str, Any]]) -> list[str]:
+    return [spec.get("title", "") for spec in specs]
 
 
 def rows_of(text: str) -> list[list[str]]:

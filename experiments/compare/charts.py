@@ -21,10 +21,6 @@ from knobwise.experiments.results.problem import FEASIBLE, WEIGHTS
 
 COLOURED = 4
 """So many runs have a colour: the first one, and the best of those that are comparable with it."""
-CURVES = ("Utility", "Reward_Mean", "Accuracy_Mean", "Latency_Mean", "Budget_Violation_Rate")
-"""The training curves, in this order; the reward only where there is no utility, since runs may differ in it."""
-POINTS = 400
-"""How many points a curve has at most."""
 
 
 def comparison_charts(comparison: Comparison) -> Charts:
@@ -39,24 +35,26 @@ def comparison_charts(comparison: Comparison) -> Charts:
     rows = _numbers(comparison, [(run, policy, _line(comparison, run)) for run, policy in runs])
     if len(runs) > COLOURED:
         rows = rows.drop("low", "high")
-    names = [row["policy"] for row in comparison.reference_rows()]
-    references = None
-    if names:
-        lines = [(comparison.reference, name, {"policy": policy_name(name)}) for name in names]
-        references = _numbers(comparison, lines).drop("low", "high")
+    names = {row["policy"]: policy_name(row["policy"]) for row in comparison.reference_rows()}
+    lines = [(comparison.reference, policy, {"policy": name, "name": name}) for policy, name in names.items()]
     drawn: Charts = {}
-    if configurations := comparison.reference.results.get("configurations"):
-        paths = rows.select("name", "policy", "budget_ms", "accuracy", "latency_ms")
-        drawn["Accuracy and latency"] = charts.plane(configurations, paths, labels, unit, references)
-    name = next(metric.name for metric in problem.metrics if metric.key == problem.ranked_by)
-    heading = f"{name.capitalize()} by {problem.place_words[0]}"
+    metric = next(metric for metric in problem.metrics if metric.key == problem.ranked_by)
+    heading = f"{metric.name.capitalize()} by {problem.place_words[0]}"
     if problem.averaged:
-        drawn[heading] = charts.by_budget(rows, problem.ranked_by, name, labels, unit=unit, references=references)
+        rows = (
+            pl.concat([rows, _numbers(comparison, lines).select(rows.columns)], how="vertical_relaxed")
+            if lines
+            else rows
+        )
+        coloured = [*labels, *names.values()]
+        drawn[heading] = charts.by_budget(rows, metric.key, metric.name, coloured, unit=unit)
     elif len(comparison.places) > 1:
         drawn[heading] = charts.by_shots(rows, labels, int(comparison.main or 0))
     if FEASIBLE in problem.metrics:
         level = comparison.reference.results.get("satisfaction_level")
-        drawn["On time"] = charts.on_time(rows, labels, level, unit)
+        rows = rows.drop("low", "high", strict=False)
+        title = "on time, of the feasible requests"
+        drawn["On time"] = charts.by_budget(rows, FEASIBLE.key, title, coloured, percent=True, level=level, unit=unit)
     columns = [(run.label, policy, run.results) for run, policy in runs if run.label in labels]
     if usage := charts.knob_usage(columns, unit):
         drawn["Which settings are used"] = usage
@@ -65,15 +63,16 @@ def comparison_charts(comparison: Comparison) -> Charts:
     return drawn
 
 
-def forest(comparison: Comparison) -> charts.alt.LayerChart:
+def forest(comparison: Comparison) -> charts.Figure:
     """The differences at the main place, in points as in the tables."""
     rows = [
-        {"run": difference.run, "difference": 100 * difference.difference}
+        {"name": difference.run, "value": 100 * difference.difference}
         | {"low": 100 * difference.ci95[0], "high": 100 * difference.ci95[1], "shown": SIGN_WORDS[difference.sign]}
         for difference in comparison.differences
     ]
-    title = f"difference in {comparison.problem.score} to the first run, in points"
-    return charts.differences(pl.DataFrame(rows), title)
+    title = f"difference in {comparison.problem.score} to {comparison.reference.label}, in points"
+    colour = charts.colour_of({"blue": "better", "orange": "worse", "grey": "no difference shown"}, "shown")
+    return charts.dots(pl.DataFrame(rows), title, colour, zero=True)
 
 
 def order(comparison: Comparison) -> list[str]:
@@ -101,7 +100,7 @@ def _numbers(comparison: Comparison, lines: list[tuple[ComparedRun, str, dict[st
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
-def _training(comparison: Comparison) -> charts.alt.FacetChart | None:
+def _training(comparison: Comparison) -> charts.Figure:
     """For each metric and step of a run the mean, the lowest and the highest seed."""
     frames = []
     for run in comparison.runs:
@@ -110,34 +109,19 @@ def _training(comparison: Comparison) -> charts.alt.FacetChart | None:
             line = {name: pl.lit(value) for name, value in _line(comparison, run).items()}
             frames.append(logged.with_columns(grpo=pl.lit(grpo_begins(run.results), pl.Int64), **line))
     if not frames:
-        return None
+        return []
     logged = pl.concat(frames).filter(pl.col("part") == "validation").with_columns(pl.col("seed").fill_null(""))
-    titles = {name: title_of(name, comparison.unit) for name in _curves(metrics_in_time(logged))}
-    if not titles:
-        return None
+    scores = ("Utility", comparison.problem.validation.removeprefix("Val/"))
+    names = [name for name in metrics_in_time(logged) if name in scores or is_shown_first(name)]
+    titles = {name: title_of(name, comparison.unit) for name in names}
     value, curve = pl.col("value"), ["name", "metric"]
     # steps that only some seeds reached have no mean over the seeds
     last = pl.col("step").max().over(*curve, "seed").min().over(curve)
     points = logged.filter(pl.col("metric").is_in(list(titles)), pl.col("step") <= last)
     points = points.group_by("policy", *curve, "grpo", "step").agg(mean=value.mean(), low=value.min(), high=value.max())
-    every = pl.len().over(curve) // POINTS + 1
-    points = (
-        points.filter(pl.int_range(pl.len()).over(curve, order_by="step") % every == 0)
-        .sort(*curve, "step")
-        .with_columns(
-            pl.col("mean", "low", "high").round_sig_figs(5),
-            pl.col("metric").replace(titles).alias("panel"),
-            alone=pl.len().over(curve) == 1,
-        )
+    points = points.sort(*curve, "step").with_columns(
+        pl.col("mean", "low", "high").round_sig_figs(5),
+        pl.col("metric").replace(titles).alias("panel"),
+        alone=pl.len().over(curve) == 1,
     )
     return charts.curves(points.drop("metric"), list(titles.values()), order(comparison))
-
-
-def _curves(metrics: list[str]) -> list[str]:
-    """Of the logged metrics those to draw; stages of training are panels under their names."""
-    names = [name for name in CURVES if name in metrics]
-    if "Utility" in names and "Reward_Mean" in names:
-        names.remove("Reward_Mean")
-    for number in ("Accuracy_Mean", "Reward_Mean"):
-        names = names or [name for name in metrics if name.endswith(f"/{number}") and is_shown_first(name)]
-    return names

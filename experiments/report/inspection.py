@@ -6,6 +6,8 @@ samples that it is judged on) and the oracle knows the outcomes: it is only an u
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 import math
 from collections import Counter
@@ -14,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
@@ -27,6 +30,9 @@ from knobwise.experiments.results.statistics import pareto_front
 if TYPE_CHECKING:
     from rich.console import Console
 
+QUANTILES = (0.05, 0.5, 0.95)
+EXAMPLES = 6
+
 
 def inspect_table(table: ProfileTable) -> dict[str, Any]:
     """The facts about a profile, as plain values for JSON.
@@ -37,8 +43,9 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     measurements, median over the cells; None if each was measured once), `latency_spread_between_configurations` (the
     same over a sample's configurations, median over the samples), `knobs` (marginal means over profiled cells),
     `headroom` (utility per default budget: the best static configuration, and the best of each sample),
-    `static_choices`, `feasible_share`, `configuration_means` with `pareto`, `datasets`, `features`, `digest`, `notes`
-    (the reader's), `warnings` (ours).
+    `static_choices`, `feasible_share`, `configuration_means` with the 5, 50 and 95 % quantiles of latency and `pareto`,
+    `examples` (samples with the latency of their cheapest right configuration, from easy to hard), `datasets`,
+    `features`, `digest`, `notes` (the reader's), `warnings` (ours).
     """
     digest, table = table.digest, table.without_first_look
     mask, accuracy, latency = table.mask, table.accuracy.nan_to_num(), table.latency_ms.nan_to_num()
@@ -47,6 +54,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     spread = ((latency - means["latency_ms"]).square() * mask).sum(0).div(profiled).sqrt()
     front = pareto_front(*(values.numpy() for values in means.values()))
     lowest, highest = _range(accuracy.where(mask, torch.nan).T)
+    quantiles = np.nanquantile(table.latency_ms.numpy(), QUANTILES, axis=0).T.tolist()
     facts: dict[str, Any] = {
         "name": table.name,
         "digest": digest,
@@ -63,6 +71,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "configuration_means": [
             {"label": table.label(c), "knobs": table.configuration(c), "samples": int(profiled[c])}
             | {name: float(values[c]) for name, values in means.items()}
+            | {"latency_ms_quantiles": quantiles[c]}
             for c in range(table.num_configurations)
         ],
         "datasets": dict(Counter(table.dataset_names)),
@@ -73,6 +82,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
             for name, block in table.features.items()
         ],
         "notes": list(table.notes),
+        "examples": _examples(table, accuracy),
         "pareto": [c for c in means["latency_ms"].argsort().tolist() if front[c]],
     }
     return facts | {"warnings": sentences("profile_warnings.txt.j2", **facts) + few_budgets(default_budgets(table))}
@@ -96,6 +106,14 @@ def _log_spread(latency_ms: Tensor) -> float | None:
     squares = (logs - logs.nanmean(-1, keepdim=True)).square().nansum(-1)
     spreads = (squares / (count - 1)).sqrt()[count > 1]
     return float(median_of(spreads)) if len(spreads) else None
+
+
+def _examples(table: ProfileTable, accuracy: Tensor) -> list[dict[str, Any]]:
+    """Samples from the one that a configuration answers right soonest to the one that needs longest."""
+    needed = table.latency_ms.where((accuracy >= 0.5) & table.mask, torch.inf).amin(1)
+    known = needed.argsort()[: int(needed.isfinite().sum())].tolist()
+    places = np.linspace(0, len(known) - 1, min(EXAMPLES, len(known))).round().astype(int).tolist()
+    return [{"sample_id": table.sample_ids[known[i]], "needed_ms": float(needed[known[i]])} for i in places]
 
 
 def _marginal(table: ProfileTable, place: int, accuracy: Tensor, latency: Tensor) -> dict[str, list[Any]]:
@@ -178,6 +196,12 @@ def write_inspection(facts: Mapping[str, Any], path: str | Path) -> Path:
     lines = lines.unpivot(index="budget_ms", variable_name="policy", value_name="utility").unique(maintain_order=True)
     lines = lines.with_columns(name="policy")
     holes = facts["coverage"] < 1 or facts["grid"] > facts["configurations"]
+    front = [facts["configuration_means"][c] for c in facts["pareto"]]
+    spread = [
+        dict(zip(("low", "value", "high"), each["latency_ms_quantiles"], strict=True))
+        | {"name": " · ".join(map(str, each["knobs"].values())), "beside": f"{each['accuracy']:.1%} right"}
+        for each in front
+    ]
     return page.render_page(
         path,
         "inspection.html.j2",
@@ -187,9 +211,29 @@ def write_inspection(facts: Mapping[str, Any], path: str | Path) -> Path:
         headroom=charts.by_budget(lines, "utility", "utility (0 to 1)", list(names.values())),
         plane=charts.plane(facts["configuration_means"]),
         knobs=charts.knob_effects(facts["knobs"]),
+        latencies=charts.dots(pl.DataFrame(spread), "latency (ms)"),
         coverage=charts.coverage(_coverage(facts)) if holes else None,
+        pictures=_pictures(facts),
         sentences=sentences("profile.txt.j2", **facts),
     )
+
+
+def _pictures(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Picture (PNG as a data URI), question and latency needed of the examples; only the built-in profile has any."""
+    if facts["name"] != "builtin":
+        return []
+    from PIL import Image
+
+    from knobwise.profiling.elastic.adapter import builtin_input
+
+    pictures = []
+    for example in facts["examples"]:
+        question, pixels = builtin_input(example["sample_id"])
+        file = io.BytesIO()
+        Image.fromarray((255 * pixels).astype(np.uint8)).save(file, "PNG")
+        uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        pictures.append((uri, question, quantity(example["needed_ms"])))
+    return pictures
 
 
 def _coverage(facts: Mapping[str, Any]) -> list[pl.DataFrame]:

@@ -77,23 +77,24 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
 
     table = policies(results)
     width = len(table.header) - len(REPLAYED) * bool(results["agreement"])  # what was replayed has a table of its own
-    frame = pl.DataFrame(
-        [
-            {"policy": policy_name(row["policy"])}
-            | {"value": row[metric], "low": row[f"{metric}_ci95"][0], "high": row[f"{metric}_ci95"][1], "metric": name}
-            for metric, name in (("satisfaction", "share on time"), ("utility", "utility"))
+    shares = []
+    for metric, title in (("satisfaction", "share on time"), ("utility", "utility (0 to 1)")):
+        rows = [
+            {"name": policy_name(row["policy"]), "value": row[metric]}
+            | dict(zip(("low", "high"), row[f"{metric}_ci95"], strict=True))
             for row in ranked(results)
         ]
-    )
+        shares.append(
+            charts.dots(pl.DataFrame(rows), title, charts.colour_of([r["name"] for r in rows], "name").legend(None))
+        )
     return render_page(
         path,
         "live.html.j2",
         results=results,
         verdict=verdict(results),
-        bars=charts.share_bars(frame),
+        shares=shares,
         run_columns=[policy_name(row["policy"]) for row in results["rows"]],
         timeline=charts.timeline(pl.DataFrame(results["timeline"])),
-        residuals=charts.residuals(pl.DataFrame(results["timeline"])),
         learned=next(row for row in results["rows"] if row["policy"] == LEARNED),
         static=next(row for row in results["rows"] if row["policy"] == STATIC),
         policies=Table(table.header[:width], [row[:width] for row in table.rows], table.strong),

@@ -31,14 +31,14 @@ HUE_OF = {words["name"]: words["colour"] for words in POLICIES.values()}
 def domain(labels: Sequence[str]) -> list[str]:
     """The domain of a colour scale over the whole palette.
 
-    The label of a policy stands at the position of its hue, any other (a run, say) at the first free one; blanks fill
-    the remaining positions.
+    The label of a policy stands at the position of its hue, a run at the first free one that no reference has; blanks
+    fill the remaining positions.
     """
     hues: dict[str, str] = {}
     for label in labels:
         if label in HUE_OF:
             hues.setdefault(HUE_OF[label], label)
-    free = [hue for hue in HUES if hue not in hues and hue != "grey"]
+    free = [hue for hue in HUES if hue not in hues and hue not in ("orange", "purple", "grey")]
     others = [label for label in labels if label not in hues.values()]
     return by_hue(hues | dict(zip(free, others, strict=False))) + others[len(free) :]
 
@@ -66,11 +66,12 @@ def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
         return chart.to_dict()
 
 
-def png(chart: alt.TopLevelMixin) -> bytes:
-    """The chart as a picture, twice as fine as on screen, on white."""
+def png(figure: Any) -> bytes:
+    """A chart, or several below one another, as a picture, twice as fine as on screen, on white."""
     import vl_convert
 
-    config = THEMES["light"] | {"background": "white"}
+    config = THEMES["light"] | {"background": "white", "view": {"stroke": "transparent", "continuousWidth": 640}}
+    chart = alt.vconcat(*figure).resolve_scale(color="independent") if isinstance(figure, list) else figure
     return vl_convert.vegalite_to_png(specification(chart), scale=2, config=config)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knobwise.agents.selector.baselines import SIMPLE
+from knobwise.common.progress import duration
 from knobwise.experiments.report import charts, tables, words
 from knobwise.experiments.report import result_charts as drawn
 from knobwise.experiments.report.page import render_page
@@ -46,23 +47,27 @@ def write_report(run_folder: str | Path) -> Path:
     folder = Path(run_folder).resolve()
     results = words.read_results(folder)
     problem, config = problem_of(results), folder / "config.yaml"
+    figures, simple = list(drawn.result_charts(results).items()), drawn.baselines(results)
     return render_page(
         folder / "report.html",
         "report.html.j2",
         name=f"{folder.parent.name} / {folder.name}",
         results=results,
         problem=problem,
-        verdict=verdict(results),
+        verdict=verdict(results, guard=[]),  # guarantees have a section of their own
         tables=tables,
-        charts=drawn.result_charts(results),
+        lead_charts=dict(figures[:1]),
+        other_charts=dict(figures[1:]),
         drawing=charts,
         difficulty=drawn.difficulty,
-        strongest=next((policy_name(policy, results) for policy in drawn.baselines(results)), ""),
+        strongest=policy_name(simple[0], results) if simple else "",
+        strongest_key=simple[0] if simple else "",
         shots=None if problem.averaged else shown_at(results),
         simple=SIMPLE,
-        curves=drawn.training_curves(folder / "metrics.csv", words.grpo_begins(results)),
+        curves=drawn.training_curves(results, folder / "metrics.csv"),
         command=results.get("command") or f"knobwise train experiment={folder.parent.name}",
         version=__version__,
+        duration=duration,
         config=config.read_text(encoding="utf-8") if config.exists() else None,
     )
 
@@ -81,10 +86,10 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
 # -- in sentences ----------------------------------------------------------------------------------------------------
 
 
-def verdict(results: Mapping[str, Any]) -> list[str]:
-    """What the run shows, the most important first."""
+def verdict(results: Mapping[str, Any], **changes: Any) -> list[str]:
+    """What the run shows, the most important first; `changes` replace numbers that the sentences are made of."""
     problem = problem_of(results).name
-    return words.sentences(f"{problem}.txt.j2", results=results, **_NUMBERS[problem](results))
+    return words.sentences(f"{problem}.txt.j2", results=results, **(_NUMBERS[problem](results) | changes))
 
 
 def on_decisions(results: Mapping[str, Any]) -> str:

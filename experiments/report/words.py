@@ -228,21 +228,6 @@ def _with_fallback(row: Row) -> Row:
     return {**row, "worse": worse, "safer": not worse and not row["deployed"]}
 
 
-def guard_words(rows: Sequence[Row]) -> str:
-    """The guard's decision at a budget and its reason; if the seeds differ, the number of seeds for each, and a reason
-    of each."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        title = "deployed" if row["deployed"] else "fell back"
-        title += ", unattainable" * row["unattainable"] + ", too dear" * row["too_dear"] + ", unshown" * row["unshown"]
-        groups.setdefault(title, []).append(row)
-    reasons = [group[0]["reason"] for group in groups.values()]
-    if len(groups) == 1:
-        return str(reasons[0]).replace("; ", "\n", 1)
-    counts = "; ".join(f"{title}: {len(group)} of {len(rows)} seeds" for title, group in groups.items())
-    return "\n".join([counts, *reasons])
-
-
 def mean_of(rows: Sequence[Row], name: str) -> float:
     """The mean of the known values; NaN where none is known."""
     values = [row[name] for row in rows if known(row.get(name))]

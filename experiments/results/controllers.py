@@ -20,7 +20,7 @@ from knobwise.agents.judging.policy import Baseline, Policy
 from knobwise.agents.serving.own_cost import own_cost
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
-from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.reward import RewardTable, expected_utility
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.decisions import DecisionArrays, decision_rows
@@ -31,8 +31,11 @@ from knobwise.experiments.results.statistics import score_intervals
 
 KNOW_THE_ROWS = ("static_per_dataset", "oracle")
 """They look their choices up, which no request could; their decision times mean nothing."""
-COMPARED = ("over_static_mix", "over_static_mix_at_budget", "over_best_single")
-"""The differences in a row under mean budgets."""
+COMPARED = {
+    DEADLINE.name: ("over_static",),
+    MEAN_BUDGET.name: ("over_static_mix", "over_static_mix_at_budget", "over_best_single"),
+}
+"""The differences in a row."""
 Results = dict[str, Any]
 Rows = list[dict[str, Any]]
 Outcome = tuple[str, dict[str, np.ndarray], list[np.ndarray]]
@@ -253,7 +256,7 @@ def _results(
 ) -> Results:
     """What both kinds have; `outcomes` takes decisions and the rows of the table that they are about."""
     arrays = DecisionArrays(decisions)
-    rows = _rows(outcomes(arrays, test), arrays.splits, arrays.places)
+    rows = _rows(problem, outcomes(arrays, test), arrays.splits, arrays.places)
     firsts = [0] if arrays.splits is None else np.unique(arrays.splits[0], return_index=True)[1]
     for row in rows:
         times = arrays.array(row["policy"], "decision_us")[:, firsts].mean((0, 1))
@@ -261,6 +264,9 @@ def _results(
         row["decision_us_p50"] = None if np.isnan(times[0]) else float(times[budgets].mean())
     accuracy, latency = (values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms))
     profiled = table.mask[test].any(0).tolist()
+    measured = table.accuracy[test], table.measurements_ms[test]
+    served = sum(expected_utility(*measured, torch.tensor(budget)) for budget in arrays.places) / len(arrays.places)
+    utility = torch.where(table.mask[test], served, torch.nan).nanmean(0).tolist()
     results: Results = {
         "profile": profile_of(table),
         "split": "test",
@@ -271,6 +277,7 @@ def _results(
         "rows": rows,
         "configurations": [
             {"label": label, "knobs": table.configuration(c), "accuracy": accuracy[c], "latency_ms": latency[c]}
+            | ({"utility": utility[c]} if problem is DEADLINE else {})
             for c, label in enumerate(_labels(table))
             if profiled[c]
         ],
@@ -284,7 +291,7 @@ def _results(
         for dataset in sorted(names.unique()):
             part = DecisionArrays(decisions.filter(pl.col("dataset") == dataset))
             samples = test[torch.from_numpy((names == dataset).to_numpy())]
-            means = _most_important(problem, _rows(outcomes(part, samples), part.splits))
+            means = _most_important(problem, _rows(problem, outcomes(part, samples), part.splits))
             results["by_dataset"] += [{"dataset": dataset, "samples": len(samples), **row} for row in means]
     return results
 
@@ -298,9 +305,12 @@ def _most_important(problem: Problem, means: Rows) -> Rows:
     return [rows[policy] for policy in names if policy in rows]
 
 
-def _rows(outcomes: Iterable[Outcome], splits: np.ndarray | None, budgets: Sequence[float] = ()) -> Rows:
+def _rows(
+    problem: Problem, outcomes: Iterable[Outcome], splits: np.ndarray | None, budgets: Sequence[float] = ()
+) -> Rows:
     """For each policy the mean over all budgets, then a row for each of `budgets`, with the intervals of its score, of
     the oracle gap that it closes and of `COMPARED`; `splits` as in `resampled_means`."""
+    compared = COMPARED[problem.name]
     parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
     rows, cases = [], []
     for policy, numbers, scores in outcomes:
@@ -310,7 +320,7 @@ def _rows(outcomes: Iterable[Outcome], splits: np.ndarray | None, budgets: Seque
             between = float(high.mean() - low.mean())
             row: dict[str, Any] = {"policy": policy, "budget_ms": budget}
             row |= {key: _known_mean(values[part]) for key, values in numbers.items()}
-            row |= {key: float(gain.mean()) for key, gain in zip(COMPARED, gains, strict=False)}
+            row |= {key: float(gain.mean()) for key, gain in zip(compared, gains, strict=True)}
             row["gap_closed"] = float(score.mean() - low.mean()) / between if between > 1e-9 else 0.0
             if policy in DEADLINE.trained:
                 row["utility_per_seed"] = score.mean(1).tolist()
@@ -320,7 +330,7 @@ def _rows(outcomes: Iterable[Outcome], splits: np.ndarray | None, budgets: Seque
             cases.append([score, low, high, *gains])
     for row, intervals in zip(rows, score_intervals(cases, splits), strict=True):
         row |= {"utility_ci95": intervals["score_ci95"], "gap_closed_ci95": intervals["gap_closed_ci95"]}
-        row |= {f"{key}_ci95": interval for key, interval in zip(COMPARED, intervals["differences_ci95"], strict=False)}
+        row |= {f"{key}_ci95": interval for key, interval in zip(compared, intervals["differences_ci95"], strict=True)}
     return rows
 
 
@@ -348,7 +358,7 @@ def _under_deadlines(arrays: DecisionArrays) -> Iterator[Outcome]:
             "utility": score.mean((0, 1)),
             "utility_free": free.mean((0, 1)),
         }
-        yield policy, numbers, [score, low, high]
+        yield policy, numbers, [score, low, high, low]
 
 
 def _under_mean_budgets(

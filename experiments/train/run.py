@@ -6,9 +6,11 @@ from __future__ import annotations
 import logging
 import shlex
 import shutil
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from knobwise.experiments.results.run_folder import STUDENT, claim
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.service_options import ServiceRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile
-from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
+from knobwise.experiments.tracking.tracker import Tracker, git_commit, wandb_mode
 
 
 class Experiment(ABC):
@@ -70,6 +72,9 @@ class Experiment(ABC):
             results, decisions = self.judge(folder)
             results["experiment"] = self.config.experiment
             results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
+            started = (folder / "config.yaml").stat().st_mtime
+            results["run"] = {"started": f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"}
+            results["run"] |= {"seconds": round(time.time() - started, 1), "commit": git_commit()}
             write_decisions(folder, decisions)
             write_results(folder, results)
             report = write_report(folder)

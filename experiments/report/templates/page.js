@@ -1,9 +1,18 @@
+// Contents at the side, from the headings.
+for (const heading of document.querySelectorAll('h2')) {
+  heading.id = heading.textContent.toLowerCase().replace(/\W+/g, '-');
+  const link = document.querySelector('nav').appendChild(document.createElement('a'));
+  link.href = '#' + heading.id;
+  link.textContent = heading.textContent;
+}
+
+// Charts take the width of their place, also when it changes; inside what is folded there is none yet.
 const dark = matchMedia('(prefers-color-scheme: dark)');
-function draw() {
+function draw(again) {
   const theme = dark.matches ? 'dark' : 'light';
-  for (const figure of document.querySelectorAll('figure')) {
-    const chart = JSON.parse(figure.querySelector('script').textContent);
-    vegaEmbed(figure.querySelector('.chart'), chart, {
+  for (const chart of document.querySelectorAll('.chart')) {
+    if (!chart.clientWidth || (chart.hasChildNodes() && !again)) continue;
+    vegaEmbed(chart, JSON.parse(chart.nextElementSibling.textContent), {
       config: themes[theme],
       ast: true,  // expressions are interpreted: the page allows no eval
       renderer: 'svg',
@@ -12,5 +21,13 @@ function draw() {
     });
   }
 }
-dark.addEventListener('change', draw);
+function fit() {
+  for (const table of document.querySelectorAll('.wide')) {
+    table.classList.toggle('scrolls', table.scrollWidth > table.clientWidth);
+  }
+}
+dark.addEventListener('change', () => draw(true));
+addEventListener('resize', fit);
+document.addEventListener('toggle', () => { draw(); fit(); }, true);
 draw();
+fit();

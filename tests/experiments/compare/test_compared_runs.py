@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 from commands import Capture, mistake
 from omegaconf import OmegaConf
-from page_parts import charts_of, data_of, points_of, rows_of, svg_of
+from page_parts import charts_of, data_of, points_of, rows_of, specifications, svg_of, titles_of
 from run_folders import BUDGETS, write_run, write_selector_run
 
 from knobwise.__main__ import main
@@ -178,8 +178,8 @@ def runs(folder: Path, count: int, **more: Any) -> list[str]:
     return [str(write_run(names[n], gain=n / 20, settings=settings[n], **more)) for n in range(count)]
 
 
-def drawn(comparison: Comparison) -> dict[str, dict[str, Any]]:
-    return {name: page.specification(chart) for name, chart in comparison_charts(comparison).items()}
+def drawn(comparison: Comparison) -> dict[str, list[dict[str, Any]]]:
+    return {name: specifications(figure) for name, figure in comparison_charts(comparison).items()}
 
 
 @pytest.fixture(scope="module")
@@ -211,38 +211,38 @@ def test_the_page_is_one_file_and_holds_every_number(tmp_path: Path, three: Comp
 
 def test_every_chart_can_be_drawn_in_both_themes(three: Comparison) -> None:
     specs = drawn(three)
-    assert len(specs) == 5
+    assert len(specs) == 4
     for spec in specs.values():
         for theme in page.THEMES:
-            svg_of(spec, theme)
+            svg_of(*spec, theme=theme)
 
 
 def test_charts_hold_the_numbers_under_the_names_of_the_runs(three: Comparison) -> None:
     comparison, specs = three, drawn(three)
     labels = {run.label for run in comparison.runs}
-    lines = points_of(specs["Utility by budget"])
+    lines = points_of(*specs["Utility by budget"])
     for run in comparison.runs:
         found = {row["budget_ms"]: row["utility"] for row in lines if row.get("name") == run.label}
         assert found == {budget: run.row("controller", budget)["utility"] for budget in BUDGETS}
-    quiet = {(row["policy"], row["budget_ms"]): row["utility"] for row in lines if "name" not in row}
+    quiet = {(row["policy"], row["budget_ms"]): row["utility"] for row in lines if "name" in row}
     oracle = {("oracle (upper bound)", b): comparison.runs[0].row("oracle", b)["utility"] for b in BUDGETS}
     assert quiet.items() >= oracle.items()
-    assert {row["policy"] for row in points_of(specs["Which settings are used"])} == labels
-    plane = points_of(specs["Accuracy and latency"])
-    assert {row["name"] for row in plane if "name" in row} == labels
-    assert {row["label"] for row in plane if "label" in row} == {"crops=1", "crops=2", "crops=4"}
+    usage = specs["Which settings are used"]
+    assert {title for spec in usage for title in spec["title"]} == labels
+    assert {row["run"] for row in points_of(*usage)} == labels
 
 
 def test_curves_are_means_over_seeds_with_the_lowest_and_highest(tmp_path: Path) -> None:
     folders = runs(tmp_path, 2)
     with (Path(folders[0]) / "metrics.csv").open("a") as file:
         file.write("0,30,0.9,2.0,\n")  # one seed that went on is no mean over seeds
-    (points,) = data_of(drawn(comparison_of(folders))["Training, on validation samples"])
+    curves = drawn(comparison_of(folders))["Training, on validation samples"]
+    points = points_of(*curves)
     curve = [p for p in points if p["name"] == "group_size=0" and p["panel"] == "utility (0 to 1)"]
     assert [(p["step"], p["mean"], p["low"], p["high"]) for p in curve] == [
         *((0, 0.51, 0.5, 0.52), (10, 0.61, 0.6, 0.62), (20, 0.71, 0.7, 0.72))
     ]
-    assert {p["panel"] for p in points} == {"utility (0 to 1)", "latency, mean (ms)"}
+    assert {p["panel"] for p in points} == set(titles_of(curves)) == {"utility (0 to 1)"}
 
 
 def test_curves_say_where_grpo_begins_and_a_single_point_is_a_dot(tmp_path: Path) -> None:
@@ -257,10 +257,10 @@ def test_curves_say_where_grpo_begins_and_a_single_point_is_a_dot(tmp_path: Path
     comparison = comparison_of(list(map(str, folders)))
     assert "Dashed: where GRPO begins." in write_comparison(comparison, tmp_path / "page.html").read_text()
     curves = drawn(comparison)["Training, on validation samples"]
-    points = points_of(curves)
+    points = [point for point in points_of(*curves) if "panel" in point]
     names = [run.label for run in comparison.runs]
     assert {(p["name"], p["grpo"], p["alone"]) for p in points} == {(names[0], 10, False), (names[1], None, True)}
-    assert svg_of(curves).count('stroke-dasharray="5,4"') == 2  # one in each panel: utility, latency
+    assert svg_of(*curves).count('stroke-dasharray="5,4"') == 1
 
 
 def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Path) -> None:
@@ -270,18 +270,19 @@ def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Pat
     assert named == ["group_size=0", "group_size=9", "group_size=10", "group_size=11", charts.OTHER]
     assert len(named) == COLOURED + 1
     specs = drawn(comparison)
-    lines = [row for row in points_of(specs["Utility by budget"]) if "name" in row]
-    assert {row["name"] for row in lines} == {run.label for run in comparison.runs}
-    assert {row["policy"] for row in lines} == set(named)
-    assert {row["policy"] for row in points_of(specs["Which settings are used"])} == set(named) - {charts.OTHER}
+    lines = [row for row in points_of(*specs["Utility by budget"]) if "name" in row]
+    references = {"budget-aware static", "oracle (upper bound)"}
+    assert {row["name"] for row in lines} == {run.label for run in comparison.runs} | references
+    assert {row["policy"] for row in lines} == set(named) | references
+    assert {row["run"] for row in points_of(*specs["Which settings are used"])} == set(named) - {charts.OTHER}
     text = write_comparison(comparison, tmp_path / "page.html").read_text()
     assert "<h1>lean: 12 runs</h1>" in text
     assert "the first run and the 3 best others judged on the same samples; grey: 8 more" in text
     assert all(f"{run.label}</td>" in text for run in comparison.runs)
     assert "<details><summary>Per budget" in text
     (forest,) = (spec for spec in charts_of(text) if "shown" in str(spec))
-    rows = next(rows for rows in data_of(forest) if "run" in rows[0])
-    assert [(r["run"], r["difference"], r["low"], r["high"]) for r in rows] == [
+    rows = next(rows for rows in data_of(forest) if "shown" in rows[0])
+    assert [(r["name"], r["value"], r["low"], r["high"]) for r in rows] == [
         (one.run, *(100 * value for value in (one.difference, *one.ci95))) for one in comparison.differences
     ]
 
@@ -303,25 +304,23 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path: Path, missing: str)
 def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> None:
     mean = comparison_of(runs(tmp_path / "m", 2, sense="mean"))
     assert set(drawn(mean)) == {
-        *("Accuracy and latency", "Over static mix by mean budget", "Which settings are used"),
-        "Training, on validation samples",
+        *("Over static mix by mean budget", "Which settings are used", "Training, on validation samples"),
     }
     folders = [str(write_selector_run(tmp_path / "s" / name, wrong=wrong)) for name, wrong in (("a", 0.6), ("b", 0.3))]
     comparison = comparison_of(folders)
     specs = drawn(comparison)
     assert set(specs) == {"Accuracy by number of shots", "Training, on validation queries"}
-    lines = [row for row in points_of(specs["Accuracy by number of shots"]) if "name" in row]
+    lines = [row for row in points_of(*specs["Accuracy by number of shots"]) if "name" in row]
     for run in comparison.runs:
         found = {row["shots"]: row["accuracy"] for row in lines if row["name"] == run.label}
         assert found == {n: run.row("grpo_recorded", n)["accuracy"] for n in (1, 2)}
-    panels = {point["panel"] for point in points_of(specs["Training, on validation queries"])}
-    assert panels == {"sft: accuracy, mean (0 to 1)"}
+    assert titles_of(specs["Training, on validation queries"]) == ["sft: accuracy, mean (0 to 1)"]
     text = write_comparison(comparison, tmp_path / "page.html").read_text()
     for title in ("Per number of shots", "Stage by stage", "GRPO on recorded groups"):
         assert title in text
     assert "without experts or guard" not in text
     for spec in specs.values():
-        svg_of(spec)
+        svg_of(*spec)
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def one_knob() -> ProfileTable:
     return replace(table, name="<solvers>", knobs=knobs, latency_ms=1e5 * table.latency_ms)
 
 
-@pytest.mark.parametrize(("table", "figures"), [(by_hand(), 4), (small_table(30, holes=0.4), 4), (one_knob(), 3)])
+@pytest.mark.parametrize(("table", "figures"), [(by_hand(), 8), (small_table(30, holes=0.4), 12), (one_knob(), 5)])
 def test_page_is_whole_and_its_charts_can_be_drawn(table: ProfileTable, figures: int, tmp_path: Path) -> None:
     path = write_inspection(inspect_table(table), tmp_path / "new" / "profile.html")
     text = path.read_text()
@@ -205,7 +205,7 @@ def test_page_is_whole_and_its_charts_can_be_drawn(table: ProfileTable, figures:
     specs = charts_of(text)
     assert len(specs) == figures  # the last is the coverage, where there are holes
     for spec in specs:
-        svg_of(spec, "light")
+        svg_of(spec, theme="light")
     seen = re.sub(r"<script.*?</script>", "", text, flags=re.S)
     assert table.digest in seen
     assert "<solvers>" not in seen

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_parts import charts_of, data_of, points_of, printed, report_of, rows_of, run_folder, svg_of
+from page_parts import charts_of, data_of, points_of, printed, report_of, rows_of, run_folder, specifications, svg_of
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page
@@ -22,6 +22,8 @@ from knobwise.experiments.report.words import calibration_error, policy_name, qu
 from knobwise.experiments.results.statistics import pareto_front
 
 BUDGETS = (120.0, 480.0)
+SHOWN = ("controller", "budget_aware_static", "random_forest", "oracle")
+"""In charts; weaker baselines than the forest are in the tables only."""
 POLICIES = {"controller": 0.6, "budget_aware_static": 0.5, "random_forest": 0.58, "ridge": 0.55, "oracle": 0.8}
 
 
@@ -31,6 +33,7 @@ def row(policy: str, budget: float | None, utility: float) -> dict[str, Any]:
     row |= {"latency_ms_mean": 0.8 * (budget or 300.0), "latency_ms_p95": 400.0, "decision_us_p50": 12.5}
     row |= {"satisfaction": 0.9, "satisfaction_feasible": 0.96, "infeasible": 0.0 if budget == BUDGETS[1] else 0.04}
     row |= {"utility": utility, "utility_ci95": [utility - 0.015, utility + 0.015]}
+    row |= {"over_static": 0.3 * gap, "over_static_ci95": [0.3 * gap - 0.01, 0.3 * gap + 0.01]}
     return row | {"gap_closed": gap, "gap_closed_ci95": [gap - 0.1, gap + 0.1]}
 
 
@@ -44,8 +47,8 @@ def results(**utilities: float) -> dict[str, Any]:
     return content | {
         "profile": {"name": "small", "digest": "sha256:0f", "samples": 60, "configurations": 2},
         "configurations": [
-            {"label": f"crops={k['crops']}", "knobs": k, "accuracy": a, "latency_ms": t}
-            for k, a, t in zip(settings_, (0.412, 0.733), (100.0, 400.0), strict=True)
+            {"label": f"crops={k['crops']}", "knobs": k, "accuracy": a, "utility": u, "latency_ms": t}
+            for k, a, u, t in zip(settings_, (0.412, 0.733), (0.35, 0.45), (100.0, 400.0), strict=True)
         ],
         "knob_usage": [
             {"policy": p, "budget_ms": b, "knob": name, "value": k[name], "share": share}
@@ -121,9 +124,45 @@ def test_training_curves_say_where_grpo_begins(run: Path) -> None:
     text = report_of(run, results() | {"training": training})
     assert "Dashed: where GRPO begins." in text
     drawn = [spec for spec in charts_of(text) if "training step" in json.dumps(spec)]
-    panels = [{point["panel"] for point in points_of(spec)} for spec in drawn]
-    assert [svg_of(spec).count('stroke-dasharray="5,4"') for spec in drawn] == list(map(len, panels)) == [1, 1]
+    assert [(svg_of(spec).count('stroke-dasharray="5,4"'), spec["title"]) for spec in drawn] == [(1, "KL"), (1, "loss")]
     assert "where GRPO begins" not in report_of(run, results() | {"training": training | {"iterations": 0}})
+
+
+def test_grpo_has_a_curve_of_its_own(run: Path) -> None:
+    values = {0: (0.5, 0.55, 0.54, 0.58), 1: (0.5, 0.56, 0.55, 0.50)}
+    rows = [f"{seed},{10 * i},{value}" for seed, curve in values.items() for i, value in enumerate(curve)]
+    (run / "metrics.csv").write_text("\n".join(["seed,step,Val/Utility", *rows]))
+    chosen = [
+        {"weights": {"network": 1.0}, "settings": {}, "iteration": 10}
+        | {"grpo": {"start": max(curve[:2]), "best": max(curve), "last": curve[-1]}}
+        for curve in values.values()
+    ]
+    training = {"warmup_iterations": 10, "iterations": 20}
+    text = report_of(run, results() | {"training": training, "chosen": chosen})
+    whole, gained, _ = (spec for spec in charts_of(text) if "training step" in json.dumps(spec))
+    parts = {(row["seed"], row["step"]): row["part"] for row in points_of(whole) if "part" in row}
+    assert {step for (_, step), part in parts.items() if part == "GRPO"} == {20, 30}
+    assert {step for (_, step), part in parts.items() if part == "before GRPO"} == {0, 10}
+    points = {(row["seed"], row["step"]): row["value"] for row in points_of(gained) if "value" in row}
+    assert points == pytest.approx(
+        {("0", 10): 0, ("0", 20): -1, ("0", 30): 3, ("1", 10): 0, ("1", 20): -1, ("1", 30): -6}
+    )
+    assert "From its start to its end GRPO changes the validation utility of the network by -1.50" in text
+
+
+def test_the_report_says_first_what_was_gained_when_and_how_fast(run: Path) -> None:
+    ran = {"started": "2026-11-22 14:50", "seconds": 193.2, "commit": "0123456789abcdef-dirty"}
+    text = report_of(run, results() | {"run": ran})
+    head = text.split("<h1>")[1].split("<h2>")[0]
+    assert "2026-11-22 14:50 UTC · took 3 min · commit 012345678-dirty" in head
+    assert "<b>+10.0 points</b>of utility against budget-aware static<small>95% interval 9.0 to 11.0</small>" in head
+    assert "<b>96.0%</b>on time, where that is possible<small>budget-aware static: 96.0%</small>" in head
+    assert "<b>12.5 µs</b>for a decision<small>0.0% of the mean latency</small>" in head
+    assert re.findall("<p class=lead>(.*?):", head) == ["The learned controller is better than budget-aware static"]
+    order = ("Utility against budget", "Late answers counted", "On time", "Which settings are used", "Training")
+    headings = re.findall("<h2>(.*?)</h2>", text.replace(page._vega(), ""))
+    assert [name for name in headings if name in order] == list(order)
+    assert headings[-2:] == ["Tables", "How to reproduce"]
 
 
 def test_the_report_needs_no_network(run: Path) -> None:
@@ -158,27 +197,32 @@ def test_the_report_holds_every_number_of_every_policy(run: Path) -> None:
 
 
 def test_every_chart_can_be_drawn_and_holds_the_numbers(run: Path) -> None:
-    plane, utility, satisfaction, usage, training, rest = charts_of(write_report(run).read_text())
-    for spec in (plane, utility, satisfaction, usage, training, rest):
-        svg_of(spec)
+    utility, gain, plane, satisfaction, crops, mode, *training = specs = charts_of(write_report(run).read_text())
+    assert len(training) == 2
+    svg_of(*specs)
     dots = next(rows for rows in data_of(plane) if "label" in rows[0])
-    assert [(d["accuracy"], d["latency_ms"]) for d in dots] == [(0.412, 100.0), (0.733, 400.0)]
+    assert [(d["utility"], d["latency_ms"]) for d in dots] == [(0.35, 100.0), (0.45, 400.0)]
+    means = next(rows for rows in data_of(plane) if "policy" in rows[0])
+    assert {row["name"]: row["utility"] for row in means} == {policy_name(p): POLICIES[p] for p in SHOWN}
+    gains = next(rows for rows in data_of(gain) if "gain" in rows[0])
+    loose = {row["name"]: row["gain"] for row in gains if row["budget_ms"] == BUDGETS[1]}
+    assert loose == pytest.approx({"learned controller": 20, "random forest": 18})
     lines = max(data_of(utility), key=len)
     content = {(r["name"], r["budget_ms"]): (r["utility"], r["low"], r["high"]) for r in lines}
-    per_budget = [row for row in results()["rows"] if row["budget_ms"] is not None]
+    per_budget = [row for row in results()["rows"] if row["budget_ms"] is not None and row["policy"] in SHOWN]
     assert content == {
         (policy_name(r["policy"]), r["budget_ms"]): (r["utility"], *r["utility_ci95"]) for r in per_budget
     }
-    # the strongest baseline is named, weaker ones are grey
-    assert {r["policy"] for r in lines} == {*map(policy_name, set(POLICIES) - {"ridge"}), charts.OTHER}
     assert any(rows == [{"level": 0.95}] for rows in data_of(satisfaction))
-    shares = points_of(usage)
-    assert len(shares) == len(results()["knob_usage"])
+    shares = [row for spec in (crops, mode) for row in data_of(spec)[0]]
+    assert len(shares) == len(results()["knob_usage"]) / 3  # those of the controller
     assert {(r["value"], r["share"]) for r in shares} == {("2", 0.25), ("10", 0.75), ("fast", 0.25), ("<slow>", 0.75)}
+    outlines = [row for spec in (crops, mode) for row in data_of(spec)[1]]
+    assert {(r["policy"], r["value"]) for r in outlines} == {("budget-aware static", v) for v in ("10", "<slow>")}
 
 
 def test_training_curves_are_thinned_but_keep_their_means(run: Path) -> None:
-    training, rest = charts_of(write_report(run).read_text())[-2:]
+    rest, training = charts_of(write_report(run).read_text())[-2:]
     (points,) = data_of(training)
     train = [p for p in points if p["part"] == "train" and p["seed"] == "1"]
     assert len(train) == 120
@@ -270,26 +314,21 @@ def test_verdict_says_what_is_not_enforced() -> None:
 
 
 def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
-    assert not re.findall("<h2>(?:Guarantees|What was chosen)", write_report(run).read_text())
+    assert not re.findall(">(?:Guarantees|What was chosen on)", write_report(run).read_text())
     content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, {"miss_price": 0.7, "satisfaction_deployed": 0.965}))
     text = report_of(run, content)
     guarantees = text.split("<h2>Guarantees</h2>")[1].split("<h2>")[0]
-    assert "95% of the feasible requests on time" in guarantees
+    assert "Where 95% of the feasible requests can be answered on time" in guarantees
     _, tight, loose = re.findall(r"<tr.*?</tr>", guarantees, re.S)
-    for cell in ("120 ms", "91.0%", "71.3%", "98.1%", "<td>0<", "+0.100", "± 0.010", "95% is unattainable"):
+    for cell in ("120 ms", "the controller<", "+10.0 ± 1.0 points", "71.3%", "not possible here"):
         assert cell in tight
-    for cell in ("480 ms", "96.0%", "<td>0.6<", "fell back: 1 of 2 seeds; deployed: 1 of 2 seeds"):
+    for cell in ("480 ms", "the controller in 1 of 2 seeds, else static", "96.0%", "kept"):
         assert cell in loose
-    assert FELL_BACK["reason"] in loose
-    assert "deployed: better than &lt;static&gt;" in loose
-    chosen = text.split("<h2>What was chosen</h2>")[1].split("<h2>")[0]
-    assert "the network of iteration 40, 41 (seeds 0, 1)" in chosen
+    chosen = text.split("<summary>What was chosen on held-out samples</summary>")[1].split("</details>")[0]
+    assert "The network of iteration 40, 41 (seeds 0, 1), and beside it experts" in chosen
+    assert "<td>network</td><td>25.0%, 50.0%</td>" in chosen
+    assert "<td>kernel ridge</td><td>75.0%, 50.0%</td>" in chosen
     assert "accuracy constant, latency (0.0, 0.3)<small>accuracy constant, latency (1.0, 0.3)" in chosen
-    (weights,) = charts_of(chosen)
-    svg_of(weights)
-    bars, dots = sorted(data_of(weights), key=len)
-    assert [(r["member"], r["weight"]) for r in bars] == [("network", 0.375), ("kernel ridge", 0.625)]
-    assert {(r["member"], r["seed"], r["weight"]) for r in dots} >= {("network", "1", 0.5), ("kernel ridge", "0", 0.75)}
 
 
 def test_report_shows_how_reliable_predicted_probabilities_are(run: Path) -> None:
@@ -309,7 +348,7 @@ def test_report_shows_how_reliable_predicted_probabilities_are(run: Path) -> Non
 
 def test_report_of_a_network_alone(run: Path) -> None:
     content = with_guard(({}, {})) | {"chosen": [{"weights": {"network": 1.0}, "settings": {}, "iteration": 7}]}
-    assert "<p>Chosen on held-out samples: the network of iteration 7 (seeds 0).</p>" in report_of(run, content)
+    assert "<p>The network of iteration 7 (seeds 0).</p>" in report_of(run, content)
 
 
 def test_equal_budgets_are_listed_once() -> None:
@@ -319,8 +358,8 @@ def test_equal_budgets_are_listed_once() -> None:
     assert verdict(content)[3:] == [
         "At 120 ms (90.0% on time), a guarantee of 95% on time would cost too much utility, so there is none."
     ]
-    usage = page.specification(result_charts(content)["Which settings are used"])
-    assert sum(row["share"] for row in points_of(usage)) == pytest.approx(3 * 2)  # 3 policies, 2 knobs
+    usage = specifications(result_charts(content)["Which settings are used"])
+    assert sum(row["share"] for spec in usage for row in data_of(spec)[0]) == pytest.approx(2)  # knobs
 
 
 def test_results_are_printed_plainly_where_there_is_no_terminal() -> None:
@@ -348,8 +387,8 @@ def test_pareto_front_is_what_nothing_else_beats(points: list[tuple[int, int]]) 
 def test_a_knob_with_many_values_keeps_its_most_used_ones() -> None:
     shares = (np.arange(1, 31) / np.arange(1, 31).sum()).tolist()
     usage = [{"policy": "p", "budget_ms": 9.5, "knob": "solver", "value": v, "share": s} for v, s in enumerate(shares)]
-    spec = page.specification(charts.knob_usage([("p", "p", {"knob_usage": usage})]))
-    (rows,) = data_of(spec)
+    (chart,) = charts.knob_usage([("p", "p", {"knob_usage": usage})])
+    (rows,) = data_of(page.specification(chart))
     kept = {r["value"]: r["share"] for r in rows}
     assert set(kept) == {*map(str, range(30 - charts.MOST_VALUES, 30)), "other"}
     assert sum(kept.values()) == pytest.approx(1)

@@ -13,14 +13,14 @@ import polars as pl
 import pytest
 import torch
 from helpers import small_beams
-from page_parts import charts_of, data_of, printed, report_of, rows_of, run_folder, svg_of
+from page_parts import charts_of, data_of, points_of, printed, report_of, rows_of, run_folder, svg_of, titles_of
 from torch import Tensor
 
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.report import print_results, verdict, write_report
-from knobwise.experiments.report.result_charts import result_charts, result_images
+from knobwise.experiments.report.result_charts import BEST, result_charts, result_images
 from knobwise.experiments.report.tables import policies
 from knobwise.experiments.results.problem import CONTROLS, LEARNED
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
@@ -99,8 +99,12 @@ def run(tmp_path: Path) -> Path:
 def test_the_page_holds_all_sections(run: Path) -> None:
     text = write_report(run).read_text()
     headings = re.findall(r"<h2>(.*?)</h2>", text.replace(page._vega(), ""))
-    charts_and_tables = ["Accuracy with 2 shots", "Accuracy against shots", "Differences", "Controls", "Training"]
-    assert headings == ["Results", *charts_and_tables, "How to reproduce"]
+    parts = ["Accuracy with 2 shots", "What the run shows", "Accuracy against shots", "Training", "Tables"]
+    assert headings == [*parts, "How to reproduce"]
+    folded = ["Every policy, by the number of demonstrations", "Differences", "Controls"]
+    assert all(f"<summary>{title}</summary>" in text for title in folded)
+    assert "<b>92.0%</b>of the answers are right, with GRPO on live draws" in text
+    assert "<b>+37.0 points</b>against careful-annotator rule" in text
     assert "digits &lt;careless&gt;: 40 queries, 12 candidates" in text
     assert "judged on 600 held-out queries, with their own bank of 12 candidates · seeds 0, 1, 2" in text
     assert "knobwise train experiment=selector" in text
@@ -132,12 +136,12 @@ def test_every_number_of_every_policy_is_in_its_table(run: Path) -> None:
 
 
 def test_training_is_shown_stage_by_stage(run: Path) -> None:
-    training, rest = charts_of(write_report(run).read_text())[-2:]
-    assert {p["panel"] for p in data_of(training)[0]} == {f"{s}: reward, mean" for s in ("sft", "rce", "grpo live")}
-    of_rce = [p["step"] for p in data_of(training)[0] if p["panel"][:3] == "rce" and p["seed"] == "0"]
-    assert of_rce == [*range(100, 120)]
+    curves = [spec for spec in charts_of(write_report(run).read_text()) if "title" in spec]
+    shown, rest = curves[:3], curves[3:]
+    assert titles_of(shown) == [f"{stage}: reward, mean" for stage in ("sft", "rce", "grpo live")]
+    assert [p["step"] for p in points_of(shown[1]) if p["seed"] == "0"] == [*range(100, 120)]
     folded = {"shuffled live: reward, mean", *(f"{stage.replace('_', ' ')}: loss" for stage in STAGES)}
-    assert {p["panel"] for p in data_of(rest)[0]} == folded
+    assert set(titles_of(rest)) == folded
 
 
 def test_the_charts_hold_the_numbers() -> None:
@@ -146,9 +150,12 @@ def test_the_charts_hold_the_numbers() -> None:
     bars, lines = (page.specification(chart) for chart in drawn.values())
     (bar,) = data_of(bars)
     at_two = [row for row in [*content["rows"], *content["controls"]] if row["shots"] == 2]
-    assert sorted(b["accuracy"] for b in bar) == sorted(row["accuracy"] for row in at_two)
-    assert [b["accuracy"] for b in bar] == sorted((b["accuracy"] for b in bar), reverse=True)
-    assert {b["kind"] for b in bar} == {"learned", "simple baseline", "sees the answer", "control"}
+    assert sorted(b["value"] for b in bar) == sorted(row["accuracy"] for row in at_two)
+    assert [b["value"] for b in bar] == sorted((b["value"] for b in bar), reverse=True)
+    assert {b["kind"] for b in bar} == {"learned", "simple baseline", "sees the answer", "control", BEST}
+    assert [b["name"] for b in bar if b["kind"] == BEST] == ["GRPO on live draws"]
+    axis = bars["layer"][0]["encoding"]["x"]["scale"]["domain"]
+    assert axis[0] == min(b["low"] for b in bar)  # where differences are visible, not at 0
     points = max(data_of(lines), key=len)
     assert len(points) == len(content["rows"])  # no controls
     named = {p["policy"]: p["name"] for p in points if p["policy"] != charts.OTHER}

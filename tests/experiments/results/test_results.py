@@ -142,6 +142,13 @@ def test_rows_of_deadlines_by_hand() -> None:
     assert results["knob_usage"][0].keys() == {"policy", "budget_ms", "knob", "value", "share"}
     assert {use["share"] for use in results["knob_usage"] if use["policy"] == "controller"} == {0.5}
     assert [each["accuracy"] for each in results["configurations"]] == [0.375, 0.875]
+    # on time at 15 ms one answer of the first, at 35 ms both of the first and one of the second
+    assert [each["utility"] for each in results["configurations"]] == pytest.approx([(0.25 + 0.375) / 3, 0.5 / 3])
+    assert learned["over_static"] == pytest.approx((1 / 6 - 5 / 24) / 2)
+    assert rows["controller", 35]["over_static"] == pytest.approx((0.5 - 0.375) / 2)
+    low, high = learned["over_static_ci95"]
+    assert low <= learned["over_static"] <= high
+    assert rows["budget_aware_static", None]["over_static_ci95"] == [0, 0]
 
 
 class ByWorth:
@@ -220,7 +227,7 @@ def test_train_under_mean_budgets(folder: Path, capsys: pytest.CaptureFixture[st
     assert "tightest mean budgets" in printed
     assert "static mix" in printed
     page = (run / "report.html").read_text()
-    for words in ("Per mean budget", "mean latency spent", "over the static mix", "held-out samples", "λ ="):
+    for words in ("budget by budget", "mean latency spent", "over the static mix", "held-out samples", "λ ="):
         assert words in page
     assert list((run / "wandb").rglob("*.wandb"))
     assert "kind: priced" in (run / "config.yaml").read_text()

@@ -73,7 +73,7 @@ def results_of(run: Path | str = "runs/latest") -> dict[str, Any]:
 def numbers(results: Mapping[str, Any]) -> dict[str, Any]:
     """What is the same for the same settings: all but times, the words of the command line, and checksums of both."""
     rows = {kind: [{**row, "decision_us_p50": None} for row in results[kind]] for kind in ("rows", "controls")}
-    return {**results, **rows, "command": "", "sha256": []}
+    return {**results, **rows, "command": "", "run": {}, "sha256": []}
 
 
 def named(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
