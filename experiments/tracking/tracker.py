@@ -10,7 +10,6 @@ import contextlib
 import math
 import netrc
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -78,8 +77,8 @@ class Tracker:
     Args:
         folder: the run's folder; `metrics.csv`, `tensorboard/` and `wandb/` are made inside it.
         name: of our run; `short_name` makes that of the W&B run of it.
-        experiment, job_type: the W&B group; train or evaluate.
-        config: the resolved configuration; seed, stage, profile digest, git commit and machine are added to it.
+        experiment, job_type: the W&B group; train, evaluate or update.
+        config: the resolved configuration; seed, stage, profile digest and git commit are added.
         seed: None for the results of all seeds.
         stage: of a selector's training, in the names of `metrics.csv`; it begins at step `first` of its seed there.
         tags: in addition to those of the settings.
@@ -114,14 +113,8 @@ class Tracker:
         self.resume_step, self.profile = sys.maxsize if finished else resume_step, profile
         self.known: Sequence[Row] = ()  # set before the block begins: see `MetricsFile`
         self.tick: Callable[[int], None] = lambda step: None  # called with each step that is logged
-        digest = (profile or {}).get("digest", "")
         # `run` is the same for the W&B runs of all seeds
-        added = {
-            "profile_digest": digest,
-            "git_commit": git_commit(),
-            "machine": machine(),
-            "run": f"{experiment}/{name}",
-        }
+        added = {"profile_digest": (profile or {}).get("digest", ""), "run": f"{experiment}/{name}"}
         self.key = job_type if seed is None else "/".join(filter(None, (f"seed{seed}", stage)))
         self.hparams = {**config} | ({} if seed is None else {"seed": seed}) | ({"stage": stage} if stage else {})
         from_environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]  # ours replace them
@@ -133,7 +126,7 @@ class Tracker:
             "job_type": job_type,
             "notes": settings.notes,
             "tags": list(dict.fromkeys([*settings.tags, *from_environment, *tags])),
-            "config": _without_infinity(self.hparams | added),
+            "config": _without_infinity(self.hparams | added | {"git_commit": git_commit()}),
         }
         self.mode = wandb_mode(settings)
         self._tensorboard: Any = None
@@ -154,17 +147,11 @@ class Tracker:
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)
 
-    @property
-    def url(self) -> str | None:
-        """The address of the W&B run; None when it is not online."""
-        return None if self._wandb is None else self._wandb.url
-
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write numbers of one training step. Steps never decrease; several calls a step are fine."""
         values = {name: float(value) for name, value in metrics.items()}
         equal = {name: value for name, value in values.items() if name != THROUGHPUT}
-        for at, named in in_stage([(step, equal)], self.stage, self.first):
-            self._csv.append(at, named)
+        self._csv.append(*in_stage([(step, equal)], self.stage, self.first)[0])
         self._to_tensorboard(values, step)
         if self._wandb is not None:
             self._wandb.log(values, step)
@@ -179,13 +166,11 @@ class Tracker:
                 return wandb_results.log_model(self._wandb.run, self.folder, scores) if kept else None
         return None
 
-    def log_results(
-        self, results: Mapping[str, Any], images: Mapping[str, bytes] | None = None, model: Any = None
-    ) -> None:
-        """Write the results of a finished run to W&B as `wandb_results.log_results` does."""
+    def log_results(self, *results: Any, **more: Any) -> None:
+        """Write the results of a finished run to W&B, with the arguments of `wandb_results.log_results`."""
         if self._wandb is not None:
             with self._wandb.reporting("the results"):
-                wandb_results.log_results(self._wandb.run, results, self.folder, images, model)
+                wandb_results.log_results(self._wandb.run, self.folder, *results, **more)
 
     def _start_tensorboard(self, stack: contextlib.ExitStack) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -205,14 +190,9 @@ class Tracker:
 
     def _rows(self, rows: Sequence[Row]) -> list[Row]:
         """Those of this stage, as they were logged."""
-        if not self.stage:
-            return list(rows)
-        middle = f"/{self.stage}/"
-        parts = [
-            (step - self.first, {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k})
-            for step, row in rows
-        ]
-        return [part for part in parts if part[1]]
+        middle = f"/{self.stage}/" if self.stage else "/"
+        parts = [{k.replace(middle, "/", 1): v for k, v in row.items() if middle in k} for _, row in rows]
+        return [(step - self.first, part) for (step, _), part in zip(rows, parts, strict=True) if part]
 
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
         if self._tensorboard is None:
@@ -244,10 +224,12 @@ class Tracker:
 def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:
     """The name of a W&B run, such as `controller s0`: the changed settings without their sections, or the experiment
     if nothing was changed; the stage, and the seed."""
-    changed = re.sub(r"^default$|_?seeds-[-\d,]+|(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)[:LONGEST_NAME].strip(
-        "_"
-    )
-    words = [changed or ("" if stage else experiment), stage, "" if seed is None else f"s{seed}"]
+    changed = re.sub(r"^default$|_?seeds-[-\d,]+|(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)
+    words = [
+        changed[:LONGEST_NAME].strip("_") or ("" if stage else experiment),
+        stage,
+        "" if seed is None else f"s{seed}",
+    ]
     return " ".join(filter(None, words))
 
 
@@ -273,19 +255,6 @@ def _without_infinity(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_infinity(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the versions of a run, for its configuration."""
-    import torch
-
-    return {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cpus": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
 
 
 def git_commit() -> str | None:

@@ -40,12 +40,9 @@ def scores_by_seed(results: Mapping[str, Any], folder: Path) -> dict[tuple[str, 
         low, high = (problem.row(results, policy, None)["utility"] for policy in (problem.low, problem.high))
         if high - low > 1e-9:  # as in `results.json`
             rows = rows.with_columns(((pl.col("Test/Utility") - low) / (high - low)).alias("Test/Oracle_Gap_Closed"))
-    return {
-        (row.pop("policy") if staged else "", row.pop("seed")): {
-            k: v for k, v in row.items() if k[:4] == "Test" and v is not None
-        }
-        for row in rows.to_dicts()
-    }
+    scores = [{k: v for k, v in row.items() if "/" in k and v is not None} for row in rows.to_dicts()]
+    stages = rows["policy"] if staged else [""] * len(rows)
+    return dict(zip(zip(stages, rows["seed"], strict=True), scores, strict=True))
 
 
 def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
@@ -69,7 +66,7 @@ def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def log_results(
-    run: Any, results: Mapping[str, Any], folder: Path, images: Mapping[str, bytes] | None = None, model: Any = None
+    run: Any, folder: Path, results: Mapping[str, Any], images: Mapping[str, bytes] | None = None, model: Any = None
 ) -> None:
     """Log the content of `results.json` to a W&B run of job type evaluate; docs/metrics.md explains every name.
 
@@ -82,20 +79,12 @@ def log_results(
     run.summary.update(summaries_of(results))
     if "best_seed" in results:  # whose checkpoint was kept
         run.summary["best_seed"] = results["best_seed"]
-    problem = problem_of(results)
-    means = problem.main_place(results)
-    rows = _rows(results)
-    logged: dict[str, Any] = {
-        name: _table(content)
-        for name, content in {
-            "Test/policies": [row for row in rows if row.get(problem.place) == means],
-            "Test/differences": list(map(_flat, results.get("differences", []))),
-            "Test/by_dataset": list(map(_flat, results.get("by_dataset", []))),
-            "Test/decisions": _decisions(results, folder),
-        }.items()
-        if content
-    }
+    problem, rows = problem_of(results), _rows(results)
     place = problem.place
+    tables = {"Test/policies": [row for row in rows if row.get(place) == problem.main_place(results)]}
+    tables |= {f"Test/{key}": list(map(_flat, results.get(key, []))) for key in ("differences", "by_dataset")}
+    tables["Test/decisions"] = _decisions(results, folder)
+    logged: dict[str, Any] = {name: _table(content) for name, content in tables.items() if content}
     by_place = _table([row for row in rows if row.get(place) is not None])
     title = f"{problem.score} by {problem.place_words[0]}".capitalize()
     logged[f"Test/by_{place.removesuffix('_ms')}"] = wandb.plot.line(by_place, place, problem.score, "policy", title)

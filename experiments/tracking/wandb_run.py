@@ -70,11 +70,6 @@ class WandbRun:
     _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
     _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    @property
-    def url(self) -> str | None:
-        """The address of the run's page; None when it is not online."""
-        return self.run.url if self.mode == "online" else None
-
     def __enter__(self) -> WandbRun:
         # quiet, artifact bodies inside the run's folder, and no empty WANDB_… variable (an empty WANDB_SILENT crashes)
         empty = [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]

@@ -3,9 +3,8 @@ track."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
+import math
 import shlex
 import shutil
 from abc import ABC, abstractmethod
@@ -108,44 +107,41 @@ def train_seeds(
     """Train the seeds of a run one after the other, each from where it stopped; `complete` takes each trainer and the
     folder of its checkpoints when it is done."""
     for trainer in trainers:
-        trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
-        trainer.resume(trainer.folder / "last.pt")
-    steps = [trainer.total if trainer.finished else trainer.iteration for trainer in trainers]
-    alone = contextlib.nullcontext(lambda *_: None)
-    with alone if len(trainers) == 1 else progress("all seeds", sum(t.total for t in trainers), sum(steps)) as tick:
-        for place, trainer in enumerate(trainers):
-            others = sum(steps) - steps[place]
+        trainer.folder = checkpoints = folder / "checkpoints" / f"seed{trainer.seed}"
+        trainer.resume(checkpoints / "last.pt")
+    steps = {trainer.seed: trainer.total if trainer.finished else trainer.iteration for trainer in trainers}
+    total, silent = sum(trainer.total for trainer in trainers), math.inf if len(trainers) == 1 else 0.0
+    with progress("all seeds", total, sum(steps.values()), silent or 60.0, silent) as tick:
+        for trainer in trainers:
+
+            def count(step: int, seed: int = trainer.seed) -> None:
+                steps[seed] = step
+                tick(sum(steps.values()), "")
+
             if trainer.finished:
                 MetricsFile(folder / "metrics.csv", trainer.seed, trainer.iteration, trainer.logged)
             else:
                 # the checkpoint was written before the rows of its own iteration were complete
                 tracker = tracker_of(config, folder, trainer.table, "train", trainer.seed, trainer.iteration - 1)
-                tracker.known, tracker.tick = (
-                    trainer.logged,
-                    functools.partial(lambda others, step: tick(others + step, ""), others),
-                )
+                tracker.known, tracker.tick = trainer.logged, count
                 with tracker as trainer.log:
                     trainer.run()
-            best, grpo = trainer.best, trainer.total - trainer.stages[-1].iterations
-            where = "before" if best["iteration"] <= grpo else "during"
-            where = f" ({where} GRPO)" if trainer.stages[-1].iterations else ""
-            say(
-                f"{trainer.title}: best validation {trainer.judged_by} {best['score']:.4f} at iteration "
-                f"{best['iteration']} of {trainer.total}{where}"
-            )
-            complete(trainer, trainer.folder)
-            steps[place] = trainer.total
-            tick(sum(steps), "")
+            grpo, (best, score) = trainer.stages[-1].iterations, (trainer.best["iteration"], trainer.best["score"])
+            where = " (before GRPO)" if best <= trainer.total - grpo else " (during GRPO)"
+            words = f"best validation {trainer.judged_by} {score:.4f} at iteration {best} of {trainer.total}"
+            say(f"{trainer.title}: {words}{where if grpo else ''}")
+            complete(trainer, folder / "checkpoints" / f"seed{trainer.seed}")
+            count(trainer.total)
 
 
 def next_command(folder: Path, overrides: Sequence[str]) -> str:
-    """What to try after a run: compare it with the others of its experiment, or deploy it."""
+    """What to try after a run: compare it with the others of its experiment, or deploy it, or train another one."""
+    compare = f"knobwise compare {shlex.quote(str(folder.parent))}"
     if len(list(folder.parent.glob("*/results.json"))) > 1:
-        return f"knobwise compare {shlex.quote(str(folder.parent))}"
-    if not (folder / "controller.npz").exists():
-        return f"change an option (knobwise train --help), then knobwise compare {shlex.quote(str(folder.parent))}"
-    profile = [word for word in overrides if word.startswith("profile")]
-    return f"knobwise export {shlex.join([f'checkpoint={folder}', *profile])}"
+        return compare
+    words = [f"checkpoint={folder}", *(word for word in overrides if word.startswith("profile"))]
+    deployed = (folder / "controller.npz").exists()
+    return f"knobwise export {shlex.join(words)}" if deployed else f"repeat with another option=value, then {compare}"
 
 
 def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, Any]) -> str:
@@ -165,13 +161,7 @@ def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, A
 
 
 def tracker_of(
-    config: Any,
-    folder: Path,
-    table: Any,
-    job_type: str,
-    seed: int | None = None,
-    step: int | None = None,
-    **options: Any,
+    config: Any, folder: Path, table: Any, job_type: str, seed: int | None = None, step: int = -1, **options: Any
 ) -> Tracker:
     """The tracker of a run, or of one of its seeds. `step` is where a resumed seed continues; a negative one means from
     the beginning."""
@@ -191,6 +181,6 @@ def tracker_of(
         seed=seed,
         tags=list(tags),
         profile=profile_of(table),
-        resume_step=step if step is not None and step >= 0 else None,
+        resume_step=step if step >= 0 else None,
         **options,
     )

@@ -309,7 +309,7 @@ def test_where_wandb_does_not_start_the_rest_goes_on(
         log.log_results(RESULTS)
     line = "W&B does not start (No space left on device), so lr-0.003 s0 is not logged there\n"
     assert capfd.readouterr().err == line
-    assert (log.mode, log.url, log.settings.mode) == ("disabled", None, mode)
+    assert (log.mode, log.settings.mode) == ("disabled", mode)
     assert [row["Train/Loss"] for row in written(tmp_path / "run")] == ["1.0"]
     assert os.environ == environment
 
@@ -326,7 +326,6 @@ def test_nothing_is_said_while_logging(tmp_path: Path, capfd: pytest.CaptureFixt
     with tracker(tmp_path, mode="auto", seed=0) as log:  # no key and no terminal: offline
         log.log({"Train/Loss": 1.0}, 0)
     assert log.mode == "offline"
-    assert log.url is None
     assert capfd.readouterr() == ("", "")
 
 

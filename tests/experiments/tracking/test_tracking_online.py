@@ -149,7 +149,7 @@ def holds(found: list[ReceivedRun], run: Path, seeds: tuple[int, ...] = (0, 3)) 
         assert (each.config.get("stage", ""), each.config.get("seed")) == (stage, seed)
         assert each.config["run"] == f"{run.parent.name}/tiny"
         assert each.config["profile_digest"] == results["profile"]["digest"]
-        assert (each.config["git_commit"], each.config["machine"]["cpus"]) == (git_commit(), os.cpu_count())
+        assert each.config["git_commit"] == git_commit()
     for name, (stage, seed) in trained.items():
         rows, each = of_stage(curves(run, seed), stage), named[name]
         history = each.history
