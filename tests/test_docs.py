@@ -27,6 +27,7 @@ from knobwise.experiments.command_line.compose import read_settings, schema_of
 from knobwise.experiments.command_line.sweep import jobs_of
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.settings.options import WorkspaceRun
+from knobwise.experiments.tracking.wandb_run import THROUGHPUT
 from knobwise.experiments.tracking.workspace import view_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,67 +111,88 @@ def explains_each(explained: list[str], logged: set[str]) -> None:
     assert set(explained) == {line for matching in by_name.values() for line in matching}
 
 
+def short(key: str) -> str:
+    """The name that a table, a picture or a page was logged under; W&B notes several values of each."""
+    return re.sub(r"^(Test/\w+?|Knobs/[^.]+?|Charts/[^/.]+|report)(_table)?\.\w+$", r"\1", key)
+
+
 @functools.cache
-def logged_to_wandb(run: Path) -> dict[str, set[str]]:
-    """Names in history and summary of every W&B run of a folder, by the name of the W&B run."""
-    names = {}
+def logged_to_wandb(run: Path) -> dict[tuple[str, int | None], set[str]]:
+    """Names in history and summary of every W&B run of a folder, by stage and seed; seed None for the results."""
+    names: dict[tuple[str, int | None], set[str]] = {}
     for offline in offline_runs(run):
-        keys = {key for row in offline.history for key in row} | set(offline.summary)
-        # of a table, a picture, a page several values are logged, under its name and a dot
-        keys = {re.sub(r"^(Test/\w+|Charts/[^/.]+|report)\.\w+$", r"\1", key) for key in keys if key[0] != "_"}
-        names[offline.about["displayName"]] = keys
+        keys = {short(key) for row in offline.history for key in row}
+        assert len(keys) <= 40
+        keys |= {short(key) for key in offline.summary}
+        of_run = names.setdefault((offline.config.get("stage", ""), offline.config.get("seed")), set())
+        of_run |= {key for key in keys if key[0] != "_" and key != "step"}
     return names
 
 
 @pytest.fixture(scope="module")
-def names(runs: dict[str, Path]) -> set[str]:
-    """Every name that is logged to W&B, but for the axes."""
-    logged: set[str] = set()
-    for name, run in runs.items():
+def names(runs: dict[str, Path]) -> dict[str, set[str]]:
+    """Every name that is logged to W&B: by runs that trained a controller or prices, by those of a selector's stages,
+    as test scores of either, and with the results."""
+    logged: dict[str, set[str]] = {kind: set() for kind in ("controller", "selector", "scores", "results")}
+    for run in runs.values():
+        results = read_results(run)
         by_run = logged_to_wandb(run)
-        assert set(by_run) == {name, *(f"{name}-seed{seed}" for seed in read_results(run)["seeds"])}
-        logged = logged.union(*by_run.values())
-    axes = {"step", "budget_ms", "shots"}
-    assert axes <= logged
-    return logged - axes
+        stages = results.get("validation", [""])
+        assert {("", None), *((stage, seed) for stage in stages for seed in results["seeds"])} <= set(by_run)
+        for (stage, seed), keys in by_run.items():
+            scores = {key for key in keys if seed is not None and key.startswith("Test/")}
+            logged["results" if seed is None else "selector" if stage else "controller"] |= keys - scores
+            logged["scores"] |= scores
+    return logged
 
 
-def test_every_logged_name_is_explained_and_no_other(names: set[str]) -> None:
-    explained = NAMED.findall(section("Training")) + NAMED.findall(section("Results").split("| policy |")[0])
-    assert {"Train/Loss", "Val/<stage>/Accuracy_Mean", "Budget/<policy>/<column>"} <= set(explained)
-    tables = {name for name in explained if re.fullmatch(r"Test/\w+", name)}
-    explains_each(explained, names)
+def test_every_logged_name_is_explained_and_no_other(names: dict[str, set[str]]) -> None:
+    training, results = (
+        section("Training").split("For each stage of a selector"),
+        section("Results").split("\nThe run with"),
+    )
+    parts = dict(zip(names, [*training, results[0], results[1].split("| policy |")[0]], strict=True))
+    explained = {kind: NAMED.findall(part) for kind, part in parts.items()}
+    assert {"Train/Loss", "Val/Loss"} <= set(explained["controller"]) & set(explained["selector"])
+    for kind in names:
+        explains_each(explained[kind], names[kind])
     columns = {name.removeprefix("rows.") for name in NAMED.findall(section("results.json"))}
-    for name in names - tables:
-        if name.startswith(("Test/", "Budget/", "Shots/")):
+    for name in names["results"]:
+        if name.startswith("Test/") and name.count("/") == 2:
             assert re.sub(r"_(low|high)$", "", name.split("/")[2]) in columns, name
 
 
-def test_every_name_in_the_workspace_is_logged(names: set[str]) -> None:
+def test_every_name_in_the_workspace_is_logged(runs: dict[str, Path], names: dict[str, set[str]]) -> None:
     spec = view_of(WorkspaceRun())._to_model().spec.model_dump(by_alias=True, exclude_none=True)
+    rows = {column for run in runs.values() for column in columns_of(read_results(run)["rows"])}
     wanted: set[str] = set()
-    for section in spec["section"]["panelBankConfig"]["sections"]:
-        for panel in section["panels"]:
+    for part in spec["section"]["panelBankConfig"]["sections"]:
+        for panel in part["panels"]:
             config = panel["config"]
             wanted |= {*config.get("metrics", []), *config.get("mediaKeys", [])}
             axes = [config.get("yAxis", ""), *(column["accessor"] for column in config.get("columns", []))]
-            axes += [config["xAxis"]] if config.get("xAxis") not in ("step", "budget_ms", "shots", None) else []
+            axes += [config["xAxis"]] if config.get("xAxis") not in ("step", None) else []
             wanted |= {axis.removeprefix("summary:") for axis in axes if axis.startswith("summary:")}
-            if "metricRegex" in config:
-                assert any(re.search(config["metricRegex"], name) for name in names), config["metricRegex"]
             if panel["viewType"] == "Weave":
                 (table,) = re.findall(r"Test/\w+", json.dumps(config))
                 wanted.add(table)
+            if panel["viewType"] == "Vega2":
+                (table,) = re.findall(r'"((?:Test|Knobs)/\w+)_table"', json.dumps(config))
+                wanted.add(table)
+                fields = set(config["fieldSettings"].values())
+                assert fields <= (rows if table.startswith("Test/") else {"budget_ms", "share", "value"})
     pinned = spec["section"]["runSets"][0]["runFeed"]["columnPinned"]
     wanted |= {column.removeprefix("summary:") for column in pinned if column.startswith("summary:")}
-    variants = re.compile(r"(Test|Shots)/grpo_\w+/accuracy")  # not every variant is trained here
-    assert len(wanted) > 50
-    assert {name for name in wanted - names if not variants.fullmatch(name)} == set()
+    assert len(wanted) > 30
+    knobs = {f"Knobs/{knob}" for knob in WorkspaceRun().knobs}  # of the built-in profile, which is not used here
+    assert wanted - knobs - set().union(*names.values()) == set()
 
 
-def test_metrics_csv_holds_the_training_names(runs: dict[str, Path], names: set[str]) -> None:
+def test_metrics_csv_holds_the_training_names(runs: dict[str, Path], names: dict[str, set[str]]) -> None:
     columns = {name for run in runs.values() for name in pl.read_csv(run / "metrics.csv", n_rows=0).columns}
-    assert columns == {"seed", "step", *(name for name in names if name.startswith(("Train/", "Val/")))}
+    of_stages = {name for name in columns if name.count("/") == 2}
+    assert {re.sub("/.+/", "/", name) for name in of_stages} == names["selector"] - {THROUGHPUT}
+    assert columns - of_stages == {"seed", "step", *names["controller"]} - {THROUGHPUT}
 
 
 def columns_of(value: Any) -> set[str]:
@@ -204,7 +226,7 @@ def test_the_run_of_the_results_holds_the_validation_score(runs: dict[str, Path]
     scores = {"guarded": "Utility", "sampled": "Utility", "mean": "Reward_Mean"}
     scores |= {"prices": "Utility", "live": "hidden_live/Accuracy_Mean", "replay": "grpo_recorded/Accuracy_Mean"}
     for name, metric in scores.items():
-        assert f"Val/{metric}" in logged_to_wandb(runs[name])[name]
+        assert f"Val/{metric}" in logged_to_wandb(runs[name])["", None]
 
 
 # pages of figures and of words, without anything to type

@@ -94,9 +94,10 @@ def offline_runs(run_folder: Path) -> list[ReceivedRun]:
         for record in records:
             content = record.get(record["type"]) or {}
             if record["type"] == "run":
+                run.name = content["run_id"]
                 names = {"displayName": "display_name", "groupName": "run_group", "jobType": "job_type"}
                 run.about = {name: content[key] for name, key in names.items()}
-                run.about |= {name: content.get(name) for name in ("tags", "project")}
+                run.about |= {name: content.get(name) for name in ("tags", "project", "notes")}
                 run.config = content["config"]["update"]
             elif record["type"] == "history":
                 lines = run.lines.setdefault("wandb-history.jsonl", {})
@@ -109,6 +110,23 @@ def offline_runs(run_folder: Path) -> list[ReceivedRun]:
         run.files = {str(path.relative_to(files)): path.read_bytes() for path in files.rglob("*") if path.is_file()}
         runs.append(run)
     return runs
+
+
+def joined(sessions: list[ReceivedRun]) -> ReceivedRun:
+    """The sessions of one run, as the server joins them: what the last one says of the run counts."""
+    first, *others = sessions
+    run = ReceivedRun(first.name, first.about, first.config, dict(first.lines), dict(first.files), first.exit_code)
+    run.records = list(first.records)
+    for other in others:
+        assert (other.name, other.about) == (first.name, first.about)
+        rows = run.lines.setdefault("wandb-history.jsonl", {})
+        for line in other.lines.get("wandb-history.jsonl", {}).values():
+            rows[len(rows)] = line
+        run.lines["wandb-summary.json"] = {0: json.dumps(other.summary)}
+        run.files |= other.files
+        run.records += other.records
+        run.exit_code = other.exit_code
+    return run
 
 
 @dataclass
@@ -134,6 +152,8 @@ class WandbStub:
         self.runs: dict[str, ReceivedRun] = {}
         self.artifacts: dict[str, ReceivedArtifact] = {}
         self.unknown: list[str] = []
+        self.views: dict[str, dict[str, Any]] = {}
+        self.projects = {"knobwise", "other"}
         self.refuse: Callable[[str], bool] = lambda what: False
         """Operations and paths that are answered with an error that is not tried again."""
         self._lock = threading.Lock()
@@ -260,6 +280,17 @@ class WandbStub:
         }
         return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
 
+    def _View(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if variables["projectName"] not in self.projects:
+            return {"project": None}
+        found = [view for view in self.views.values() if view["name"] == variables["viewName"]]
+        return {"project": {"allViews": {"edges": [{"node": view} for view in found]}}}
+
+    def _UpsertView2(self, variables: dict[str, Any]) -> dict[str, Any]:
+        identity = variables.get("id") or f"view-{len(self.views)}"
+        self.views[identity] = {"id": identity, **variables}
+        return {"upsertView": {"view": {"id": identity, "name": variables["name"]}, "inserted": True}}
+
     def _CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
         files = [self._upload("run", variables["run"], file) for file in variables["files"]]
         return {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}
@@ -318,6 +349,6 @@ class WandbStub:
         return {"artifact": found}
 
     def _UseArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
-        sent = variables["input"]
+        sent = variables.get("input", variables)  # of a new artifact, or of one that a run has logged
         self.runs[sent["runName"]].used.append(sent["artifactID"])
         return {"useArtifact": {"artifact": {"id": sent["artifactID"]}}}

@@ -290,6 +290,8 @@ class ControllerTrainer(Trainer):
         budgets_ms = None if self.priced else data["budget_ms"]
         metrics = drawn_metrics(self.table, data["row"], data["configuration"], data["next", "reward"], budgets_ms)
         metrics |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
+        if self.stage.name != "GRPO":  # another kind of loss, which has an axis of its own
+            metrics[f"{'RCE' if self.stage.name == 'RCE' else 'Regression'}_Loss"] = metrics.pop("Loss")
         return {f"Train/{name}": value for name, value in metrics.items()} | {"Train/LR": self._learning_rate()}
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import multiprocessing
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -87,7 +88,7 @@ class Trainer(ABC):
         self.logged: list[tuple[int, dict[str, float]]] = []
         # every evaluation's iteration and score; how many in a row were below the best; the factor on the learning rate
         self.scores, self.below, self.slower = list[tuple[int, float]](), 0, 1.0
-        self._held = Held()
+        self._held, self.actions, self.seconds = Held(), 0, 0.0
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
             sampler=SamplerWithoutReplacement(),
@@ -193,9 +194,13 @@ class Trainer(ABC):
             ):
                 set_random_state(self._random, self.device)
                 while self._continues():
-                    if metrics := self.iterate(stream):
-                        self._note(metrics)
-                    best = f"best validation {self.judged_by} {self.best['score']:.4f}"
+                    start = time.perf_counter()
+                    metrics = self.iterate(stream)
+                    self.seconds += time.perf_counter() - start
+                    if metrics:
+                        self._note(metrics, {"Train/Actions_Per_Second": self.actions / self.seconds})
+                        self.actions, self.seconds = 0, 0.0
+                    best = f"best {self.judged_by} {self.best['score']:.4f}"
                     tick(self.iteration + 1, f"{self.stage.name} · {best}")
                     self.iteration += 1
         except KeyboardInterrupt as stop:
@@ -233,6 +238,7 @@ class Trainer(ABC):
     def _learn(self, data: TensorDictBase) -> Mapping[str, float]:
         """One iteration on freshly collected contexts."""
         stage = self.stage
+        self.actions += data["next", "reward"].numel()
         for group in self.optimiser.param_groups:
             group["lr"] = self._learning_rate()
         self.agent.train(stage.dropout)
@@ -264,10 +270,10 @@ class Trainer(ABC):
         self._note({f"Val/{name}": value for name, value in metrics.items()})
         self._save(judged=True)
 
-    def _note(self, metrics: Mapping[str, float]) -> None:
+    def _note(self, metrics: Mapping[str, float], speed: Mapping[str, float] | None = None) -> None:
         if self.log is not None:
             self.logged.append((self.iteration, {name: float(value) for name, value in metrics.items()}))
-            self.log.log(metrics, self.iteration)
+            self.log.log({**metrics, **(speed or {})}, self.iteration)
 
     def _end_early(self) -> None:
         """Go on to the next stage, or finish, where the score of this stage has not risen for long."""

@@ -28,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from knobwise.common.errors import InputError
 from knobwise.common.files import refused_by_system
 from knobwise.common.interruption import Held, stopped_by_signals
-from knobwise.common.progress import duration, say
+from knobwise.common.progress import duration, has_terminal, say
+from knobwise.experiments.command_line.compose import experiments, question_of
 from knobwise.experiments.results.problem import problem_of
 from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 from knobwise.experiments.settings.selector_options import SelectorRun
@@ -45,6 +46,10 @@ def train(config: Any, words: list[str]) -> Path:
     """Train a controller, a selector or the prices of a service; returns the run's folder. Raises InputError: settings
     or files that cannot be used; nothing has been written then."""
     experiment: Any
+    question = question_of(config.experiment) if config.experiment in experiments() else ""
+    config.tracking.notes = config.tracking.notes or question
+    if has_terminal():  # where somebody waits for the next line, which takes seconds
+        say(f"{config.experiment}: {question}\ntraining with seeds={config.seeds}; loading PyTorch and the data …")
     if isinstance(config, ServiceRun):
         from knobwise.experiments.train.service import ServiceExperiment as experiment
     elif isinstance(config, SelectorRun):

@@ -22,9 +22,9 @@ class Table(NamedTuple):
     """Numbers of the rows that stand out."""
 
 
-NARROW = {"deadline": (0, 1, 2, 6), "mean": (0, 1, 3, 5), "service": (0, 1, 4, 5), "weights": (0, 1, 2, 4)}
-"""Columns of `policies` for a narrow terminal."""
-NARROW_BY_DATASET = {"deadline": (0, 1, 2, 3, 7), "mean": (0, 1, 2, 3, 4)}
+NARROW = {"deadline": (0, 1, 3, 6, 8), "mean": (0, 1, 3, 5, 6), "service": (0, 1, 5, 4), "weights": (0, 1, 4, 2)}
+"""Columns of `policies` that a terminal always has, the most important first."""
+NARROW_BY_DATASET = {"deadline": (0, 1, 2, 4, 7), "mean": (0, 1, 2, 4)}
 
 
 def policies(results: Mapping[str, Any]) -> Table:
@@ -39,7 +39,7 @@ def policies(results: Mapping[str, Any]) -> Table:
 
 
 def narrow(results: Mapping[str, Any]) -> tuple[int, ...]:
-    """The columns of `policies` for a narrow terminal."""
+    """The columns of `policies` that a terminal always has."""
     if problem_of(results).averaged:
         return NARROW[problem_of(results).name]
     trained, last = 1 + results["shots"].index(shown_at(results)), len(results["shots"])
@@ -85,7 +85,8 @@ def print_table(
     few: Sequence[int],
     strong: Collection[int] = (),
 ) -> None:
-    """Print a table: on a narrow terminal the columns `few`, in bold the rows `strong`."""
+    """Print a table, in bold the rows `strong`. A terminal gets the columns `few` and as many others as fit, without
+    small print if need be; a line says what is left out."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -93,14 +94,33 @@ def print_table(
     terminal = console.is_terminal
     table = Table(box=box.SIMPLE_HEAD if terminal else None, header_style="bold", pad_edge=False)
     width = console.width if terminal else 400
-    columns = range(len(header)) if width >= 140 else few if width >= 90 else few[:3]
-    for column in columns:
+    cells = [[cell.replace("\n", " ") for cell in row] for row in rows]
+    columns, left_out = list(range(len(header))), ""
+    if terminal and _width(header, cells, columns) > width:
+        header = [title.replace(" ", "\n") for title in header]
+        short = [[cell.split("\n")[0] for cell in row] for row in rows]
+        cells = cells if _width(header, cells, few) <= width else short
+        columns = list(few)
+        for column in set(range(len(header))) - set(few):
+            columns += [column] if _width(header, cells, [*columns, column]) <= width else []
+        names = [header[column].replace("\n", " ") for column in range(len(header)) if column not in columns]
+        names += ["intervals"] if cells is short else []
+        left_out = f"left out at {width} columns: {', '.join(names)}" if names else ""
+    for column in sorted(columns):
         table.add_column(header[column], justify="right" if column else "left", no_wrap=True)
-    for place, row in enumerate(rows):
-        cells = [row[column].replace("\n", " ") for column in columns]
-        table.add_row(*cells, style="bold" if place in strong else None)
+    for place, line in enumerate(cells):
+        table.add_row(*(line[column] for column in sorted(columns)), style="bold" if place in strong else None)
     wide = console if terminal else Console(file=console.file, width=width)
     wide.print(table, markup=False, highlight=False)
+    print_lines(console, [left_out])
+
+
+def _width(header: Sequence[str], rows: Sequence[Sequence[str]], columns: Collection[int]) -> int:
+    """How many characters of a line the columns take, three of them between any two."""
+    from rich.cells import cell_len
+
+    widest = [max(cell_len(part) for line in [header, *rows] for part in line[c].split("\n")) for c in columns]
+    return sum(widest) + 3 * len(widest) - 1
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:

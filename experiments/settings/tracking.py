@@ -20,6 +20,10 @@ class TrackingSettings:
     """W&B team or user; None means the key's default."""
     tags: list[str] = field(default_factory=list)
     """Put on every W&B run of this experiment."""
+    notes: str | None = None
+    """Notes of every W&B run; None means the question in the experiment's file."""
+    workspace: bool = True
+    """Save the view of `knobwise workspace` after the first online run of a project."""
     tensorboard: bool = True
     """Write event files into the run's `tensorboard/`."""
 

@@ -1,7 +1,7 @@
 """Where a run's numbers go: metrics.csv, TensorBoard and Weights & Biases, the same in all three.
 
-Each seed is one W&B run (job type: train); one more (job type: evaluate) holds the results. Everything lies inside the
-run's folder, and nothing needs an account or a network.
+Each seed is one W&B run (job type: train), of a selector each stage of each seed; one more (job type: evaluate) holds
+the results. Everything lies inside the run's folder, and nothing needs an account or a network.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import contextlib
 import math
 import netrc
 import os
-import platform
+import re
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,8 +22,11 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
-from knobwise.experiments.tracking.wandb_run import WandbRun, reason
+from knobwise.experiments.tracking.wandb_run import THROUGHPUT, WandbRun, reason
 
+LONGEST_NAME = 40
+SCORES = ("Val/Utility", "Val/Reward_Mean", "Val/Accuracy_Mean")
+"""The columns of TensorBoard's table of hyper-parameters: the scores that settings are chosen by."""
 MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 
 
@@ -72,14 +76,16 @@ class Tracker:
 
     Args:
         folder: the run's folder; `metrics.csv`, `tensorboard/` and `wandb/` are made inside it.
-        name: of the W&B run; `-seed<k>` is added when there is a seed.
-        experiment, job_type: the W&B group; train or evaluate.
-        config: the resolved configuration; seed, profile digest, git commit and machine are added to it.
+        name: of our run; `short_name` makes that of the W&B run of it.
+        experiment, job_type: the W&B group; train, evaluate or update.
+        config: the resolved configuration; seed, stage, profile digest and git commit are added.
         seed: None for the results of all seeds.
+        stage: of a selector's training, in the names of `metrics.csv`; it begins at step `first` of its seed there.
         tags: in addition to those of the settings.
         profile: as in `results.json`; online it becomes an input of the W&B run of a seed.
         resume_step: the step of the checkpoint that training resumes from. Later rows of this seed are dropped; None
             starts from the beginning and drops every earlier row of this seed.
+        finished: whether training is over, and only `log_scores` is to come.
 
     Raises:
         InputError: see `wandb_mode`; also if W&B is wanted online but cannot be reached when the first seed begins.
@@ -98,23 +104,29 @@ class Tracker:
         tags: Sequence[str] = (),
         profile: Mapping[str, Any] | None = None,
         resume_step: int | None = None,
+        stage: str = "",
+        first: int = 0,
+        finished: bool = False,
     ) -> None:
         self.folder, self.settings, self.job_type = Path(folder).absolute(), settings, job_type
-        self.seed, self.resume_step, self.profile = seed, resume_step, profile
+        self.seed, self.stage, self.first, self.finished = seed, stage, first, finished
+        self.resume_step, self.profile = sys.maxsize if finished else resume_step, profile
         self.known: Sequence[Row] = ()  # set before the block begins: see `MetricsFile`
-        digest = (profile or {}).get("digest", "")
+        self.tick: Callable[[int], None] = lambda step: None  # called with each step that is logged
         # `run` is the same for the W&B runs of all seeds
-        added = {"profile_digest": digest, "git_commit": git_commit(), "machine": machine(), "run": name}
-        whole = {**config, **added} | ({} if seed is None else {"seed": seed})
+        added = {"profile_digest": (profile or {}).get("digest", ""), "run": f"{experiment}/{name}"}
+        self.key = job_type if seed is None else "/".join(filter(None, (f"seed{seed}", stage)))
+        self.hparams = {**config} | ({} if seed is None else {"seed": seed}) | ({"stage": stage} if stage else {})
         from_environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]  # ours replace them
         self.about = {
             "project": settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
             "entity": settings.entity,
-            "name": name if seed is None else f"{name}-seed{seed}",
+            "name": short_name(experiment, name, stage, seed),
             "group": experiment,
             "job_type": job_type,
+            "notes": settings.notes,
             "tags": list(dict.fromkeys([*settings.tags, *from_environment, *tags])),
-            "config": _without_infinity(whole),
+            "config": _without_infinity(self.hparams | added | {"git_commit": git_commit()}),
         }
         self.mode = wandb_mode(settings)
         self._tensorboard: Any = None
@@ -125,18 +137,8 @@ class Tracker:
         with contextlib.ExitStack() as stack:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.resume_step, self.known)
-            if self.settings.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-                folder = self.folder / "tensorboard" / (self.job_type if self.seed is None else f"seed{self.seed}")
-                # everything is written again: a killed process had not written its last rows. TensorBoard reads the
-                # files by name, and two made in one second may have their names in the wrong order
-                for earlier in folder.glob("events.out.tfevents.*"):
-                    earlier.unlink()
-                self._tensorboard = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
-                stack.callback(self._tensorboard.close)
-                for step, values in self._csv.kept:
-                    self._to_tensorboard(values, step)
+            if self.settings.tensorboard and self.job_type != "evaluate" and not self.finished:
+                self._start_tensorboard(stack)
             if self.mode != "disabled":
                 self._wandb = self._start_wandb(stack)
             self._stack = stack.pop_all()
@@ -145,25 +147,52 @@ class Tracker:
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)
 
-    @property
-    def url(self) -> str | None:
-        """The address of the W&B run; None when it is not online."""
-        return None if self._wandb is None else self._wandb.url
-
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write numbers of one training step. Steps never decrease; several calls a step are fine."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._csv.append(step, values)
+        equal = {name: value for name, value in values.items() if name != THROUGHPUT}
+        self._csv.append(*in_stage([(step, equal)], self.stage, self.first)[0])
         self._to_tensorboard(values, step)
         if self._wandb is not None:
             self._wandb.log(values, step)
+        self.tick(step)
 
-    def log_results(self, results: Mapping[str, Any], images: Mapping[str, bytes] | None = None) -> None:
-        """Write the results of a finished run to TensorBoard, and to W&B as `wandb_results.log_results` does."""
-        self._to_tensorboard(wandb_results.summaries_of(results), 0)
+    def log_scores(self, scores: Mapping[str, float], kept: bool) -> Any:
+        """Write the test scores of this seed into the summary of its W&B run; log the checkpoint too if it is the one
+        that our run has `kept`, and return its artifact."""
+        if self._wandb is not None:
+            with self._wandb.reporting("the test scores"):
+                self._wandb.run.summary.update(scores)
+                return wandb_results.log_model(self._wandb.run, self.folder, scores) if kept else None
+        return None
+
+    def log_results(self, *results: Any, **more: Any) -> None:
+        """Write the results of a finished run to W&B, with the arguments of `wandb_results.log_results`."""
         if self._wandb is not None:
             with self._wandb.reporting("the results"):
-                wandb_results.log_results(self._wandb.run, results, self.folder, images)
+                wandb_results.log_results(self._wandb.run, self.folder, *results, **more)
+
+    def _start_tensorboard(self, stack: contextlib.ExitStack) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+        from torch.utils.tensorboard.summary import hparams
+
+        folder = self.folder / "tensorboard" / self.key
+        # everything is written again: a killed process had not written its last rows. TensorBoard reads the
+        # files by name, and two made in one second may have their names in the wrong order
+        for earlier in folder.glob("events.out.tfevents.*"):
+            earlier.unlink()
+        self._tensorboard = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
+        stack.callback(self._tensorboard.close)
+        for summary in hparams(dict(_flat(self.hparams)), dict.fromkeys(SCORES, 0.0)):  # gives names, logs no values
+            self._tensorboard.file_writer.add_summary(summary)
+        for step, values in self._rows(self._csv.kept):
+            self._to_tensorboard(values, step)
+
+    def _rows(self, rows: Sequence[Row]) -> list[Row]:
+        """Those of this stage, as they were logged."""
+        middle = f"/{self.stage}/" if self.stage else "/"
+        parts = [{k.replace(middle, "/", 1): v for k, v in row.items() if middle in k} for _, row in rows]
+        return [(step - self.first, part) for (step, _), part in zip(rows, parts, strict=True) if part]
 
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
         if self._tensorboard is None:
@@ -177,16 +206,46 @@ class Tracker:
     def _start_wandb(self, stack: contextlib.ExitStack) -> WandbRun | None:
         begun = any((self.folder / "wandb").glob("*.id"))  # trained seeds must not be lost
         insist = self.settings.mode == "online" and not begun
-        wandb_run = stack.enter_context(WandbRun(self.folder, self.mode, self.about, self._csv, insist))
+        rows = self._rows(self._csv.kept), self._rows(self._csv.earlier)
+        wandb_run = stack.enter_context(
+            WandbRun(self.folder, self.mode, self.about, self.key.replace("/", "-"), *rows, insist, self.finished)
+        )
         before, self.mode = self.mode, wandb_run.mode
         if self.mode == "disabled":
             return None
         if self.mode != before:
             self.settings.mode = self.mode  # the next seeds need not wait again
-        if self.profile is not None and self.job_type == "train" and wandb_run.mode == "online":
+        if self.profile and self.job_type == "train" and wandb_run.mode == "online" and not self.finished:
             with wandb_run.reporting("the profile"):
                 wandb_results.log_profile(wandb_run.run, self.profile)
         return wandb_run
+
+
+def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:
+    """The name of a W&B run, such as `controller s0`: the changed settings without their sections, or the experiment
+    if nothing was changed; the stage, and the seed."""
+    changed = re.sub(r"^default$|_?seeds-[-\d,]+|(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)
+    words = [
+        changed[:LONGEST_NAME].strip("_") or ("" if stage else experiment),
+        stage,
+        "" if seed is None else f"s{seed}",
+    ]
+    return " ".join(filter(None, words))
+
+
+def in_stage(rows: Sequence[tuple[int, Mapping[str, float]]], stage: str, first: int) -> list[Row]:
+    """The rows of a stage as they stand in the log of its seed: under its name, after the steps of those before it."""
+    middle = f"/{stage}/" if stage else "/"
+    return [(first + step, {k.replace("/", middle, 1): v for k, v in row.items()}) for step, row in rows]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings that are single values, for TensorBoard's table of hyper-parameters."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and key != "tracking":
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, str | int | float):
+            yield prefix + key, value
 
 
 def _without_infinity(value: Any) -> Any:
@@ -196,19 +255,6 @@ def _without_infinity(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_infinity(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the versions of a run, for its configuration."""
-    import torch
-
-    return {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cpus": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
 
 
 def git_commit() -> str | None:

@@ -6,7 +6,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,82 +14,110 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.results.decisions import SAMPLE, read_decisions
-from knobwise.experiments.results.problem import SERVICE, WEIGHTS, problem_of
+from knobwise.experiments.results.problem import DEADLINE, problem_of
 
 CELLS = 200_000
 """About so many cells has the table of decisions; more make W&B's pages slow."""
 
 
+def scores_by_seed(results: Mapping[str, Any], folder: Path) -> dict[tuple[str, int], dict[str, float]]:
+    """(stage, seed) → the test scores of what our run trained there, from its decisions: means over the budgets, for a
+    selector at the shots of training. The stage is "" but for selectors, whose policies are stages."""
+    problem, staged = problem_of(results), results.get("validation", {})
+    policies, main = list(staged or problem.trained[:1]), problem.main_place(results)
+    at_main = pl.lit(True) if main is None else pl.col("place") == main
+    frame = read_decisions(folder).filter(pl.col("policy").is_in(policies), at_main)
+    in_time = pl.col("in_time").filter("feasible").mean()
+    numbers = {problem.score.title(): "score", "Accuracy": "accuracy", "Latency_Mean": "latency_ms"}
+    rows = (
+        frame.group_by("policy", "seed", "place")
+        .agg(*(pl.col(column).mean().alias(f"Test/{name}") for name, column in numbers.items()), in_time)
+        .group_by("policy", "seed", maintain_order=True)
+        .agg(pl.selectors.starts_with("Test/").mean(), pl.col("in_time").mean().alias("Test/On_Time_Feasible"))
+        .sort("policy", "seed")
+    )
+    if problem is DEADLINE:
+        low, high = (problem.row(results, policy, None)["utility"] for policy in (problem.low, problem.high))
+        if high - low > 1e-9:  # as in `results.json`
+            rows = rows.with_columns(((pl.col("Test/Utility") - low) / (high - low)).alias("Test/Oracle_Gap_Closed"))
+    scores = [{k: v for k, v in row.items() if "/" in k and v is not None} for row in rows.to_dicts()]
+    stages = rows["policy"] if staged else [""] * len(rows)
+    return dict(zip(zip(stages, rows["seed"], strict=True), scores, strict=True))
+
+
 def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
-    """`Test/<policy>/<number>`: the means over the budgets, for a selector the numbers at the shots of training; and
-    `Val/…`, the scores that settings are chosen by, as means over the seeds."""
+    """`Test/<policy>/<number>`, the means over the budgets, for a selector at the shots of training: the score of every
+    policy, and all numbers of the main one; and `Val/…`, the scores that settings are chosen by, as means over the
+    seeds."""
     problem = problem_of(results)
-    main = problem.main_place(results)
-    numbers = _numbers("Test", [row for row in _rows(results) if row.get(problem.place) == main])
+    main, policy = problem.main_place(results), problem.main_policy(results)
+    few = (problem.score, *(f"{problem.score}_ci95_{end}" for end in ("low", "high")))
+    every = (*few, *(metric.key for metric in problem.metrics))
+    numbers = {
+        f"Test/{row['policy']}/{key}": float(row[key])
+        for row in _rows(results)
+        for key in (every if row["policy"] == policy else few[:1])
+        if row.get(problem.place) == main and isinstance(row.get(key), int | float)
+    }
     kind = "Beam_Score" if results.get("judged_by") == "best_beam" else "Accuracy"
     by_seed = {problem.validation: results.get("validation_utility")}
     by_seed |= {f"Val/{stage}/{kind}_Mean": scores for stage, scores in results.get("validation", {}).items()}
     return numbers | {name: sum(scores) / len(scores) for name, scores in by_seed.items() if scores}
 
 
-def log_results(run: Any, results: Mapping[str, Any], folder: Path, images: Mapping[str, bytes] | None = None) -> None:
+def log_results(
+    run: Any, folder: Path, results: Mapping[str, Any], images: Mapping[str, bytes] | None = None, model: Any = None
+) -> None:
     """Log the content of `results.json` to a W&B run of job type evaluate; docs/metrics.md explains every name.
 
-    `report.html`, `decisions.parquet` and checkpoints come from the folder of our run, if they exist; images are PNG.
+    `report.html` and `decisions.parquet` come from the folder of our run, if they exist; images are PNG. `model` is
+    what `log_model` gave to the run that trained.
     """
     import wandb
     from PIL import Image
 
-    summaries = summaries_of(results)
-    run.summary.update(summaries)
+    run.summary.update(summaries_of(results))
     if "best_seed" in results:  # whose checkpoint was kept
         run.summary["best_seed"] = results["best_seed"]
-        if (id_file := folder / "wandb" / f"{run.name}-seed{results['best_seed']}.id").exists():
-            run.summary["best_seed_run"] = id_file.read_text().strip()
-    tables = {
-        "Test/policies": _rows(results),
-        "Test/differences": list(map(_flat, results.get("differences", []))),
-        "Test/by_dataset": list(map(_flat, results.get("by_dataset", []))),
-        "Test/knob_usage": [row | {"value": str(row["value"])} for row in results.get("knob_usage", [])],
-        "Test/decisions": _decisions(results, folder),
-    }
-    logged: dict[str, Any] = {}
-    for name, rows in tables.items():
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        if rows:
-            logged[name] = wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows])
+    problem, rows = problem_of(results), _rows(results)
+    place = problem.place
+    tables = {"Test/policies": [row for row in rows if row.get(place) == problem.main_place(results)]}
+    tables |= {f"Test/{key}": list(map(_flat, results.get(key, []))) for key in ("differences", "by_dataset")}
+    tables["Test/decisions"] = _decisions(results, folder)
+    logged: dict[str, Any] = {name: _table(content) for name, content in tables.items() if content}
+    by_place = _table([row for row in rows if row.get(place) is not None])
+    title = f"{problem.score} by {problem.place_words[0]}".capitalize()
+    logged[f"Test/by_{place.removesuffix('_ms')}"] = wandb.plot.line(by_place, place, problem.score, "policy", title)
+    usage = [use | {"value": str(use["value"])} for use in results.get("knob_usage", [])]
+    for knob in dict.fromkeys(use["knob"] for use in usage):
+        table = _table([use for use in usage if (use["policy"], use["knob"]) == (problem.usage[0], knob)])
+        logged[f"Knobs/{knob}"] = wandb.plot.line(table, place, "share", "value", f"{knob}: share of each value")
     if (folder / "report.html").exists():
         logged["report"] = wandb.Html(str(folder / "report.html"), inject=False)
     logged |= {f"Charts/{k}": wandb.Image(Image.open(io.BytesIO(png))) for k, png in (images or {}).items()}
     run.log(logged)
-    _log_curves(run, results)
     log_profile(run, results.get("profile", {}))
-    if (folder / "checkpoints" / "best.pt").exists():
-        # W&B takes at most 100 keys
-        trained = {key: value for key, value in summaries.items() if key.split("/")[1] in problem_of(results).trained}
-        model = wandb.Artifact(_artifact_name(f"{run.group}-{run.name}"), "model", metadata=trained)
-        for path in ("checkpoints/best.pt", "config.yaml", "results.json"):
-            if (folder / path).exists():
-                model.add_file(str(folder / path))
-        run.log_artifact(model, aliases=["best"])
+    if model is not None and not run.offline:
+        run.use_artifact(model)
 
 
-def _log_curves(run: Any, results: Mapping[str, Any]) -> None:
-    """The numbers of every policy over the places, and how often each knob has each value."""
-    problem = problem_of(results)
-    if problem in (SERVICE, WEIGHTS):  # their places are no numbers
-        return
-    place_key = problem.place
-    head = place_key.removesuffix("_ms").capitalize()
-    run.define_metric(place_key, hidden=True, summary="none")
-    for part in (head, "Knobs"):  # W&B's own summary would be the number at the last budget
-        run.define_metric(f"{part}/*", step_metric=place_key, summary="none")
-    for place in problem.judged_at(results):
-        curves = _numbers(head, [row for row in _rows(results) if row.get(place_key) == place])
-        for use in results.get("knob_usage", []):
-            if use[place_key] == place:
-                curves[f"Knobs/{use['policy']}/{use['knob']}={use['value']}"] = use["share"]
-        run.log({place_key: place, **curves})
+def _table(rows: list[dict[str, Any]]) -> Any:
+    import wandb
+
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows])
+
+
+def log_model(run: Any, folder: Path, scores: Mapping[str, float]) -> Any:
+    """Log the kept checkpoint of a run of ours as an artifact of the W&B run that trained it; gives the artifact."""
+    import wandb
+
+    model = wandb.Artifact(_artifact_name(f"{run.group}-{folder.name}"), "model", metadata=dict(scores))
+    for path in ("checkpoints/best.pt", "config.yaml", "results.json"):
+        if (folder / path).exists():
+            model.add_file(str(folder / path))
+    logged = run.log_artifact(model, aliases=["best"])
+    return logged if run.offline else logged.wait()
 
 
 def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
@@ -139,15 +167,6 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
         if name.endswith("ci95"):
             flat |= dict(zip((f"{name}_low", f"{name}_high"), interval, strict=True))
     return flat
-
-
-def _numbers(head: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    return {
-        f"{head}/{row['policy']}/{name}": float(value)
-        for row in rows
-        for name, value in row.items()
-        if isinstance(value, int | float) and name not in ("budget_ms", "shots")
-    }
 
 
 def _artifact_name(name: str) -> str:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.tracking.metrics_file import MetricsFile
+from knobwise.experiments.tracking.metrics_file import Row
 
 NOT_FOR_WANDB = (
     *("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"),
@@ -31,6 +32,8 @@ PATIENCE_S = 20
 """How long W&B may take to answer when it is online; its own limit is far longer."""
 UPLOAD_S = 600
 """How long W&B may go on uploading after the end; the rest stays in the run's folder, for `wandb sync`."""
+THROUGHPUT = "Train/Actions_Per_Second"
+"""It differs between equal runs, so it goes to TensorBoard and W&B alone."""
 HIGHER_IS_BETTER = re.compile(r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.I)
 LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.I)
 
@@ -48,10 +51,17 @@ class WandbRun:
     mode: str
     """online or offline; disabled after W&B did not start."""
     about: Mapping[str, Any]
-    """For `wandb.init`: project, entity, name, group, job_type, tags, config."""
-    metrics: MetricsFile
-    insist: bool
+    """For `wandb.init`: project, entity, name, group, job_type, tags, notes, config."""
+    key: str
+    """Its id stands in `wandb/<key>.id`."""
+    kept: Sequence[Row] = ()
+    """What was logged before and still counts."""
+    earlier: Sequence[Row] = ()
+    """All that was logged before."""
+    insist: bool = False
     """Raise if W&B cannot be reached, instead of logging offline."""
+    finished: bool = False
+    """W&B has all of it; this session adds to the summary."""
     run: Any = None
     _resumed: bool = False
     _broken: bool = False
@@ -59,11 +69,6 @@ class WandbRun:
     _waiting: tuple[int, dict[str, float]] = (0, {})
     _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
     _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    @property
-    def url(self) -> str | None:
-        """The address of the run's page; None when it is not online."""
-        return self.run.url if self.mode == "online" else None
 
     def __enter__(self) -> WandbRun:
         # quiet, artifact bodies inside the run's folder, and no empty WANDB_… variable (an empty WANDB_SILENT crashes)
@@ -83,7 +88,7 @@ class WandbRun:
                 self.mode = "disabled"
                 return self
             self._environment = stack.pop_all()
-        for step, values in self.metrics.kept:
+        for step, values in self.kept:
             self.log(values, step)
         return self
 
@@ -144,12 +149,14 @@ class WandbRun:
         """Call `wandb.init`; `fresh` starts a new W&B run even where an earlier one could be resumed."""
         import wandb
 
-        id_file, goes_on = self.folder / "wandb" / f"{self.about['name']}.id", self.about["job_type"] != "evaluate"
+        id_file, goes_on = self.folder / "wandb" / f"{self.key}.id", self.about["job_type"] != "evaluate"
         # results are logged once, at the end: a run interrupted there has logged none
         again = not fresh and goes_on and id_file.exists()
         identity = id_file.read_text().strip() if again else os.urandom(4).hex()
         online = self.mode == "online"
-        last_step = _last_step(self.folder / "wandb", identity) if again and not online else None
+        last_step = None
+        if again and not online:
+            last_step = math.inf if self.finished else _last_step(self.folder / "wandb", identity)
         try:
             run = wandb.init(
                 **self.about,
@@ -178,9 +185,9 @@ class WandbRun:
             last_step = run.summary.get("step")
         if last_step is not None:
             self._resumed = True
-            for step, values in self.metrics.earlier:
+            for step, values in self.earlier:
                 if step <= last_step:
-                    self._sent.setdefault(step, set()).update(values)
+                    self._sent.setdefault(step, {THROUGHPUT}).update(values)
         if goes_on:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step")
@@ -204,7 +211,7 @@ def records(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _last_step(folder: Path, identity: str) -> int | None:
     """The last step in the files that earlier sessions of this W&B run left; None where there are none."""
-    content = [record for session in folder.glob(f"*run-*-{identity}") for record in records(session)]
+    content = [record for session in folder.glob(f"*run-*-{identity}*") for record in records(session)]
     rows = [record["history"]["item"] for record in content if record["type"] == "history"]
     return max((int(row["step"]) for row in rows if row.get("step") is not None), default=None)
 

@@ -1,14 +1,13 @@
 """`knobwise workspace`: the view of all runs of a project in Weights & Biases, with the sections of workspace.yaml.
 
-Results come from the W&B runs of job type evaluate, training curves from those of job type train, one for each seed.
-The view groups runs by experiment, then by run; every panel follows that grouping.
+Test scores and training curves come from the W&B runs of job type train, one for each seed and stage, tables from those
+of job type evaluate. The view groups runs by experiment, by run and by stage; every panel follows that grouping.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,14 @@ from jinja2 import Template
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
+from knobwise.common.progress import say
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import wandb_mode
 from knobwise.experiments.tracking.wandb_run import environment, reason
 
-AXES = {"step": "iteration", "budget_ms": "budget, ms", "shots": "demonstrations"}
-"""The key that a curve runs over → title of the axis."""
-PINNED = ("utility", "gap_closed", "satisfaction_feasible", "accuracy", "latency_ms_mean")
-"""Summaries of the controller that are columns of the table of runs."""
+PINNED = ("Utility", "Oracle_Gap_Closed", "On_Time_Feasible", "Accuracy", "Latency_Mean")
+"""Test scores that are columns of the table of runs."""
 
 
 def workspace(config: WorkspaceRun) -> None:
@@ -54,6 +52,17 @@ def workspace(config: WorkspaceRun) -> None:
         )
 
 
+def save_once(settings: TrackingSettings, knobs: list[str] | None) -> None:
+    """Save the view of a project that has none of this name yet. It is never the reason that a run ends."""
+    config = WorkspaceRun(project=settings.project, entity=settings.entity)
+    config.knobs = knobs or config.knobs
+    try:
+        if address := _save(view_of(config), replace=False):
+            print(f"W&B view of all runs: {address}")
+    except Exception as error:
+        say(f"{reason(error)}; tracking.workspace=false saves no view")
+
+
 def view_of(config: WorkspaceRun) -> Any:
     """The view as a `wandb_workspaces.workspaces.Workspace`; nothing is sent.
 
@@ -68,7 +77,7 @@ def view_of(config: WorkspaceRun) -> Any:
         except ImportError as error:
             raise InputError("workspace: needs wandb-workspaces; pip install 'knobwise[workspace]'") from error
         template = Template(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-        content = yaml.safe_load(template.render(knobs=config.knobs, escape=re.escape))
+        content = yaml.safe_load(template.render(knobs=config.knobs))
         sections = [
             ws.Section(
                 name=section["name"],
@@ -78,7 +87,7 @@ def view_of(config: WorkspaceRun) -> Any:
             )
             for section in content
         ]
-        pinned = ["run:displayName", "run:jobType", *(f"summary:Test/controller/{name}" for name in PINNED)]
+        pinned = ["run:displayName", "run:jobType", *(f"summary:Test/{name}" for name in PINNED)]
         try:
             return ws.Workspace(
                 entity=config.entity or "",
@@ -86,7 +95,9 @@ def view_of(config: WorkspaceRun) -> Any:
                 name=config.name,
                 sections=sections,
                 settings=ws.WorkspaceSettings(x_axis="step", max_runs=40, group_by_prefix="first"),
-                runset_settings=ws.RunsetSettings(groupby=[Metric("Group"), Config("run")], pinned_columns=pinned),
+                runset_settings=ws.RunsetSettings(
+                    groupby=[Metric("Group"), Config("run"), Config("stage")], pinned_columns=pinned
+                ),
             )
         except ValueError as error:
             raise InputError(f"workspace: name={config.name!r}: W&B says {reason(error)!r}; choose another") from error
@@ -97,8 +108,13 @@ def _panel(wr: Any, kind: str, **fields: Any) -> Any:
     if kind == "ScatterPlot":
         fields |= {axis: wr.SummaryMetric(fields[axis]) for axis in ("x", "y")}
     elif kind == "LinePlot":
-        fields = {"x": "step"} | fields
-        fields["title_x"] = AXES[fields["x"]]
+        fields |= {"x": "step", "title_x": "iteration"}
+    elif kind == "BarPlot":
+        group = wr.Config(fields.pop("groupby", "run"))
+        fields |= {"groupby": group, "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
+    elif kind == "CustomChart":
+        query, title = {"summaryTable": {"tableKey": f"{fields.pop('table')}_table"}}, {"title": fields.pop("title")}
+        fields = {"query": query, "chart_name": "wandb/line/v0", "chart_fields": fields, "chart_strings": title}
     elif kind == "ParallelCoordinatesPlot":
         column = wr.ParallelCoordinatesPlotColumn
         settings, metrics = fields.pop("settings"), fields.pop("metrics")
@@ -111,8 +127,8 @@ def _panel(wr: Any, kind: str, **fields: Any) -> Any:
     return getattr(wr, kind)(**fields)
 
 
-def _save(view: Any) -> str:
-    """Save the view in place of an earlier one of this name; returns its address."""
+def _save(view: Any, replace: bool = True) -> str:
+    """Save the view in place of an earlier one of this name, or only if there is none; returns its address."""
     with environment({"WANDB_SILENT": "true"}):  # wandb's own lines say the same as ours
         import wandb
         from wandb.sdk.lib.service.service_connection import WandbApiFailedError
@@ -126,6 +142,8 @@ def _save(view: Any) -> str:
             name = hashlib.sha256(f"knobwise {view.name}".encode()).hexdigest()[:11]
             view._internal_name = internal._url_query_str_to_internal_name(name)
             view._internal_id = _saved_id(view, name)
+            if view._internal_id and not replace:
+                return ""
             return str(view.save().url)
         except (wandb.Error, WandbApiFailedError) as error:
             why = f"W&B did not take the view ({reason(error)}); its project is {view.project}"

@@ -39,7 +39,7 @@ from knobwise.experiments.results.run_folder import STUDENT
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.train.run import Experiment, keep_best, train_seed
+from knobwise.experiments.train.run import Experiment, keep_best, train_seeds
 
 STUDENT_STEPS = 3
 """Steps of a student's fit for each iteration of its teacher's training; at least 200 in all."""
@@ -127,16 +127,19 @@ class ControllerExperiment(Experiment):
         for trainer in self.trainers:
             if self.number:
                 trainer.title = f"split {self.number}, {trainer.title}"
-            checkpoints = train_seed(trainer, self.config, folder)
-            loaded = load_checkpoint(best := checkpoints / "best.pt")
-            if isinstance(loaded.agent, Controller):  # else it was completed before a stop
-                loaded = self.completed(trainer, loaded.agent)
-                loaded.save(best)
-            student = checkpoints / STUDENT
-            if load_if_whole(student) is None and (deployed := self.deployed(loaded, trainer.seed)) is not loaded:
-                deployed.save(student)
+        train_seeds(self.trainers, self.config, folder, self.complete)
         for other in self.others:
             other.train(folder / f"split{other.number}")
+
+    def complete(self, trainer: ControllerTrainer, checkpoints: Path) -> None:
+        """Turn what a seed has trained into what it deploys."""
+        loaded = load_checkpoint(best := checkpoints / "best.pt")
+        if isinstance(loaded.agent, Controller):  # else it was completed before a stop
+            loaded = self.completed(trainer, loaded.agent)
+            loaded.save(best)
+        student = checkpoints / STUDENT
+        if load_if_whole(student) is None and (deployed := self.deployed(loaded, trainer.seed)) is not loaded:
+            deployed.save(student)
 
     @cached_property
     def experts(self) -> Experts:

@@ -4,11 +4,12 @@ track."""
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ from rich.console import Console
 from knobwise.agents.training.loop import Trainer
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.common.progress import say
+from knobwise.common.progress import progress, say
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.report.words import write_results
 from knobwise.experiments.results.controllers import profile_of
@@ -31,6 +32,8 @@ from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.service_options import ServiceRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import Tracker, git_commit, wandb_mode
+from knobwise.experiments.tracking.wandb_results import scores_by_seed
+from knobwise.experiments.tracking.workspace import save_once
 
 
 class Experiment(ABC):
@@ -78,11 +81,12 @@ class Experiment(ABC):
             write_decisions(folder, decisions)
             write_results(folder, results)
             report = write_report(folder)
-            with tracker_of(self.config, folder, self.table, "evaluate") as tracker:
-                drawn = tracker.mode != "disabled"  # pictures take longer to draw than all else here
-                tracker.log_results(results, images=result_images(results) if drawn else None)
+            mode = track_results(self.config, folder, self.table, results)
         print_results(results, Console())
         print(f"report: {report}")
+        if mode == "offline":
+            print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
+        print(f"next:   {next_command(folder, overrides)}")
         return folder
 
 
@@ -102,24 +106,67 @@ def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
     return best
 
 
-def train_seed(trainer: Trainer, config: Any, folder: Path) -> Path:
-    """Train one seed of a run, or go on where it stopped; gives the folder of its checkpoints."""
-    trainer.folder = checkpoints = folder / "checkpoints" / f"seed{trainer.seed}"
-    trainer.resume(checkpoints / "last.pt")
-    if trainer.finished:
-        MetricsFile(folder / "metrics.csv", trainer.seed, trainer.iteration, trainer.logged)
-    else:
-        # the checkpoint was written before the rows of its own iteration were complete
-        step = trainer.iteration - 1
-        tracker = tracker_of(config, folder, trainer.table, "train", trainer.seed, step)
-        tracker.known = trainer.logged
-        with tracker as trainer.log:
-            trainer.run()
-    return checkpoints
+def train_seeds(
+    trainers: Sequence[Trainer], config: Any, folder: Path, complete: Callable[[Any, Path], None] = lambda *_: None
+) -> None:
+    """Train the seeds of a run one after the other, each from where it stopped; `complete` takes each trainer and the
+    folder of its checkpoints when it is done."""
+    for trainer in trainers:
+        trainer.folder = checkpoints = folder / "checkpoints" / f"seed{trainer.seed}"
+        trainer.resume(checkpoints / "last.pt")
+    steps = {trainer.seed: trainer.total if trainer.finished else trainer.iteration for trainer in trainers}
+    total, silent = sum(trainer.total for trainer in trainers), math.inf if len(trainers) == 1 else 0.0
+    with progress("all seeds", total, sum(steps.values()), silent or 60.0, silent) as tick:
+        for trainer in trainers:
+
+            def count(step: int, seed: int = trainer.seed) -> None:
+                steps[seed] = step
+                tick(sum(steps.values()), "")
+
+            if trainer.finished:
+                MetricsFile(folder / "metrics.csv", trainer.seed, trainer.iteration, trainer.logged)
+            else:
+                # the checkpoint was written before the rows of its own iteration were complete
+                tracker = tracker_of(config, folder, trainer.table, "train", trainer.seed, trainer.iteration - 1)
+                tracker.known, tracker.tick = trainer.logged, count
+                with tracker as trainer.log:
+                    trainer.run()
+            grpo, (best, score) = trainer.stages[-1].iterations, (trainer.best["iteration"], trainer.best["score"])
+            where = " (before GRPO)" if best <= trainer.total - grpo else " (during GRPO)"
+            words = f"best validation {trainer.judged_by} {score:.4f} at iteration {best} of {trainer.total}"
+            say(f"{trainer.title}: {words}{where if grpo else ''}")
+            complete(trainer, folder / "checkpoints" / f"seed{trainer.seed}")
+            count(trainer.total)
+
+
+def next_command(folder: Path, overrides: Sequence[str]) -> str:
+    """What to try after a run: compare it with the others of its experiment, or deploy it, or train another one."""
+    compare = f"knobwise compare {shlex.quote(str(folder.parent))}"
+    if len(list(folder.parent.glob("*/results.json"))) > 1:
+        return compare
+    words = [f"checkpoint={folder}", *(word for word in overrides if word.startswith("profile"))]
+    deployed = (folder / "controller.npz").exists()
+    return f"knobwise export {shlex.join(words)}" if deployed else f"repeat with another option=value, then {compare}"
+
+
+def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, Any]) -> str:
+    """Log to W&B the test scores of each seed, in the run that trained it, and the results; gives the mode of W&B."""
+    model, kept = None, (results.get("best_policy", ""), results.get("best_seed"))
+    for (stage, seed), scores in scores_by_seed(results, folder).items():
+        if wandb_mode(config.tracking) == "disabled":
+            break
+        with tracker_of(config, folder, table, "train", seed, stage=stage, finished=True) as tracker:
+            model = tracker.log_scores(scores, (stage, seed) == kept) or model
+    with tracker_of(config, folder, table, "evaluate") as tracker:
+        drawn = tracker.mode != "disabled"  # pictures take longer to draw than all else here
+        tracker.log_results(results, result_images(results) if drawn else None, model)
+    if tracker.mode == "online" and config.tracking.workspace:
+        save_once(config.tracking, [knob.name for knob in getattr(table, "knobs", ())])
+    return tracker.mode
 
 
 def tracker_of(
-    config: Any, folder: Path, table: Any, job_type: str, seed: int | None = None, step: int | None = None
+    config: Any, folder: Path, table: Any, job_type: str, seed: int | None = None, step: int = -1, **options: Any
 ) -> Tracker:
     """The tracker of a run, or of one of its seeds. `step` is where a resumed seed continues; a negative one means from
     the beginning."""
@@ -139,5 +186,6 @@ def tracker_of(
         seed=seed,
         tags=list(tags),
         profile=profile_of(table),
-        resume_step=step if step is not None and step >= 0 else None,
+        resume_step=step if step >= 0 else None,
+        **options,
     )

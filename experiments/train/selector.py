@@ -3,9 +3,7 @@ on queries and candidates never seen beside every simple way."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from knobwise.experiments.results.selectors import selector_decisions, selector_
 from knobwise.experiments.settings.beams import SelectorData, check_judged, hide, read_data, stored_embeddings
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
-from knobwise.experiments.tracking.tracker import Tracker
+from knobwise.experiments.tracking.tracker import in_stage
 from knobwise.experiments.train.reward_models import learned_rewards
 from knobwise.experiments.train.run import Experiment, keep_best, set_up_torch, tracker_of
 from knobwise.losses.settings import SelectorLossConfig
@@ -149,8 +147,7 @@ class SelectorStages:
 
     def __init__(self, config: SelectorRun, data: SelectorData, seed: int, folder: Path | None) -> None:
         self.config, self.data, self.seed, self.folder = config, data, seed, folder
-        self.step, self.after, self.logged = 0, contextlib.ExitStack(), list[Row]()
-        self.tracker: Tracker | None = None
+        self.step, self.logged = 0, list[Row]()
         self.rows = torch.arange(data.table.num_queries)
         self.reward_models: dict[Any, dict[str, Any]] = {}  # what they learned from records
         self.zero_shot = None if data.scorer is None else probability(data.scorer, self.rows)
@@ -170,16 +167,15 @@ class SelectorStages:
 
     def all(self) -> None:
         """Train everything that the settings name."""
-        with self.after:
-            base = {"": self._base("", self.data.table)}
-            for name in self.config.variants:
-                hidden = self.config.plan(name).variant.hidden
-                key, table = ",".join(hidden), hide(self.data.table, hidden)
-                if key not in base:
-                    base[key] = self._base("hidden_", table)
-                self._variant(name, table, *base[key])
-            if self.tracker is None and self.folder is not None:
-                MetricsFile(self.folder / "metrics.csv", self.seed, self.step, self.logged)
+        base = {"": self._base("", self.data.table)}
+        for name in self.config.variants:
+            hidden = self.config.plan(name).variant.hidden
+            key, table = ",".join(hidden), hide(self.data.table, hidden)
+            if key not in base:
+                base[key] = self._base("hidden_", table)
+            self._variant(name, table, *base[key])
+        if self.folder is not None:
+            MetricsFile(self.folder / "metrics.csv", self.seed, self.step, self.logged)
 
     def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
         """SFT and RCE, which every variant starts from. What hides blocks must not start from what has seen them."""
@@ -270,14 +266,12 @@ class SelectorStages:
         trainer.resume(folder / "last.pt")
         if not trainer.finished:
             # the checkpoint was written before the rows of its own iteration were complete
-            before = self.step + trainer.iteration - 1
-            if self.tracker is None:
-                opened = tracker_of(self.config, self.folder, self.data.table, "train", self.seed, before)
-                opened.known = self.logged + _named(trainer.logged, name, self.step)
-                self.tracker = self.after.enter_context(opened)
-            trainer.log = _StageLog(self.tracker, name, self.step)
-            trainer.run()
-        self.logged += _named(trainer.logged, name, self.step)
+            about = self.config, self.folder, self.data.table, "train", self.seed, self.step + trainer.iteration - 1
+            tracker = tracker_of(*about, stage=name, first=self.step)
+            tracker.known = self.logged + in_stage(trainer.logged, name, self.step)
+            with tracker as trainer.log:
+                trainer.run()
+        self.logged += in_stage(trainer.logged, name, self.step)
         self.step += trainer.total + 1
         return load_checkpoint(folder / "best.pt").selector
 
@@ -285,22 +279,6 @@ class SelectorStages:
 def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
     """What RCE reads of the settings of the loss."""
     return loss.temperature_start, loss.temperature_end
-
-
-class _StageLog:
-    """One stage's numbers in the log of its seed: under its own name, after the steps of the stages before it."""
-
-    def __init__(self, tracker: Tracker, name: str, first: int) -> None:
-        self.tracker, self.name, self.first = tracker, name, first
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        ((step, values),) = _named([(step, metrics)], self.name, self.first)
-        self.tracker.log(values, step)
-
-
-def _named(rows: Sequence[tuple[int, Mapping[str, float]]], name: str, first: int) -> list[Row]:
-    """The rows of a stage as they stand in the log of its seed."""
-    return [(first + step, {k.replace("/", f"/{name}/", 1): v for k, v in row.items()}) for step, row in rows]
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.service import service_results
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.settings.service_options import ServiceRun
-from knobwise.experiments.train.run import Experiment, keep_best, train_seed
+from knobwise.experiments.train.run import Experiment, keep_best, train_seeds
 
 HELD_OUT, TUNED, JUDGED = 10_001, 10_002, 10_003
 """Seeds of the traces that policies are chosen on, that rules are tuned on, and that all are judged on."""
@@ -75,8 +75,7 @@ class ServiceExperiment(Experiment):
 
     def train(self, folder: Path) -> None:
         """Train every seed that is not finished."""
-        for trainer in self.trainers:
-            train_seed(trainer, self.config, folder)
+        train_seeds(self.trainers, self.config, folder)
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
         """Every seed's best policy and every rule on the same fresh traces, at every load."""

@@ -16,10 +16,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 Tick = Callable[[int, str], None]
 REDRAW_S = 0.1
 """Seconds between two drawings of a bar."""
+NUMBERS = 52
+"""Columns of a terminal for title, bar and numbers; the note has the others."""
 
 
 @contextmanager
@@ -36,7 +39,7 @@ def progress(title: str, total: int, done: int = 0, every_s: float = 60.0, quiet
         every_s: seconds between plain lines.
         quiet_s: seconds before anything is shown, so that short work stays silent.
     """
-    if not _has_terminal():
+    if not has_terminal():
         yield _Lines(title, total, done, quiet_s, every_s).tick
         return
     bar = _Bar(title, total, done, quiet_s)
@@ -61,7 +64,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
 
 
-def _has_terminal() -> bool:
+def has_terminal() -> bool:
     """Whether stderr is a terminal for bars. Forced colours do not make a file one, and a process that works for
     another one leaves the terminal to that one."""
     if multiprocessing.parent_process() is not None:
@@ -151,13 +154,15 @@ class _Bar(_Pace):
 
 
 def _display() -> Progress:
+    console = Console(stderr=True)
+    room = Column(no_wrap=True, max_width=max(8, console.width - NUMBERS))
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         TextColumn("{task.completed}/{task.total}"),
         TextColumn("{task.fields[rate]} · {task.fields[left]}"),
-        TextColumn("{task.fields[note]}", markup=False),
-        console=Console(stderr=True),
+        TextColumn("{task.fields[note]}", markup=False, table_column=room),
+        console=console,
         auto_refresh=False,
         expand=True,
         # output that goes into a file must not appear in the terminal instead

@@ -19,13 +19,13 @@ import pytest
 import wandb
 from hypothesis import strategies as st
 from tensorboard.summary.writer import event_file_writer
-from wandb_stub import ReceivedRun, forget_wandb, offline_runs
+from wandb_stub import ReceivedRun, forget_wandb, joined, offline_runs
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_run
 from knobwise.experiments.tracking.metrics_file import MetricsFile
-from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
+from knobwise.experiments.tracking.tracker import Tracker, short_name, wandb_mode
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 CONFIG = {"optimiser": {"lr": 0.003}, "loss": {"ends": [math.inf, 1.0]}, "seeds": [0, 1]}
@@ -48,6 +48,9 @@ RESULTS = {
 }
 
 
+SCORES = [{"Test/Utility": 0.5 + seed / 10, "Test/On_Time_Feasible": 0.9} for seed in (0, 1)]
+
+
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     forget_wandb(monkeypatch, tmp_path_factory.mktemp("home"))
@@ -55,7 +58,8 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 def tracker(folder: Path, mode: str = "offline", **more: object) -> Tracker:
     arguments = {"name": "lr-0.003", "experiment": "controller", "job_type": "train", "config": CONFIG}
-    arguments |= {"settings": TrackingSettings(mode=mode, tags=["nightly"]), "profile": RESULTS["profile"]}
+    settings = TrackingSettings(mode=mode, tags=["nightly"], notes="Is a low learning rate better?")
+    arguments |= {"settings": settings, "profile": RESULTS["profile"]}
     return Tracker(folder, **arguments | more)  # type: ignore[arg-type]
 
 
@@ -66,7 +70,7 @@ def numbers(seed: int, step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two seeds, and its results."""
+    """A run with two seeds, their test scores, and its results."""
     folder = tmp_path_factory.mktemp("runs") / "lr-0.003"
     with pytest.MonkeyPatch.context() as patch:
         for name in ("WANDB_SILENT", "WANDB_QUIET"):
@@ -82,6 +86,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "checkpoints").mkdir()
         (folder / "checkpoints" / "best.pt").write_bytes(b"the weights")
         (folder / "report.html").write_text("<p>the report</p>")
+        for seed in (0, 1):
+            with tracker(folder, seed=seed, tags=["small"], finished=True) as log:
+                log.log_scores(SCORES[seed], kept=seed == 1)
         with tracker(folder, job_type="evaluate") as log:
             log.log_results(RESULTS, images={"Utility": PNG})
         assert os.environ["WANDB_SILENT"] == ""
@@ -101,9 +108,15 @@ def of_kind(session: ReceivedRun, kind: str) -> list[dict]:
     return [record[kind] for record in session.records if record["type"] == kind]
 
 
+def charts(session: ReceivedRun) -> dict[str, dict]:
+    """The custom charts of a run, by name."""
+    updates = [item for record in of_kind(session, "config") for item in record["update"].items()]
+    return {key.removeprefix("_wandb.visualize."): chart for key, chart in updates if "visualize" in key}
+
+
 @pytest.fixture(scope="module")
 def logged(run: Path) -> Sessions:
-    return {name: session for name, (session,) in sessions_of(run).items()}
+    return {name: joined(sessions) for name, sessions in sessions_of(run).items()}
 
 
 def written(folder: Path) -> list[dict[str, str]]:
@@ -122,14 +135,15 @@ def events(folder: Path) -> dict[tuple[str, int], float]:
 def test_tensorboard_and_wandb_hold_the_numbers_of_metrics_csv(run: Path, logged: Sessions, seed: int) -> None:
     expected = {(name, step): value for step in STEPS for name, value in numbers(seed, step).items()}
     assert events(run / "tensorboard" / f"seed{seed}") == pytest.approx(expected, rel=1e-6)  # event files are float32
-    assert logged[f"lr-0.003-seed{seed}"].history == [{"step": step, **numbers(seed, step)} for step in STEPS]
+    assert logged[f"lr-0.003 s{seed}"].history == [{"step": step, **numbers(seed, step)} for step in STEPS]
 
 
 def test_wandb_run_says_where_it_belongs_and_what_was_best(logged: Sessions) -> None:
-    assert set(logged) == {"lr-0.003-seed0", "lr-0.003-seed1", "lr-0.003"}
-    session = logged["lr-0.003-seed1"]
-    about = {"displayName": "lr-0.003-seed1", "groupName": "controller", "jobType": "train", "project": "knobwise"}
-    assert session.about == about | {"tags": ["nightly", "theirs", "small"]}
+    assert set(logged) == {"lr-0.003 s0", "lr-0.003 s1", "lr-0.003"}
+    session = logged["lr-0.003 s1"]
+    about = {"displayName": "lr-0.003 s1", "groupName": "controller", "jobType": "train", "project": "knobwise"}
+    assert session.about == about | {"tags": ["nightly", "theirs", "small"], "notes": "Is a low learning rate better?"}
+    assert session.config["run"] == logged["lr-0.003"].config["run"] == "controller/lr-0.003"
     assert session.config["optimiser"] == {"lr": 0.003}
     assert session.config["loss"] == {"ends": ["inf", 1.0]}  # as on the command line; JSON has no infinity
     assert (session.config["seed"], session.config["profile_digest"]) == (1, DIGEST)
@@ -139,31 +153,95 @@ def test_wandb_run_says_where_it_belongs_and_what_was_best(logged: Sessions) -> 
     assert session.summary["Train/Reward_Mean"] == {"max": max(rewards), "last": rewards[-1]}
 
 
-def test_results_and_artifacts_are_logged_inside_the_run(run: Path, logged: Sessions) -> None:
+def test_test_scores_are_in_the_runs_that_trained(run: Path, logged: Sessions) -> None:
+    """So that grouping them shows means and standard deviations; their curves and summaries stay what they were."""
+    for seed in (0, 1):
+        summary = logged[f"lr-0.003 s{seed}"].summary
+        assert {name: value for name, value in summary.items() if name.startswith("Test/")} == SCORES[seed]
+        assert summary["Train/Loss"] == {"min": 1 / (23 + seed), "last": 1 / (23 + seed)}
+    assert not {"Test/Utility", "Test/On_Time_Feasible"} & logged["lr-0.003"].summary.keys()
+    models = {name: [a for a in of_kind(one, "artifact") if a["type"] == "model"] for name, one in logged.items()}
+    assert [name for name, found in models.items() if found] == ["lr-0.003 s1"]
+    (model,) = models["lr-0.003 s1"]
+    metadata = model["metadata"]
+    assert (metadata if isinstance(metadata, dict) else json.loads(metadata)) == SCORES[1]
+    assert model["name"] == f"controller-{run.name}"
+
+
+def test_results_are_logged_inside_the_run_and_in_few_keys(run: Path, logged: Sessions) -> None:
     session = logged["lr-0.003"]
-    assert session.summary["Test/controller/utility"] == 0.5
-    # W&B's own summary would be of the last budget
-    assert not [name for name in session.summary if name.startswith(("Budget/", "Knobs/", "budget_ms"))]
-    assert events(run / "tensorboard" / "evaluate")["Test/controller/utility", 0] == 0.5
+    # every policy's score, and more numbers of the controller
+    assert session.summary["Test/oracle/utility"] == 0.7
+    assert session.summary["Test/controller/utility_ci95_low"] == 0.4
+    assert session.summary["Test/controller/gap_closed"] == 0.4
+    assert "Test/oracle/gap_closed" not in session.summary
+    assert len([name for name in session.summary if name.startswith("Test/") and name.count("/") == 2]) == 13
+    keys = {key.split(".")[0] for row in session.history for key in row}
+    assert keys == {"Test/policies", "Test/by_budget_table", "report", "Charts/Utility"}
+    (chart,) = charts(session).items()
+    assert chart[0] == "Test/by_budget"
+    assert chart[1]["panel_config"]["fieldSettings"] == {"x": "budget_ms", "y": "utility", "stroke": "policy"}
+    # a scalar of a single step is no curve
+    assert not (run / "tensorboard" / "evaluate").exists()
     (picture,) = (run / "wandb").glob("offline-run-*/files/media/images/Charts/*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    artifacts = {a["type"]: a for a in of_kind(session, "artifact")}
-    assert artifacts["dataset"]["name"] == "profile-small-profile"
-    assert DIGEST in json.dumps(artifacts["dataset"]["metadata"])
-    metadata = artifacts["model"]["metadata"]
-    learned = metadata if isinstance(metadata, dict) else json.loads(metadata)
-    assert learned["Test/controller/utility"] == 0.5
-    assert not any("baseline" in key for key in learned)
+    (data,) = (artifact for artifact in of_kind(session, "artifact") if artifact["type"] == "dataset")
+    assert data["name"] == "profile-small-profile"
+    assert DIGEST in json.dumps(data["metadata"])
+
+
+def test_tensorboard_tells_runs_apart_by_their_settings(run: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    reader = EventAccumulator(str(run / "tensorboard" / "seed1")).Reload()
+    content = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {name: value.number_value for name, value in hparams.items()} == {"optimiser.lr": 0.003, "seed": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "seed", "title"),
+    [
+        *(("default", "", 0, "lean s0"), ("default", "", None, "lean"), ("default", "sft", 2, "sft s2")),
+        ("loss.group_size-8_optimiser.lr-0.001", "", 1, "group_size-8_lr-0.001 s1"),
+        ("profile-table_profile.path-a.b.csv", "rce", None, "profile-table_path-a.b.csv rce"),
+    ],
+)
+def test_names_of_runs_are_short(name: str, stage: str, seed: int | None, title: str) -> None:
+    assert short_name("lean", name, stage, seed) == title
+    assert len(short_name("lean", "x" * 100, stage, seed)) <= 47
+
+
+def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path: Path) -> None:
+    """metrics.csv holds the stages of a seed one after the other, W&B and TensorBoard each from step 0."""
+    for stage, first in (("sft", 0), ("grpo", 3)):
+        with tracker(tmp_path, seed=2, stage=stage, first=first, resume_step=first - 1 if first else None) as log:
+            for step in range(3):
+                log.log({"Val/Loss": first + step / 2, wandb_run.THROUGHPUT: 1e3}, step)
+    with tracker(tmp_path, seed=2, stage="grpo", first=3, resume_step=4) as log:  # its last step was not saved
+        log.log({"Val/Loss": 4.0, wandb_run.THROUGHPUT: 1e3}, 2)
+    names = [{k: v for k, v in row.items() if v} for row in written(tmp_path)]
+    assert names == [
+        *({"seed": "2", "step": str(step), "Val/sft/Loss": str(step / 2)} for step in range(3)),
+        *({"seed": "2", "step": str(3 + step), "Val/grpo/Loss": str(3 + step / 2)} for step in range(3)),
+    ]
+    runs = {name: joined(sessions) for name, sessions in sessions_of(tmp_path).items()}
+    for name, first in (("lr-0.003 sft s2", 0), ("lr-0.003 grpo s2", 3)):
+        assert runs[name].config["stage"] == name.split()[1]
+        wanted = [{"step": step, "Val/Loss": first + step / 2, wandb_run.THROUGHPUT: 1e3} for step in range(3)]
+        assert runs[name].history == wanted
+    assert ("Val/Loss", 2) in events(tmp_path / "tensorboard" / "seed2" / "grpo")
 
 
 def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path: Path) -> None:
     ends = {"crash": (ValueError("broken"), 1), "ctrl-c": (KeyboardInterrupt(), 130), "exit": (SystemExit(0), 0)}
     for name, (error, _) in ends.items():
-        log = tracker(tmp_path, name=name)
+        log = tracker(tmp_path / name, name=name)
         with pytest.raises(type(error)), log:  # noqa: PT012 (what was logged before the end must survive it)
             log.log({"Train/Loss": 1.0}, 0)
             raise error
-    sessions = offline_runs(tmp_path)
+    sessions = [session for name in ends for session in offline_runs(tmp_path / name)]
     assert all(session.history == [{"step": 0, "Train/Loss": 1.0}] for session in sessions)
     codes = {session.about["displayName"]: session.exit_code for session in sessions}
     assert codes == {name: status for name, (_, status) in ends.items()}
@@ -229,9 +307,9 @@ def test_where_wandb_does_not_start_the_rest_goes_on(
     with tracker(tmp_path / "run", mode, seed=0) as log:
         log.log({"Train/Loss": 1.0}, 0)
         log.log_results(RESULTS)
-    line = "W&B does not start (No space left on device), so lr-0.003-seed0 is not logged there\n"
+    line = "W&B does not start (No space left on device), so lr-0.003 s0 is not logged there\n"
     assert capfd.readouterr().err == line
-    assert (log.mode, log.url, log.settings.mode) == ("disabled", None, mode)
+    assert (log.mode, log.settings.mode) == ("disabled", mode)
     assert [row["Train/Loss"] for row in written(tmp_path / "run")] == ["1.0"]
     assert os.environ == environment
 
@@ -248,7 +326,6 @@ def test_nothing_is_said_while_logging(tmp_path: Path, capfd: pytest.CaptureFixt
     with tracker(tmp_path, mode="auto", seed=0) as log:  # no key and no terminal: offline
         log.log({"Train/Loss": 1.0}, 0)
     assert log.mode == "offline"
-    assert log.url is None
     assert capfd.readouterr() == ("", "")
 
 
@@ -271,7 +348,7 @@ def test_a_key_without_a_network_falls_back_to_offline(
     with tracker(tmp_path, mode="online", seed=1) as log:
         log.log({"Train/Loss": 2.0}, 0)
     assert log.mode == "offline"
-    assert sessions_of(tmp_path)["lr-0.003-seed1"][0].history == [{"step": 0, "Train/Loss": 2.0}]
+    assert sessions_of(tmp_path)["lr-0.003 s1"][0].history == [{"step": 0, "Train/Loss": 2.0}]
 
 
 def test_mode_follows_settings_then_environment_then_key(monkeypatch: pytest.MonkeyPatch) -> None:

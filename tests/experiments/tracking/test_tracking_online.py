@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from wandb_stub import ReceivedRun, WandbStub, forget_wandb, offline_runs
 
 from knobwise.__main__ import main
+from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.settings.tracking import TrackingSettings
@@ -114,94 +115,161 @@ def filled(settings: Any) -> Any:
     return {key: filled(value) for key, value in settings.items() if value != {}}
 
 
+def of_stage(rows: list[dict[str, float]], stage: str) -> list[dict[str, float]]:
+    """What a stage logged, from its own first step on."""
+    if not stage:
+        return rows
+    parts = [
+        {k.replace(f"/{stage}/", "/"): v for k, v in row.items() if f"/{stage}/" in k or k == "step"} for row in rows
+    ]
+    parts = [part for part in parts if len(part) > 1]
+    return [part | {"step": part["step"] - parts[0]["step"]} for part in parts]
+
+
 def holds(found: list[ReceivedRun], run: Path, seeds: tuple[int, ...] = (0, 3)) -> ReceivedRun:
-    """Every row of metrics.csv is in the run of its seed, and what each says of itself; gives that of the results."""
-    named = {one.about["displayName"]: one for one in found}
-    assert set(named) == {"tiny", *(f"tiny-seed{seed}" for seed in seeds)}
+    """Every row of metrics.csv is in the run of its seed and stage, and what each says of itself; gives that of the
+    results."""
+    named = {each.about["displayName"]: each for each in found}
     assert len(named) == len(found)
     settings = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     assert isinstance(settings, dict)
     results = json.loads((run / "results.json").read_text())
-    for name, one in named.items():
-        assert one.exit_code == 0
-        assert one.about["groupName"] == run.parent.name
-        assert one.about["jobType"] == ("evaluate" if name == "tiny" else "train")
-        assert {key: filled(one.config[key]) for key in settings} == filled(settings)
-        assert one.config.get("seed") == (None if name == "tiny" else int(name[-1]))
-        assert one.config["profile_digest"] == results["profile"]["digest"]
-        assert (one.config["git_commit"], one.config["machine"]["cpus"]) == (git_commit(), os.cpu_count())
-    for seed in seeds:
-        rows = curves(run, seed)
-        one = named[f"tiny-seed{seed}"]
-        assert one.history == rows
+    trained = {
+        f"tiny {f'{stage} s{seed}'.strip()}": (stage, seed)
+        for stage in results.get("validation", [""])
+        for seed in seeds
+    }
+    assert set(named) == {"tiny", *trained}
+    for name, each in named.items():
+        assert each.exit_code == 0
+        assert each.about["groupName"] == run.parent.name
+        assert each.about["jobType"] == ("evaluate" if name == "tiny" else "train")
+        assert {key: filled(each.config[key]) for key in settings} == filled(settings)
+        stage, seed = trained.get(name, ("", None))
+        assert (each.config.get("stage", ""), each.config.get("seed")) == (stage, seed)
+        assert each.config["run"] == f"{run.parent.name}/tiny"
+        assert each.config["profile_digest"] == results["profile"]["digest"]
+        assert each.config["git_commit"] == git_commit()
+    for name, (stage, seed) in trained.items():
+        rows, each = of_stage(curves(run, seed), stage), named[name]
+        history = each.history
+        speeds = [row.pop(wandb_run.THROUGHPUT) for row in history if wandb_run.THROUGHPUT in row]
+        assert history == rows
+        assert len(speeds) == len([row for row in rows if "Train/Reward_Mean" in row])
+        assert min(speeds) > 0
+        assert len({key for row in each.history for key in row}) <= 40
         assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
         for metric in rows[0].keys() - {"step"}:
             values = [row[metric] for row in rows if metric in row]
             best = {"min": min(values)} if "Loss" in metric else {"max": max(values)} if "Accuracy_M" in metric else {}
-            assert {k: one.summary[metric][k] for k in [*best, "last"]} == best | {"last": values[-1]}
+            assert {k: each.summary[metric][k] for k in [*best, "last"]} == best | {"last": values[-1]}
     return named["tiny"]
 
 
-def holds_results(one: ReceivedRun, run: Path) -> None:
-    """What is in results.json is in its summary, in the history over budgets or shots and in the tables."""
+def holds_test_scores(found: list[ReceivedRun], run: Path, seeds: tuple[int, ...] = (0, 3)) -> None:
+    """The runs that trained hold the scores of their seed: what `results.json` has, seed by seed or as its mean."""
+    results = json.loads((run / "results.json").read_text())
+    scores = {
+        (each.config.get("stage", ""), each.config["seed"]): {
+            name.removeprefix("Test/"): value for name, value in each.summary.items() if name.startswith("Test/")
+        }
+        for each in found
+        if each.about["jobType"] == "train"
+    }
+    for stage in results.get("validation", [""]):
+        place = {"shots": 2} if stage else {"budget_ms": None}
+        rows = [*results["rows"], *results.get("controls", [])]
+        (row,) = (row for row in rows if row.items() >= ({"policy": stage or "controller"} | place).items())
+        by_seed = [scores[stage, seed] for seed in seeds]
+        name = "accuracy" if stage else "utility"
+        assert [each[name.title()] for each in by_seed] == pytest.approx(row[f"{name}_per_seed"], abs=1e-6)
+        means = {"Oracle_Gap_Closed": "gap_closed", "On_Time_Feasible": "satisfaction_feasible"} if not stage else {}
+        for name, key in means.items():
+            assert sum(each[name] for each in by_seed) / 2 == pytest.approx(row[key], abs=1e-5)
+
+
+def holds_results(evaluated: ReceivedRun, run: Path) -> None:
+    """What is in results.json is in its summary and in its tables, over budgets or shots in one of them."""
     results = json.loads((run / "results.json").read_text())
     selector = results.get("system") == "selector"
-    place, group, middle = ("shots", "Shots", 2) if selector else ("budget_ms", "Budget", None)
+    place, middle, score = ("shots", 2, "accuracy") if selector else ("budget_ms", None, "utility")
     rows = [flat(row) for row in [*results["rows"], *results.get("controls", [])]]
-    cells = [(r["policy"], r[place], k, v) for r in rows for k, v in r.items() if k != place]
-    numbers = {(policy, at, name): value for policy, at, name, value in cells if isinstance(value, int | float)}
-    means = {f"Test/{policy}/{name}": value for (policy, at, name), value in numbers.items() if at == middle}
-    assert {name: value for name, value in one.summary.items() if name.startswith("Test/") and "/" in name[5:]} == means
+    means = {f"Test/{row['policy']}/{score}": row[score] for row in rows if row[place] == middle}
+    summary = {name: value for name, value in evaluated.summary.items() if name.startswith("Test/") and "/" in name[5:]}
+    assert {name: value for name, value in summary.items() if name.endswith(f"/{score}")} == means
+    main = results.get("best_policy", "controller")
+    (row,) = (row for row in rows if (row["policy"], row[place]) == (main, middle))
+    others = {name for name in summary if name not in means}
+    assert others == {f"Test/{main}/{key}" for key in others_of(selector) if row[key] is not None}
+    assert {name: summary[name] for name in others} == {name: row[name.rpartition("/")[2]] for name in others}
     scores = {f"Val/{stage}/Accuracy_Mean": each for stage, each in results.get("validation", {}).items()}
     for name, each in (scores if selector else {"Val/Utility": results["validation_utility"]}).items():
-        assert one.summary[name] == pytest.approx(sum(each) / 2)
-    assert one.summary.get("best_seed") == results.get("best_seed")
-    over = [row for row in one.history if place in row]
-    assert [row[place] for row in over] == results["shots" if selector else "budgets_ms"]
-    for row in over:
-        expected = {f"{group}/{policy}/{k}": v for (policy, at, k), v in numbers.items() if at == row[place]}
-        used = [use for use in results.get("knob_usage", []) if use["budget_ms"] == row[place]]
-        expected |= {f"Knobs/{u['policy']}/{u['knob']}={u['value']}": u["share"] for u in used}
-        assert row == {place: row[place]} | expected
+        assert evaluated.summary[name] == pytest.approx(sum(each) / 2)
+    assert evaluated.summary.get("best_seed") == results.get("best_seed")
 
-    shown, other = tables(one), "differences" if selector else "knob_usage"
-    assert set(shown) == {"Test/policies", f"Test/{other}", "Test/decisions"}
-    same(shown["Test/policies"], rows)
-    lines = [flat(row) for row in results[other]]
-    same(shown[f"Test/{other}"], [line | ({"value": str(line["value"])} if "value" in line else {}) for line in lines])
+    tables_in, by_place = tables(evaluated), f"Test/by_{place.removesuffix('_ms')}_table"
+    knobs = list(dict.fromkeys(use["knob"] for use in results.get("knob_usage", [])))
+    wanted = {"Test/policies", by_place, "Test/decisions", *(f"Knobs/{knob}_table" for knob in knobs)}
+    assert set(tables_in) == wanted | ({"Test/differences"} if selector else set())
+    keys = {key.split(".")[0] for row in evaluated.history for key in row}
+    assert set(tables_in) <= keys
+    assert len(keys) <= 40
+    same(tables_in["Test/policies"], [row for row in rows if row[place] == middle])
+    same(tables_in[by_place], [row for row in rows if row[place] is not None])
+    if selector:
+        same(tables_in["Test/differences"], [flat(row) for row in results["differences"]])
+    for knob in knobs:
+        uses = [use for use in results["knob_usage"] if (use["policy"], use["knob"]) == ("controller", knob)]
+        same(tables_in[f"Knobs/{knob}_table"], [use | {"value": str(use["value"])} for use in uses])
     judged = ["sft", "rce", "grpo_recorded"] if selector else ["controller", "budget_aware_static"]
     kept = read_decisions(run).filter(pl.col("policy").is_in([*judged, "oracle"]))
-    same(shown["Test/decisions"], kept.to_dicts())
+    same(tables_in["Test/decisions"], kept.to_dicts())
     assert selector or len(kept) == 4 * results["test_samples"] * 5
-    pages = [body for path, body in one.files.items() if path.startswith("media/html/report")]
+    pages = [body for path, body in evaluated.files.items() if path.startswith("media/html/report")]
     assert pages == [(run / "report.html").read_bytes()]
-    assert any(path.startswith("media/images/Charts/") for path in one.files)
+    assert any(path.startswith("media/images/Charts/") for path in evaluated.files)
+
+
+def others_of(selector: bool) -> tuple[str, ...]:
+    """The further numbers of the main policy in the summary."""
+    if selector:
+        return "accuracy_ci95_low", "accuracy_ci95_high", "decision_us_p50"
+    numbers = ("utility_free", "gap_closed", "accuracy", "latency_ms_mean", "satisfaction", "satisfaction_feasible")
+    return "utility_ci95_low", "utility_ci95_high", *numbers, "decision_us_p50"
 
 
 def holds_artifacts(stub: WandbStub, found: list[ReceivedRun], run: Path, lineage: bool) -> None:
+    """The profile leads to the run that trained, this one to the model, and the model to the results."""
     results = json.loads((run / "results.json").read_text())
-    (one,) = [r for r in found if r.about["jobType"] == "evaluate"]
-    own = [artifact for artifact in stub.artifacts.values() if artifact.run in {r.name for r in found}]
-    assert all(artifact.committed for artifact in own)
-    for artifact in own:  # W&B names an upload by its path in the artifact's manifest
+    (evaluated,) = [r for r in found if r.about["jobType"] == "evaluate"]
+    kept = (results.get("best_policy", ""), results["best_seed"])
+    (trained,) = [r for r in found if (r.config.get("stage", ""), r.config.get("seed")) == kept]
+    logged = [artifact for artifact in stub.artifacts.values() if artifact.run in {r.name for r in found}]
+    assert all(artifact.committed for artifact in logged)
+    for artifact in logged:  # W&B names an upload by its path in the artifact's manifest
         listed = {Path(path).name for path in artifact.manifest["contents"]}
         assert {Path(path).name for path in artifact.files} == listed
-    (model,) = [artifact for artifact in own if artifact.kind == "model"]
-    assert (model.run, model.name) == (one.name, f"{run.parent.name}-tiny")
+    (model,) = [artifact for artifact in logged if artifact.kind == "model"]
+    assert (model.run, model.name) == (trained.name, f"{run.parent.name}-tiny")
     assert {"best", "latest"} <= set(model.aliases)
     paths = (run / "checkpoints" / "best.pt", run / "config.yaml", run / "results.json")
     assert model.files == {path.name: path.read_bytes() for path in paths}
-    used = [stub.artifacts[identity] for r in found for identity in r.used]
-    assert len(used) == (len(found) if lineage else 0)  # offline wandb cannot note what a run has used
-    data = used if lineage else [artifact for artifact in own if artifact.kind == "dataset"]
+    used = {r.name: [stub.artifacts[identity] for identity in r.used] for r in found}
+    if not lineage:  # offline wandb cannot note what a run has used
+        assert not any(used.values())
+    else:
+        assert [artifact.kind for artifact in used[evaluated.name]] == ["dataset", "model"]
+        assert used[evaluated.name][1] is model
+        assert all([a.kind for a in used[r.name]] == ["dataset"] for r in found if r is not evaluated)
+    data = [artifact for artifacts in (logged, *used.values()) for artifact in artifacts if artifact.kind == "dataset"]
     assert data
     assert len({artifact.digest for artifact in data}) == 1
     for artifact in data:
         assert (artifact.kind, artifact.committed) == ("dataset", True)
         assert artifact.metadata == results["profile"]
         assert json.loads(artifact.files["profile.json"]) == results["profile"]
-    tables_sent = {artifact.name for artifact in own if artifact.kind == "run_table"}
-    assert len(tables_sent) == len(tables(one))
+    tables_sent = {artifact.name for artifact in logged if artifact.kind == "run_table"}
+    assert len(tables_sent) == len(tables(evaluated))
 
 
 @pytest.mark.usefixtures("online")
@@ -210,12 +278,16 @@ def test_an_online_run_sends_every_row_table_and_artifact(place: Path, stub: Wan
     assert main([*words, "tracking=online", "runs=online", "name=tiny"]) == 0
     found = [run for name, run in stub.runs.items() if name not in known]
     run = place / "online" / "controller" / "tiny"
-    one = holds(found, run)
-    holds_results(one, run)
+    evaluated = holds(found, run)
+    holds_test_scores(found, run)
+    holds_results(evaluated, run)
     holds_artifacts(stub, found, run, lineage=True)
-    assert set(one.about["tags"]) == {"nightly", "utility", "exact", "reward-utility"}
-    best = one.summary["best_seed"]
-    assert stub.runs[one.summary["best_seed_run"]].about["displayName"] == f"tiny-seed{best}"
+    assert set(evaluated.about["tags"]) == {"nightly", "utility", "exact", "reward-utility"}
+    assert all(each.about["notes"] == question_of("controller") for each in found)
+    (view,) = stub.views.values()
+    assert view["projectName"] == "knobwise"
+    knobs = {use["knob"] for use in json.loads((run / "results.json").read_text())["knob_usage"]}
+    assert all(f'"Knobs/{knob}_table"' in view["spec"] for knob in knobs)
     assert stub.unknown == []
 
 
@@ -224,6 +296,7 @@ def test_sync_brings_every_row_table_and_artifact(offline: dict[str, Path], stub
     run = offline[kind]
     found = sync(stub, run)
     holds_results(holds(found, run), run)
+    holds_test_scores(found, run)
     holds_artifacts(stub, found, run, lineage=False)
     assert stub.unknown == []
 

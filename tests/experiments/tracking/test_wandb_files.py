@@ -18,7 +18,8 @@ from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.settings.options import WorkspaceRun
-from knobwise.experiments.tracking.workspace import view_of
+from knobwise.experiments.settings.tracking import TrackingSettings
+from knobwise.experiments.tracking.workspace import save_once, view_of
 
 
 @pytest.fixture(autouse=True)
@@ -28,29 +29,9 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     forget_wandb(monkeypatch, tmp_path)
 
 
-class ViewStub(WandbStub):
-    """The server, with views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.views: dict[str, dict[str, Any]] = {}
-        self.projects = {"knobwise", "other"}
-
-    def _View(self, variables: dict[str, Any]) -> dict[str, Any]:
-        if variables["projectName"] not in self.projects:
-            return {"project": None}
-        found = [view for view in self.views.values() if view["name"] == variables["viewName"]]
-        return {"project": {"allViews": {"edges": [{"node": view} for view in found]}}}
-
-    def _UpsertView2(self, variables: dict[str, Any]) -> dict[str, Any]:
-        identity = variables.get("id") or f"view-{len(self.views)}"
-        self.views[identity] = {"id": identity, **variables}
-        return {"upsertView": {"view": {"id": identity, "name": variables["name"]}, "inserted": True}}
-
-
 @pytest.fixture
-def stub() -> Iterator[ViewStub]:
-    with ViewStub() as server, server.connected():
+def stub() -> Iterator[WandbStub]:
+    with WandbStub() as server, server.connected():
         yield server
 
 
@@ -69,13 +50,20 @@ def test_without_a_key_it_is_built_and_checked(capsys: pytest.CaptureFixture[str
     assert json.loads(spec.model_dump_json(by_alias=True, exclude_none=True)) == content
     kinds = {panel["viewType"] for panel in panels(content)}
     charts = {"Scatter Plot", "Run History Line Plot", "Bar Chart", "Parallel Coordinates Plot", "Run Comparer"}
-    assert kinds == charts | {"Weave", "Media Browser"}
+    assert kinds == charts | {"Weave", "Media Browser", "Vega2"}
     (pareto,) = (panel["config"] for panel in panels(content) if panel["viewType"] == "Scatter Plot")
     assert pareto["showMaxYAxisLine"]
-    shares = [panel["config"] for panel in panels(content) if panel["config"].get("plotType") == "pct-area"]
-    assert [one["metricRegex"] for one in shares] == ["^Knobs/controller/size=.*$", "^Knobs/oracle/size=.*$"]
+    # the shares of every run that is selected, from the table of each
+    (shares,) = (panel["config"] for panel in panels(content) if "Knobs/" in json.dumps(panel["config"]))
+    assert '"value": "Knobs/size_table"' in json.dumps(shares)
+    assert shares["fieldSettings"] == {"x": "budget_ms", "y": "share", "stroke": "value"}
+    spreads = {panel["config"].get("groupArea") for panel in panels(content) if panel["viewType"] == "Bar Chart"}
+    assert spreads == {"stddev"}
+    losses = [panel["config"]["metrics"] for panel in panels(content) if "Loss" in str(panel["config"].get("metrics"))]
+    assert losses == [["Train/Regression_Loss"], ["Train/RCE_Loss"], ["Train/Loss"], ["Val/Loss"]]
     grouping = content["section"]["runSets"][0]["grouping"]
-    assert grouping == [{"section": "run", "name": "group"}, {"section": "config", "name": "run.value"}]
+    keys = [{"section": "config", "name": f"{key}.value"} for key in ("run", "stage")]
+    assert grouping == [{"section": "run", "name": "group"}, *keys]
     named = {"entity": "e", "project": "p", "displayName": "n", "name": "nw-n-v", "id": "i", "spec": content}
     read_back = Workspace._from_model(View.model_validate(named))
     sections = view_of(WorkspaceRun(knobs=["size"])).sections
@@ -111,7 +99,7 @@ def test_a_project_of_the_environment_and_offline_by_wish(
     assert "not saved: WANDB_MODE is offline" in capsys.readouterr().out
 
 
-def test_with_a_key_it_is_saved_and_replaced(stub: ViewStub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_with_a_key_it_is_saved_and_replaced(stub: WandbStub, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["workspace", "name='our runs'", "json=view.json"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -124,14 +112,33 @@ def test_with_a_key_it_is_saved_and_replaced(stub: ViewStub, capfd: pytest.Captu
     assert main(["workspace", "name='our runs'", "knobs=[size]"]) == 0
     assert f"saved: {address}" in capfd.readouterr().out
     assert list(stub.views) == [identity]
-    assert "size=" in stub.views[identity]["spec"]
+    assert "Knobs/size_table" in stub.views[identity]["spec"]
     assert main(["workspace", "name=another", "project=other", "entity=team"]) == 0
     assert "/team/other?nw=" in capfd.readouterr().out
     assert len(stub.views) == 2
     assert stub.unknown == []
 
 
-def test_what_goes_wrong_in_saving_is_said_in_a_line(stub: ViewStub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_online_run_saves_the_view_and_no_other_touches_it(
+    stub: WandbStub, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_once(TrackingSettings(), ["size"])
+    ((identity, view),) = stub.views.items()
+    address = f"{stub.url}/{ENTITY}/knobwise?nw={view['name'].removeprefix('nw-').removesuffix('-v')}"
+    assert capfd.readouterr().out == f"W&B view of all runs: {address}\n"
+    assert "Knobs/size_table" in view["spec"]
+    save_once(TrackingSettings(), ["width"])  # people may have changed it
+    assert stub.views == {identity: view}
+    assert capfd.readouterr() == ("", "")
+    stub.refuse = lambda what: what == "UpsertView2"
+    stub.views.clear()
+    save_once(TrackingSettings(project="other"), ["size"])  # a run does not fail by it
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "did not take the view" in line
+    assert line.endswith("tracking.workspace=false saves no view")
+
+
+def test_what_goes_wrong_in_saving_is_said_in_a_line(stub: WandbStub, capfd: pytest.CaptureFixture[str]) -> None:
     stub.refuse = lambda what: what == "UpsertView2"
     for words, message in ((["project=none"], f"there is no project {ENTITY}/none yet"), ([], "did not take the view")):
         assert main(["workspace", *words]) == 2

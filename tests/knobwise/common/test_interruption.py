@@ -363,7 +363,7 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Pat
     reader.start()
     watched = SFT if several else [Path("runs/controller/x/checkpoints/seed0/last.pt")]
     numbers = r"\d+/220 +[\d.]+ (it/s|s/it) · \d+ (s|min) left"
-    bar = re.compile(rf"seed 0 +[━╸╺]+ +{numbers} +\w+ · best validation utility \d\.\d{{4}}")
+    bar = re.compile(rf"seed 0 +[━╸╺]+ +{numbers} +\w+ · best utility \d\.\d{{4}}")
     if several:  # the processes have no bars of their own
         bar = re.compile("seeds +[━╸╺]+ +0/3 +– it/s · time left unknown")
 

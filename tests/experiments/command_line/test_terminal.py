@@ -1,0 +1,103 @@
+"""What a person sees: the table of results at the width of the terminal, and the first and last lines of a run."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from commands import COMMAND, OPTIMISER, TABLE, VARIABLES, write_table
+from rich.console import Console
+
+from knobwise.experiments.report.tables import NARROW, print_table
+from knobwise.experiments.results.problem import DEADLINE
+
+HEADER = ["policy", *(metric.name for metric in DEADLINE.metrics)]
+ROWS = [
+    ["teacher (the stack itself)", "0.738\n[0.709, 0.765]", "0.738", "-131%\n[-160%, -103%]", "0.787", "2.79 ms"],
+    ["random", "0.323\n[0.289, 0.357]", "0.323", "-140%\n[-171%, -116%]", "0.650", "4.31 ms"],
+]
+ROWS = [[*row, "85.4%", "94.0%", "1,410 µs"] for row in ROWS]
+KEPT = ["policy", "utility", "oracle gap closed", "on time", "decision time"]
+
+
+def printed(width: int, terminal: bool = True) -> list[str]:
+    out = StringIO()
+    console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
+    print_table(console, HEADER, ROWS, NARROW["deadline"], [0])
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out", "intervals"),
+    [
+        (70, ["if free", "accuracy", "mean latency", "on time (feasible)"], False),
+        (80, ["accuracy", "mean latency", "on time (feasible)"], False),
+        (110, ["accuracy", "mean latency", "on time (feasible)"], True),
+        (130, ["on time (feasible)"], True),
+    ],
+)
+def test_a_narrow_terminal_keeps_what_matters_and_says_what_it_leaves_out(
+    width: int, left_out: list[str], intervals: bool
+) -> None:
+    lines = printed(width)
+    assert max(map(len, lines)) <= width
+    rule = next(place for place, line in enumerate(lines) if "──" in line)
+    words = set(" ".join(lines[:rule]).split())
+    for title in KEPT:
+        assert set(title.split()) <= words
+    assert ("[0.709, 0.765]" in " ".join(lines)) is intervals
+    said = " ".join(" ".join(lines).partition(f"left out at {width} columns: ")[2].split())
+    assert said.split(", ") == [*left_out, *([] if intervals else ["intervals"])]
+    assert all(values in " ".join(lines) for values in ("-131%", "85.4%", "1,410 µs"))
+
+
+@pytest.mark.parametrize(("width", "terminal"), [(180, True), (80, False)])
+def test_a_wide_terminal_and_a_file_get_everything(width: int, terminal: bool) -> None:
+    lines = printed(width, terminal)
+    assert "left out" not in " ".join(lines)
+    assert all(title in " ".join(lines) for title in HEADER)
+    assert "[-160%, -103%]" in " ".join(lines)
+
+
+def test_a_run_in_a_terminal_says_what_it_does_and_what_to_do_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_table(90)
+    quick = [word for word in OPTIMISER if not word.startswith("tracking")]
+    words = ["train", "experiment=lean", *TABLE, *quick, "baselines=false", "seeds=[0,1]", "tracking=offline", "name=a"]
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, **VARIABLES, "COLUMNS": "80", "TERM": "xterm"}
+    with subprocess.Popen([*COMMAND, *words], stdout=terminal, stderr=terminal, stdin=terminal, env=environment) as run:
+        os.close(terminal)
+        content = b""
+        while chunk := _read(controller):
+            content += chunk
+    os.close(controller)
+    assert run.returncode == 0
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", content.decode()).replace("\r", "\n").split("\n")
+    lines = [line.strip() for line in lines if line.strip()]
+    assert lines[0].startswith("lean: What do the experts add?")
+    assert lines[1].startswith("training with seeds=[0, 1]")
+    assert any(re.match(r"all seeds .*\d+/\d+ .* left", line) for line in lines)
+    for seed in (0, 1):
+        where = rf"seed {seed}: best validation utility 0\.\d{{4}} at iteration \d+ of \d+ \((before|during) GRPO\)"
+        assert any(re.match(where, line) for line in lines)
+    joined = "\n".join(lines)
+    last = joined[joined.index("report: ") :].splitlines()
+    assert last[0].startswith("report: ")
+    assert "wandb sync runs/lean/a/wandb/offline-run-*" in " ".join(last)
+    assert last[-1].startswith("next: ")
+    assert "knobwise export checkpoint=runs/lean/a profile=table" in " ".join(last)
+
+
+def _read(controller: int) -> bytes:
+    try:
+        return os.read(controller, 1 << 16)
+    except OSError:  # Linux says so that the other side is closed
+        return b""
