@@ -62,9 +62,10 @@ def _frame(rows: list[Any]) -> pl.DataFrame:
             if value is not None:
                 kinds[name].add(type(value))
     for name, types in kinds.items():
-        for kind, words in ((bool, "true or false"), (float, "numbers with a fraction")):
-            if kind in types and types - {bool: {bool}, float: {int, float}}[kind]:
-                raise ValueError(f"the column {name!r} holds {words} in some rows, and something else in others")
+        if bool in types and len(types) > 1:
+            raise ValueError(f"the column {name!r} holds true or false in some rows, and something else in others")
+        if float in types and types - {int, float}:
+            raise ValueError(f"the column {name!r} holds fractions in some rows, and something else in others")
     return pl.DataFrame(rows, infer_schema_length=None)
 
 

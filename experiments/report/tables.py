@@ -97,12 +97,11 @@ def print_table(
     cells = [[cell.replace("\n", " ") for cell in row] for row in rows]
     columns, left_out = list(range(len(header))), ""
     if terminal and _width(header, cells, columns) > width:
-        header = [title.replace(" ", "\n") for title in header]
         short = [[cell.split("\n")[0] for cell in row] for row in rows]
         cells = cells if _width(header, cells, few) <= width else short
-        columns = list(few)
-        for column in set(range(len(header))) - set(few):
-            columns += [column] if _width(header, cells, [*columns, column]) <= width else []
+        headers = header, [title.replace(" ", "\n") for title in header]
+        header, columns = max(((h, _fitting(h, cells, few, width)) for h in headers), key=lambda each: len(each[1]))
+        columns = columns or list(few)
         names = [header[column].replace("\n", " ") for column in range(len(header)) if column not in columns]
         names += ["intervals"] if cells is short else []
         left_out = f"left out at {width} columns: {', '.join(names)}" if names else ""
@@ -113,6 +112,14 @@ def print_table(
     wide = console if terminal else Console(file=console.file, width=width)
     wide.print(table, markup=False, highlight=False)
     print_lines(console, [left_out])
+
+
+def _fitting(header: Sequence[str], rows: Sequence[Sequence[str]], few: Sequence[int], width: int) -> list[int]:
+    """The columns `few`, and as many others as fit beside them; none if these do not."""
+    columns = list(few) if _width(header, rows, few) <= width else []
+    for column in set(range(len(header))) - set(few) if columns else ():
+        columns += [column] if _width(header, rows, [*columns, column]) <= width else []
+    return columns
 
 
 def _width(header: Sequence[str], rows: Sequence[Sequence[str]], columns: Collection[int]) -> int:

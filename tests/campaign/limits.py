@@ -73,7 +73,8 @@ def _full_disk(folder: Path) -> Outcome:
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", place], check=True)
     try:
-        shutil.copy(folder / "t.parquet", place)
+        for name in ("t.parquet", "f.npz"):
+            shutil.copy(folder / name, place)
         return _judged(_command([*LEAN, "name=r"], place), (1,))
     finally:
         subprocess.run(["umount", place], check=True)

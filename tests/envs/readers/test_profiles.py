@@ -327,7 +327,7 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
             "t.jsonl",
             '{"sample_id": "1", "k": 2, "accuracy": 1, "latency_ms": 1}\n'
             '{"sample_id": Infinity, "k": 2, "accuracy": 1, "latency_ms": 3}',
-            "the column 'sample_id' holds numbers with a fraction in some rows",
+            "the column 'sample_id' holds fractions in some rows",
         ),
         (
             "t.jsonl",
