@@ -32,6 +32,12 @@ LOGGED = {
 """Diagnostics of the loss modules, and the names that they are logged under."""
 
 
+AT_ONCE = 1 << 17
+"""Samples that are judged together, so that many of them need little memory."""
+OUTCOMES = ("chosen", "accuracy", "latency_ms", "in_time", "utility", "reward", "feasible")
+"""The fields of `Judged` with a value for each sample and budget."""
+
+
 @dataclass(frozen=True)
 class Judged:
     """The outcome of every decision of a policy: n samples × B budgets; of a mixture the expectation."""
@@ -109,6 +115,21 @@ def judge(
     budgets_ms = budgets_ms if pairs is None else torch.full((len(pairs),), torch.inf)
     cost_ms = torch.zeros_like(budgets_ms) if cost_ms is None else cost_ms.to(budgets_ms)
     rewards = RewardTable(table, TRAINING_REWARD) if rewards is None else rewards
+    parts = [_judged(policy, table, part, budgets_ms, pairs, rewards, cost_ms) for part in rows.split(AT_ONCE)]
+    outcomes = {name: torch.cat([getattr(part, name) for part in parts]) for name in OUTCOMES}
+    return Judged(budgets_ms=budgets_ms, **outcomes)
+
+
+def _judged(
+    policy: Policy[Tensor],
+    table: ProfileTable,
+    rows: Tensor,
+    budgets_ms: Tensor,
+    pairs: Tensor | None,
+    rewards: RewardTable,
+    cost_ms: Tensor,
+) -> Judged:
+    """The outcomes of some rows, see `judge`; `pairs` [B, 2] are worths, and the budgets then infinite."""
     features, mask = {name: block[rows] for name, block in table.features.items()}, table.mask[rows]
     left = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
     limits = [for_all(limit, rows) for limit in (left if pairs is None else pairs)]
