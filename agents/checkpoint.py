@@ -14,7 +14,6 @@ from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.service.policy import PricePolicy
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import Damaged, InputError
@@ -24,10 +23,8 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 
 FORMAT = "knobwise.Controller/2"
-Agent = Controller | StackedController | PricedChooser | Selector | PricePolicy
-KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector, PricePolicy)
-}
+Agent = Controller | StackedController | PricedChooser | Selector
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector)}
 
 NETWORK = ("structure", "members", "hidden", "layers", "budget_width")
 """The fields of `PolicyConfig` that make the network; a start may differ in the others."""
@@ -44,10 +41,9 @@ class Loaded(NamedTuple):
 
     @property
     def controller(self) -> Controller | StackedController | PricedChooser:
-        """The agent; an `InputError` when it is a selector or a policy of prices."""
-        if isinstance(self.agent, Selector | PricePolicy):
-            held = "selector" if isinstance(self.agent, Selector) else "policy of prices"
-            raise InputError(f"the checkpoint holds a {held}, trained on {self.profile_name!r}, and no controller")
+        """The agent; an `InputError` when it is a selector."""
+        if isinstance(self.agent, Selector):
+            raise InputError(f"the checkpoint holds a selector, trained on {self.profile_name!r}, and no controller")
         return self.agent
 
     @property
@@ -133,7 +129,7 @@ def _check_decides(agent: Any) -> None:
     named = (*module.named_parameters(), *module.named_buffers())
     if broken := next((name for name, values in named if values.isnan().any()), None):
         raise InputError(f"{broken} holds NaN")
-    if isinstance(agent, Selector | PricePolicy):
+    if isinstance(agent, Selector):
         return
     sizes, guard = network_of(agent).normaliser.sizes, getattr(agent, "guard", None)
     limits = torch.ones(1, 2) if network_of(agent).cost else torch.ones(1)

@@ -162,21 +162,15 @@ class TraceSampler:
         self.loads, self.requests, self.gap_ms = [Load.parse(each) for each in loads], requests, gap_ms
         self.rows = torch.arange(table.num_samples) if rows is None else rows
         if not len(self.rows):
-            raise InputError("the environment got no samples to draw from")
+            raise InputError("traces: there are no samples to draw from")
         self.deadlines_ms = deadlines_ms.double()
         self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
-        self.before = self.generator.get_state()  # `set_back` to it draws the last traces again
 
     def __call__(self, count: int) -> Traces:
         """`count` traces; trace i has load i mod the number of loads."""
-        self.before = self.generator.get_state()
         draw, shape = self.generator, (count, self.requests)
         turns = (self.loads[i % len(self.loads)] for i in range(count))
         arrivals = torch.stack([load.arrivals(self.requests, self.gap_ms, draw) for load in turns])
         rows = self.rows[torch.randint(len(self.rows), shape, generator=draw)]
         deadlines = self.deadlines_ms[torch.randint(len(self.deadlines_ms), shape, generator=draw)]
         return Traces(rows, arrivals, deadlines, torch.randint(1 << 62, shape, generator=draw))
-
-    def set_back(self, before: Tensor) -> None:
-        """Return to an earlier value of `before`: the traces drawn after it come again."""
-        self.generator.set_state(before)

@@ -22,7 +22,7 @@ class Table(NamedTuple):
     """Numbers of the rows that stand out."""
 
 
-NARROW = {"deadline": (0, 1, 2, 6), "mean": (0, 1, 3, 5), "service": (0, 1, 4, 5), "weights": (0, 1, 2, 4)}
+NARROW = {"deadline": (0, 1, 2, 6), "mean": (0, 1, 3, 5), "weights": (0, 1, 2, 4)}
 """Columns of `policies` for a narrow terminal."""
 NARROW_BY_DATASET = {"deadline": (0, 1, 2, 3, 7), "mean": (0, 1, 2, 3, 4)}
 

@@ -14,7 +14,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.results.decisions import SAMPLE, read_decisions
-from knobwise.experiments.results.problem import SERVICE, WEIGHTS, problem_of
+from knobwise.experiments.results.problem import WEIGHTS, problem_of
 
 CELLS = 200_000
 """About so many cells has the table of decisions; more make W&B's pages slow."""
@@ -77,7 +77,7 @@ def log_results(run: Any, results: Mapping[str, Any], folder: Path, images: Mapp
 def _log_curves(run: Any, results: Mapping[str, Any]) -> None:
     """The numbers of every policy over the places, and how often each knob has each value."""
     problem = problem_of(results)
-    if problem in (SERVICE, WEIGHTS):  # their places are no numbers
+    if problem is WEIGHTS:  # its places are no numbers
         return
     place_key = problem.place
     head = place_key.removesuffix("_ms").capitalize()

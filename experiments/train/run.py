@@ -26,7 +26,6 @@ from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import STUDENT, claim
 from knobwise.experiments.settings.selector_options import SelectorRun
-from knobwise.experiments.settings.service_options import ServiceRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 
@@ -120,8 +119,6 @@ def tracker_of(
     the beginning."""
     if isinstance(config, SelectorRun):
         tags = [f"reward-{config.reward.mode}"]
-    elif isinstance(config, ServiceRun):
-        tags = ["service"]
     else:
         tags = [config.policy.structure, config.loss.objective, f"reward-{config.reward.kind}"]
     return Tracker(
