@@ -73,10 +73,6 @@ class TrainRun(Training):
     """What GRPO minimises."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     """The settings that suit each policy, under its name."""
-    init_from: str | None = None
-    """A checkpoint of a controller whose weights training starts from, instead of fresh ones (a stack gives its
-    network). Knobs, features and the network's settings must agree with it; the profile may be another one. Set
-    optimiser.warmup_iterations=0 to start GRPO from these weights at once."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies, or under budget=mean of the
     configurations' mean latencies. Under budget=mean, prices are calibrated for these budgets only."""
@@ -252,8 +248,6 @@ class ProfileRun:
     answers, optionally image_id and choices."""
     out: str = "profiles/${model}"
     """Folder for the files. Repeat the command to resume an interrupted run."""
-    launcher: str = "here"
-    """here, in this process; or ray: the parts of knobs.shards as Ray tasks, a GPU for each where there are any."""
     checkpoint: str | None = None
     """A trained selector, whose draws are recorded as one more round in `out`."""
     ocr: OCRProfileConfig = field(default_factory=OCRProfileConfig)
