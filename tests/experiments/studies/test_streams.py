@@ -165,6 +165,8 @@ def test_the_lines_under_the_tables_by_hand() -> None:
     assert "The guard keeps 95 % at 1 of 2 budgets; at the others" in page
     assert "tracked − knowing the drift: from -7.1 (`ramp`) to -2.9 points (`stalls`)" in page
     assert "from 92.9 % (`ramp`) to 97.1 % (`stalls`). It should stay within 2 points of the level" in page
-    assert "After 1,000 requests `updated` should be within 1 point of knowing what changed. It is not, on worse" in page
+    assert (
+        "After 1,000 requests `updated` should be within 1 point of knowing what changed. It is not, on worse" in page
+    )
     assert "at most 0.5 points below `frozen`, and is not: -0.60 ± 0.00 (`updated`), 0.00 ± 0.00" in page
     assert page.count("3.0 (`× 1.40`)") == 1

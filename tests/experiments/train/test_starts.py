@@ -61,7 +61,7 @@ def stages(monkeypatch: Patch, tmp_path: Path) -> dict[str, dict[str, Any]]:
         "cold": {"warmup": False},
         "rounds": {"rounds": 2, "own_draws": 3},
         "live": {"live": True},
-        "other": {"reward": {"mode": "hard_plus_soft"}},
+        "other": {"reward": {"mode": "legacy"}},
         "hot": {"loss": {"temperature_end": 1.0}},
         "shuffled": {"reward": {"shuffled": True}},
     }
