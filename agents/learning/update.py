@@ -84,18 +84,13 @@ class Contexts(NamedTuple):
     offset: Tensor
     scale: Tensor
     choice: Tensor
-    probability: Tensor
-    accuracy: Tensor
-    met: Tensor
-    log_answer: Tensor
 
     @classmethod
     def of_log(cls, agent: Agent, logged: Logged) -> Contexts:
         blocks = {name: torch.from_numpy(block) for name, block in logged.features.items()}
-        parts = (logged.limit_ms, logged.offset, logged.scale, logged.choice, logged.probability, logged.accuracy)
-        rest = [torch.from_numpy(part) for part in (*parts, logged.met, np.log(logged.answer_ms))]
+        parts = map(torch.from_numpy, (logged.limit_ms, logged.offset, logged.scale, logged.choice))
         x = agent.features(blocks, len(logged.ids))
-        return cls(x, *(part.float() if part.dtype == torch.float64 else part for part in rest))
+        return cls(x, *(part.float() if part.dtype == torch.float64 else part for part in parts))
 
 
 class Learned(NamedTuple):
@@ -232,7 +227,7 @@ def _accuracy_offsets(agent: Agent, logged: Logged) -> Tensor:
     contexts = Contexts.of_log(agent, logged)
     place = torch.arange(len(contexts.x)), contexts.choice
     predicted = _predictions(agent, contexts.x).accuracy[place].double().clamp(0.01, 0.99).logit()
-    label, choice = contexts.accuracy.double(), contexts.choice
+    label, choice = torch.from_numpy(logged.accuracy).float().double(), contexts.choice
     configurations = network_of(agent).configurations
     count = len(configurations)
 
