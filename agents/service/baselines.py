@@ -14,7 +14,7 @@ from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving.distillation import Lessons
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
-from knobwise.envs.service.arrivals import Traces, TraceSampler
+from knobwise.envs.service.arrivals import Traces, draw_traces
 from knobwise.envs.service.queue import Forecast, Head, Queue
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -61,16 +61,16 @@ class Service:
         self, loads: Sequence[str | float], count: int, seed: int, rows: Tensor | None = None, requests: int = 200
     ) -> Traces:
         """Traces of these loads in turn, of the samples fitted on or of `rows`."""
-        gap_ms, rows = self.service_ms / self.servers, self.fitted if rows is None else rows
-        about: dict[str, Any] = {"requests": requests, "gap_ms": gap_ms, "deadlines_ms": self.deadlines_ms}
-        return TraceSampler(self.table, loads, rows=rows, seed=seed, **about)(count)
+        about: dict[str, Any] = {"gap_ms": self.service_ms / self.servers, "deadlines_ms": self.deadlines_ms}
+        about |= {"rows": self.fitted if rows is None else rows, "seed": seed, "requests": requests}
+        return draw_traces(self.table, loads, count, **about)
 
     def serve(self, traces: Traces, decide: Decide, group: int = 1, free: bool = False) -> Tensor:
         """Mean utility of P traces, each served by G rollouts, float64 [P, G]. `free`: decisions cost nothing."""
         queue = Queue(self.table, traces, group, self.servers, 0.0 if free else self.cost_ms)
         served = []
         while not queue.over:
-            served.append(queue.serve(decide(queue.head())).utility)
+            served.append(queue.serve(decide(queue.head())))
         return torch.stack(served).double().mean(0)
 
     def at_price(self, price: Tensor | float, per_waiting: Tensor | float = 0.0) -> Decide:

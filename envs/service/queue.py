@@ -69,16 +69,6 @@ class Head(NamedTuple):
     """int64 [P, G], how many wait behind."""
 
 
-class Served(NamedTuple):
-    """What the decisions got, [P, G] each."""
-
-    utility: Tensor
-    accuracy: Tensor
-    latency_ms: Tensor
-    """float64, the time that a server needed."""
-    waited_ms: Tensor
-
-
 class Queue:
     """G rollouts of each of P traces, request by request: `head`, then `serve`, T times.
 
@@ -118,9 +108,9 @@ class Queue:
         """When a server takes the next request, float64 [P, G]."""
         return torch.maximum(self.traces.arrivals_ms[:, self.place, None], self.free_ms.amin(-1))
 
-    def serve(self, configuration: Tensor) -> Served:
-        """Serve the next request of every trace under configurations, int64 [P, G]. Raises InputError: one that does
-        not exist or was never profiled for its sample."""
+    def serve(self, configuration: Tensor) -> Tensor:
+        """Serve the next request of every trace under configurations, int64 [P, G], and return the utilities [P, G].
+        Raises InputError: one that does not exist or was never profiled for its sample."""
         rows, begins = self.traces.rows[:, self.place], self.begins_ms()
         repeats = self.traces.repeats[:, self.place, None].expand_as(configuration)
         if not ((configuration >= 0) & (configuration < self.rewards.accuracy.shape[1])).all():
@@ -133,4 +123,4 @@ class Queue:
         gained = utility(accuracy, waited + took, self.traces.deadlines_ms[:, self.place, None])
         self.free_ms.scatter_(-1, self.free_ms.argmin(-1, keepdim=True), (begins + took).unsqueeze(-1))
         self.place += 1
-        return Served(gained, accuracy, took, waited)
+        return gained

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.envs import ProfileTable
-from knobwise.envs.service.arrivals import Load, Traces, TraceSampler
+from knobwise.envs.service.arrivals import Load, Traces, draw_traces
 from knobwise.envs.service.queue import Forecast, Queue
 from knobwise.envs.tables.profile_table import Knob
 
@@ -46,10 +46,9 @@ def test_waits_follow_lindley_by_hand() -> None:
     waits, backlogs, utilities = [], [], []
     for choice in (1, 1, 0, 1):
         head = queue.head()
-        served = queue.serve(torch.tensor([[choice]]))
-        waits.append(served.waited_ms.item())
+        waits.append(10.0 - head.left_ms.item())
         backlogs.append(head.backlog.item())
-        utilities.append(served.utility.item())
+        utilities.append(queue.serve(torch.tensor([[choice]])).item())
     # 6 ms from 0; 1 waits till 6, ends at 12; 3 waits till 12 (9 ms, 2 more are late for 10); 30 finds it empty
     assert waits == [0.0, 5.0, 9.0, 0.0]
     assert backlogs == [0, 1, 0, 0]  # at 0, 6, 12, 30: behind the second waits the third
@@ -59,9 +58,12 @@ def test_waits_follow_lindley_by_hand() -> None:
 
 def test_two_servers_serve_two_at_once_and_the_cost_of_decisions_counts() -> None:
     queue = Queue(table_of(), traces_of([0.0, 0.0, 0.0]), servers=2, cost_ms=0.5)
-    served = [queue.serve(torch.tensor([[choice]])) for choice in (1, 0, 0)]
-    assert [each.waited_ms.item() for each in served] == [0.0, 0.0, 2.5]  # the second server is free after 2 + 0.5
-    assert served[0].latency_ms.item() == 6.5
+    left = []
+    for choice in (1, 0, 0):
+        left.append(queue.head().left_ms.item())
+        queue.serve(torch.tensor([[choice]]))
+    assert left == [10.0, 10.0, 7.5]  # the second server is free after 2 + 0.5
+    assert sorted(queue.free_ms.flatten().tolist()) == [5.0, 6.5]
 
 
 @settings(max_examples=30, deadline=None)
@@ -70,11 +72,11 @@ def test_a_server_never_serves_two_and_never_idles_while_one_waits(requests: lis
     arrivals = torch.tensor([gap for gap, _ in requests], dtype=torch.float64).cumsum(0).tolist()
     queue, free = Queue(table_of(), traces_of(arrivals)), 0.0
     for arrival, (_, choice) in zip(arrivals, requests, strict=True):
-        served = queue.serve(torch.tensor([[choice]]))
         begins = max(arrival, free)
-        assert served.waited_ms.item() == pytest.approx(begins - arrival)
+        assert 10.0 - queue.head().left_ms.item() == pytest.approx(begins - arrival)
+        gained = queue.serve(torch.tensor([[choice]])).item()
         free = begins + (SLOW if choice else FAST)
-        assert served.utility.item() == ((1.0 if choice else 0.5) if free - arrival <= 10.0 else 0.0)
+        assert gained == ((1.0 if choice else 0.5) if free - arrival <= 10.0 else 0.0)
 
 
 def test_a_price_makes_the_choice_faster_and_the_hopeless_fastest() -> None:
@@ -86,11 +88,10 @@ def test_a_price_makes_the_choice_faster_and_the_hopeless_fastest() -> None:
 
 
 def test_equal_seeds_give_equal_traces() -> None:
-    about = {"requests": 7, "gap_ms": 2.0, "deadlines_ms": torch.tensor([5.0])}
-    first, second = (TraceSampler(table_of(), ["ramp 0.3 1.3", 0.9], seed=4, **about) for _ in range(2))
-    drawn = first(4)
-    assert all(map(torch.equal, drawn, second(4)))
-    assert not torch.equal(first(4).arrivals_ms, drawn.arrivals_ms)
+    about = {"requests": 7, "gap_ms": 2.0, "deadlines_ms": torch.tensor([5.0]), "rows": torch.arange(4)}
+    first, again, other = (draw_traces(table_of(), ["ramp 0.3 1.3", 0.9], 4, seed=seed, **about) for seed in (4, 4, 5))
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first.arrivals_ms, other.arrivals_ms)
 
 
 @pytest.mark.parametrize("load", ["0.5", "ramp 0.25 0.75", "bursts 0.5 0.5"])
@@ -142,7 +143,8 @@ def test_a_trace_of_arrivals_that_go_back_is_refused() -> None:
 
 
 def test_what_cannot_be_served() -> None:
-    table, deadlines = table_of(), torch.tensor([5.0])
+    table, usual = table_of(), {"requests": 3, "gap_ms": 2.0, "deadlines_ms": torch.tensor([5.0]), "seed": 0}
+    usual |= {"rows": torch.arange(4)}
     queue = Queue(table, traces_of([1.0]))
     with pytest.raises(InputError, match="from 0 to 1"):
         queue.serve(torch.tensor([[2]]))
@@ -153,4 +155,4 @@ def test_what_cannot_be_served() -> None:
         Queue(table, traces_of([1.0]), servers=0)
     for loads, about in (([], {}), ([0.5], {"requests": 0}), ([0.5], {"deadlines_ms": torch.tensor([0.0])})):
         with pytest.raises(InputError):
-            TraceSampler(table, loads, **{"requests": 3, "gap_ms": 2.0, "deadlines_ms": deadlines, **about})
+            draw_traces(table, loads, 2, **{**usual, **about})
