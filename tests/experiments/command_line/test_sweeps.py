@@ -115,7 +115,7 @@ def test_hydras_ways_to_list_values(words: list[str], wanted: list[list[str]]) -
 
 
 @pytest.mark.parametrize(
-    "words", ["selector,selector_warm_up", "choice(selector,selector_warm_up)", "glob(selector_w*)"]
+    "words", ["selector,selector_warm_up", "choice(selector,selector_warm_up)", "glob(selector_*w*_*)"]
 )
 def test_several_experiments_of_selectors(words: str) -> None:
     jobs = jobs_of(schema_of("train", [f"experiment={words}"]), [f"experiment={words}"])
