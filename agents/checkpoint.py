@@ -1,20 +1,14 @@
-"""Checkpoints: tensors and plain values only, so that loading one never executes code; and what starts from them."""
+"""Checkpoints: tensors and plain values only, so that loading one never executes code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import UtilityNetwork
-from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
-from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.service.policy import PricePolicy
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import Damaged, InputError
@@ -24,13 +18,8 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 
 FORMAT = "knobwise.Controller/2"
-Agent = Controller | StackedController | PricedChooser | Selector | PricePolicy
-KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector, PricePolicy)
-}
-
-NETWORK = ("structure", "members", "hidden", "layers", "budget_width")
-"""The fields of `PolicyConfig` that make the network; a start may differ in the others."""
+Agent = Controller | StackedController | PricedChooser | Selector
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector)}
 
 
 class Loaded(NamedTuple):
@@ -44,10 +33,9 @@ class Loaded(NamedTuple):
 
     @property
     def controller(self) -> Controller | StackedController | PricedChooser:
-        """The agent; an `InputError` when it is a selector or a policy of prices."""
-        if isinstance(self.agent, Selector | PricePolicy):
-            held = "selector" if isinstance(self.agent, Selector) else "policy of prices"
-            raise InputError(f"the checkpoint holds a {held}, trained on {self.profile_name!r}, and no controller")
+        """The agent; an `InputError` when it is a selector."""
+        if isinstance(self.agent, Selector):
+            raise InputError(f"the checkpoint holds a selector, trained on {self.profile_name!r}, and no controller")
         return self.agent
 
     @property
@@ -133,7 +121,7 @@ def _check_decides(agent: Any) -> None:
     named = (*module.named_parameters(), *module.named_buffers())
     if broken := next((name for name, values in named if values.isnan().any()), None):
         raise InputError(f"{broken} holds NaN")
-    if isinstance(agent, Selector | PricePolicy):
+    if isinstance(agent, Selector):
         return
     sizes, guard = network_of(agent).normaliser.sizes, getattr(agent, "guard", None)
     limits = torch.ones(1, 2) if network_of(agent).cost else torch.ones(1)
@@ -142,70 +130,3 @@ def _check_decides(agent: Any) -> None:
     elif guard is not None:
         limits = guard.budgets_ms.float()
     module.choose({name: torch.zeros(len(limits), size) for name, size in sizes.items()}, limits)
-
-
-# -- to begin a training with (`init_from=PATH`) -----------------------------------------------------------------------
-
-
-def controller_start(
-    path: str | Path, table: ProfileTable, policy: PolicyConfig, priced: bool, cost: str = ""
-) -> tuple[Controller, Loaded]:
-    """A controller with the weights of a checkpoint, in eval mode, and the checkpoint; of a stack its network.
-
-    The normalisation of features and limits belongs to the weights: it stays as fitted on the checkpoint's profile.
-
-    Raises:
-        InputError: the checkpoint holds a selector, or differs in limits, knobs, features or network settings.
-    """
-    loaded, name = load_checkpoint(path), f"profile {table.name!r}"
-    _check(path, not isinstance(loaded.agent, Selector), "holds a selector; a controller starts from a controller")
-    network = loaded.network
-    limits = [
-        f"weights of {c}" if c else "mean budgets" if p else "deadlines"
-        for p, c in ((network.priced, network.cost), (priced, cost))
-    ]
-    _check(path, limits[0] == limits[1], f"was trained for {limits[0]}, and this run is for {limits[1]}")
-    knobs, others = (", ".join(f"{k.name}={list(k.values)}" for k in each) for each in (network.knobs, table.knobs))
-    _check(path, knobs == others, f"its knobs are {knobs}; {name} has {others}")
-    _check(
-        path,
-        torch.equal(network.configurations.cpu(), table.configurations),
-        f"was trained for {len(network.configurations)} configurations of its knobs; {name} has "
-        f"{table.num_configurations}, or has them in another order",
-    )
-    known, sizes = network.normaliser.sizes, {key: block.shape[-1] for key, block in table.features.items()}
-    _check(path, known == sizes, f"reads the features {known}; {name} has {sizes}")
-    _same_settings(path, "policy", asdict(network.config), asdict(policy), NETWORK)
-    controller = Controller.restored(network.plain() | {"policy": asdict(policy)})
-    if isinstance(controller.network, UtilityNetwork):
-        controller.network.sharpen(0.0)
-    return controller, loaded
-
-
-def selector_start(path: str | Path, config: SelectorConfig, features: int) -> tuple[Selector, Loaded]:
-    """A selector with the weights of a checkpoint, in eval mode, and the checkpoint.
-
-    Raises:
-        InputError: the checkpoint holds a controller, or differs in the width of the embeddings or network settings.
-    """
-    loaded, settings = load_checkpoint(path), asdict(config)
-    agent = loaded.agent
-    if not isinstance(agent, Selector):
-        raise InputError(f"init_from={path}: holds a controller; a selector starts from a selector")
-    same = agent.features == features
-    _check(path, same, f"reads embeddings {agent.features} wide, and these are {features} wide")
-    _same_settings(path, "selector", asdict(agent.config), settings, settings.keys() - {"dropout"})
-    return Selector.restored(agent.plain() | {"selector": settings}), loaded
-
-
-def _check(path: str | Path, fits: bool, message: str) -> None:
-    if not fits:
-        raise InputError(f"init_from={path}: {message}")
-
-
-def _same_settings(
-    path: str | Path, group: str, saved: dict[str, Any], wanted: dict[str, Any], keys: Iterable[str]
-) -> None:
-    """Refuse a network of other settings."""
-    changed = [f"{group}.{key}={saved[key]}" for key in sorted(keys) if saved[key] != wanted[key]]
-    _check(path, not changed, f"was trained with {', '.join(changed)}; train with the same")

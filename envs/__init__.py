@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit as DemonstrationBandit
     from knobwise.envs.readers.builtin import builtin_profile as builtin_profile
     from knobwise.envs.readers.joint import join_tables as join_tables
-    from knobwise.envs.service.gymnasium_env import ServiceQueueEnv as ServiceQueueEnv
-    from knobwise.envs.service.torchrl_env import ServiceQueue as ServiceQueue
     from knobwise.envs.simulated.calibrated import CalibratedConfig as CalibratedConfig
     from knobwise.envs.simulated.calibrated import simulate_calibrated as simulate_calibrated
     from knobwise.envs.simulated.kinds import SimulatedConfig as SimulatedConfig
@@ -55,8 +53,6 @@ MODULES = {
     "GroupConfig": "demonstrations.torchrl_env",
     "DemonstrationRewardConfig": "demonstrations.reward",
     "DemonstrationBanditEnv": "demonstrations.gymnasium_env",
-    "ServiceQueue": "service.torchrl_env",
-    "ServiceQueueEnv": "service.gymnasium_env",
 }
 __getattr__ = lazy(__name__, MODULES)
 __all__ = list(MODULES)

@@ -4,8 +4,7 @@
     knobwise train policy=utility reward=function reward.function=examples.rewards:late_answers
 
 A reward gets accuracy, latency_ms, budget_ms, float tensors of one shape, and for each knob a tensor of its values, and
-returns the reward of each of these decisions. `python experiments/studies/aims.py` compares what training on
-these three gains.
+returns the reward of each of these decisions. docs/aims.md compares what training on these three gained.
 """
 
 from collections.abc import Mapping

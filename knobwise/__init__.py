@@ -1,8 +1,7 @@
 """knobwise: learn which setting of a large model's knobs to use for each input under a latency budget.
 
-`import knobwise` is light; it makes `gymnasium.make("knobwise/ConfigBandit-v0")`, for selectors of demonstrations
-`gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)`, and for requests that wait for one another
-`gymnasium.make("knobwise/ServiceQueue-v0")` known and nothing more. `knobwise.read`, `knobwise.fit` and
+`import knobwise` is light; it makes `gymnasium.make("knobwise/ConfigBandit-v0")` and, for selectors of demonstrations,
+`gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)` known and nothing more. `knobwise.read`, `knobwise.fit` and
 `knobwise.load` (`knobwise.api`) read a profile, train a policy and load one. The parts, in the order in which data
 passes through them: `knobwise.profiling` measures, `knobwise.envs` reads and replays, `knobwise.agents` decides and
 learns, `knobwise.losses` holds what is minimised, `knobwise.experiments` launches, tracks and reports.
@@ -31,11 +30,6 @@ gymnasium.register(
 gymnasium.register(
     id="knobwise/DemonstrationBandit-v0",
     entry_point="knobwise.envs.demonstrations.gymnasium_env:DemonstrationBanditEnv",
-)
-
-gymnasium.register(
-    id="knobwise/ServiceQueue-v0",
-    entry_point="knobwise.envs.service.gymnasium_env:ServiceQueueEnv",
 )
 
 MODULES = dict.fromkeys(("KnobPolicy", "fit", "load", "read"), "api")

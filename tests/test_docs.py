@@ -59,11 +59,6 @@ RUNS = {
         "variants.grpo_live.epochs=1",
         "variants={learned:{reward_model:{calls:20,epochs:1},epochs:1}}",
     ],
-    "prices": [
-        *("experiment=service", "checkpoint=runs/controller/guarded", *TABLE, "seeds=[0]", "tracking=offline"),
-        *("loads=[0.8]", "judged_loads=[0.9]", "tuned_at=[0.9]", "requests=20", "traces=6", "optimiser.iterations=2"),
-        *("optimiser.contexts=4", "optimiser.evaluate_every=1", "loss.group_size=4"),
-    ],
     "replay": ["experiment=selector_replay", "beams.path=beams.safetensors", *SELECTOR, "seeds=[0,1]"]
     + [f"variants.{name}.epochs=1" for name in ("grpo_recorded", "shuffled_recorded")],
 }
@@ -224,13 +219,13 @@ def test_every_column_of_decisions_is_explained_and_no_other(runs: dict[str, Pat
 def test_the_run_of_the_results_holds_the_validation_score(runs: dict[str, Path]) -> None:
     """Settings are chosen by it."""
     scores = {"guarded": "Utility", "sampled": "Utility", "mean": "Reward_Mean"}
-    scores |= {"prices": "Utility", "live": "hidden_live/Accuracy_Mean", "replay": "grpo_recorded/Accuracy_Mean"}
+    scores |= {"live": "hidden_live/Accuracy_Mean", "replay": "grpo_recorded/Accuracy_Mean"}
     for name, metric in scores.items():
         assert f"Val/{metric}" in logged_to_wandb(runs[name])["", None]
 
 
 # pages of figures and of words, without anything to type
-RESULTS = {"adaptation.md", "aims.md", "decisions.md", "gpu.md", "results.md", "service.md", "streams.md"}
+RESULTS = {"adaptation.md", "aims.md", "decisions.md", "results.md", "service.md", "streams.md"}
 RESULTS |= {"concepts.md", "formats.md"}
 GUIDES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS)]
 SHORTER = [

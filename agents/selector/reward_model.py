@@ -25,7 +25,7 @@ BATCH, CHUNK = 256, 8192
 """Sequences in a step of a fit, and those that are predicted at once."""
 LR, DROPOUT = 2e-3, 0.2
 """Learning rate of AdamW, which falls linearly to 0 in each fit."""
-REWARD = DemonstrationRewardConfig(mode="hard_plus_soft", soft_weight=0.0)
+REWARD = DemonstrationRewardConfig("legacy", information="vqa_correct")
 """What the environment makes of a predicted `vqa_correct`: the same number."""
 
 

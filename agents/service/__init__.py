@@ -1,1 +1,1 @@
-"""What a millisecond costs while requests wait: a policy of prices on top of a controller, and its rivals."""
+"""What a millisecond costs while requests wait: a rule on top of a controller, its tuning, and its rivals."""

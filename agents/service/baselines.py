@@ -1,95 +1,100 @@
-"""Simple ways to serve a queue, tuned on training traces, and what any way gets on traces."""
+"""Ways to serve a queue, tuned on training traces, and the utility that any way gets on traces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.service.policy import PricePolicy
-from knobwise.envs.service.arrivals import Traces
+from knobwise.agents.serving.distillation import Lessons
+from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.common.errors import InputError
+from knobwise.envs.service.arrivals import Traces, draw_traces
 from knobwise.envs.service.queue import Forecast, Head, Queue
 from knobwise.envs.tables.profile_table import ProfileTable
 
 Decide = Callable[[Head], Tensor]
 """Chooses configurations, int64 [P, G]."""
+PRICES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.28, 0.35, 0.44, 0.55, 0.67, 0.8, 1.0, 1.25, 1.6, 2.2, 3.2)
+"""Prices of time that are tried, in utility per mean service."""
 PER_WAITING = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 """Prices per waiting request that are tried, in utility per mean service."""
 
 
-class Outcome(NamedTuple):
-    """Means over the requests of each trace, float64 [P, G] each."""
-
-    utility: Tensor
-    accuracy: Tensor
-    latency_ms: Tensor
-    waited_ms: Tensor
-    satisfaction: Tensor
-    """The share on time."""
+def forecast_of(agent: Any, table: ProfileTable) -> Forecast:
+    """What a controller expects of every sample of a table. Raises InputError: it is none for deadlines that predicts
+    outcomes."""
+    if not isinstance(agent, StackedController) or agent.priced:
+        raise InputError(
+            f"checkpoint: holds a {type(agent).__name__}; requests that wait need a controller for deadlines that "
+            "predicts outcomes, from knobwise train experiment=controller or experiment=lean"
+        )
+    _, *predicted = Lessons.of_teacher(agent, agent.features(table.features, table.num_samples))
+    return Forecast(*(part.float().where(table.mask, torch.nan) for part in predicted))
 
 
 @dataclass(frozen=True)
 class Service:
-    """What is the same for everybody who serves: the profile, what is expected of it, servers, and loads.
-
-    `service_ms` is the mean time of a request that does not wait, see `Forecast.service_ms`."""
+    """What is the same for everybody who serves: the profile, what is expected of it, deadlines, and servers."""
 
     table: ProfileTable
     forecast: Forecast
-    service_ms: float
-    prices: Tensor
-    """float [K], in utility per ms."""
+    fitted: Tensor
+    """int64 [n], the samples that the controller was fitted on."""
+    deadlines_ms: Tensor
+    """float [B], from arrival, drawn evenly."""
     servers: int = 1
     cost_ms: float = 0.0
     """What a decision takes that reads the request."""
 
-    def serve(self, traces: Traces, decide: Decide, group: int = 1, free: bool = False) -> Outcome:
-        """Serve P traces, each by G rollouts. `free`: decisions cost nothing."""
-        cost_ms, gap_ms = 0.0 if free else self.cost_ms, self.service_ms / self.servers
-        queue, served = Queue(self.table, traces, gap_ms, group, self.servers, cost_ms), []
+    @cached_property
+    def service_ms(self) -> float:
+        """The mean time of a request that does not wait, see `Forecast.service_ms`."""
+        return self.forecast.service_ms(self.fitted, self.deadlines_ms)
+
+    def traces(
+        self, loads: Sequence[str | float], count: int, seed: int, rows: Tensor | None = None, requests: int = 200
+    ) -> Traces:
+        """Traces of these loads in turn, of the samples fitted on or of `rows`."""
+        about: dict[str, Any] = {"gap_ms": self.service_ms / self.servers, "deadlines_ms": self.deadlines_ms}
+        about |= {"rows": self.fitted if rows is None else rows, "seed": seed, "requests": requests}
+        return draw_traces(self.table, loads, count, **about)
+
+    def serve(self, traces: Traces, decide: Decide, group: int = 1, free: bool = False) -> Tensor:
+        """Mean utility of P traces, each served by G rollouts, float64 [P, G]. `free`: decisions cost nothing."""
+        queue = Queue(self.table, traces, group, self.servers, 0.0 if free else self.cost_ms)
+        served = []
         while not queue.over:
-            head = queue.head()
-            each = queue.serve(decide(head))
-            on_time = each.waited_ms + each.latency_ms <= traces.deadlines_ms[:, queue.place - 1, None]
-            served.append((*each[:2], *each[2:], on_time))
-        return Outcome(*(torch.stack(part).double().mean(0) for part in zip(*served, strict=True)))
+            served.append(queue.serve(decide(queue.head())))
+        return torch.stack(served).double().mean(0)
 
     def at_price(self, price: Tensor | float, per_waiting: Tensor | float = 0.0) -> Decide:
         """price + per_waiting · backlog, in utility per ms; [G] each, or numbers."""
         return lambda head: self.forecast.choose(head.rows, head.left_ms, price + per_waiting * head.backlog)
 
-    def by_policy(self, policy: PricePolicy) -> Decide:
-        """The prices of a trained policy."""
-
-        def decide(head: Head) -> Tensor:
-            load = self.service_ms / self.servers / head.gap_ms.clamp_min(1e-9)
-            price = policy.price(head.left_ms.float(), head.backlog.float(), load.float())
-            return self.forecast.choose(head.rows, head.left_ms, price)
-
-        return decide
-
     def tuned(self, traces: Traces) -> tuple[float, float, float]:
         """The best single price, and the best price and price per waiting request together, on these traces."""
-        per_waiting = torch.tensor(PER_WAITING) / self.service_ms
-        pairs = torch.cartesian_prod(self.prices, per_waiting)
-        utility = self.serve(traces, self.at_price(*pairs.T), len(pairs)).utility.mean(0)
+        prices, per_waiting = (torch.tensor(tried) / self.service_ms for tried in (PRICES, PER_WAITING))
+        pairs = torch.cartesian_prod(prices, per_waiting)
+        utility = self.serve(traces, self.at_price(*pairs.T), len(pairs)).mean(0)
         alone, best = utility[:: len(per_waiting)].argmax(), utility.argmax()
-        return float(self.prices[alone]), *pairs[best].tolist()
+        return float(prices[alone]), *pairs[best].tolist()
 
     def best_static(self, traces: Traces) -> Decide:
         """The one configuration that is best on these traces, among those profiled for all of their samples."""
         every = self.table.mask[traces.rows.unique()].all(0).nonzero().squeeze(1)
-        utility = self.serve(traces, lambda head: every.expand(len(head.rows), -1), len(every), True).utility
+        utility = self.serve(traces, lambda head: every.expand(len(head.rows), -1), len(every), True)
         best = every[utility.mean(0).argmax()]
         return lambda head: best.expand(head.left_ms.shape)
 
-    def static_by_time_left(self, rows: Tensor) -> Decide:
-        """Budget-aware static, fitted on samples int64 [n], under the time left."""
-        static = BudgetAwareStatic(self.table, rows)
+    def static_by_time_left(self) -> Decide:
+        """Budget-aware static under the time left."""
+        static = BudgetAwareStatic(self.table, self.fitted)
 
         def decide(head: Head) -> Tensor:
             mask = self.table.mask[head.rows].unsqueeze(1).expand(*head.left_ms.shape, -1)

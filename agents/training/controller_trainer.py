@@ -11,14 +11,13 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded, controller_start
+from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.controller.actor import Behaviour, OutcomesOfRows, make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
@@ -52,7 +51,6 @@ class ControllerTrainer(Trainer):
         reward: under a mean budget and weights it is always `priced`.
         budgets_ms: float [B], what is judged on validation; None for the default budgets. Under a mean budget and
             weights worths are judged instead.
-        init_from: a checkpoint whose weights training starts from, see `controller_start`; None for fresh weights.
         seed, device, **options: see `Trainer`, which also takes `folder` and `log`.
     """
 
@@ -73,12 +71,11 @@ class ControllerTrainer(Trainer):
         budgets_ms: Tensor | None = None,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | None = None,
-        init_from: str | Path | None = None,
         seed: int = 0,
         device: str = "cpu",
         **options: Any,
     ) -> None:
-        self.table, self.split = table, split
+        self.table, self.split, self.seed = table, split, seed
         self.policy, self.loss = policy or PolicyConfig(), loss or LossConfig()
         by_structure = 0.02 if self.policy.structure == "utility" else 0.0
         self.kl_coeff = by_structure if self.loss.kl_to_ref_coeff is None else self.loss.kl_to_ref_coeff
@@ -94,9 +91,9 @@ class ControllerTrainer(Trainer):
         settings, exact = optimiser or OptimiserConfig(), self.loss.objective == "exact"
         group, shape = 1 if exact else self.loss.group_size, (settings.contexts, self.policy.members)
         with seeded(seed, device):
-            agent = self._first_network(init_from, seed).to(device).eval()
+            agent = self._first_network().to(device).eval()
             self._with_bins: dict[str, Tensor] = {}
-            if init_from is None and isinstance(agent.network, UtilityNetwork) and agent.network.edges.numel():
+            if isinstance(agent.network, UtilityNetwork) and agent.network.edges.numel():
                 self._with_bins = copy.deepcopy(agent.state_dict())
                 agent.network.leave_out_bins()
             reference = copy.deepcopy(agent).requires_grad_(False)
@@ -119,35 +116,26 @@ class ControllerTrainer(Trainer):
             options |= {"stored": stored - {"action"}, "shape": shape, "seed": seed, "device": device}
             super().__init__(agent, reference, env, self.behaviour, stages, settings, **options)
 
-    def _first_network(self, init_from: str | Path | None, seed: int) -> Controller:
+    def _first_network(self) -> Controller:
         """What training starts from; notes which samples are fitted and which are held out."""
-        self.fold_seed, self._seen_before = seed, []
-        if init_from is not None:
-            controller, loaded = controller_start(init_from, self.table, self.policy, self.priced, self.cost)
-            self._seen_before = loaded.extra.get("seen", [])
-            if loaded.profile_digest == self.table.digest:
-                # its folds again: what was held out of a member stays held out of it
-                self.fold_seed = loaded.extra.get("fold_seed", seed)
         self.member_rows, held_out = self.divide()
         self.fitted, self.judged_rows = torch.cat(self.member_rows).unique(), torch.cat(held_out)
         # row i, member m of a block is the i-th sample held out of m, the last one repeated to the end
         longest, members = max(map(len, held_out)), len(held_out)
         self.held_out = torch.stack([torch.cat([r, r[-1:].expand(longest - len(r))]) for r in held_out], 1)
         self.places = torch.cat([torch.arange(len(r)) * members + m for m, r in enumerate(held_out)])
-        if init_from is not None:
-            return controller
         masks = torch.stack([torch.isin(self.fitted, rows) for rows in self.member_rows])
         return Controller.for_table(self.table, self.fitted, self.policy, self.priced, masks, bool(self.cost))
 
     @functools.cached_property
     def seen(self) -> list[str]:
-        """Fingerprints of the samples that were fitted or chosen on, by what training started from too."""
+        """Fingerprints of the samples that were fitted or chosen on."""
         seen = self.table.fingerprints(torch.cat([self.split.train, self.split.validation]))
-        return list(dict.fromkeys([*seen, *self._seen_before]))
+        return list(dict.fromkeys(seen))
 
     def divide(self) -> tuple[list[Tensor], list[Tensor]]:
         """The rows that each member is fitted on, and those that it is judged on."""
-        fitted, judged = rows_of_members(self.table, self.split, self.policy.members, self.fold_seed)
+        fitted, judged = rows_of_members(self.table, self.split, self.policy.members, self.seed)
         return fitted, [thinned(rows, MOST_JUDGED) for rows in judged]
 
     # -- stages --------------------------------------------------------------------------------------------------------
@@ -303,7 +291,6 @@ class ControllerTrainer(Trainer):
             "validation_utility": self.best["score"],
             "iteration": self.best["iteration"],
             "seen": self.seen,
-            "fold_seed": self.fold_seed,
             "grpo": self._gained(),
             **rows,
         }

@@ -22,11 +22,11 @@ def demonstration_reward(fields: Mapping[str, Tensor], mask: Tensor, config: Dem
     Returns: float32 [*, G], 0 where masked. Raises InputError if a field that the mode needs is missing.
     """
     config = config.resolved(fields)
-    for name in config.needs:
+    for name in config.weights:
         if name not in fields:
             raise InputError(f"reward.mode={config.mode} needs {name}, which is not recorded; choose another mode")
-    values = torch.stack([fields[name].float() for name in config.needs], -1).where(mask.unsqueeze(-1), 0.0)
-    return (values * values.new_tensor([config.weights[name] for name in config.needs])).sum(-1)
+    values = torch.stack([fields[name].float() for name in config.weights], -1).where(mask.unsqueeze(-1), 0.0)
+    return (values * values.new_tensor([*config.weights.values()])).sum(-1)
 
 
 def shuffle(reward: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:

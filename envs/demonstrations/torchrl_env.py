@@ -288,7 +288,7 @@ class DemonstrationBandit(SingleStepEnv):
     def _recorded_rewards(self) -> Tensor:
         """The reward of every recorded sequence, float32 [Q, B]; 0 where there is none."""
         table, config = self.table, self.reward_config
-        for name in config.needs:
+        for name in config.weights:
             absent = table.beam_mask & table.fields.get(name, torch.full(table.beam_mask.shape, torch.nan)).isnan()
             if count := int(absent.sum()):
                 query = table.query_ids[int(absent.any(1).nonzero()[0])]
@@ -335,18 +335,18 @@ class DemonstrationBandit(SingleStepEnv):
         drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), _demonstrations(pool, sequences)], 2)[mask]
         distinct, inverse = drawn.unique(dim=0, return_inverse=True)
         distinct = distinct.cpu()
-        scores = dict.fromkeys(config.needs, torch.empty(0))
+        scores = dict.fromkeys(config.weights, torch.empty(0))
         if len(distinct):
             scores = self.scorer(distinct[:, 0], distinct[:, 1:])
         fields = {}
         for name, value in scores.items():
             fields[name] = torch.full(mask.shape, torch.nan, device=mask.device)
             fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
-        if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
+        if "beam_score" in config.weights and "beam_score" not in fields and "vqa_gt_prob" in fields:
             fields["beam_score"] = fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
         reward = demonstration_reward(fields, mask, config)
         if reward.isnan().any():
-            unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
+            unknown = next(name for name in config.weights if fields[name][mask].isnan().any())
             raise InputError(f"reward.mode={config.mode} needs {unknown}, for which the scorer returned NaN")
         if config.shuffled:
             reward = shuffle(reward, mask, self._generator(self.contexts.seed, self.contexts.drawn))

@@ -1,1 +1,1 @@
-"""Requests that wait for one another: arrivals, the queue, and its environments."""
+"""Requests that wait for one another: arrivals and the queue."""

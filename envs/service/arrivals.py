@@ -13,7 +13,6 @@ from torch import Tensor
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.contexts import fresh_seed
 from knobwise.envs.tables.profile_table import ProfileTable
 
 KINDS = {"poisson": 1, "ramp": 2, "steps": 2, "bursts": 2}
@@ -128,55 +127,38 @@ class Traces(NamedTuple):
     """int64 ≥ 0, which measurement of a cell is replayed, see `RewardTable.outcome`."""
 
 
-class TraceSampler:
-    """Draws traces of `requests` requests: samples, deadlines and measurements evenly, arrivals by the loads in turn.
-    Equal seeds give equal traces.
+def draw_traces(
+    table: ProfileTable,
+    loads: Sequence[str | float],
+    count: int,
+    *,
+    requests: int,
+    gap_ms: float,
+    deadlines_ms: Tensor,
+    rows: Tensor,
+    seed: int,
+) -> Traces:
+    """`count` traces of `requests` requests: samples, deadlines and measurements evenly, arrivals by the loads in turn.
 
     Args:
-        loads: each as `Load.parse` reads it.
+        loads: each as `Load.parse` reads it; trace i has load i mod their number.
         gap_ms: mean time between arrivals at load 1.
         deadlines_ms: float [B], from arrival.
-        rows: int64 [n], the samples to draw from; None for all.
-        seed: None for a fresh one, see `fresh_seed`.
+        rows: int64 [n], the samples to draw from.
 
     Raises:
         InputError: no load or a wrong one, no requests, a deadline that is not positive.
     """
-
-    def __init__(
-        self,
-        table: ProfileTable,
-        loads: Sequence[str | float],
-        *,
-        requests: int,
-        gap_ms: float,
-        deadlines_ms: Tensor,
-        rows: Tensor | None = None,
-        seed: int | None = None,
-    ) -> None:
-        at_least("requests", requests, 1)
-        if not loads:
-            raise InputError(f"loads: at least one is needed, {HELP}")
-        if not len(deadlines_ms) or not (deadlines_ms > 0).all():
-            raise InputError(f"deadlines_ms={deadlines_ms.tolist()}: must be positive, and at least one")
-        self.loads, self.requests, self.gap_ms = [Load.parse(each) for each in loads], requests, gap_ms
-        self.rows = torch.arange(table.num_samples) if rows is None else rows
-        if not len(self.rows):
-            raise InputError("the environment got no samples to draw from")
-        self.deadlines_ms = deadlines_ms.double()
-        self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
-        self.before = self.generator.get_state()  # `set_back` to it draws the last traces again
-
-    def __call__(self, count: int) -> Traces:
-        """`count` traces; trace i has load i mod the number of loads."""
-        self.before = self.generator.get_state()
-        draw, shape = self.generator, (count, self.requests)
-        turns = (self.loads[i % len(self.loads)] for i in range(count))
-        arrivals = torch.stack([load.arrivals(self.requests, self.gap_ms, draw) for load in turns])
-        rows = self.rows[torch.randint(len(self.rows), shape, generator=draw)]
-        deadlines = self.deadlines_ms[torch.randint(len(self.deadlines_ms), shape, generator=draw)]
-        return Traces(rows, arrivals, deadlines, torch.randint(1 << 62, shape, generator=draw))
-
-    def set_back(self, before: Tensor) -> None:
-        """Return to an earlier value of `before`: the traces drawn after it come again."""
-        self.generator.set_state(before)
+    at_least("requests", requests, 1)
+    if not loads:
+        raise InputError(f"loads: at least one is needed, {HELP}")
+    if not len(deadlines_ms) or not (deadlines_ms > 0).all():
+        raise InputError(f"deadlines_ms={deadlines_ms.tolist()}: must be positive, and at least one")
+    if not len(rows):
+        raise InputError("traces: there are no samples to draw from")
+    draw, shape = torch.Generator().manual_seed(seed), (count, requests)
+    parsed = [Load.parse(each) for each in loads]
+    arrivals = torch.stack([parsed[i % len(parsed)].arrivals(requests, gap_ms, draw) for i in range(count)])
+    drawn = rows[torch.randint(len(rows), shape, generator=draw)]
+    deadlines = deadlines_ms.double()[torch.randint(len(deadlines_ms), shape, generator=draw)]
+    return Traces(drawn, arrivals, deadlines, torch.randint(1 << 62, shape, generator=draw))

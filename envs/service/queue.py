@@ -1,4 +1,4 @@
-"""The queue that all environments and policies share: requests wait for one another, first come, first served.
+"""The queue that all policies share: requests wait for one another, first come, first served.
 
 With one server the wait follows Lindley's recursion (1952, "The theory of queues with a single server", equation 1):
 wait' = max(0, wait + service − gap); with several, a request goes to the server that is free first (Kiefer and
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import log_measured, log_ms
+from knobwise.envs.configurations.budgets import log_ms
 from knobwise.envs.configurations.reward import RewardTable, utility
 from knobwise.envs.configurations.settings import TRAINING_REWARD
 from knobwise.envs.service.arrivals import Traces, check_arrivals
@@ -23,8 +23,6 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 HOPELESS = 0.01
 """If no configuration is more likely than this to be on time, the one expected to be fastest is chosen."""
-RECENT = 32
-"""Arrivals that the recent gap is a mean over: of all until then, afterwards exponentially weighted."""
 
 
 class Forecast(NamedTuple):
@@ -34,16 +32,6 @@ class Forecast(NamedTuple):
     accuracy: Tensor
     log_latency: Tensor
     spread: Tensor
-
-    @classmethod
-    def of_averages(cls, table: ProfileTable, rows: Tensor | None = None) -> Forecast:
-        """The same for all samples: the averages over some rows, int64 [n], or all."""
-        rows = torch.arange(table.num_samples) if rows is None else rows
-        logs = log_measured(table.measurements_ms[rows])
-        mean = logs.nanmean((0, 2))
-        spread = (logs - mean.unsqueeze(-1)).square().nanmean((0, 2)).sqrt().clamp_min(1e-3)
-        means = (table.accuracy[rows].nanmean(0), mean, spread)
-        return cls(*(each.expand(table.num_samples, -1).where(table.mask, torch.nan) for each in means))
 
     def latency_ms(self, rows: Tensor) -> Tensor:
         """E[latency] in ms of a log-normal variable, exp(μ + σ²/2): rows int64 [n] → [n, C]."""
@@ -77,30 +65,8 @@ class Head(NamedTuple):
     """int64 [P]."""
     left_ms: Tensor
     """float64 [P, G], what waiting left of the deadline; may be negative."""
-    waited_ms: Tensor
-    """float64 [P, G]."""
     backlog: Tensor
     """int64 [P, G], how many wait behind."""
-    gap_ms: Tensor
-    """float64 [P, G], the recent mean gap between arrivals, exponentially weighted, of those that have arrived."""
-
-
-class Served(NamedTuple):
-    """What the decisions got, [P, G] each."""
-
-    utility: Tensor
-    accuracy: Tensor
-    latency_ms: Tensor
-    """float64, the time that a server needed."""
-    waited_ms: Tensor
-
-
-def recent_gaps(arrivals_ms: Tensor, gap_ms: float) -> Tensor:
-    """The recent mean gap at each arrival, [P, T] → float64 [P, T]; `gap_ms` is assumed before the first one."""
-    recent = [torch.full((len(arrivals_ms),), gap_ms, dtype=torch.float64)]
-    for place, gap in enumerate(arrivals_ms.diff(dim=1).unbind(1)):
-        recent.append(recent[-1] + (gap - recent[-1]) / min(place + 2, RECENT))
-    return torch.stack(recent, 1)
 
 
 class Queue:
@@ -110,21 +76,19 @@ class Queue:
         group: G. All rollouts of a trace have the same arrivals, deadlines and measurements.
         servers: how many serve the queue.
         cost_ms: what a decision takes, before the request is served.
-        gap_ms: the gap between arrivals that is assumed before the first one.
 
     Raises:
         InputError: no server, or arrivals as `check_arrivals` refuses them.
     """
 
     def __init__(
-        self, table: ProfileTable, traces: Traces, gap_ms: float, group: int = 1, servers: int = 1, cost_ms: float = 0.0
+        self, table: ProfileTable, traces: Traces, group: int = 1, servers: int = 1, cost_ms: float = 0.0
     ) -> None:
         at_least("servers", servers, 1)
         check_arrivals(traces.arrivals_ms, "the trace")
         self.traces, self.cost_ms, self.place = traces, cost_ms, 0
         self.rewards = RewardTable(table, TRAINING_REWARD)
         self.free_ms = torch.zeros(len(traces.rows), group, servers, dtype=torch.float64)
-        self._recent = recent_gaps(traces.arrivals_ms, gap_ms)
 
     @property
     def over(self) -> bool:
@@ -134,21 +98,19 @@ class Queue:
     def head(self) -> Head:
         """The next request of every trace, at the moment when a server takes it. Raises InputError: `over`."""
         if self.over:
-            raise InputError("the trace has ended: every request was served; reset the environment")
+            raise InputError("the trace has ended: every request was served")
         arrivals, now = self.traces.arrivals_ms, self.begins_ms()
         arrived = torch.searchsorted(arrivals, now, right=True)
-        waited = now - arrivals[:, self.place, None]
-        left = self.traces.deadlines_ms[:, self.place, None] - waited
-        gap = self._recent.gather(1, arrived - 1)
-        return Head(self.traces.rows[:, self.place], left, waited, arrived - self.place - 1, gap)
+        left = self.traces.deadlines_ms[:, self.place, None] - (now - arrivals[:, self.place, None])
+        return Head(self.traces.rows[:, self.place], left, arrived - self.place - 1)
 
     def begins_ms(self) -> Tensor:
         """When a server takes the next request, float64 [P, G]."""
         return torch.maximum(self.traces.arrivals_ms[:, self.place, None], self.free_ms.amin(-1))
 
-    def serve(self, configuration: Tensor) -> Served:
-        """Serve the next request of every trace under configurations, int64 [P, G]. Raises InputError: one that does
-        not exist or was never profiled for its sample."""
+    def serve(self, configuration: Tensor) -> Tensor:
+        """Serve the next request of every trace under configurations, int64 [P, G], and return the utilities [P, G].
+        Raises InputError: one that does not exist or was never profiled for its sample."""
         rows, begins = self.traces.rows[:, self.place], self.begins_ms()
         repeats = self.traces.repeats[:, self.place, None].expand_as(configuration)
         if not ((configuration >= 0) & (configuration < self.rewards.accuracy.shape[1])).all():
@@ -161,4 +123,4 @@ class Queue:
         gained = utility(accuracy, waited + took, self.traces.deadlines_ms[:, self.place, None])
         self.free_ms.scatter_(-1, self.free_ms.argmin(-1, keepdim=True), (begins + took).unsqueeze(-1))
         self.place += 1
-        return Served(gained, accuracy, took, waited)
+        return gained

@@ -83,7 +83,6 @@ _DEFAULTS |= {"trained_on": "builtin"}
 GROUPS_OF = {
     "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
     "train_selector": ("beams", "tracking"),
-    "train_service": ("profile", "tracking"),
     "inspect": ("profile",),
     "evaluate": ("profile", "reward", "beams"),
     "explain": ("profile",),
@@ -108,10 +107,9 @@ SWEEP = "sweep"
 
 
 def schema_of(verb: str, words: Sequence[str]) -> str:
-    """The key in `VERBS`: `train` has a schema for controllers, one for selectors and one for services, by the
-    experiment's name."""
-    names = (re.match(r"\+*experiment=(?:\w+\()?['\"]?(selector|service)", word) for word in words)
-    return next((f"train_{name[1]}" for name in names if verb == "train" and name), verb)
+    """The key in `VERBS`: `train` has a schema for controllers and one for selectors, by the experiment's name."""
+    selects = any(re.match(r"\+*experiment=(?:\w+\()?['\"]?selector", word) for word in words)
+    return "train_selector" if verb == "train" and selects else verb
 
 
 @cache

@@ -6,13 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from knobwise.common.checks import a_device, one_of
+from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
-from knobwise.experiments.command_line.profilers import measure, profile_shards
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.measuring.settings import VLMProfileConfig
@@ -24,10 +24,7 @@ def profile(config: ProfileRun) -> None:
     another kind of model, or see the profilers."""
     _check(config)
     try:
-        if config.launcher == "ray":
-            profile_shards(config)
-            _summary(Path(config.out))
-        elif config.model in ("elastic", "ocr") or ":" in config.model or config.data is not None:
+        if config.model in ("elastic", "ocr") or ":" in config.model or config.data is not None:
             _summary(measure(config))
         else:
             _profile_beams(config)
@@ -35,6 +32,37 @@ def profile(config: ProfileRun) -> None:
         raise
     except ValueError as error:
         raise InputError(f"profile: {error}") from error
+
+
+def measure(config: ProfileRun) -> Path:
+    """Measure a model with knobs, or the part of it that is this process's; gives the folder."""
+    if config.model == "ocr":
+        from knobwise.profiling.ocr.profile import profile_ocr
+
+        return profile_ocr(config.out, config.ocr)
+    if config.model == "elastic" or ":" in config.model:
+        return _profile_class(config)
+    from knobwise.profiling.huggingface.profile import profile_hugging_face
+
+    assert config.data is not None
+    how: dict[str, Any] = {"importance": config.importance, "dtype": config.dtype, "device": config.device}
+    return profile_hugging_face(config.out, config.model, config.data, config.knobs, **how)
+
+
+def _profile_class(config: ProfileRun) -> Path:
+    """Measure the elastic model, or one of the user's own."""
+    from knobwise.profiling.measuring.machine import one_thread
+    from knobwise.profiling.measuring.profiler import profile_vlm
+    from knobwise.profiling.measuring.questions import VQAData
+    from knobwise.profiling.models import model_of_class, questions_of
+
+    model = model_of_class(config.model)
+    items = tuple(questions_of(config.model, model, config.data))
+    # the built-in profile's name of its data set, so that its samples are found again
+    usual = "elastic_scenes" if config.model == "elastic" else model.name
+    knobs = replace(config.knobs, name=config.knobs.name or Path(config.data or usual).name.split(".")[0])
+    with one_thread():
+        return profile_vlm(config.out, model, VQAData(items, ()), knobs, {"class": config.model})
 
 
 def _summary(folder: Path) -> None:
@@ -58,9 +86,6 @@ def _check(config: ProfileRun) -> None:
         raise InputError("knobs: is for model=elastic, a class of your own, or a Hugging Face model with data=FILE")
     if config.importance is not None and (config.data is None or ":" in config.model):
         raise InputError("importance: is for a Hugging Face model with data=FILE")
-    one_of("launcher", config.launcher, ("here", "ray"))
-    if config.launcher == "ray" and not has_knobs:
-        raise InputError(f"launcher=ray: divides the shards of a model with knobs.shards, not model={config.model}")
     if config.model != "ocr" and config.ocr != OCRProfileConfig():
         raise InputError(f"ocr: is for model=ocr, not for model={config.model}")
     if config.device is not None:

@@ -33,7 +33,6 @@ from knobwise.experiments.command_line.compose import experiments, question_of
 from knobwise.experiments.results.problem import problem_of
 from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 from knobwise.experiments.settings.selector_options import SelectorRun
-from knobwise.experiments.settings.service_options import ServiceRun
 
 STOP = "stop"
 POLL_S = 0.3
@@ -43,16 +42,14 @@ ANSWERS_S = 5.0
 
 
 def train(config: Any, words: list[str]) -> Path:
-    """Train a controller, a selector or the prices of a service; returns the run's folder. Raises InputError: settings
-    or files that cannot be used; nothing has been written then."""
+    """Train a controller or a selector; returns the run's folder. Raises InputError: settings or files that cannot be
+    used; nothing has been written then."""
     experiment: Any
     question = question_of(config.experiment) if config.experiment in experiments() else ""
     config.tracking.notes = config.tracking.notes or question
     if has_terminal():  # where somebody waits for the next line, which takes seconds
         say(f"{config.experiment}: {question}\ntraining with seeds={config.seeds}; loading PyTorch and the data …")
-    if isinstance(config, ServiceRun):
-        from knobwise.experiments.train.service import ServiceExperiment as experiment
-    elif isinstance(config, SelectorRun):
+    if isinstance(config, SelectorRun):
         from knobwise.experiments.train.selector import SelectorExperiment as experiment
     else:
         from knobwise.experiments.train.controller import ControllerExperiment as experiment

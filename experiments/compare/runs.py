@@ -18,7 +18,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from knobwise.common.errors import InputError
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import FILE, read_decisions
-from knobwise.experiments.results.problem import SERVICE, Problem, problem_of
+from knobwise.experiments.results.problem import Problem, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 from knobwise.experiments.results.sweep_folder import read_outcome
 
@@ -155,13 +155,11 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """Read what is compared of every run.
 
     Raises:
-        InputError: if files cannot be read, or the runs are about different problems, or about a service.
+        InputError: if files cannot be read, or the runs are about different problems.
     """
     results = [read_results(folder) for folder in folders]
     settings = [read_settings_of(folder) for folder in folders]
     kind, runs = problem_of(results[0]), []
-    if kind is SERVICE:
-        raise InputError(f"{folders[0]}: is a run of {kind.agents}; its report compares them, compare has no such page")
     for folder, label, content, values in zip(folders, labels_of(folders, settings), results, settings, strict=True):
         if (problem := problem_of(content)) is not kind:
             raise InputError(

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, averages
-from knobwise.agents.service.policy import PricePolicy
+from knobwise.agents.service.baselines import Service, forecast_of
 from knobwise.agents.serving.adaptive_model import DECISIONS_KEPT, AdaptiveModel
 from knobwise.agents.serving.export import arrays_of_static, to_numpy
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
@@ -39,12 +39,10 @@ from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.service.arrivals import Load
-from knobwise.envs.service.queue import recent_gaps
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.live_results import BEST_STATIC, PRICED, Record, Served, Stream, live_results
 from knobwise.experiments.report.live import print_live, write_live_page
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
-from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticRequests
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clocked_by
@@ -86,8 +84,14 @@ def run_live(
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets_ms = judged_budgets(table, config.budgets_ms)
-    prices = None if config.price is None else price_policy(config.price)
-    stream = draw_stream(table, test, fitted, budgets_ms, requests, config, prices)
+    price, service_ms = config.price, None
+    if config.load is not None:
+        service = Service(table, forecast_of(controller, table), fitted, budgets_ms)
+        price, service_ms = (
+            price or list(service.tuned(service.traces([config.load], 100, config.seed))[1:]),
+            service.service_ms,
+        )
+    stream = draw_stream(table, test, fitted, budgets_ms, requests, config, service_ms)
     with one_thread(), threadpool_limits(1), collected_between():
         check_features(model, table, stream)
         served = AdaptiveModel(model, to_numpy(controller), clock=config.clock)
@@ -98,8 +102,8 @@ def run_live(
         stream = stream.scaled(speed, arrivals=config.load is not None)
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
         server = Server(served, BudgetAwareStatic(table, fitted), fixed, stream, requests, config)
-        if prices is not None:
-            server.add_prices(prices, speed)
+        if price is not None:
+            server.add_price(price[0] / speed, price[1] / speed)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
         stopped = server.serve()
@@ -111,7 +115,7 @@ def run_live(
     results = live_results(table, stream, record, served.controller, speed)
     results |= {"model": model.name, "tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
     results |= {"repeats": record.served["choice"].shape[2], "rate": config.rate}
-    results |= {"load": config.load, "clock": config.clock}
+    results |= {"load": config.load, "price": price, "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
         write_text(config.json, json.dumps(results, indent=1))
@@ -133,14 +137,6 @@ def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor
     return {name: int(choice) for name, choice in list(chosen.items())[:count]}
 
 
-def price_policy(path: str) -> PricePolicy:
-    """The policy of a checkpoint or a run. Raises InputError if it is another kind."""
-    agent = load_checkpoint(checkpoint_at(path)).agent
-    if not isinstance(agent, PricePolicy):
-        raise InputError(f"stream.price={path}: holds no policy of prices, from knobwise train experiment=service")
-    return agent
-
-
 # -- the stream --------------------------------------------------------------------------------------------------------
 
 
@@ -151,9 +147,10 @@ def draw_stream(
     budgets_ms: Tensor,
     requests: Requests,
     config: LiveConfig,
-    prices: PricePolicy | None = None,
+    service_ms: float | None = None,
 ) -> Stream:
-    """Draw order, budgets and, by a load, arrivals (both still in the profile's ms).
+    """Draw order, budgets and, by a load, arrivals (both still in the profile's ms); `service_ms` is the mean time
+    between two at load 1.
 
     Raises:
         InputError: no request is of the test samples, or with `fresh` outside the profile.
@@ -176,9 +173,9 @@ def draw_stream(
     order = np.concatenate([rng.permutation(len(ids)) for _ in range(rounds)])[: config.requests]
     drawn = rng.choice(budgets_ms.double().numpy(), config.requests)
     arrivals = None if config.rate is None else rng.exponential(1 / config.rate, config.requests).cumsum()
-    if config.load is not None and prices is not None:
+    if config.load is not None and service_ms is not None:
         draw = torch.Generator().manual_seed(config.seed)
-        arrivals = Load.parse(config.load).arrivals(config.requests, prices.service_ms, draw).numpy() / 1e3
+        arrivals = Load.parse(config.load).arrivals(config.requests, service_ms, draw).numpy() / 1e3
     known = [row for row in fitted.tolist() if table.sample_ids[row] in requests]
     timed = {row: requests.request(table.sample_ids[row]) for row in rng.permutation(known)[: config.calibration]}
     samples = {name: requests.request(name) for name in dict.fromkeys(ids[order])}
@@ -235,20 +232,11 @@ class Server:
         }
         self._complete = 0, 0  # repeats, and requests of the next one, that every policy served
 
-    def add_prices(self, policy: PricePolicy, speed: float) -> None:
-        """Also serve by a policy of prices, and by the rule that it started from, on a machine of this speed."""
-        assert self.stream.arrivals_s is not None
-        start, per_waiting = policy.start
-        arrivals_ms, service_ms = torch.from_numpy(self.stream.arrivals_s * 1e3), policy.service_ms * speed
-        self.loads = service_ms / recent_gaps(arrivals_ms[None], service_ms)[0].clamp_min(LEAST_LATENCY_MS).numpy()
-
-        def rule(left_ms: float, backlog: float, load: float) -> float:
-            return start + per_waiting * backlog
-
-        for name, price in zip(PRICED, (policy.single(), rule), strict=True):
-            model = AdaptiveModel(self.model.model, self.model.controller, clock=self.model.clock)
-            self.trackers.append(model.tracker)
-            self.policies[name] = partial(self.by_price, model, price, speed)
+    def add_price(self, price: float, per_waiting: float) -> None:
+        """Also serve at price + per_waiting · backlog, in utility per ms of this machine."""
+        model = AdaptiveModel(self.model.model, self.model.controller, clock=self.model.clock)
+        self.trackers.append(model.tracker)
+        self.policies[PRICED] = partial(self.by_price, model, price, per_waiting)
 
     @cached_property
     def record(self) -> Record:
@@ -257,24 +245,18 @@ class Server:
         fields = {name: np.zeros(shape, object if name == "drift" else float) for name in Served._fields}
         return Record(list(self.policies), fields)
 
-    def by_price(
-        self, model: AdaptiveModel, price: Callable[..., float], speed: float, i: int, waited: float
-    ) -> Served:
+    def by_price(self, model: AdaptiveModel, price: float, per_waiting: float, i: int, waited: float) -> Served:
         assert self.stream.arrivals_s is not None
         # a hair later, so that rounding does not hide the request itself
         now = self.stream.arrivals_s[i] + waited / 1e3 + 1e-9
         arrived = int(np.searchsorted(self.stream.arrivals_s, now, side="right"))
-        start, left = self.clock(), float(self.stream.budgets_ms[i]) - waited
-        priced = price(left / speed, arrived - i - 1, float(self.loads[arrived - 1])) / speed
-        return self.by_controller(model, i, waited, priced, (self.clock() - start) * 1e3)
+        return self.by_controller(model, i, waited, price + per_waiting * (arrived - i - 1))
 
-    def by_controller(
-        self, model: AdaptiveModel, i: int, waited: float, price: float | None = None, spent_ms: float = 0.0
-    ) -> Served:
+    def by_controller(self, model: AdaptiveModel, i: int, waited: float, price: float | None = None) -> Served:
         start, name = self.clock(), self.stream.ids[i]
         left = max(float(self.stream.budgets_ms[i]) - waited, LEAST_LATENCY_MS)
         result = model.answer(self.stream.requests[name], left, price=price)
-        took_ms, inference_ms = (self.clock() - start) * 1e3 + spent_ms, result.answer.total_ms
+        took_ms, inference_ms = (self.clock() - start) * 1e3, result.answer.total_ms
         overhead_ms, score = max(took_ms - inference_ms, 0.0), self.score(name, result.answer.text)
         about = result.limit_ms, result.decision_us, *result.expected
         return Served(result.choice, score, inference_ms, overhead_ms, waited, *about, result.drift)

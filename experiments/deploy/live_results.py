@@ -24,8 +24,8 @@ from knobwise.profiling.measuring.machine import cpu_name
 METRICS = ("accuracy", "latency_ms", "satisfaction", "utility")
 """What is known of every request."""
 BEST_STATIC = "best_static"
-PRICED = ("price_grpo", "price_backlog")
-"""A trained policy of prices, and the tuned rule that it started from."""
+PRICED = "price_backlog"
+"""The controller at a price of time and a price per waiting request."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def live_results(
     live = _outcomes(served["score"], (served["inference_ms"] + costs).unsqueeze(-1), budgets)
     replayed = _Replay(table, stream, served, costs) if (stream.rows >= 0).all() else None
     gained, choice = live["utility"].mean(-1), served["choice"].long()
-    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC, *PRICED)]
+    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC, PRICED)]
     learned = record.policies.index(LEARNED)
     policies, agreement = [], []
     for p, name in enumerate(record.policies):

@@ -22,7 +22,6 @@ from knobwise.experiments.results.problem import (
     DEADLINE,
     DEMONSTRATIONS,
     MEAN_BUDGET,
-    SERVICE,
     WEIGHTS,
     problem_of,
     shown_at,
@@ -162,15 +161,9 @@ def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_services(results: Mapping[str, Any]) -> dict[str, Any]:
-    over = {(row["against"], row["load"]): row for row in results["differences"]}
-    return {"learned": words.means_of(results)[SERVICE.trained[0]], "over": over}
-
-
 _NUMBERS = {
     DEADLINE.name: _under_deadlines,
     MEAN_BUDGET.name: _under_mean_budgets,
     DEMONSTRATIONS.name: _of_selectors,
-    SERVICE.name: _of_services,
     WEIGHTS.name: words.means_of,
 }

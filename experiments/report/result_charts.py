@@ -19,7 +19,6 @@ from knobwise.experiments.results.problem import (
     DEMONSTRATIONS,
     FEASIBLE,
     LEARNED,
-    SERVICE,
     UPPER,
     WEIGHTS,
     Problem,
@@ -52,8 +51,6 @@ POINTS = 6000
 
 def result_charts(results: Mapping[str, Any]) -> Charts:
     """The charts that the results have numbers for."""
-    if problem_of(results) is SERVICE:
-        return _over_loads(results)
     if problem_of(results) is WEIGHTS:
         return {"Fronts": fronts([(policy_name(row["policy"]), row) for row in results["rows"]], results)}
     return _over_budgets(results) if problem_of(results).averaged else _over_shots(results)
@@ -198,22 +195,6 @@ def difficulty(explained: Mapping[str, Any], unit: str) -> alt.LayerChart:
     dots = alt.Chart(points).mark_circle(style="quiet", size=14, opacity=0.35)
     lines = charts.lines(pl.DataFrame(rows), x, "latency", f"latency of the choice ({unit})", list(names.values()))
     return charts.layered(dots.encode(x, alt.Y("latency:Q")), *lines)
-
-
-def _over_loads(results: Mapping[str, Any]) -> Charts:
-    """Utility at every load; rules that were tuned at a single load are thin and grey."""
-    frame = pl.DataFrame(
-        {"policy": name if row["policy"] in words.POLICIES else charts.OTHER, "name": name}
-        | {key: row[key] for key in ("load", "utility")}
-        | dict(zip(("low", "high"), row["utility_ci95"], strict=True))
-        for row in results["rows"]
-        if row["load"] is not None and (name := policy_name(row["policy"]))
-    )
-    x = alt.X("load:N", title="load", sort=results["loads"], axis=alt.Axis(labelAngle=0))
-    layers = charts.lines(
-        frame, x, "utility", "utility (0 to 1)", frame["policy"].unique(maintain_order=True).to_list()
-    )
-    return {"Utility against load": charts.layered(*layers)}
 
 
 # -- over numbers of shots ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class Table(NamedTuple):
     """Numbers of the rows that stand out."""
 
 
-NARROW = {"deadline": (0, 1, 3, 6, 8), "mean": (0, 1, 3, 5, 6), "service": (0, 1, 5, 4), "weights": (0, 1, 4, 2)}
+NARROW = {"deadline": (0, 1, 3, 6, 8), "mean": (0, 1, 3, 5, 6), "weights": (0, 1, 4, 2)}
 """Columns of `policies` that a terminal always has, the most important first."""
 NARROW_BY_DATASET = {"deadline": (0, 1, 2, 4, 7), "mean": (0, 1, 2, 4)}
 

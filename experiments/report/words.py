@@ -199,7 +199,7 @@ def unit_of(results: Mapping[str, Any]) -> str:
 
 
 def means_of(results: Mapping[str, Any]) -> dict[str, Row]:
-    """Policy → its row with the means over the budgets, or over the loads of a service."""
+    """Policy → its row with the means over the budgets."""
     place = problem_of(results).place
     return {row["policy"]: row for row in results["rows"] if row.get(place) is None}
 

@@ -54,7 +54,6 @@ OVER_SINGLE = Metric("over_best_single", "over best single")
 DECISION = Metric("decision_us_p50", "decision time", "µs")
 REWARD, COST = Metric("reward", "mean reward"), Metric("cost_mean", "mean further cost", "cost")
 HYPERVOLUME = Metric("hypervolume", "hypervolume")
-WAITED = Metric("waited_ms_mean", "mean wait", "ms")
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,7 @@ class Problem:
         return next((row for row in self.rows(results) if (row["policy"], row.get(self.place)) == wanted), {})
 
     def judged_at(self, results: Mapping[str, Any]) -> list[float]:
-        """The places that policies were judged at, sorted; of a service its loads as they were given."""
-        if "loads" in results:
-            return list(results["loads"])
+        """The places that policies were judged at, sorted."""
         return sorted({row[self.place] for row in self.rows(results) if row.get(self.place) is not None})
 
     def main_place(self, results: Mapping[str, Any]) -> float | None:
@@ -185,27 +182,12 @@ DEMONSTRATIONS = Problem(
     averaged=False,
     controls=CONTROLS,
 )
-SERVICE = Problem(
-    name="service",
-    agents="policies of prices",
-    place="load",
-    place_words=("load", "loads"),
-    samples="traces",
-    score="utility",
-    ranked_by="utility",
-    metrics=(UTILITY, ACCURACY, LATENCY, WAITED, ON_TIME),
-    low="myopic",
-    high="price_backlog",
-    trained=("price_grpo",),
-)
 
 
 def problem_of(results: Mapping[str, Any]) -> Problem:
     """The problem that the content of a `results.json` is about."""
     if results.get("system") == "selector":
         return DEMONSTRATIONS
-    if results.get("system") == SERVICE.name:
-        return SERVICE
     return {"mean": MEAN_BUDGET, "weights": WEIGHTS}.get(results.get("sense", ""), DEADLINE)
 
 

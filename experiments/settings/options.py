@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,6 @@ from knobwise.common.checks import a_seed, at_least, one_of, positive
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.experiments.settings.selector_options import SelectorRun
-from knobwise.experiments.settings.service_options import ServiceRun
 from knobwise.experiments.settings.tracking import TrackingSettings, Training
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig, VLMTaskConfig
@@ -73,10 +73,6 @@ class TrainRun(Training):
     """What GRPO minimises."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     """The settings that suit each policy, under its name."""
-    init_from: str | None = None
-    """A checkpoint of a controller whose weights training starts from, instead of fresh ones (a stack gives its
-    network). Knobs, features and the network's settings must agree with it; the profile may be another one. Set
-    optimiser.warmup_iterations=0 to start GRPO from these weights at once."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies, or under budget=mean of the
     configurations' mean latencies. Under budget=mean, prices are calibrated for these budgets only."""
@@ -126,11 +122,13 @@ class LiveConfig:
     rate: float | None = None
     """Requests per second, which arrive at random (Poisson) at one server per policy, so that waiting counts against
     the budget. None lets each request arrive when the one before it is answered."""
-    price: str | None = None
-    """A policy of prices for requests that wait: its checkpoint, or a run of `experiment=service`. It is compared too,
-    with the tuned rule that it started from."""
+    price: list[float] | None = None
+    """For requests that wait: a price of time and a price per waiting request, in utility per ms of the profile. The
+    controller that decides at their sum is compared too. None with a `load`: tuned by replay at this load."""
     load: str | None = None
-    """With `price`: arrivals by a load, such as 0.9 or `steps 0.3 1.3`, see `knobwise train experiment=service`."""
+    """Arrivals by a load: 0.9, `ramp 0.3 1.3`, `steps 0.3 1.3`, `bursts 0.3 1.3`, `recorded FILE` (arrivals in ms, one
+    per line) or `recorded FILE 0.9`. A load of 1 is as much as is served if the controller decides as if nobody
+    waited."""
     budgets_ms: list[float] | None = None
     """Budgets to draw from, in ms of the profile; None for five quantiles of its latencies. They are scaled by the
     speed of this machine."""
@@ -162,10 +160,12 @@ class LiveConfig:
             raise InputError(f"stream.skip={self.skip}: is for stream.fresh=true")
         if self.rate is not None:
             positive("stream.rate", self.rate)
-        if self.load is not None and (self.price is None or self.rate is not None):
-            raise InputError(f"stream.load={self.load}: needs stream.price, and no stream.rate")
+        if self.load is not None and self.rate is not None:
+            raise InputError(f"stream.load={self.load}: sets the arrivals; leave out stream.rate")
         if self.price is not None and self.rate is None and self.load is None:
             raise InputError("stream.price: is for requests that wait; give stream.rate or stream.load too")
+        if self.price is not None and (len(self.price) != 2 or not all(0 <= each < math.inf for each in self.price)):
+            raise InputError(f"stream.price={self.price}: must be two prices, of time and per waiting request, from 0")
 
 
 @dataclass
@@ -248,8 +248,6 @@ class ProfileRun:
     answers, optionally image_id and choices."""
     out: str = "profiles/${model}"
     """Folder for the files. Repeat the command to resume an interrupted run."""
-    launcher: str = "here"
-    """here, in this process; or ray: the parts of knobs.shards as Ray tasks, a GPU for each where there are any."""
     checkpoint: str | None = None
     """A trained selector, whose draws are recorded as one more round in `out`."""
     ocr: OCRProfileConfig = field(default_factory=OCRProfileConfig)
@@ -353,7 +351,6 @@ class WorkspaceRun:
 VERBS: dict[str, type[Any]] = {
     "train": TrainRun,
     "train_selector": SelectorRun,
-    "train_service": ServiceRun,
     "inspect": InspectRun,
     "evaluate": EvaluateRun,
     "explain": ExplainRun,
@@ -363,6 +360,6 @@ VERBS: dict[str, type[Any]] = {
     "compare": CompareRun,
     "workspace": WorkspaceRun,
 }
-"""The settings of every verb. `train` has three, see `schema_of`."""
-EXPERIMENTS = {"train": "controller", "train_selector": "selector", "train_service": "service"}
+"""The settings of every verb. `train` has two, see `schema_of`."""
+EXPERIMENTS = {"train": "controller", "train_selector": "selector"}
 """The experiment that runs when none is named."""

@@ -132,10 +132,6 @@ class SelectorRun(Training):
     out."""
     shots: int = 2
     """Demonstrations in a sequence, in training."""
-    init_from: str | None = None
-    """A checkpoint of a selector whose weights supervised fine-tuning starts from, instead of fresh ones. With
-    sft.epochs=0 it takes the place of the SFT selector: RCE and GRPO start from it, and the KL is to it. The network's
-    settings must agree with it. Variants with hidden blocks start afresh."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Demonstrations in a sequence, in judging."""
     jobs: int = 2

@@ -30,7 +30,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import few_budgets, judged_budgets
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.joint import rows_by_dataset
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets, over_splits
 from knobwise.experiments.results.explanation import Explained, explain_policy
@@ -59,7 +59,7 @@ class ControllerExperiment(Experiment):
         self.table, self.number = read_profile(config.profile) if table is None else table, number
         table = self.table
         self.notes = [f"{table.name}: {note}" for note in table.notes]
-        self.split = self._split_of(config)
+        self.split = divide(table, **asdict(config.split))
         self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean, self.weighs = (config.budget.sense == sense for sense in ("mean", "weights"))
         # a guard would hold the policy to utility
@@ -90,7 +90,7 @@ class ControllerExperiment(Experiment):
         else:
             self.budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, self.split))
         self.notes += few_budgets(self.budgets_ms) if config.budgets_ms is None and not self.weighs else []
-        names = ("policy", "loss", "optimiser", "budget", "reward", "init_from", "device")
+        names = ("policy", "loss", "optimiser", "budget", "reward", "device")
         settings = {name: getattr(config, name) for name in names}
         settings["budgets_ms"] = self.budgets_ms
         self.trainers = [ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds]
@@ -104,22 +104,6 @@ class ControllerExperiment(Experiment):
         config.budgets_ms = self.budgets_ms.tolist()
         config.tracking = TrackingSettings(mode="disabled", tensorboard=False)
         return ControllerExperiment(config, self.table, number)
-
-    def _split_of(self, config: TrainRun) -> Split:
-        """The split, without the test samples that `init_from` was trained on."""
-        split = divide(self.table, **asdict(config.split))
-        if config.init_from is None:
-            return split
-        seen = set(load_checkpoint(config.init_from).extra.get("seen", ()))
-        new = torch.tensor([fingerprint not in seen for fingerprint in self.table.fingerprints(split.test)])
-        if not new.any():
-            raise InputError(f"init_from={config.init_from}: was trained on every test sample of {self.table.name!r}")
-        if not new.all():
-            self.notes.append(
-                f"init_from={config.init_from}: was trained on {int((~new).sum())} of the {len(new)} test samples, "
-                "which are left out"
-            )
-        return split._replace(test=split.test[new])
 
     def train(self, folder: Path) -> None:
         """Train every seed that is not finished, on one split after the other; those after the first have folders like
@@ -157,7 +141,7 @@ class ControllerExperiment(Experiment):
     def completed(self, trainer: ControllerTrainer, network: Controller) -> Loaded:
         """What a training ends in, from its best network: experts and a guard around an ensemble that predicts
         outcomes, and under mean budgets the price of each. Any other network stays as it is."""
-        table, policy, limits, seed = self.table, self.config.policy, trainer.limits, trainer.fold_seed
+        table, policy, limits, seed = self.table, self.config.policy, trainer.limits, trainer.seed
         done: Controller | StackedController | PricedChooser = network
         with threadpool_limits(self.config.threads):
             if self.mean:

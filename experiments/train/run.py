@@ -29,7 +29,6 @@ from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import STUDENT, claim
 from knobwise.experiments.settings.selector_options import SelectorRun
-from knobwise.experiments.settings.service_options import ServiceRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import Tracker, git_commit, wandb_mode
 from knobwise.experiments.tracking.wandb_results import scores_by_seed
@@ -172,8 +171,6 @@ def tracker_of(
     the beginning."""
     if isinstance(config, SelectorRun):
         tags = [f"reward-{config.reward.mode}"]
-    elif isinstance(config, ServiceRun):
-        tags = ["service"]
     else:
         tags = [config.policy.structure, config.loss.objective, f"reward-{config.reward.kind}"]
     return Tracker(

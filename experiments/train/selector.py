@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint, selector_start
+from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.evaluation import Decided
@@ -112,8 +112,6 @@ def _checked(config: SelectorRun) -> SelectorData:
             )
     stages = SelectorStages(config, data, config.seeds[0], None)
     stages.check("rce", config.reward)
-    if config.init_from is not None:
-        stages.init_from(config.init_from)
     stages.check("sft", config.reward, GroupConfig("beams"))
     for name in config.variants:
         variant, _, reward, _, learned = config.plan(name)
@@ -179,29 +177,10 @@ class SelectorStages:
 
     def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
         """SFT and RCE, which every variant starts from. What hides blocks must not start from what has seen them."""
-        if prefix or self.config.init_from is None:
-            with seeded(self.seed, "cpu"):
-                start = Selector.fitted(self.config.selector, table.queries[self.data.split.train], table.candidates)
-        else:
-            start = self.init_from(self.config.init_from)
+        with seeded(self.seed, "cpu"):
+            start = Selector.fitted(self.config.selector, table.queries[self.data.split.train], table.candidates)
         sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
         return sft, self.stage(f"{prefix}rce", "rce", table, sft)
-
-    def init_from(self, path: str) -> Selector:
-        """The selector of a checkpoint. Raises InputError: another network, or it was trained on queries of these beams
-        that are not trained on here."""
-        table, split = self.data.table, self.data.split
-        selector, loaded = selector_start(path, self.config.selector, table.queries.shape[-1])
-        stored_embeddings(table, loaded)
-        fitted = {table.query_ids[row] for part in split[:2] for row in part.tolist()}
-        # beams with draws of a policy added have another digest, and the same name
-        known = table.digest == loaded.profile_digest or table.name == loaded.profile_name
-        if known and not fitted.issuperset(loaded.extra.get("fitted", ())):
-            raise InputError(
-                f"init_from={path}: was trained on queries of {table.name!r} that this run holds out; use the same "
-                "beams.train, beams.validation and beams.split_seed"
-            )
-        return selector
 
     def _variant(self, name: str, table: BeamTable, sft: Selector, rce: Selector) -> None:
         variant, stage, reward, loss, learned = self.config.plan(name)

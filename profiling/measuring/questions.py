@@ -6,7 +6,7 @@ import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -149,13 +149,6 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
     if isinstance(rows, Mapping):
         raise InputError(f"{bank}: must be a list of items; it holds queries and a bank")
     return VQAData(queries, _items(Path(bank), rows, "row"))
-
-
-def inputs_of(data: VQAData) -> Callable[[str], tuple[str, Any]]:
-    """Sample id → question and picture, from the questions that a profile was measured on: `inputs` of the gymnasium
-    environments, to render them."""
-    items = {item.id: item for item in data.queries}
-    return lambda sample_id: (items[sample_id].question, items[sample_id].picture())
 
 
 def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:

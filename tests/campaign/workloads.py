@@ -33,9 +33,6 @@ SWEEP += [word for word in QUICK if not word.startswith("policy.hidden")]
 LAST = (("runs/latest", "link"),)
 ELASTIC = ["profile", "model=elastic", "out=p", "knobs.samples=4", "knobs.max_crops=[1,4]", "knobs.top_k=[1,2]"]
 ELASTIC += ["knobs.num_active_blocks=[3]", "knobs.warm_up=0", "knobs.repeats=2"]
-SERVICE = ["train", "experiment=service", "checkpoint=stack.pt", *TABLE, "seeds=[0]", "tracking=disabled"]
-SERVICE += ["loads=[0.8]", "judged_loads=[0.9]", "tuned_at=[0.9]", "requests=20", "traces=4", "loss.group_size=4"]
-SERVICE += ["optimiser.iterations=4", "optimiser.contexts=4", "optimiser.evaluate_every=2"]
 UPDATE = ["update", "checkpoint=stack.pt", "log=log", "out=served", "tracking=disabled", "trained_on=table"]
 UPDATE += [f"trained_on.{word.removeprefix('profile.')}" for word in TABLE[1:]]
 EVALUATE = ["evaluate", *TABLE, "own_cost=false", "baselines=false", "json=e.json"]
@@ -137,7 +134,6 @@ WORKLOADS = [
     Workload("train controller", write_table, CONTROLLER, "runs/**/*"),
     Workload("train selector, replay", _beams, REPLAY, "runs/**/*"),
     Workload("train selector, live", _nothing, _live, "runs/**/*"),
-    Workload("train service", _stack, SERVICE, "runs/**/*"),
     Workload("sweep, joblib", write_table, SWEEP, "runs/**/*", fresh=True, varies=LAST),
     Workload("profile elastic", _nothing, ELASTIC, "p/**/*"),
     Workload("export", _trained, ["export", *TABLE, "out=e"], "runs/lean/r/checkpoints/*.pt"),

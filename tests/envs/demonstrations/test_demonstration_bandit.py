@@ -86,7 +86,7 @@ class CountingScorer:
         }
 
 
-SOFT = DemonstrationRewardConfig("hard_plus_soft", hard_weight=0.0)
+SOFT = DemonstrationRewardConfig("legacy", information="vqa_acc_score")
 
 
 def bandit(live: bool = False, **words: Any) -> DemonstrationBandit:
@@ -100,7 +100,7 @@ def bandit_of(kind: str, **words: Any) -> SingleStepEnv:
     """Each of the three TorchRL bandits: of configurations, and of recorded and scored demonstrations."""
     if kind == "configurations":
         return ConfigBandit(small_table(holes=0.3), full_information=True, **words)
-    return bandit(kind == "scored", reward=DemonstrationRewardConfig("hard_plus_soft", shuffled=True), **words)
+    return bandit(kind == "scored", reward=DemonstrationRewardConfig("hard_plus_soft_v2", shuffled=True), **words)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -367,7 +367,7 @@ def test_a_scorer_scores_what_places_amount_to() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -> None:
     config = DemonstrationRewardConfig(mode)
-    for name in config.needs:
+    for name in config.weights:
         table = beams()
         absent = replace(table, fields={k: v for k, v in table.fields.items() if k != name})
         with pytest.raises(InputError, match=rf"reward.mode={mode} needs {name}, which 7 of 7 .*'five'.*query a"):
@@ -428,7 +428,7 @@ def test_groups(groups: dict[str, Any], shots: int | None, wanted: list[list[lis
 
 
 def test_rewards_are_those_of_the_group_and_not_of_what_is_left_out() -> None:
-    config = DemonstrationRewardConfig("hard_plus_soft")
+    config = DemonstrationRewardConfig("hard_plus_soft_v2")
     env = DemonstrationBandit(beams(), groups=GroupConfig("own"), reward=config)
     group = {name: field[:1, 2:] for name, field in beams().fields.items()}
     everywhere = torch.ones(1, 2, dtype=torch.bool)
@@ -521,7 +521,7 @@ def test_a_scorer_that_does_not_give_what_the_mode_is_made_of() -> None:
     )
     with pytest.raises(InputError, match=r"reward.mode=hard_plus_soft_v2 needs vqa_correct, which is not recorded"):
         hard.rollout(1)
-    with pytest.raises(InputError, match=r"reward.mode=hard_plus_soft needs vqa_acc_score.*returned NaN"):
+    with pytest.raises(InputError, match=r"reward.mode=legacy needs vqa_acc_score.*returned NaN"):
         soft.rollout(1)
     assert legacy.rollout(1)["next", "vqa_correct"].isnan().all()
 

@@ -1,4 +1,4 @@
-"""Rewards of demonstration sequences: every mode by hand, weights by length, and the control."""
+"""Rewards of demonstration sequences: every mode by hand, and the control."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,13 +37,8 @@ def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **sett
     [
         ({}, [2.9, 0.3, 2.6]),
         ({"mode": "legacy"}, [0.05, -0.02, 0.3]),
-        ({"mode": "legacy", "alpha": 0.5, "beta": 2.0}, [2.025, -0.01, 2.15]),
         ({"mode": "legacy", "information": "logprob_score"}, [-0.2, -2.3, -0.7]),
-        ({"mode": "hard_plus_soft"}, [1.9, 0.3, 1.6]),
-        ({"mode": "hard_plus_soft", "hard_weight": 2, "soft_weight": 0.5}, [2.45, 0.15, 2.3]),
-        ({"mode": "hard_plus_soft", "hard_weight": 3.0, "soft_weight": 0.0}, [3.0, 0.0, 3.0]),
-        ({"mode": "hard_plus_soft", "hard_weight": 0.0, "soft_weight": 0.5}, [0.45, 0.15, 0.3]),
-        ({"mode": "hard_plus_soft_v2", "hard_weight": 3.0}, [3.9, 0.3, 3.6]),
+        ({"mode": "legacy", "information": "vqa_correct"}, [1.0, 0.0, 1.0]),
     ],
 )
 def test_every_mode_by_hand(config: dict[str, Any], wanted: list[float]) -> None:
@@ -65,13 +60,12 @@ def test_the_default_puts_every_right_answer_above_every_wrong_one() -> None:
     [
         ({}, ("vqa_correct", "vqa_acc_score")),
         ({"mode": "legacy"}, ("beam_score",)),
-        ({"mode": "legacy", "information": "logprob_score", "beta": 1.0}, ("logprob_score", "vqa_correct")),
-        ({"mode": "hard_plus_soft", "soft_weight": 0.0}, ("vqa_correct",)),
-        ({"mode": "hard_plus_soft", "hard_weight": 0.0}, ("vqa_acc_score",)),
+        ({"mode": "legacy", "information": "logprob_score"}, ("logprob_score",)),
+        ({"mode": "legacy", "information": "vqa_correct"}, ("vqa_correct",)),
     ],
 )
 def test_a_mode_needs_what_it_is_made_of_and_nothing_else(config: dict[str, Any], needs: tuple[str, ...]) -> None:
-    assert DemonstrationRewardConfig(**config).needs == needs
+    assert tuple(DemonstrationRewardConfig(**config).weights) == needs
     rewards({name: RECORDED[name] for name in needs}, **config)
     for missing in needs:
         left = {name: RECORDED[name] for name in FIELDS if name != missing}
@@ -111,14 +105,8 @@ def test_every_permutation_is_as_likely() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"mode": "hard"}, "reward.mode='hard': must be one of auto, legacy, hard_plus_soft"),
-        ({"information": "vqa_gt_prob"}, "reward.information='vqa_gt_prob': must be one of beam_score, logprob_score"),
-        ({"hard_weight": -1.0}, "reward.hard_weight=-1.0: must be a number ≥ 0"),
-        ({"hard_weight": NAN}, "reward.hard_weight=nan: must be a number ≥ 0"),
-        ({"hard_weight": "2"}, "reward.hard_weight='2': must be a number ≥ 0"),
-        ({"alpha": 0.5}, "reward.alpha: mode auto has no such weight, it has hard_weight, soft_weight"),
-        ({"mode": "legacy", "hard_weight": 1.0}, "reward.hard_weight: mode legacy has no such weight"),
-        ({"mode": "legacy", "alpha": 0.0}, "reward: all weights of mode legacy are 0"),
+        ({"mode": "hard"}, "reward.mode='hard': must be one of auto, legacy, hard_plus_soft_v2"),
+        ({"information": "luck"}, "reward.information='luck': must be one of beam_score, logprob_score, vqa_correct"),
     ],
 )
 def test_settings_that_make_no_sense(config: dict[str, Any], message: str) -> None:
@@ -140,7 +128,7 @@ def test_without_a_mode_the_recorded_fields_decide(recorded: tuple[str, ...], mo
     config = DemonstrationRewardConfig(shuffled=True)
     assert config.mode == "auto"
     assert config.resolved(recorded) == DemonstrationRewardConfig(mode, shuffled=True)
-    chosen = DemonstrationRewardConfig("hard_plus_soft")
+    chosen = DemonstrationRewardConfig("hard_plus_soft_v2")
     assert chosen.resolved(recorded) is chosen
 
 

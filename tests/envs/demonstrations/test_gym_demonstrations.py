@@ -105,7 +105,10 @@ def test_what_every_environment_keeps(kind: str) -> None:
 
 @pytest.mark.parametrize("live", [False, True])
 def test_queries_and_rewards_are_those_of_torchrl(live: bool) -> None:
-    words: dict[str, Any] = {"reward": DemonstrationRewardConfig("hard_plus_soft"), "scorer": scorer if live else None}
+    words: dict[str, Any] = {
+        "reward": DemonstrationRewardConfig("hard_plus_soft_v2"),
+        "scorer": scorer if live else None,
+    }
     env, native, table, rows = made(**words), DemonstrationBandit(beams(), **words), beams(), []
     native.set_seed(7)
     for number in range(6):

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pytest
-from commands import COMMAND, OPTIMISER, VARIABLES, Capture, refused
+from commands import OPTIMISER, Capture, refused
 from PIL import Image
 from tiny_models import tiny_model
 
 from knobwise.__main__ import main
-from knobwise.experiments.command_line import profilers
-from knobwise.experiments.settings.options import EvaluateRun, ProfileRun
+from knobwise.experiments.settings.options import EvaluateRun
 
 ROOT = Path(__file__).parents[3]
 LEAN = [*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=1", "baselines=false", "seeds=[0]"]
@@ -153,8 +149,6 @@ ECHO = "model=models_of_a_test:Echo"
         ([*PROFILE, ECHO, "knobs.metric=models_of_a_test:twice"], "gives 2.0 for sample '0'; must be between 0 and 1"),
         ([*PROFILE, ECHO, "knobs.metric=models_of_a_test:gone"], "has no function gone"),
         ([*PROFILE, ECHO, "knobs.metric=sun"], "knobs.metric='sun': must be one of auto"),
-        (["profile", "model=ocr", "launcher=ray", "out=out"], "launcher=ray: divides the shards of a model"),
-        ([*PROFILE, ECHO, "launcher=cloud"], "launcher='cloud': must be one of here, ray"),
         (["evaluate", "model=models_of_a_test:Echo"], "model: is for live=true"),
     ],
 )
@@ -163,23 +157,6 @@ def test_a_mistake_is_one_clear_line_and_leaves_nothing(
 ) -> None:
     assert message in refused(words, capsys)
     assert not Path("out").exists()
-
-
-def test_shards_are_measured_as_ray_tasks(folder: Path) -> None:
-    """Of a model whose times do not vary, so that the tables must be the same."""
-    words = [*PROFILE, ECHO, "knobs.metric=exact", "knobs.repeats=1"]
-    assert main(words) == 0
-    alone = pl.read_parquet("out/table.parquet")
-    spread = [word.replace("out=out", "out=spread") for word in words] + ["knobs.shards=2", "launcher=ray"]
-    environment = {**os.environ, **VARIABLES, "RAY_AUTH_MODE": "disabled"}
-    subprocess.run([*COMMAND, *spread], check=True, env=environment, capture_output=True, timeout=120)
-    keys = ["sample_id", "mode"]
-    assert pl.read_parquet("spread/table.parquet").sort(keys).equals(alone.sort(keys))
-    lines = [Path(f"spread/state/measured-{i}.jsonl").read_text().splitlines() for i in range(2)]
-    assert [len(part) for part in lines] == [40, 40]
-    config = ProfileRun(model="models_of_a_test:Broken", out="broken")
-    line = profilers._measured(config, str(folder))
-    assert line == "model=models_of_a_test:Broken: making one raises OSError: no weights"
 
 
 def test_a_metric_of_your_own(folder: Path) -> None:

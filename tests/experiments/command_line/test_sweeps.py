@@ -115,12 +115,12 @@ def test_hydras_ways_to_list_values(words: list[str], wanted: list[list[str]]) -
 
 
 @pytest.mark.parametrize(
-    "words", ["selector,selector_weights", "choice(selector,selector_weights)", "glob(selector_w*)"]
+    "words", ["selector,selector_warm_up", "choice(selector,selector_warm_up)", "glob(selector_*w*_*)"]
 )
 def test_several_experiments_of_selectors(words: str) -> None:
     jobs = jobs_of(schema_of("train", [f"experiment={words}"]), [f"experiment={words}"])
     assert len(jobs) == 2
-    assert ["experiment=selector_weights"] in jobs
+    assert ["experiment=selector_warm_up"] in jobs
 
 
 def test_words_are_passed_on_as_they_were_given() -> None:

@@ -17,7 +17,7 @@ from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.service.policy import PricePolicy
+from knobwise.agents.service.baselines import Service, forecast_of
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
@@ -183,29 +183,37 @@ def test_who_falls_behind_waits_for_itself_alone(case: Case) -> None:
 
 
 def test_prices_follow_the_backlog_that_each_policy_has_itself(case: Case) -> None:
-    """A price so high that whoever has somebody waiting behind takes the fastest, and a trained policy that agrees."""
+    """A price so high that whoever has somebody waiting behind takes the fastest."""
     config = replace(SHORT, requests=30, rate=400.0, warm_up=0)
     stack = StackedController(case.controller, [], torch.ones(1)).eval()
     stream, server = server_of(case._replace(controller=stack), config, fixed=0)  # type: ignore[arg-type]
-    server.add_prices(PricePolicy(torch.tensor([0.0, 1e3, 1e6]), 2.0, (0.0, 1e5)), speed=1.0)
+    server.add_price(0.0, 1e5)
     assert server.serve() is None
     record, arrivals = server.record, stream.arrivals_s
-    assert record.policies[-2:] == ["price_grpo", "price_backlog"]
+    assert record.policies[-1] == "price_backlog"
     assert arrivals is not None
-    served = {name: values[-2:, :, 0] for name, values in record.served.items()}
-    for p in range(2):
-        begun = arrivals + served["waited_ms"][p] / 1e3
-        backlog = (arrivals[None, :] <= begun[:, None] + 1e-9).sum(1) - np.arange(30) - 1
-        assert (backlog >= 0).all()
-        assert (backlog > 0).any()
-        assert (backlog == 0).any()
-        for i, name in enumerate(stream.ids):
-            features = ElasticAdaptive().first_stage(stream.requests[name]).features
-            price = 1e5 * backlog[i] if backlog[i] else 0.0
-            wanted = server.model.controller.decide_priced(
-                features, served["limit_ms"][p, i], price, served["drift"][p, i]
-            )
-            assert served["choice"][p, i] == wanted[0]
+    served = {name: values[-1, :, 0] for name, values in record.served.items()}
+    begun = arrivals + served["waited_ms"] / 1e3
+    backlog = (arrivals[None, :] <= begun[:, None] + 1e-9).sum(1) - np.arange(30) - 1
+    assert (backlog >= 0).all()
+    assert (backlog > 0).any()
+    assert (backlog == 0).any()
+    for i, name in enumerate(stream.ids):
+        features = ElasticAdaptive().first_stage(stream.requests[name]).features
+        limit, drift = served["limit_ms"][i], served["drift"][i]
+        assert served["choice"][i] == server.model.controller.decide_priced(features, limit, 1e5 * backlog[i], drift)[0]
+
+
+def test_a_price_is_tuned_for_the_load(case: Case, tmp_path: Path) -> None:
+    """The rule is the one that replay finds at this load, and requests arrive by it."""
+    table, split, fitted, controller = case
+    stack, config = StackedController(controller, [], torch.ones(1)).eval(), replace(SHORT, load="2.0", seed=3)
+    path, budgets = saved(tmp_path / "best.pt", stack, table, split), default_budgets(table)  # type: ignore[arg-type]
+    service = Service(table, forecast_of(stack, table), fitted, budgets)
+    results = run(path, table, config)
+    assert results["price"] == list(service.tuned(service.traces(["2.0"], 100, 3))[1:])
+    assert "price_backlog" in [row["policy"] for row in results["rows"]]
+    assert run(path, table, replace(config, price=[0.1, 0.2]))["price"] == [0.1, 0.2]
 
 
 def test_nothing_is_fitted_on_what_is_served(

@@ -253,9 +253,9 @@ def test_the_command_in_the_results_gives_the_same_numbers(folder: Path) -> None
 
 def test_a_sweep_over_rewards(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "argv", ["knobwise"])
-    assert main([*REPLAY, "-m", "reward.mode=hard_plus_soft,hard_plus_soft_v2", "hydra.sweep.dir=sweep"]) == 0
+    assert main([*REPLAY, "-m", "reward.mode=legacy,hard_plus_soft_v2", "hydra.sweep.dir=sweep"]) == 0
     modes = {OmegaConf.load(run / "config.yaml").reward.mode for run in RUN.iterdir() if (run / "report.html").exists()}
-    assert modes == {"hard_plus_soft", "hard_plus_soft_v2"}
+    assert modes == {"legacy", "hard_plus_soft_v2"}
 
 
 def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
@@ -282,7 +282,7 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "variants={mine:{hidden:[liar]},yours:{hidden:[image]}}"], "must hide the same blocks"),
         ([*REPLAY, "variants={mine:{live:true}}"], "variants.mine: live draws and rounds need a scorer"),
         ([*REPLAY, "variants={mine:{rounds:2}}"], "variants.mine: live draws and rounds need a scorer"),
-        ([*REPLAY, "variants={mine:{reward:{mode:legacy,hard_weight:1}}}"], "hard_weight: mode legacy has no such"),
+        ([*REPLAY, "variants={mine:{reward:{mode:best}}}"], "variants.mine.reward"),
         ([*REPLAY, "variants={mine:{loss:{advantage:best}}}"], "variants.mine.loss"),
         ([*REPLAY, *MODEL, "reward_model.calls=-1"], "reward_model.calls=-1: must be at least 0"),
         ([*REPLAY, *MODEL, "variants.mine.reward_model.calls=-1"], "variants.mine.reward_model: reward_model.calls=-1"),
@@ -297,7 +297,6 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "variants.grpo_recorded.groups=own"], "groups.methods=policy"),
         ([*REPLAY, "variants.grpo_recorded.groups=some"], "without_beams"),
         ([*REPLAY, "reward.mode=hardest"], "hard_plus_soft_v2"),
-        ([*REPLAY, "reward.mode=legacy", "reward.soft_weight=1"], "reward.soft_weight"),
         ([*REPLAY, "reward.information=x"], "logprob_score"),
         ([*REPLAY, "seeds=[1,1]"], "at least one seed is needed, and none twice"),
         ([*REPLAY, "judged_shots=[0,2]"], "judged_shots=0: must be at least 1"),
@@ -317,7 +316,6 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
             "reward.mode=hard_plus_soft_v2 needs vqa_correct",
         ),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json"], "variants.grpo_recorded.groups=all"),
-        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.hard_weight=3"], "mode legacy has no such weight"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "beams.trailing_query=often"], "auto, never"),
         (["train", "experiment=selector_replay"], "beams.path"),
         (["train", "experiment=selector", "beams=disk"], "builtin"),

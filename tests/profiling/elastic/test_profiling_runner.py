@@ -9,7 +9,7 @@ import torch
 
 from knobwise.envs.readers.exp_files import read_exp5_exp6
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.experiments.command_line.profilers import measure
+from knobwise.experiments.command_line.profile import measure
 from knobwise.experiments.settings.options import ProfileRun
 from knobwise.profiling.elastic.adapter import ElasticAdaptive
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize

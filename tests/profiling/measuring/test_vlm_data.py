@@ -18,7 +18,6 @@ from knobwise.profiling.measuring.feature_store import FeatureStore, content_key
 from knobwise.profiling.measuring.questions import (
     VQAData,
     VQAItem,
-    inputs_of,
     plain_answer,
     read_vqa_data,
     soft_accuracy,
@@ -63,13 +62,6 @@ def test_every_format_gives_the_same_items(folder, suffix):
     assert found == [("7", "Question 7?", ("2",)), ("8", "Question 8?", ("2",))]
     assert len({item.image_id for item in data.queries}) == 2
     assert [item.picture().getpixel((0, 0)) for item in data.queries] == [(255, 0, 0), (0, 0, 255)]
-
-
-def test_the_inputs_of_a_profile_are_read_from_its_questions(folder):
-    inputs = inputs_of(read_vqa_data(written(folder / "questions.jsonl", [row(7), row(8, "b")])))
-    question, picture = inputs("8")
-    assert question == "Question 8?"
-    assert picture.getpixel((0, 0)) == (0, 0, 255)
 
 
 def test_queries_and_bank_stand_in_one_file_or_in_two(folder):
