@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
+from sklearn.decomposition import PCA
 
 from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.learning.update import update
@@ -35,8 +36,9 @@ from knobwise.experiments.studies.streams_world import HARDLY_PROFILED, KINDS, N
 
 KNOWING, FROZEN, TRACKED = "knowing", "frozen", "tracked"
 STATIC, TRACKED_STATIC = "static, frozen", "static, tracked"
-UPDATED = "updated"
+UPDATED, GRPO, THOMPSON = "updated", "updated with GRPO", "Thompson sampling"
 POLICIES = (KNOWING, FROZEN, TRACKED, STATIC, TRACKED_STATIC)
+LEARNERS = (UPDATED, GRPO, THOMPSON)
 LEARNED = ("no drift", "× 1.40", "values", "worse answers", NEW, HARDLY_PROFILED)
 """The streams on which a controller learns from its log."""
 
@@ -165,6 +167,45 @@ class Knowing:
         self.time += 1
 
 
+class ThompsonSampling:
+    """A linear model of the utility of each configuration, with normal draws of its weights (Agrawal and Goyal 2013,
+    "Thompson Sampling for Contextual Bandits with Linear Payoffs", ICML, algorithm 1). It sees principal components of
+    the features at each budget, and begins with the profile, which counts as much as `PROFILED` requests."""
+
+    COMPONENTS, PROFILED, SCALE = 12, 300, 0.1
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.rng = world, np.random.default_rng(seed)
+        fitted, profiled = world.fitted, world.profiled
+        joined = torch.cat(list(profiled.features.values()), 1).numpy()
+        components = PCA(self.COMPONENTS, whiten=True, random_state=0).fit(joined[fitted])
+        self.x = components.transform(np.concatenate(list(world.blocks.values()), 1))
+        width, count = self.COMPONENTS + 1, len(world.names)
+        shape = len(world.budgets_ms), count, width
+        self.precision = np.tile(np.eye(width), (*shape[:2], 1, 1))
+        self.target = np.zeros(shape)
+        x, share = np.insert(components.transform(joined[fitted]), 0, 1.0, 1), self.PROFILED / len(fitted)
+        latency, known = profiled.measurements_ms[fitted].numpy(), profiled.mask[fitted].double().numpy()
+        for place, budget in enumerate(world.budgets_ms):
+            utility = np.nan_to_num(profiled.accuracy[fitted].numpy()) * (latency <= budget).mean(-1)
+            self.precision[place] += share * np.einsum("nc,ni,nj->cij", known, x, x)
+            self.target[place] += share * utility.T @ x
+        self.factor = np.linalg.cholesky(np.linalg.inv(self.precision))
+
+    def decide(self, row: int, budget_ms: float) -> tuple[int, float]:
+        place, x = int(np.abs(self.world.budgets_ms - budget_ms).argmin()), np.insert(self.x[row], 0, 1.0)
+        factor = self.factor[place]
+        noise = self.SCALE * self.rng.normal(size=self.target[place].shape)
+        mean = np.einsum("cij,ckj,ck->ci", factor, factor, self.target[place])
+        return int(((mean + np.einsum("cij,cj->ci", factor, noise)) @ x).argmax()), self.world.cost_ms
+
+    def learn(self, row: int, budget_ms: float, choice: int, took_ms: float, accuracy: float) -> None:
+        place, x = int(np.abs(self.world.budgets_ms - budget_ms).argmin()), np.insert(self.x[row], 0, 1.0)
+        self.precision[place, choice] += np.outer(x, x)
+        self.target[place, choice] += accuracy * (took_ms + self.world.cost_ms <= budget_ms) * x
+        self.factor[place, choice] = np.linalg.cholesky(np.linalg.inv(self.precision[place, choice]))
+
+
 class Static:
     """Budget-aware static, perhaps with a tracker."""
 
@@ -182,9 +223,12 @@ class Static:
 def policy_of(name: str, world: World, config: StreamsConfig, stream: Stream, seed: int) -> Any:
     if name == KNOWING:
         return Knowing(world, stream)
+    if name == THOMPSON:
+        return ThompsonSampling(world, seed)
     if name in (STATIC, TRACKED_STATIC):
         return Static(world, name == TRACKED_STATIC)
-    return Deployed(world, config, seed, name != FROZEN, UpdateConfig() if name == UPDATED else None)
+    learning = {UPDATED: UpdateConfig(steps=0), GRPO: UpdateConfig()}.get(name)
+    return Deployed(world, config, seed, name != FROZEN, learning)
 
 
 # -- serving -----------------------------------------------------------------------------------------------------------
@@ -234,7 +278,7 @@ def run(config: StreamsConfig) -> list[str]:
     folder = folder_for(config.runs, settings)
     for kind in ("", NEW, HARDLY_PROFILED):
         world_of(folder, kind)
-    pairs = [(kind, name) for kind in KINDS for name in (*POLICIES, *((UPDATED,) if kind in LEARNED else ()))]
+    pairs = [(kind, name) for kind in KINDS for name in (*POLICIES, *(LEARNERS if kind in LEARNED else ()))]
     cells = {
         folder / f"{kind}-{name}-{seed}.json": (str(folder), kind, name, seed, config)
         for seed in range(config.seeds)
@@ -274,10 +318,13 @@ def streams_page(cells: Sequence[Mapping[str, Any]], guard: Sequence[Mapping[str
         shares=shares,
         distances={kind: shares[TRACKED][kind] - shares[KNOWING][kind] for kind in KINDS},
         costs={kind: gain(kind, TRACKED, FROZEN) for kind in ("as profiled", "no drift")},
-        late=gains((FROZEN, TRACKED, UPDATED), LEARNED, KNOWING, min(1000, config.requests - 1) // config.every),
-        over=gains((UPDATED,), LEARNED, TRACKED),
-        quiet=gain("no drift", UPDATED, FROZEN),
-        taken_over={kind: values(kind, UPDATED, "taken_over").mean() for kind in LEARNED},
+        late=gains((FROZEN, TRACKED, *LEARNERS), LEARNED, KNOWING, min(1000, config.requests - 1) // config.every),
+        over=gains(LEARNERS, LEARNED, TRACKED),
+        quiet={name: gain("no drift", name, FROZEN) for name in LEARNERS},
+        grpo={kind: gain(kind, GRPO, UPDATED) for kind in LEARNED},
+        taken_over={
+            name: {kind: values(kind, name, "taken_over").mean() for kind in LEARNED} for name in (UPDATED, GRPO)
+        },
     )
 
 

@@ -55,7 +55,9 @@ SAMPLES = 20
 class World:
     """n test samples of the built-in profile, and a controller for them."""
 
-    def __init__(self, agent: StackedController, table: ProfileTable, test: torch.Tensor, kinds: Array) -> None:
+    def __init__(
+        self, agent: StackedController, table: ProfileTable, profiled: ProfileTable, test: torch.Tensor, kinds: Array
+    ) -> None:
         assert agent.static is not None
         self.agent, self.names = agent, configurations_of(table)
         self.places = table.configurations.numpy()
@@ -66,7 +68,8 @@ class World:
         self.blocks = {name: block[test].numpy() for name, block in table.features.items()}
         self.cost_ms, self.decision_ms = expected_cost_ms(table, experts=False), EXPECTED_US["network"] / 1e3
         self.is_new = kinds[test.numpy()] == 0
-        self.static = arrays_of_static(agent.static)
+        self.static, self.profiled = arrays_of_static(agent.static), profiled
+        self.fitted = np.setdiff1d(np.arange(table.num_samples), test.numpy())
 
     def features(self, row: Any) -> dict[str, Array]:
         """Of one row, or of several."""
@@ -103,7 +106,7 @@ def world_of(folder: Path, kind: str) -> World:
     elif kind == HARDLY_PROFILED:
         name, profiled = "few", hardly_profiled(table, split.train)
     agent = trained(folder / f"{name}.pt", profiled, part, default_budgets(table))
-    return World(agent, table, split.test, kinds)
+    return World(agent, table, profiled, split.test, kinds)
 
 
 def hardly_profiled(table: ProfileTable, rows: torch.Tensor) -> ProfileTable:
