@@ -68,8 +68,12 @@ class BudgetAwareStatic(Averages):
         _, self.latency_ms = averages(table, rows)
         # With each configuration's cells in order of latency, a running sum of accuracy answers every budget exactly.
         # One after the other, because of large tables
-        every = [self._in_order(table, rows, c) for c in range(table.num_configurations)]
-        self._sorted_ms, self._running = map(torch.stack, zip(*every, strict=True))
+        size = len(rows) * table.num_repeats
+        self._sorted_ms, self._running = (
+            torch.empty(table.num_configurations, n, dtype=torch.float64) for n in (size, size + 1)
+        )
+        for c in range(table.num_configurations):
+            self._sorted_ms[c], self._running[c] = self._in_order(table, rows, c)
 
     @staticmethod
     def _in_order(table: ProfileTable, rows: Tensor, c: int) -> tuple[Tensor, Tensor]:
