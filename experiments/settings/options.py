@@ -1,4 +1,4 @@
-"""The settings of every verb of the command line: dataclasses whose fields carry their meaning."""
+"""The settings of every verb of the command line: dataclasses whose fields explain themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from knobwise.profiling.ocr.settings import OCRProfileConfig
 
 @dataclass
 class SplitConfig:
-    """Shares of the samples; what is left is the test part."""
+    """Shares of the samples; the rest is the test part."""
 
     train: float = 0.6
     """Share to fit on."""
@@ -33,7 +33,7 @@ class SplitConfig:
     seed: int = 0
     """Seed of the split. All training seeds share it, so that all are judged on the same samples."""
     leave_out: str | None = None
-    """A data set to judge on only; training and validation use the others."""
+    """A data set that is only judged on; training and validation use the others."""
 
     def __post_init__(self) -> None:
         a_seed("split.seed", self.seed)
@@ -41,11 +41,11 @@ class SplitConfig:
 
 @dataclass
 class RepeatedSplitConfig(SplitConfig):
-    """The same, divided several times."""
+    """The same, split several times."""
 
     repeats: int = 1
     """Number of random splits, with the seeds `seed`, `seed` + 1 and so on. Every policy is trained and judged anew on
-    each of them, and all numbers are means over the splits; the run deploys the policy of the first."""
+    each of them, and all numbers are means over the splits; the policy of the first split is deployed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,33 +54,33 @@ class RepeatedSplitConfig(SplitConfig):
 
 @dataclass
 class TrainRun(Training):
-    """knobwise train: train a controller with several seeds, compare it with every simple way, and report."""
+    """knobwise train: train a controller with several seeds, compare it with every simple policy, and report."""
 
     experiment: str = "controller"
     profile: Any = MISSING
     """What was measured, or is simulated."""
     split: RepeatedSplitConfig = field(default_factory=RepeatedSplitConfig)
-    """Shares of the samples, and how often they are divided."""
+    """Shares of the samples, and how many times they are split."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """Deadlines in training; or with mean a limit on the mean over requests; or with weights the worths of a right
-    answer in time and in the profile's further cost, which any request may weigh anew."""
+    """The limit in training: a deadline for each request; with mean, a limit on the mean over requests; with weights,
+    what a right answer is worth in time and in the profile's further cost, which each request may set anew."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """The reward in training. Under budget=mean it is always accuracy − latency/worth, under budget=weights also −
+    """The reward in training. Under budget=mean it is always accuracy − latency/worth; budget=weights also subtracts
     cost/worth."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    """The network, with experts beside it or without."""
+    """The network, with or without experts beside it."""
     loss: LossConfig = field(default_factory=LossConfig)
     """What GRPO minimises."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     """The settings that suit each policy, under its name."""
     budgets_ms: list[float] | None = None
-    """Budgets to judge at, in ms; None for five quantiles of the table's latencies, or under budget=mean of the
-    configurations' mean latencies. Under budget=mean, prices are calibrated for these budgets only."""
+    """Budgets to judge at, in ms; None for five quantiles of the table's latencies (under budget=mean, of the
+    configurations' mean latencies). Under budget=mean, prices are calibrated for these budgets only."""
     baselines: bool = True
-    """Compare with every simple way; false keeps budget-aware static and the oracle only."""
+    """Compare with every simple policy; false compares with budget-aware static and the oracle only."""
     own_cost: bool = True
-    """Charge each policy the time of its decisions and of its features. These are measured, so figures differ by a hair
-    from call to call; false compares the decisions alone, exactly."""
+    """Charge each policy for the time of its decisions and features. This time is measured, so figures differ slightly
+    from call to call; false compares the decisions alone, and figures are then exact."""
     threads: int = 1
     """Threads of torch; the network is so small that one is fastest."""
 
@@ -100,7 +100,7 @@ class InspectRun:
     profile: Any = MISSING
     """What was measured, or is simulated."""
     log: str | None = None
-    """In the place of a profile: the folder of `AdaptiveModel(log=…)`."""
+    """Instead of a profile: the folder of `AdaptiveModel(log=…)`."""
     json: str | None = None
     """Write the facts to this file."""
     html: str | None = None
@@ -112,34 +112,34 @@ class LiveConfig:
     """A simulated stream of requests."""
 
     requests: int = 1000
-    """Number of requests: test samples in random order, repeated in another order if there are too few."""
+    """Number of requests: test samples in random order, then again in another order if there are too few."""
     fresh: bool = False
-    """Serve samples that the profile does not hold instead. A replay of them is not possible."""
+    """Serve samples that are not in the profile instead. They cannot be replayed."""
     skip: int = 0
-    """With `fresh`: how many such samples to leave out first, so that another call serves others."""
+    """With `fresh`: how many such samples to skip first, so that different calls serve different samples."""
     repeats: int = 1
     """How often the whole stream is served, each time with the policies in another random order."""
     rate: float | None = None
-    """Requests per second, which arrive at random (Poisson) at one server per policy, so that waiting counts against
-    the budget. None lets each request arrive when the one before it is answered."""
+    """Requests per second. They arrive at random (Poisson) at one server per policy, so that waiting counts against the
+    budget. With None, each request arrives when the one before it has been answered."""
     price: list[float] | None = None
-    """For requests that wait: a price of time and a price per waiting request, in utility per ms of the profile. The
-    controller that decides at their sum is compared too. None with a `load`: tuned by replay at this load."""
+    """For requests that wait: a price of time, and a price per waiting request, in utility per ms of the profile. A
+    controller that decides at the sum of the two is compared too. None, with a `load`: tuned by replay at this load."""
     load: str | None = None
-    """Arrivals by a load: 0.9, `ramp 0.3 1.3`, `steps 0.3 1.3`, `bursts 0.3 1.3`, `recorded FILE` (arrivals in ms, one
-    per line) or `recorded FILE 0.9`. A load of 1 is as much as is served if the controller decides as if nobody
-    waited."""
+    """The load that sets arrivals: 0.9, `ramp 0.3 1.3`, `steps 0.3 1.3`, `bursts 0.3 1.3`, `recorded FILE` (arrivals in
+    ms, one per line) or `recorded FILE 0.9`. A load of 1 is as much as can be served if the controller ignores the
+    queue."""
     budgets_ms: list[float] | None = None
     """Budgets to draw from, in ms of the profile; None for five quantiles of its latencies. They are scaled by the
     speed of this machine."""
     fixed: int = 3
     """Fixed configurations to compare with: 1 the best static one, 2 also the cheapest, 3 also the most accurate."""
     calibration: int = 200
-    """Cells of the profile that are timed first, to find the speed of this machine and to begin tracking with."""
+    """Cells of the profile that are timed first, to find the speed of this machine and to start the tracker."""
     warm_up: int = 50
     """Requests that are served first and do not count."""
     clock: str = "wall"
-    """wall; or cpu, the CPU time of the thread, for a machine that others use at the same time."""
+    """wall; or cpu, which counts the CPU time of the thread, for a machine that others use at the same time."""
     seed: int = 0
     """Seed of arrivals, budgets and orders."""
     json: str | None = None
@@ -174,7 +174,7 @@ class EvaluateRun:
     or a trained selector, on held-out queries of its beams or on other beams."""
 
     checkpoint: str = "runs/latest"
-    """The controller or selector: a checkpoint, or the folder of a run, for what it deploys."""
+    """The controller or selector: a checkpoint, or the folder of a run, which stands for the policy it deploys."""
     beams: Any = MISSING
     """The beams to judge a selector on."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
@@ -182,19 +182,19 @@ class EvaluateRun:
     profile: Any = MISSING
     """What was measured, or is simulated."""
     split: SplitConfig = field(default_factory=SplitConfig)
-    """Shares of the samples, for a profile that the controller was not trained on; baselines fit on the first."""
+    """Shares of the samples, for a profile that the controller was not trained on; baselines fit on `train`."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller for mean budgets is
     judged at those that its prices were calibrated for."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """The reward in the column `reward`."""
     baselines: bool = True
-    """Compare with every simple way."""
+    """Compare with every simple policy."""
     own_cost: bool = True
-    """Charge each policy the time of its decisions and of its features. These are measured, so figures differ by a hair
-    from call to call; false compares the decisions alone, exactly."""
+    """Charge each policy for the time of its decisions and features. This time is measured, so figures differ slightly
+    from call to call; false compares the decisions alone, and figures are then exact."""
     live: bool = False
-    """Run the model that was profiled behind the controller, instead of replaying the profile."""
+    """Run the profiled model behind the controller, instead of replaying the profile."""
     model: str = "elastic"
     """With `live`: the model, as in `knobwise profile`."""
     data: str | None = None
@@ -217,13 +217,13 @@ class EvaluateRun:
 
 @dataclass
 class ExplainRun:
-    """knobwise explain: why a trained controller sets the knobs as it does: what the decisions of a run show, or with
-    `sample` and `budget_ms` what it expects of each configuration for one input."""
+    """knobwise explain: why a trained controller sets the knobs as it does. It explains the decisions of a run or, with
+    `sample` and `budget_ms`, what the controller expects of each configuration for one input."""
 
     checkpoint: str = "runs/latest"
     """The folder of a run; with `sample` also a checkpoint."""
     profile: Any = MISSING
-    """With `sample`: what holds it, best the profile that the controller was trained on."""
+    """With `sample`: the profile that holds it, preferably the one that the controller was trained on."""
     sample: str | None = None
     """The id of a sample of the profile, or DATASET/ID."""
     budget_ms: float | None = None
@@ -253,10 +253,10 @@ class ProfileRun:
     ocr: OCRProfileConfig = field(default_factory=OCRProfileConfig)
     """With model=ocr: what is measured."""
     knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
-    """With a model that has knobs: which of their values are measured, and how."""
+    """With a model that has knobs: which knob values are measured, and how."""
     importance: str | None = None
-    """With `data`: a file with the importance of each block, {"4": 0.0156, …}, the least important being left out
-    first. None leaves out blocks from the end on."""
+    """With `data`: a file with the importance of each block, {"4": 0.0156, …}; the least important block is left out
+    first. None leaves out blocks starting from the end."""
     dtype: str = "auto"
     """With `data`: type of the weights: auto, bfloat16, float16 or float32."""
     device: str | None = None
@@ -273,13 +273,13 @@ class ProfileRun:
 
 @dataclass
 class ExportRun:
-    """knobwise export: write a trained controller as a file that decides alone, and compare it with the controller."""
+    """knobwise export: write a trained controller as a stand-alone file, and compare their decisions."""
 
     checkpoint: str = "runs/latest"
-    """The controller: a checkpoint, or the folder of a run, for what it deploys."""
+    """The controller: a checkpoint, or the folder of a run, which stands for the policy it deploys."""
     profile: Any = MISSING
-    """The profile that decisions are compared on, best the one that the controller was trained on; configurations and
-    features must be the same."""
+    """The profile that decisions are compared on, preferably that of the controller's training; it must have the same
+    configurations and features."""
     out: str = "exported"
     """Folder for the files."""
     threads: int = 1
@@ -288,29 +288,29 @@ class ExportRun:
 
 @dataclass
 class UpdateRun:
-    """knobwise update: a deployed controller learns from the log of its requests, and the new one takes over where the
-    log shows that it is better; or a controller for other hardware, from a few timed cells."""
+    """knobwise update: update a deployed controller from the log of its requests; the new one takes over if the log
+    shows that it is better. Or adapt a controller to other hardware, from a few timed cells."""
 
     checkpoint: str = "runs/latest"
-    """The controller, for deadlines, and one that predicts latencies (policy=auto or policy=utility): a checkpoint, the
-    folder of a run, for what it deploys, or the current version in `out`."""
+    """A controller for deadlines that predicts latencies (policy=auto or policy=utility): a checkpoint, the folder of a
+    run, which stands for the policy it deploys, or the current version in `out`."""
     log: str | None = None
     """What it learns from: the folder of `AdaptiveModel(log=…)`."""
     out: str = "updated"
     """Folder for the versions; out/current is the one that serves."""
     rollback: bool = False
-    """Let the version before the current one serve again, and do nothing else."""
+    """Return to the version before the current one, and do nothing else."""
     every: int | None = None
-    """Go on, and update whenever the log has grown by so many requests, until the command is interrupted. Each update
+    """Keep running, and update whenever the log has grown by this many requests, until interrupted. Each update
     is a step of one W&B run, in `out`, with `metrics.csv` and TensorBoard."""
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     """Where those steps are logged."""
     learning: UpdateConfig = field(default_factory=UpdateConfig)
     """How it learns from the log, and when the new controller takes over."""
     profile: Any = None
-    """In the place of a log: what was timed on other hardware, any cells of `trained_on`, some 30 are enough."""
+    """Instead of a log: what was timed on other hardware. Any cells of `trained_on` will do; some 30 are enough."""
     trained_on: Any = MISSING
-    """With `profile`: the profile of the training."""
+    """With `profile`: the profile that the controller was trained on."""
 
     def __post_init__(self) -> None:
         at_least("every", 1 if self.every is None else self.every, 1)
@@ -318,13 +318,13 @@ class UpdateRun:
 
 @dataclass
 class CompareRun:
-    """knobwise compare RUN RUN …: finished runs side by side, on the terminal and as one page. RUN is a run or a folder
-    of runs, such as a sweep leaves."""
+    """knobwise compare RUN RUN …: finished runs side by side, on the terminal and as one page. RUN is a run, or a
+    folder of runs such as a sweep leaves."""
 
     runs: list[str] = MISSING
-    """Folders of runs, or folders with runs in them. The others are compared with the first."""
+    """Folders of runs, or folders that contain runs. Every other run is compared with the first."""
     html: str | None = "comparison.html"
-    """The page; null writes none."""
+    """The page to write; null writes none."""
     json: str | None = None
     """Write the numbers to this file."""
     budgets_ms: list[float] | None = None
@@ -360,6 +360,6 @@ VERBS: dict[str, type[Any]] = {
     "compare": CompareRun,
     "workspace": WorkspaceRun,
 }
-"""The settings of every verb. `train` has two, see `schema_of`."""
+"""The settings of every verb. `train` has two; see `schema_of`."""
 EXPERIMENTS = {"train": "controller", "train_selector": "selector"}
 """The experiment that runs when none is named."""

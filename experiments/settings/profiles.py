@@ -36,7 +36,7 @@ class OCRProfile:
 
 @dataclass
 class Exp5Exp6Profile:
-    """Accuracy files and latency files as the profiler of the original system writes them."""
+    """Accuracy and latency files, as the profiler of the original system writes them."""
 
     format: str = "exp5_exp6"
     """The reader."""
@@ -49,13 +49,13 @@ class Exp5Exp6Profile:
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     features_ms: float = 0.0
-    """Time that the features of a request take, in ms; every policy that reads them is charged it."""
+    """Time to compute the features of a request, in ms; every policy that reads them is charged for it."""
     latency: str = "total"
     """The time that the budget limits: total, prefill or decode."""
     accuracy: str = "score"
     """The value in the exp5 rows that is the accuracy."""
     broadcast_latency: bool = False
-    """Use a configuration's mean latency for all samples where latency was not measured per sample."""
+    """If latency was not measured per sample, use a configuration's mean latency for all samples."""
     name: str | None = None
     """Name of the profile; None for the data set's name."""
 
@@ -75,19 +75,19 @@ class CoreExpProfile:
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     features_ms: float = 0.0
-    """Time that the features of a request take, in ms; every policy that reads them is charged it."""
+    """Time to compute the features of a request, in ms; every policy that reads them is charged for it."""
     name: str | None = None
     """Name of the profile; None for the data set's name."""
 
 
 @dataclass
 class LongTables:
-    """What long tables of any system have in common: one row for each sample and configuration."""
+    """The settings that all long tables share; they have one row for each sample and configuration."""
 
     format: str = MISSING
     """The reader."""
     knobs: list[str] | None = None
-    """Columns that are knobs; None for every column without another known meaning."""
+    """Columns that are knobs; None for every column that has no other known meaning."""
     accuracy: str = "accuracy"
     """Column of the accuracy, in 0..1."""
     latency: str = "latency_ms"
@@ -95,7 +95,7 @@ class LongTables:
     unit: str = "ms"
     """Unit of that column and of the budgets, for reports."""
     features_ms: float = 0.0
-    """Time that the features of a request take, in ms; every policy that reads them is charged it."""
+    """Time to compute the features of a request, in ms; every policy that reads them is charged for it."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class JointProfile(LongTables):
     """Files as for profile=table: long tables, or `.safetensors` that `ProfileTable.save` wrote. A long table without a
     column `dataset` is one data set, named after the file."""
     features: list[str | None] | None = None
-    """Feature files, one for each path (null for a path without one, or with features inside); None for none."""
+    """Feature files, one for each path (null if a path has none, or contains its features); None for no features."""
     missing_blocks: bool = False
     """Fill in feature blocks that a profile lacks, instead of refusing it."""
     name: str = "joint"

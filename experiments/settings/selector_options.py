@@ -26,7 +26,7 @@ class BuiltinBeams:
     format: str = "builtin"
     """The reader."""
     variant: str = "careless"
-    """`careless`: six of ten annotators are careless, which imitation does not see; `careful`: none is."""
+    """`careless`: six of ten annotators are careless, which imitation cannot detect; `careful`: none is."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class BeamFiles:
     path: str = MISSING
     """Beams: JSON in either format, or a `.safetensors` that `BeamTable.save` wrote, with the embeddings inside."""
     embeddings: str | None = None
-    """Embeddings of the candidates, row = index in the data set; for JSON."""
+    """For JSON: embeddings of the candidates; the row is the index in the data set."""
     query_embeddings: str | None = None
     """Embeddings of the queries; None if they are the same."""
     candidate_images: str | None = None
@@ -53,7 +53,7 @@ class BeamFiles:
     train: float = 0.8
     """Share of the queries to fit on."""
     validation: float = 0.1
-    """Share to choose the epoch on; the rest is tested on."""
+    """Share to choose the epoch on; the rest is the test part."""
     split_seed: int = 0
     """Seed of the split."""
 
@@ -68,16 +68,16 @@ class Variant:
     live: bool = False
     """Draw from the policy while it learns and score the draws; otherwise replay recorded sequences."""
     reward_model: dict[str, Any] | None = None
-    """Draw from the policy while it learns, and score the draws by a learned reward: changes to the run's
-    `reward_model`, {} for none; null scores nothing so. Of `reward` GRPO then takes only `shuffled`."""
+    """Draw from the policy while it learns, and score the draws by a learned reward. The value lists changes to the
+    run's `reward_model`, {} for none; null means no learned reward. GRPO then uses only `shuffled` of `reward`."""
     own_draws: int = 8
-    """In replay, sequences of the policy that are drawn, scored and recorded for each query beforehand; needs a
+    """In replay, how many sequences of the policy are drawn, scored and recorded for each query beforehand; needs a
     scorer."""
     rounds: int = 1
     """In replay, how often that is done, each time with the policy of the round before."""
     groups: str = "without_beams"
     """In replay, the recorded sequences in a group: all, without_beams (none that was found with the answer in view),
-    own (the policy's draws), beams."""
+    own (the policy's draws) or beams."""
     warmup: bool = True
     """Start from RCE; otherwise from supervised fine-tuning."""
     epochs: int | None = None
@@ -108,7 +108,7 @@ class Variant:
 @dataclass
 class SelectorRun(Training):
     """knobwise train experiment=selector: train selectors of demonstrations with several seeds, compare them with every
-    simple way on unseen queries and candidates, and report."""
+    simple policy on unseen queries and candidates, and report."""
 
     experiment: str = "selector"
     beams: Any = MISSING
@@ -131,9 +131,9 @@ class SelectorRun(Training):
     """The ways to post-train, by name; see `knobwise.experiments.settings.selector_options.Variant`. null leaves one
     out."""
     shots: int = 2
-    """Demonstrations in a sequence, in training."""
+    """Number of demonstrations in a sequence, in training."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
-    """Demonstrations in a sequence, in judging."""
+    """Numbers of demonstrations in a sequence to judge at."""
     jobs: int = 2
     """Seeds trained at the same time, each in a process with one thread."""
 
@@ -142,7 +142,7 @@ class SelectorRun(Training):
         self.variants = {name: values for name, values in self.variants.items() if values is not None}
 
     def plan(self, name: str) -> Plan:
-        """How the variant of this name is trained: as the run's GRPO, except for what it sets. Raises InputError: an
+        """How the variant of this name is trained: like the run's GRPO, except for what it sets. Raises InputError: an
         unknown key or a value of the wrong type in it."""
         place = f"variants.{name}"
         variant = changed(Variant(), self.variants[name], place)
@@ -159,7 +159,7 @@ class SelectorRun(Training):
 
 
 class Plan(NamedTuple):
-    """A variant, with what it takes from the run filled in."""
+    """A variant, with the settings that it takes from the run filled in."""
 
     variant: Variant
     stage: StageConfig

@@ -1,4 +1,4 @@
-"""The settings that every training has, tracking among them, each with its meaning."""
+"""The settings that every training has, including tracking."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class TrackingSettings:
     """Where a run is logged. `metrics.csv` is always written."""
 
     mode: str = "auto"
-    """W&B: online, offline, disabled; auto follows WANDB_MODE, else online if there is a key, else offline."""
+    """W&B: online, offline or disabled; auto follows WANDB_MODE, else online if there is a key, else offline."""
     project: str | None = None
     """W&B project; None means WANDB_PROJECT, else knobwise."""
     entity: str | None = None
     """W&B team or user; None means the key's default."""
     tags: list[str] = field(default_factory=list)
-    """Put on every W&B run of this experiment."""
+    """Tags of every W&B run of this experiment."""
     notes: str | None = None
     """Notes of every W&B run; None means the question in the experiment's file."""
     workspace: bool = True
@@ -30,7 +30,7 @@ class TrackingSettings:
 
 @dataclass
 class Training:
-    """A training of either system."""
+    """A training of a controller or a selector."""
 
     experiment: str
     """The experiment, a file in conf/experiment."""

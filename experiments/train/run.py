@@ -151,9 +151,8 @@ def next_command(folder: Path, overrides: Sequence[str]) -> str:
 def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, Any]) -> str:
     """Log to W&B the test scores of each seed, in the run that trained it, and the results; gives the mode of W&B."""
     model, kept = None, (results.get("best_policy", ""), results.get("best_seed"))
-    for (stage, seed), scores in scores_by_seed(results, folder).items():
-        if wandb_mode(config.tracking) == "disabled":
-            break
+    tracked = wandb_mode(config.tracking) != "disabled"
+    for (stage, seed), scores in scores_by_seed(results, folder).items() if tracked else ():
         with tracker_of(config, folder, table, "train", seed, stage=stage, finished=True) as tracker:
             model = tracker.log_scores(scores, (stage, seed) == kept) or model
     with tracker_of(config, folder, table, "evaluate") as tracker:

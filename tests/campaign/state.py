@@ -20,9 +20,9 @@ State = dict[str, dict[str, str]]
 UNSEEN = re.compile(r"(^|/)(tensorboard|wandb|multirun/.*\.log)(/|$)")
 """Not compared: their names and bytes hold times and process numbers."""
 DATE = re.compile(r"\d{4}-\d\d-\d\d([/_T ]\d\d[-:]\d\d[-:]\d\d)?")
-TIMES = re.compile(r"decision_us|seconds|started|cpu_s|created|machine|\btime|saves_nothing|sha256\..*\.safetensors")
-"""Places of times and of what follows from them, which two unbroken runs may have alike by chance, and digests of
-`.safetensors` files, which hold their words in any order; the tensors themselves are compared."""
+TIMES = re.compile(r"decision_us|seconds|started|cpu_s|created|machine|\btime|saves_nothing|sha256")
+"""Places of times and of what follows from them, which two unbroken runs may have alike by chance, and digests; what
+they are of is compared itself."""
 
 
 class Difference(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from helpers import small_table
 from tensordict import TensorDict
 
-from knobwise.agents.checkpoint import Loaded, controller_start, load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
@@ -119,17 +119,13 @@ def test_a_policy_reads_the_worths_of_rows_and_of_blocks_alike() -> None:
     assert env.rollout(1, make_actor(agent))["next", "reward"].shape == (6, 1, 1)
 
 
-def test_saved_and_loaded_and_started_from(tmp_path: Path) -> None:
+def test_saved_and_loaded(tmp_path: Path) -> None:
     table, worths = weighed_table(), torch.tensor([[4.0, 3.0]]).expand(48, 2)
     agent = controller(table)
     save_checkpoint(tmp_path / "a.pt", agent, table, {})
     loaded = load_checkpoint(tmp_path / "a.pt")
     assert loaded.network.limit_key == "worths"
     assert torch.equal(loaded.network.choose(table.features, worths), agent.choose(table.features, worths))
-    started, _ = controller_start(tmp_path / "a.pt", table, ENSEMBLE, True, "energy_j")
-    assert torch.equal(started.choose(table.features, worths), agent.choose(table.features, worths))
-    with pytest.raises(InputError, match="was trained for weights of energy_j, and this run is for mean budgets"):
-        controller_start(tmp_path / "a.pt", table, ENSEMBLE, True)
     with pytest.raises(InputError, match="a controller that weighs energy_j decides in Python only"):
         to_numpy(agent)
     with pytest.raises(InputError, match="the controller is for worths or a mean over requests"):

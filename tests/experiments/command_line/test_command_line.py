@@ -199,7 +199,7 @@ def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys:
     for row in fallen:
         assert row["satisfaction_deployed"] == row["satisfaction_static"]
         assert row["reason"].startswith("fell back to budget-aware static: ")
-        assert row["reason"].split("; ")[0] in page
+    assert page.count("<td class=words>static</td>") == len(fallen)
     named = {(row["policy"], row["budget_ms"]): row["utility"] for row in results["rows"]}
     for row in fallen:
         budget = row["budget_ms"]
@@ -220,8 +220,7 @@ def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capt
         assert row["unattainable"]
         assert row["miss_price"] == 0
         assert row["satisfaction_after"] == row["satisfaction_before"] <= row["satisfaction_cautious"] < 0.95
-        assert row["reason"].split("; ")[1] in page
-    assert len(rows) == 5
+    assert len(rows) == page.count("not possible here") == 5
 
 
 def test_a_table_without_knobs(folder: Path) -> None:
