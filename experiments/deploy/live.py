@@ -87,10 +87,8 @@ def run_live(
     price, service_ms = config.price, None
     if config.load is not None:
         service = Service(table, forecast_of(controller, table), fitted, budgets_ms)
-        price, service_ms = (
-            price or list(service.tuned(service.traces([config.load], 100, config.seed))[1:]),
-            service.service_ms,
-        )
+        service_ms = service.service_ms
+        price = price or list(service.tuned(service.traces([config.load], 100, config.seed))[1:])
     stream = draw_stream(table, test, fitted, budgets_ms, requests, config, service_ms)
     with one_thread(), threadpool_limits(1), collected_between():
         check_features(model, table, stream)
