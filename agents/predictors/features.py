@@ -60,7 +60,8 @@ class FeatureNormaliser(nn.Module):
         scale = (drawn_in - mean).square().mean(0).sqrt()
         self.register_buffer("mean", mean.float())
         # relative to the mean: features may be tiny, and a constant one differs from its mean by rounding
-        self.register_buffer("scale", torch.where(scale > 1e-6 * mean.abs(), scale, torch.inf).float())
+        least = (1e-6 * mean.abs()).clamp_min(torch.finfo(torch.float32).tiny)
+        self.register_buffer("scale", torch.where(scale > least, scale, torch.inf).float())
         self.register_buffer("has_missing", joined.isnan().any(0))
         self.width = columns + int(self.has_missing.sum())
 
