@@ -31,10 +31,12 @@ from knobwise.common.progress import progress, say
 from knobwise.experiments.command_line import compose
 from knobwise.experiments.command_line.compose import GROUPS, composed, read_settings
 from knobwise.experiments.command_line.sweep_jobs import Crashed, Sweep, check_launcher, described, relative
-from knobwise.experiments.results.run_folder import claim_folder, run_name
+from knobwise.experiments.results.run_folder import UNFINISHED, claim_folder, finished_run, run_name
+from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 from knobwise.experiments.settings.options import EXPERIMENTS
 from knobwise.experiments.settings.selector_options import SelectorRun
 
+JOBS = "jobs.yaml"
 QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
 STOPPING = "stopping the jobs, which save what they have; once more stops at once"
 
@@ -130,7 +132,8 @@ def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -
     # joblib starts no process for one job at a time
     in_turn = "Basic" in str(launcher._target_) or effective_n_jobs(launcher.get("n_jobs", 2)) == 1
     try:
-        with claim_folder(first, "jobs.yaml", OmegaConf.to_yaml(content)) as folder:
+        with claim_folder(first, JOBS, OmegaConf.to_yaml(content)) as folder:
+            _take_up(folder, jobs, configs)
             sweep = Sweep(folder.absolute(), jobs, configs, in_turn)
             _run(sweep, [word for word in about_hydra if "hydra.sweeper" not in word])
             sweep.report()
@@ -138,6 +141,19 @@ def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -
         say(f"knobwise: {error}")
         return 1
     return 0
+
+
+def _take_up(folder: Path, jobs: Sequence[list[str]], configs: Sequence[Any]) -> None:
+    """Leave no outcome but those of finished jobs, also of those that were killed before they could note it."""
+    since = min((folder / name).stat().st_mtime for name in (JOBS, UNFINISHED))  # one of them may be written again
+    for number, (words, config) in enumerate(zip(jobs, configs, strict=True), 1):
+        outcome = read_outcome(folder, number)
+        if outcome and outcome.folder and (Path(outcome.folder) / "results.json").exists():
+            continue
+        if run := finished_run(config, words, since):
+            Outcome("finished", str(run.absolute())).write(folder, number)
+        else:
+            (folder / f"{number}.json").unlink(missing_ok=True)
 
 
 def _in_order(words: Sequence[str]) -> list[str]:

@@ -87,10 +87,6 @@ class Sweep:
         self.folder, self.jobs, self.configs, self.in_turn = folder, jobs, configs, in_turn
         self.start, self.launcher = os.getcwd(), this_process()
         (folder / STOP).unlink(missing_ok=True)
-        for number in range(1, len(jobs) + 1):
-            outcome = read_outcome(folder, number)
-            if not (outcome and outcome.folder and (Path(outcome.folder) / "results.json").exists()):
-                (folder / f"{number}.json").unlink(missing_ok=True)
         self.done_before = set(self.outcomes("finished"))
         self.announced: dict[int, str] = {}
         self.tick: Callable[[int, str], None] = lambda done, note: None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -176,6 +178,27 @@ def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
     if (folder / UNFINISHED).exists():
         return lock
     lock.close()  # it has just been finished
+    return None
+
+
+def command_of(overrides: list[str]) -> str:
+    """The command with these words, as a shell takes it."""
+    return shlex.join(["knobwise", "train", *overrides])
+
+
+def finished_run(config: Any, overrides: list[str], since: float) -> Path | None:
+    """A run of these words that has finished after a time (in seconds since 1970), if there is one."""
+    first = Path(config.runs) / config.experiment / (config.name or run_name(overrides))
+    for number in itertools.count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        if not folder.exists():
+            return None
+        results = folder / "results.json"
+        if (folder / UNFINISHED).exists() or not results.exists() or results.stat().st_mtime < since:
+            continue
+        with contextlib.suppress(ValueError):  # it is damaged
+            if json.loads(results.read_bytes()).get("command") == command_of(overrides):
+                return folder
     return None
 
 

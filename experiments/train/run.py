@@ -27,7 +27,7 @@ from knobwise.experiments.report.report import print_results, result_images, wri
 from knobwise.experiments.report.words import write_results
 from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import write_decisions
-from knobwise.experiments.results.run_folder import STUDENT, claim
+from knobwise.experiments.results.run_folder import STUDENT, claim, command_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import Tracker, git_commit, wandb_mode
@@ -73,7 +73,7 @@ class Experiment(ABC):
             say("judging every policy on held-out data …")
             results, decisions = self.judge(folder)
             results["experiment"] = self.config.experiment
-            results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
+            results["command"] = command_of(overrides)
             started = (folder / "config.yaml").stat().st_mtime
             results["run"] = {"started": f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"}
             results["run"] |= {"seconds": round(time.time() - started, 1), "commit": git_commit()}

@@ -78,7 +78,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     are on disk before it is renamed, and its name is when the block has ended. What killed writers of `path` left goes.
 
     Args:
-        previous: where the present file goes; None replaces it.
+        previous: where the present file is kept; None replaces it.
 
     Raises:
         InputError: nothing can be written there; before the block begins.
@@ -109,7 +109,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
         temporary.chmod(0o666 & ~umask)
         sync(temporary)
         if previous is not None and path.exists():
-            path.replace(previous)
+            _keep_as(previous, path)
         temporary.replace(path)
         sync(path.parent)
     except InputError:
@@ -123,6 +123,15 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     finally:
         holder.close()
         temporary.unlink(missing_ok=True)
+
+
+def _keep_as(previous: Path, path: Path) -> None:
+    """Give a file a second name, so that a reader finds it under its own until that is another's."""
+    previous.unlink(missing_ok=True)
+    try:
+        previous.hardlink_to(path)
+    except OSError:  # there are file systems without such links
+        path.replace(previous)
 
 
 def _remove_abandoned(path: Path) -> None:

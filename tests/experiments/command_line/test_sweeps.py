@@ -299,6 +299,20 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
     assert numbers("runs") == numbers(str(swept[0] / "runs"))
 
 
+@pytest.mark.parametrize("left", ["", '{"state": "runn', '{"state": "running"}'])
+def test_a_job_that_was_killed_before_it_could_note_its_end_is_not_run_again(
+    left: str, folder: Path, capsys: Capture
+) -> None:
+    with ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9)):
+        assert main(OBJECTIVE) == 130
+    (note,) = Path("runs/multirun").rglob("1.json")
+    note.write_text(left) if left else note.unlink()
+    assert main(OBJECTIVE) == 0
+    assert "1 of them finished before, not run again" in capsys.readouterr().err
+    assert [outcome.state for outcome in outcomes()] == ["finished", "finished"]
+    assert len(list(Path("runs/objective").iterdir())) == 2
+
+
 def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """As behind `| head`."""
     reader, writer = os.pipe()
