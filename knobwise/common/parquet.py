@@ -1,6 +1,7 @@
 """Reading Parquet that others wrote."""
 
 import os
+import sys
 from pathlib import Path
 
 import polars as pl
@@ -9,16 +10,23 @@ import polars as pl
 def read_parquet(path: Path) -> pl.DataFrame:
     """Read a file. Raises ValueError where polars panics at a damaged one, without the lines that it writes to stderr
     then; OSError or PolarsError for what it refuses."""
+    if sys.__stderr__ is None:  # closed before Python began: 2 is another file's number, perhaps one of polars' own
+        return _read(path)
     try:
         kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    except OSError:  # stderr is closed
-        return pl.read_parquet(path)
+    except OSError:  # it was closed since
+        return _read(path)
     try:
         os.dup2(nowhere, 2)
-        return pl.read_parquet(path)
-    except pl.exceptions.PanicException as error:
-        raise ValueError(f"damaged: {error}") from None
+        return _read(path)
     finally:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+
+
+def _read(path: Path) -> pl.DataFrame:
+    try:
+        return pl.read_parquet(path)
+    except pl.exceptions.PanicException as error:
+        raise ValueError(f"damaged: {error}") from None
