@@ -33,10 +33,20 @@ VERBS = {
 """The function of each verb. It is imported only when it runs: that takes longer than answering a mistake."""
 
 
+def _open_closed_streams() -> None:
+    """Where stdin, stdout or stderr was closed before Python began, libraries miss it, and the next file gets its
+    number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, stream := open(os.devnull, mode))  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb. The exit status is 0 when all went well, 1 after a failure of the program or the system, 2 after a
     mistake in what was given, 130 after Ctrl-C, 143 after SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a stream may take ASCII alone

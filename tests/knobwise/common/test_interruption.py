@@ -392,3 +392,11 @@ def test_a_stderr_that_is_gone_does_not_stop_training(folder: Path, gone: str) -
     done = subprocess.run(command, env={**os.environ, **VARIABLES, **TERMINAL}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert Path("runs/controller/x/report.html").exists()
+
+
+def test_closed_streams_are_opened_for_libraries_and_other_processes() -> None:
+    lines = "import os, sys; from knobwise.__main__ import main; main(['--version']); sys.stderr.flush(); "
+    lines += "print([os.get_inheritable(n) for n in (0, 2)], open('/dev/zero').fileno() > 2)"
+    command = ["bash", "-c", '"$@" 0<&- 2>&-', "", sys.executable, "-c", lines]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.splitlines()[1:] == ["[True, True] True"]
