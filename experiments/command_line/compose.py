@@ -36,7 +36,7 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
 from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
-from knobwise.experiments.settings.profiles import PROFILES
+from knobwise.experiments.settings.profiles import PROFILES, profile_of_run
 from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.losses.settings import LossConfig
@@ -146,8 +146,8 @@ def question_of(experiment: str) -> str:
 
 
 def read_settings(verb: str, words: Sequence[str]) -> Any:
-    """The settings of a verb, as an instance of its dataclass. Raises InputError: an unknown key or group, a value of
-    the wrong type or a missing one, an option of sweeps."""
+    """The settings of a verb, as an instance of its dataclass. A profile that is not given is that of the checkpoint's
+    run. Raises InputError: an unknown key or group, a value of the wrong type or a missing one, an option of sweeps."""
     for word in words:
         if re.match(ABOUT_HYDRA, word):
             raise InputError(
@@ -155,13 +155,18 @@ def read_settings(verb: str, words: Sequence[str]) -> Any:
             )
     check_flags(verb, words)
     try:
-        return OmegaConf.to_object(composed(verb, words))
+        settings: Any = OmegaConf.to_object(composed(verb, words))
     except MissingMandatoryValue as error:
         raise InputError(f"{error.full_key} must be given") from error
     except OmegaConfBaseException as error:
         raise InputError(f"{error.full_key}: {_first_line(error)}") from error
     except ValueError as error:  # a dataclass refuses a value
         raise InputError(str(error)) from error
+    for group in {"profile", "trained_on"} & {*GROUPS_OF[verb]}:
+        given = any(re.match(rf"{group}[=.]", word) for word in words) or getattr(settings, group) is None
+        if hasattr(settings, "checkpoint") and not given:
+            setattr(settings, group, profile_of_run(settings.checkpoint) or getattr(settings, group))
+    return settings
 
 
 def composed(verb: str, words: Sequence[str], with_hydra: bool = False) -> DictConfig:

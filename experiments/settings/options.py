@@ -180,7 +180,7 @@ class EvaluateRun:
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Numbers of demonstrations in a sequence, for a selector."""
     profile: Any = MISSING
-    """What was measured, or is simulated."""
+    """What was measured, or is simulated; the profile of the run unless you give another one."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Shares of the samples, for a profile that the controller was not trained on; baselines fit on `train`."""
     budgets_ms: list[float] | None = None
@@ -223,7 +223,7 @@ class ExplainRun:
     checkpoint: str = "runs/latest"
     """The folder of a run; with `sample` also a checkpoint."""
     profile: Any = MISSING
-    """With `sample`: the profile that holds it, preferably the one that the controller was trained on."""
+    """With `sample`: the profile that holds it; that of the run unless you give another one."""
     sample: str | None = None
     """The id of a sample of the profile, or DATASET/ID."""
     budget_ms: float | None = None
@@ -278,7 +278,7 @@ class ExportRun:
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint, or the folder of a run, which stands for the policy it deploys."""
     profile: Any = MISSING
-    """The profile that decisions are compared on, preferably that of the controller's training; it must have the same
+    """The profile that decisions are compared on; that of the run unless you give another one, which must have the same
     configurations and features."""
     out: str = "exported"
     """Folder for the files."""
@@ -310,7 +310,7 @@ class UpdateRun:
     profile: Any = None
     """Instead of a log: what was timed on other hardware. Any cells of `trained_on` will do; some 30 are enough."""
     trained_on: Any = MISSING
-    """With `profile`: the profile that the controller was trained on."""
+    """With `profile`: the profile that the controller was trained on; that of the run unless you give another one."""
 
     def __post_init__(self) -> None:
         at_least("every", 1 if self.every is None else self.every, 1)

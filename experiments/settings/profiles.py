@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
 from knobwise.envs.simulated.settings import CalibratedConfig, SimulatedConfig
@@ -141,6 +143,21 @@ class CalibratedProfile(CalibratedConfig):
 
     format: str = "calibrated"
     """The reader."""
+
+
+def profile_of_run(checkpoint: str) -> Any:
+    """The profile that a controller was trained on, as the run's `config.yaml` has it; None where it names none.
+
+    Args:
+        checkpoint: the folder of the run, or a file in it.
+    """
+    path = Path(checkpoint)
+    run = next((folder for folder in (path, *path.parents) if (folder / "config.yaml").is_file()), path)
+    try:
+        section = OmegaConf.select(OmegaConf.load(run / "config.yaml"), "profile")
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PROFILES[section["format"]]), section))
+    except (YAMLError, OmegaConfBaseException, OSError, LookupError, TypeError, ValueError, RecursionError):
+        return None
 
 
 def read_profile(config: Any) -> ProfileTable:

@@ -85,7 +85,7 @@ class Experiment(ABC):
         print(f"report: {report}")
         if mode == "offline":
             print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
-        print(f"next:   {next_command(folder, overrides)}")
+        print(f"next:   {next_command(folder)}")
         return folder
 
 
@@ -138,14 +138,13 @@ def train_seeds(
             count(trainer.total)
 
 
-def next_command(folder: Path, overrides: Sequence[str]) -> str:
+def next_command(folder: Path) -> str:
     """What to try after a run: compare it with the others of its experiment, or deploy it, or train another one."""
     compare = f"knobwise compare {shlex.quote(str(folder.parent))}"
     if len(list(folder.parent.glob("*/results.json"))) > 1:
         return compare
-    words = [f"checkpoint={folder}", *(word for word in overrides if word.startswith("profile"))]
-    deployed = (folder / "controller.npz").exists()
-    return f"knobwise export {shlex.join(words)}" if deployed else f"repeat with another option=value, then {compare}"
+    export = f"knobwise export {shlex.quote(f'checkpoint={folder}')}"
+    return export if (folder / "controller.npz").exists() else f"repeat with another option=value, then {compare}"
 
 
 def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, Any]) -> str:

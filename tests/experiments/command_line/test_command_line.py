@@ -132,10 +132,11 @@ def test_inspect_shows_how_much_repeated_measurements_vary(folder: Path, capsys:
 
 
 def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
+    """On the profile of the run, which need not be given."""
     assert main(["train", *TABLE, *QUICK, "seeds=[0]", "own_cost=false"]) == 0
     trained = json.loads(Path("runs/latest/results.json").read_text())
     for checkpoint, left_out in (("runs/latest/checkpoints/best.pt", "controller"), ("runs/latest", "teacher")):
-        assert main(["evaluate", *TABLE, f"checkpoint={checkpoint}", "json=again.json", "own_cost=false"]) == 0
+        assert main(["evaluate", f"checkpoint={checkpoint}", "json=again.json", "own_cost=false"]) == 0
         again = json.loads(Path("again.json").read_text())
         rows = [row for row in trained["rows"] if row["policy"] != left_out]
         for first, second in zip(rows, again["rows"], strict=True):

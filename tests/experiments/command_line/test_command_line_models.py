@@ -177,8 +177,8 @@ def test_an_exported_file_decides_alone_as_the_checkpoint(
     inputs = {name: block.numpy() for name, block in table.features.items()} | {"budgets_ms": budgets_ms.numpy()}
     chosen = load_checkpoint(checkpoint.removeprefix("checkpoint=")).controller.choose(table.features, budgets_ms)
     written = {"controller.npz", "numpy_controller.py"}
-    for kept in (set(), {"notes.txt"}):  # the second time there is a file of somebody else, which stays
-        assert main(["export", *FIRST, checkpoint, "out=light"]) == 0
+    for profile, kept in (([], set()), (FIRST, {"notes.txt"})):  # the second time there is a file of somebody else
+        assert main(["export", *profile, checkpoint, "out=light"]) == 0  # without a profile it is that of the run
         printed = capsys.readouterr().out
         assert printed.count("exported: light") == 1
         names = {path.name for path in out.iterdir()} - {"__pycache__"}  # of the reader, once it was run
