@@ -181,6 +181,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             from knobwise.envs.readers.builtin import builtin_profile
 
             table = builtin_profile()
+        if not isinstance(table, ProfileTable):
+            raise InputError(f"table={table!r}: must be a ProfileTable; knobwise.read(FILE) reads it")
         self.table, self.num_envs, self.render_mode = table, num_envs, render_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}

@@ -152,7 +152,8 @@ def _check_columns(
     if missing := [c for c in ("sample_id", accuracy, latency) if c not in frame.columns]:
         raise InputError(
             f"{source}: no column {', '.join(missing)}; its columns are {', '.join(frame.columns) or 'none'}. A "
-            "table needs sample_id, an accuracy and a latency: rename columns, or name them with accuracy=, latency="
+            "table needs sample_id, an accuracy and a latency: rename the columns, or give their names as accuracy=… "
+            "and latency=… (on the command line profile.accuracy=… and profile.latency=…)"
         )
     measured = pl.DataFrame(
         {"accuracy": number_column(frame[accuracy], source), "latency": number_column(frame[latency], source, False)}

@@ -330,6 +330,8 @@ def _did_you_mean(suggestions: Iterable[str], end: str) -> str:
 
 def _unreadable(word: str) -> str:
     """What is wrong with a word that Hydra's grammar cannot read."""
+    if "=" not in word and Path(word).suffix in (".csv", ".parquet", ".jsonl", ".ndjson", ".gz", ".safetensors"):
+        return f"{word}: options are key=value; did you mean profile=table profile.path={word}?"
     if not re.match(r"[+~]*[\w./@-]+=", word):
         return f"{word!r}: is not of the form key=value, such as policy.hidden=48"
     return f"{word!r}: this value cannot be read; quote one with blanks or brackets twice: 'key=\"a (1)\"'"

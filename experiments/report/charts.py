@@ -63,8 +63,10 @@ def plane(
 ) -> alt.LayerChart:
     """Mean accuracy or utility against mean latency: configurations (label, latency_ms, `y`, perhaps samples) as dots,
     those that no other beats on a dashed line, and one path (policy, name, budget_ms, latency_ms, `y`) a policy."""
-    x = alt.X("latency_ms:Q", title=f"mean latency ({unit})", scale=CLOSE)
-    height = alt.Y(f"{y}:Q", title=f"mean {y} (0 to 1)", scale=CLOSE)
+    x = alt.X("latency_ms:Q", title=f"mean latency ({unit})", scale=CLOSE, axis=alt.Axis(labelOverlap=True))
+    shares = [cell[y] for cell in configurations]
+    near_zero = min(shares) < max(shares) / 5  # padding would begin the axis below 0
+    height = alt.Y(f"{y}:Q", title=f"mean {y} (0 to 1)", scale=alt.Scale(zero=True) if near_zero else CLOSE)
     columns = ("label", y, "latency_ms", "samples")
     dots = pl.DataFrame([{key: cell[key] for key in columns if key in cell} for cell in configurations])
     front = dots.filter(pareto_front(dots[y].to_numpy(), dots["latency_ms"].to_numpy()))
@@ -96,7 +98,7 @@ def by_budget(
     positive = [budget for budget in rows["budget_ms"] if budget > 0] or [1.0]
     wide = max(positive) > 20 * min(positive)
     scale = alt.Scale(type="log") if wide else alt.Scale(zero=False, nice=False, padding=12)
-    x = alt.X("budget_ms:Q", title=f"latency budget ({unit})", scale=scale)
+    x = alt.X("budget_ms:Q", title=f"latency budget ({unit})", scale=scale, axis=alt.Axis(labelOverlap=True))
     layers = lines(rows, x, y, title, policies, percent)
     if level is not None:
         layers.append(alt.Chart(pl.DataFrame({"level": [level]})).mark_rule(**DASHED).encode(y="level:Q"))

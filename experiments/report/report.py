@@ -115,7 +115,7 @@ def _under_deadlines(results: Mapping[str, Any]) -> dict[str, Any]:
         "static": ranked.get(STATIC),
         "best": next((row for name, row in ranked.items() if name != ORACLE), None),
         "rivals": rivals,
-        "better": [row for row in rivals if learned and words.value_of(row) > words.value_of(learned)],
+        "better": [row for row in rivals if learned and round(words.value_of(row) - words.value_of(learned), 3) > 0],
         "guard": words.guarantees(results),
     }
 

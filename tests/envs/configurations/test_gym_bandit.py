@@ -445,6 +445,11 @@ def test_with_reset_mode_disabled_no_context_is_decided_twice() -> None:
     env.step(actions)
 
 
+def test_a_path_instead_of_a_table_says_how_to_read_it() -> None:
+    with pytest.raises(InputError, match=r"table='measured.csv': must be a ProfileTable; knobwise.read\(FILE\)"):
+        gymnasium.make(ID, table="measured.csv")
+
+
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("vectorization", ["sync", "vector_entry_point"])
 def test_make_vec_takes_every_reset_mode(mode: AutoresetMode, vectorization: str) -> None:

@@ -70,7 +70,7 @@ def test_a_decision_is_explained_beside_what_was_measured(capsys: Capture) -> No
     assert sum("max_crops=" in line and " ms " in line for line in lines[:12]) in (10, 11, 12)
     assert sum("  chosen" in line for line in lines) == sum("runner-up" in line for line in lines) == 1
     assert f"Sample {table.sample_ids[4]} (What is {table.sample_ids[4]}?) under a budget of 12.0 ms" in text
-    assert "2 more configurations are left out" in text or "1 more configurations are left out" in text
+    assert "2 more configurations are left out" in text or "1 more configuration is left out" in text
     assert text.count("← this budget") == 1
     chosen = policy.configurations.index(wanted.decision)
     late = "late" if table.latency_ms[4, chosen] > 12 else "on time"
