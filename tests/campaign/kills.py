@@ -70,18 +70,22 @@ def kill_trial(workload: Workload, reference: Reference, folder: Path, random: R
         story.append(f"write {number}" if at_write else f"{moment:.2f} s")
         if killed.status != -9:
             story[-1] += f" (ended with {killed.status} before)"
-        if killed.status == 0:
-            break
+        if killed.status == 0 or _complete(folder, reference):
+            break  # the same command would begin another run
         if killed.status != -9 and (outcome := _bad_end(killed)):  # what it started may complain of its death
             return outcome, f"{' + '.join(story)}: {_words(killed)}"
-    complete = not any(difference(state_of(folder), reference.state, reference.noise))
+    complete = _complete(folder, reference)
     path = _tear(workload, folder, before, random, story) if torn else None
     if path is None and complete:
-        return "fine", f"{' + '.join(story)}: after its last step"  # the same command would begin another run
+        return "fine", f"{' + '.join(story)}: after its last step"
     end = killed if killed.status == 0 and path is None else run(workload.work, folder, fresh=workload.fresh)
     if complete and end.status == 0:
         return "fine", f"{' + '.join(story)}: began another run"
     return _judged(workload, reference, folder, end, path, " + ".join(story))
+
+
+def _complete(folder: Path, reference: Reference) -> bool:
+    return not any(difference(state_of(folder), reference.state, reference.noise))
 
 
 def _tear(workload: Workload, folder: Path, before: dict[Path, bytes], random: Random, story: list[str]) -> Path | None:
