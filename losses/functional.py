@@ -7,9 +7,13 @@ exact expectation over all configurations. That is the only difference between s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from knobwise.common.errors import InputError
+from knobwise.common.imports import imported, in_a_line
 from knobwise.losses.settings import ADVANTAGES
 
 
@@ -23,9 +27,27 @@ def even_weight(mask: Tensor) -> Tensor:
     return mask / mask.sum(-1, keepdim=True).clamp_min(1)
 
 
+AdvantageFunction = Callable[[Tensor, Tensor | None], Tensor]
+"""Rewards and weights, both [*, J] with the group last (weights None for draws) → advantages [*, J]."""
+
+
+def advantage_function(name: str) -> AdvantageFunction:
+    """The function that `module:name` names, tried on two groups of three draws.
+
+    Raises:
+        InputError: there is none, it raises, or what it returns is unlike the rewards.
+    """
+    function: AdvantageFunction = imported("loss.advantage", name, "function", "mine:leave_one_out")
+    try:
+        group_advantage(torch.tensor([[[0.0, 0.5, 1.0]], [[1.0, 0.0, 0.0]]]), function)
+    except Exception as error:
+        raise InputError(f"loss.advantage={name}: tried on two groups, it fails: {in_a_line(error)}") from error
+    return function
+
+
 def group_advantage(
     reward: Tensor,
-    kind: str = "zscore",
+    kind: str | AdvantageFunction = "zscore",
     *,
     weight: Tensor | None = None,
     std_floor: float = 0.1,
@@ -39,7 +61,7 @@ def group_advantage(
 
     Args:
         reward: [*, J], the group is the last axis.
-        kind: one of `ADVANTAGES`.
+        kind: one of `ADVANTAGES`, or a function of the rewards and the weights.
         weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not touch the others.
         std_floor: smallest standard deviation divided by, in units of reward.
         clip: advantages are cut to ±clip.
@@ -48,6 +70,7 @@ def group_advantage(
 
     Raises:
         ValueError: another kind.
+        InputError: the function returns something else than finite advantages in the shape of the rewards.
     """
     reward = reward.detach()
     if kind in ("zscore", "centred"):
@@ -56,6 +79,11 @@ def group_advantage(
             advantage = advantage / expectation(advantage.square(), weight).sqrt().clamp_min(std_floor).unsqueeze(-1)
     elif kind == "unnormalised":
         advantage = reward
+    elif callable(kind):
+        advantage = kind(reward, weight)
+        if not isinstance(advantage, Tensor) or advantage.shape != reward.shape or not advantage.isfinite().all():
+            shape = f"a tensor {[*advantage.shape]}" if isinstance(advantage, Tensor) else type(advantage).__name__
+            raise InputError(f"loss.advantage: {shape}; must be finite, in the shape of the rewards {[*reward.shape]}")
     else:
         raise ValueError(f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}")
     return torch.clamp(advantage, -clip, clip)

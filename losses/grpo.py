@@ -13,6 +13,8 @@ from torch import Tensor
 
 from knobwise.losses.actor_loss import ActorLoss, Keys, is_zero
 from knobwise.losses.functional import (
+    AdvantageFunction,
+    advantage_function,
     clipped_surrogate,
     effective_sample_size,
     even_weight,
@@ -39,7 +41,7 @@ class GRPOLoss(ActorLoss):
         clip_epsilon: ε.
         entropy_coeff: η.
         kl_to_ref_coeff: β; may be changed between steps.
-        advantage: one of `ADVANTAGES`, see `group_advantage`.
+        advantage: one of `ADVANTAGES`, a function of your own, or its `module:name`; see `group_advantage`.
         advantage_std_floor: smallest standard deviation divided by.
         advantage_clip: advantages are cut to ± this.
         masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there are.
@@ -114,7 +116,7 @@ class GRPOLoss(ActorLoss):
         clip_epsilon: float = 0.2,
         entropy_coeff: float = 0.0,
         kl_to_ref_coeff: float = 0.0,
-        advantage: str = "zscore",
+        advantage: str | AdvantageFunction = "zscore",
         advantage_std_floor: float = 0.1,
         advantage_clip: float = 5.0,
         masked: bool = False,
@@ -125,8 +127,10 @@ class GRPOLoss(ActorLoss):
         super().__init__(actor_network, configurations=configurations, reduction=reduction, functional=functional)
         if objective not in ("sampled", "exact"):
             raise ValueError(f"objective {objective!r}: must be sampled or exact")
-        if advantage not in ADVANTAGES:
-            raise ValueError(f"advantage {advantage!r}: must be one of {', '.join(ADVANTAGES)}")
+        if isinstance(advantage, str) and ":" in advantage:
+            advantage = advantage_function(advantage)
+        if not callable(advantage) and advantage not in ADVANTAGES:
+            raise ValueError(f"advantage {advantage!r}: must be module:name or one of {', '.join(ADVANTAGES)}")
         self.objective, self.advantage, self.masked = objective, advantage, masked
         self.advantage_std_floor, self.advantage_clip = advantage_std_floor, advantage_clip
         self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))

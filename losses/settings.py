@@ -17,7 +17,8 @@ class GRPOConfig:
     group_size: int = 8
     """G, draws for each context."""
     advantage: str = "centred"
-    """`zscore`, `centred` or `unnormalised`, inside the group."""
+    """How the rewards r of a group become advantages: `centred` (r − mean, as in Dr. GRPO), `zscore` ((r − mean)/std,
+    as in GRPO), `unnormalised` (r), or a function of your own as module:name, of rewards and weights."""
     advantage_std_floor: float = 0.1
     """Smallest standard deviation that `zscore` divides by, in units of reward."""
     advantage_clip: float = 5.0
@@ -40,7 +41,8 @@ class GRPOConfig:
         return {name: getattr(self, name) for name in names.split() if hasattr(self, name)}
 
     def __post_init__(self) -> None:
-        one_of("loss.advantage", self.advantage, ADVANTAGES)
+        if ":" not in self.advantage:
+            one_of("loss.advantage", self.advantage, (*ADVANTAGES, "module:name"))
         at_least("loss.group_size", self.group_size, 1)
         for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"):
             at_least(f"loss.{name}", getattr(self, name) or 0, 0)

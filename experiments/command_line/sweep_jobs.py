@@ -26,7 +26,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import refused_by_system
+from knobwise.common.files import WINDOWS, refused_by_system
 from knobwise.common.interruption import Held, stopped_by_signals
 from knobwise.common.progress import duration, has_terminal, say
 from knobwise.experiments.command_line.compose import experiments, question_of
@@ -100,12 +100,18 @@ class Sweep:
         """Run the job `config.job`. Raises nothing but KeyboardInterrupt: the result is in the folder."""
         if this_process() == self.launcher:
             self.run(config.job)
-        elif not (self.folder / STOP).exists():
+        elif not self.is_stopped():
             os.chdir(self.start)  # which relative paths refer to
             _write_into(self.folder / f"{config.job}.log")
-            with _stopped_by(self.folder / STOP):
+            with _stopped_by(self.is_stopped):
                 self.run(config.job)
             sys.stdout.flush()
+        if _is_gone(self.launcher):
+            os._exit(1)  # else joblib lets this process wait minutes for its next job
+
+    def is_stopped(self) -> bool:
+        """Whether the jobs are told to stop, or the launching process is gone."""
+        return (self.folder / STOP).exists() or _is_gone(self.launcher)
 
     def run(self, number: int) -> None:
         """Train, and write the outcome."""
@@ -292,6 +298,19 @@ def this_process() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
 
 
+def _is_gone(process: tuple[str, int]) -> bool:
+    """Whether a process of this machine has ended; False for those of other machines, and on Windows."""
+    machine, number = process
+    try:
+        if machine == socket.gethostname() and not WINDOWS:
+            os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
 @contextmanager
 def _repeated(work: Callable[[], bool]) -> Iterator[None]:
     """Do some work every `POLL_S` in another thread, until it gives True or the block ends."""
@@ -314,8 +333,8 @@ def _repeated(work: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def _stopped_by(path: Path) -> Iterator[None]:
-    """Interrupt this process, once, when a file appears or the launching process is gone.
+def _stopped_by(is_stopped: Callable[[], bool]) -> Iterator[None]:
+    """Interrupt this process, once, when that holds or its parent is gone.
 
     The process gets a group of its own: a Ctrl-C in the terminal reaches the launching process alone, which makes the
     file, and does not break a process that waits for its next job."""
@@ -326,7 +345,7 @@ def _stopped_by(path: Path) -> Iterator[None]:
     parent = os.getppid()
 
     def interrupt() -> bool:
-        stop = path.exists() or os.getppid() != parent
+        stop = is_stopped() or os.getppid() != parent
         if stop:
             os.kill(os.getpid(), signal.SIGINT)
         return stop

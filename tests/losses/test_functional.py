@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 
+from knobwise.common.errors import InputError
 from knobwise.losses.functional import (
+    advantage_function,
     clipped_surrogate,
     doubly_robust,
     effective_sample_size,
@@ -282,3 +284,21 @@ def test_self_normalised_value_and_influence_by_hand() -> None:
     assert influence.tolist() == pytest.approx([2 * 0.75 * 3 / 8, -6 * 0.25 * 3 / 8, 0.0])
     assert self_normalised(torch.ones(2), torch.zeros(2))[0].isnan()
     assert 3 * effective_sample_size(torch.tensor([2.0, 6.0, 0.0]).log()).item() == pytest.approx(64 / 40)
+
+
+def test_an_advantage_of_ones_own_and_what_is_refused() -> None:
+    own = advantage_function("examples.advantages:leave_one_out")
+    assert group_advantage(torch.tensor([[1.0, 0.0, 0.5]]), own).tolist() == [pytest.approx([0.75, -0.75, 0.0])]
+    weight = torch.tensor([[0.5, 0.25, 0.25]])  # the others of the first are worth 0.25 on the mean
+    assert group_advantage(torch.tensor([[1.0, 0.0, 0.5]]), own, weight=weight).tolist() == [
+        pytest.approx([0.75, -0.8333333, -0.1666667])
+    ]
+    reward = torch.rand(4, 1, 3)
+    with pytest.raises(InputError, match=r"a tensor \[4, 1\]; must be finite, in the shape of the rewards \[4, 1, 3\]"):
+        group_advantage(reward, lambda reward, weight: reward.mean(-1))  # would be stretched over all contexts
+    with pytest.raises(InputError, match="must be finite"):
+        group_advantage(reward, lambda reward, weight: reward * torch.nan)
+    with pytest.raises(InputError, match=r"advantages\.py has no function loo"):
+        advantage_function("examples.advantages:loo")
+    with pytest.raises(InputError, match=r"loss\.advantage=math:sqrt: tried on two groups, it fails: TypeError"):
+        advantage_function("math:sqrt")
