@@ -36,9 +36,9 @@ from knobwise.experiments.studies.streams_world import HARDLY_PROFILED, KINDS, N
 
 KNOWING, FROZEN, TRACKED = "knowing", "frozen", "tracked"
 STATIC, TRACKED_STATIC = "static, frozen", "static, tracked"
-UPDATED, GRPO, THOMPSON = "updated", "updated with GRPO", "Thompson sampling"
+UPDATED, THOMPSON = "updated", "Thompson sampling"
 POLICIES = (KNOWING, FROZEN, TRACKED, STATIC, TRACKED_STATIC)
-LEARNERS = (UPDATED, GRPO, THOMPSON)
+LEARNERS = (UPDATED, THOMPSON)
 LEARNED = ("no drift", "× 1.40", "values", "worse answers", NEW, HARDLY_PROFILED)
 """The streams on which a controller learns from its log."""
 
@@ -227,8 +227,7 @@ def policy_of(name: str, world: World, config: StreamsConfig, stream: Stream, se
         return ThompsonSampling(world, seed)
     if name in (STATIC, TRACKED_STATIC):
         return Static(world, name == TRACKED_STATIC)
-    learning = {UPDATED: UpdateConfig(steps=0), GRPO: UpdateConfig()}.get(name)
-    return Deployed(world, config, seed, name != FROZEN, learning)
+    return Deployed(world, config, seed, name != FROZEN, UpdateConfig() if name == UPDATED else None)
 
 
 # -- serving -----------------------------------------------------------------------------------------------------------
@@ -321,10 +320,7 @@ def streams_page(cells: Sequence[Mapping[str, Any]], guard: Sequence[Mapping[str
         late=gains((FROZEN, TRACKED, *LEARNERS), LEARNED, KNOWING, min(1000, config.requests - 1) // config.every),
         over=gains(LEARNERS, LEARNED, TRACKED),
         quiet={name: gain("no drift", name, FROZEN) for name in LEARNERS},
-        grpo={kind: gain(kind, GRPO, UPDATED) for kind in LEARNED},
-        taken_over={
-            name: {kind: values(kind, name, "taken_over").mean() for kind in LEARNED} for name in (UPDATED, GRPO)
-        },
+        taken_over={kind: values(kind, UPDATED, "taken_over").mean() for kind in LEARNED},
     )
 
 
