@@ -425,7 +425,6 @@ def test_following_the_drift_pays_and_costs_little_without() -> None:
     for factor in (1.0, 1.4, 0.7):
         known, frozen = (utility(factor, drift) for drift in ((math.log(factor), 1.0), None))
         tracked = utility(factor, None, LatencyTracker(configurations))
-        print("FIGURES", factor, known, frozen, tracked)
         assert tracked > known - 0.03
         if factor > 1:
             assert known - 0.03 > frozen
