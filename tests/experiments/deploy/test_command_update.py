@@ -294,6 +294,7 @@ def test_mistakes_of_an_update_are_one_line(folder: Path, tmp_path: Path, capsys
         (["rollback=true", "out=nothing"], "there is no version in it to go back from"),
         (["log=a", "learning.confidence=2"], "learning.confidence=2.0: must be at least 0.5"),
         (["log=a", "every=0"], "every=0: must be at least 1"),
+        (["log=a", "learning.steps=100"], "learning.steps=100: there is no such option"),
     ):
         assert message in refused(["update", *words], capsys)
     assert "no requests-….jsonl in it" in mistake(["inspect", "log=nothing"], capsys)
