@@ -1,15 +1,13 @@
-"""A deployed controller learns from its log, in three steps, each judged beside the best so far on held-out requests:
+"""A deployed controller learns from its log, in two steps, each judged beside the best so far on held-out requests:
 
 1. Offsets of ln ms by configuration, from the times of all requests, as far as the tracker did not follow them.
 2. Offsets of the accuracies' logits by configuration, from the labelled requests.
-3. GRPO on all configurations, whose rewards are doubly robust: what the model of 1 and 2 expects, corrected by the
-   logged outcome over its probability. Only the last layer learns, near the policy before it.
 
 The log is cut into folds. Each is judged by a controller that learned from the others (cross-fitting, Chernozhukov et
 al. 2018, "Double/debiased machine learning", section 3), so that every labelled request counts; the controller that may
 take over learned from all. A step takes over where its gain is above 0 with the stated confidence. A step that does not
-stays in those after it: a small gain may show only together with others. An update makes up to four such comparisons,
-three steps and a trial, so a useless one takes over with at most four times the chance of a single comparison.
+stays in those after it: a small gain may show only together with others. An update makes up to three such comparisons,
+two steps and a trial, so a useless one takes over with at most three times the chance of a single comparison.
 
 With little exploration that takes many requests. A candidate on trial decides a share of the requests instead, so that
 what it chooses has a large chance. Candidates were fitted before the requests that they decided, which therefore judge
@@ -25,15 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from knobwise.agents.checkpoint import network_of
-from knobwise.agents.controller.actor import ConfigurationCategorical
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
+from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.learning.adaptation import (
     LEAST_CELLS,
     NARROWEST,
@@ -52,8 +47,6 @@ from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.serving.request_log import Array, Logged
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
-from knobwise.losses.functional import doubly_robust, gaussian_nll
-from knobwise.losses.grpo import GRPOLoss
 
 Agent = Controller | StackedController
 ACCURACY_SCALES = [Scales(*each, 0.0) for each in itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))]
@@ -70,7 +63,7 @@ class Update(NamedTuple):
     agent: Any
     """The controller to serve: the last step that took over, or else the old one."""
     candidate: Any
-    """The one that may go on trial: after the last step, or before GRPO where the log does not favour that."""
+    """The one that may go on trial: after the last step."""
     better: bool
     """Whether `agent` is a new one."""
     promising: bool
@@ -91,35 +84,26 @@ class Contexts(NamedTuple):
     offset: Tensor
     scale: Tensor
     choice: Tensor
-    probability: Tensor
-    accuracy: Tensor
-    met: Tensor
-    log_answer: Tensor
 
     @classmethod
     def of_log(cls, agent: Agent, logged: Logged) -> Contexts:
         blocks = {name: torch.from_numpy(block) for name, block in logged.features.items()}
-        parts = (logged.limit_ms, logged.offset, logged.scale, logged.choice, logged.probability, logged.accuracy)
-        rest = [torch.from_numpy(part) for part in (*parts, logged.met, np.log(logged.answer_ms))]
+        parts = map(torch.from_numpy, (logged.limit_ms, logged.offset, logged.scale, logged.choice))
         x = agent.features(blocks, len(logged.ids))
-        return cls(x, *(part.float() if part.dtype == torch.float64 else part for part in rest))
+        return cls(x, *(part.float() if part.dtype == torch.float64 else part for part in parts))
 
 
 class Learned(NamedTuple):
-    """A controller after each step, by name, and what the first two learned."""
+    """A controller after each step, by name in their order, and what they learned."""
 
     after: dict[str, Any]
     offsets: Offsets
     logits: Tensor
 
     @property
-    def model_step(self) -> str:
-        """The last step before GRPO, after which the controller is still a model of outcomes."""
-        return "accuracies" if "accuracies" in self.after else "latencies"
-
-    @property
-    def model(self) -> Any:
-        return self.after[self.model_step]
+    def last(self) -> Any:
+        """The controller after the last step."""
+        return self.after[next(reversed(self.after))]
 
 
 def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Update:
@@ -137,41 +121,38 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
         raise InputError("update: the controller must be for deadlines and predict outcomes: policy=auto or utility")
     if len(logged.ids) < LEAST_CELLS * config.folds:
         raise InputError(f"update: {len(logged.ids)} requests are too few; let it serve some more")
-    learned = learn(agent, logged, config)
+    learned = learn(agent, logged)
     test, expected, choices = _judged(agent, logged, config, list(learned.after))
 
     def compare(old: Array, new: Array) -> Judgement:
         return judge(test, expected, old, new, config.clip, config.confidence)
 
-    best, serving, steps = choices[""], agent, {}
+    best, last, serving, steps = choices[""], choices[next(reversed(learned.after))], agent, {}
     for name, after in learned.after.items():
         steps[name] = compare(best, choices[name])
         if steps[name].better:
             best, serving = choices[name], after
-    candidate, model = learned.model, choices[learned.model_step]
-    if "grpo" in learned.after and compare(model, choices["grpo"]).doubly_robust["difference"].value > 0:
-        candidate = learned.after["grpo"]
     rows = np.arange(len(best))
-    gain = expected[rows, model] - expected[rows, best]
-    promising = int((best != model).sum()) >= LEAST_DIFFERENT and float(gain.mean()) > 0
+    gain = expected[rows, last] - expected[rows, best]
+    promising = int((best != last).sum()) >= LEAST_DIFFERENT and float(gain.mean()) > 0
     if (tried := test.tried >= 0).any():
         on_trial = test.take(tried)
         verdict = judge(on_trial, expected[tried], on_trial.best, on_trial.tried, config.clip, config.confidence)
         steps["trial"] = verdict
-        serving = candidate if verdict.better else serving
+        serving = learned.last if verdict.better else serving
         promising &= 2 * verdict.doubly_robust["difference"].value > verdict.bound  # the upper bound is above 0
     return Update(
         serving,
-        candidate,
+        learned.last,
         better=serving is not agent,
-        promising=promising and serving is not candidate,
+        promising=promising and serving is not learned.last,
         steps=steps,
         factors=learned.offsets.mean.exp().tolist(),
         logits=learned.logits.tolist(),
     )
 
 
-def learn(agent: Any, logged: Logged, config: UpdateConfig) -> Learned:
+def learn(agent: Any, logged: Logged) -> Learned:
     """A controller after each step that the log allows."""
     offsets, network = _latency_offsets(agent, logged), network_of(agent)
     candidate: Any = adapted(agent, offsets, Contexts.of_log(agent, logged).x)
@@ -179,9 +160,7 @@ def learn(agent: Any, logged: Logged, config: UpdateConfig) -> Learned:
     lessons = logged.take(logged.seen & ~np.isnan(logged.accuracy))
     if len(lessons.ids):
         logits = _accuracy_offsets(candidate, lessons)
-        after["accuracies"] = candidate = _with_logits(candidate, logits, lessons)
-        if config.steps and _decides_alone(candidate):
-            after["grpo"] = _with_grpo(candidate, lessons, config)
+        after["accuracies"] = _with_logits(candidate, logits, lessons)
     return Learned(after, offsets, logits)
 
 
@@ -195,8 +174,8 @@ def _judged(
     fold = np.arange(len(logged.ids)) % config.folds
     for number in range(config.folds):
         test = logged.take((fold == number) & ~np.isnan(logged.accuracy))
-        learned = learn(agent, logged.take(fold != number), config)
-        expected.append(_expected_utility(learned.model, test))
+        learned = learn(agent, logged.take(fold != number))
+        expected.append(_expected_utility(learned.last, test))
         parts.append(test)
         last = agent
         for name in choices:
@@ -248,7 +227,7 @@ def _accuracy_offsets(agent: Agent, logged: Logged) -> Tensor:
     contexts = Contexts.of_log(agent, logged)
     place = torch.arange(len(contexts.x)), contexts.choice
     predicted = _predictions(agent, contexts.x).accuracy[place].double().clamp(0.01, 0.99).logit()
-    label, choice = contexts.accuracy.double(), contexts.choice
+    label, choice = torch.from_numpy(logged.accuracy).float().double(), contexts.choice
     configurations = network_of(agent).configurations
     count = len(configurations)
 
@@ -291,80 +270,3 @@ def _with_logits(agent: Agent, logits: Tensor, logged: Logged) -> Any:
         if agent.static is not None:
             agent.static = agent.static.scaled(torch.ones(len(logits)), after.mean(0) / before.mean(0))
     return agent
-
-
-def _decides_alone(agent: Agent) -> bool:
-    """Whether the network decides without experts."""
-    return not isinstance(agent, StackedController) or bool((agent.weights[1:] == 0).all())
-
-
-class _Drifting(nn.Module):
-    """Log-probs of configurations under limits and drift."""
-
-    def __init__(self, controller: Controller) -> None:
-        super().__init__()
-        assert isinstance(controller.network, UtilityNetwork)
-        self.network, self.members = controller.network, controller.config.members
-
-    def outcomes(self, x: Tensor) -> Outcomes:
-        return self.network.outcomes(x.expand(self.members, -1, -1))
-
-    def forward(self, x: Tensor, limit: Tensor, offset: Tensor, scale: Tensor) -> Tensor:
-        outcomes = self.outcomes(x)
-        late, wide = outcomes.log_latency + offset, outcomes.spread * scale.unsqueeze(-1)
-        drifted = outcomes._replace(log_latency=late, spread=wide)
-        log_probs = self.network.log_probs(drifted, limit.expand(self.members, -1))
-        return log_probs.mean(0).log_softmax(-1)
-
-
-def _with_grpo(agent: Agent, logged: Logged, config: UpdateConfig) -> Any:
-    """A copy after GRPO on labelled requests."""
-    contexts, expected = Contexts.of_log(agent, logged), _expected_utility(agent, logged)
-    agent = copy.deepcopy(agent)
-    controller = network_of(agent)
-    policy, head = _Drifting(controller), controller.network.get_submodule("outcome_head")
-    for weight in agent.parameters():
-        weight.requires_grad_(False)
-    head.requires_grad_(True)
-    reward = contexts.accuracy * contexts.met
-    data = TensorDict(contexts._asdict(), [len(contexts.x)])
-    data["reward_per_configuration"] = doubly_robust(
-        expected, contexts.choice, reward, contexts.probability, config.clip
-    )
-    with torch.no_grad():
-        before = policy(contexts.x, contexts.limit, contexts.offset, contexts.scale)
-    data["behaviour_log_probs"] = data["reference_log_probs"] = before
-    draw = ProbabilisticTensorDictModule(
-        in_keys=["log_probs"],
-        out_keys=["action"],
-        distribution_class=ConfigurationCategorical,
-        distribution_kwargs={"configurations": controller.configurations},
-    )
-    module = TensorDictModule(policy, ["x", "limit", "offset", "scale"], ["log_probs"])
-    actor = ProbabilisticTensorDictSequential(module, draw)
-    beta = config.kl_coeff
-    loss = GRPOLoss(actor, objective="exact", advantage="centred", kl_to_ref_coeff=beta, functional=False)
-    loss.diagnostics = False
-    optimiser = torch.optim.Adam(head.parameters(), lr=config.lr)
-    generator = torch.Generator().manual_seed(config.seed)
-    for _ in range(config.steps):
-        batch = data[torch.randint(len(data), (min(config.minibatch, len(data)),), generator=generator)]
-        losses = loss(batch)
-        total = losses["loss_objective"] + losses["loss_kl_to_ref"]
-        if config.regression_coeff:
-            total = total + config.regression_coeff * _regression(policy, batch)
-        optimiser.zero_grad()
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimiser.step()
-    return agent.requires_grad_(False).eval()
-
-
-def _regression(policy: _Drifting, batch: TensorDict) -> Tensor:
-    """How far the predictions for the chosen configurations are from labels and times."""
-    outcomes = policy.outcomes(batch["x"])
-    place = torch.arange(len(batch)), batch["choice"]
-    logits, mean, spread = (part[:, *place] for part in outcomes[:3])
-    offset, labels = batch["offset"][place], batch["accuracy"].expand_as(logits)
-    error = binary_cross_entropy_with_logits(logits, labels)
-    return error + gaussian_nll(batch["log_answer"], mean + offset, spread * batch["scale"]).mean()

@@ -1,4 +1,4 @@
-"""Ways to serve a queue, tuned on training traces, and the utility that any way gets on traces."""
+"""Prices of time in a queue, tuned on training traces, and the utility that any rule gets on traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving.distillation import Lessons
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
@@ -65,9 +64,9 @@ class Service:
         about |= {"rows": self.fitted if rows is None else rows, "seed": seed, "requests": requests}
         return draw_traces(self.table, loads, count, **about)
 
-    def serve(self, traces: Traces, decide: Decide, group: int = 1, free: bool = False) -> Tensor:
-        """Mean utility of P traces, each served by G rollouts, float64 [P, G]. `free`: decisions cost nothing."""
-        queue = Queue(self.table, traces, group, self.servers, 0.0 if free else self.cost_ms)
+    def serve(self, traces: Traces, decide: Decide, group: int = 1) -> Tensor:
+        """Mean utility of P traces, each served by G rollouts, float64 [P, G]."""
+        queue = Queue(self.table, traces, group, self.servers, self.cost_ms)
         served = []
         while not queue.over:
             served.append(queue.serve(decide(queue.head())))
@@ -84,20 +83,3 @@ class Service:
         utility = self.serve(traces, self.at_price(*pairs.T), len(pairs)).mean(0)
         alone, best = utility[:: len(per_waiting)].argmax(), utility.argmax()
         return float(prices[alone]), *pairs[best].tolist()
-
-    def best_static(self, traces: Traces) -> Decide:
-        """The one configuration that is best on these traces, among those profiled for all of their samples."""
-        every = self.table.mask[traces.rows.unique()].all(0).nonzero().squeeze(1)
-        utility = self.serve(traces, lambda head: every.expand(len(head.rows), -1), len(every), True)
-        best = every[utility.mean(0).argmax()]
-        return lambda head: best.expand(head.left_ms.shape)
-
-    def static_by_time_left(self) -> Decide:
-        """Budget-aware static under the time left."""
-        static = BudgetAwareStatic(self.table, self.fitted)
-
-        def decide(head: Head) -> Tensor:
-            mask = self.table.mask[head.rows].unsqueeze(1).expand(*head.left_ms.shape, -1)
-            return static.choose({}, head.left_ms.flatten(), mask.flatten(0, 1)).view(head.left_ms.shape)
-
-        return decide

@@ -15,7 +15,7 @@ exponentially weighted mean of squared residuals, each in units of its expected 
   raised until they stop (a run rule, as in Western Electric 1956, "Statistical Quality Control Handbook").
 
 What was chosen looked fast, so residuals are positive on average even without drift. That is right for the choices to
-come, which are chosen alike. `experiments/studies/streams.py` compares this form with others.
+come, which are chosen alike. docs/streams.md compares controllers with and without it.
 """
 
 from __future__ import annotations

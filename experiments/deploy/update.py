@@ -44,7 +44,6 @@ UPDATE = "update.json"
 STEPS = {
     "latencies": "offsets of latencies",
     "accuracies": "and of accuracies",
-    "grpo": "and GRPO",
     "trial": "candidates on trial",
 }
 

@@ -15,6 +15,7 @@ import torch
 from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed import small_stack
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
@@ -35,6 +36,7 @@ from knobwise.agents.serving.tracker import (
     TrackedStatic,
 )
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
 from knobwise.profiling.elastic.model import ElasticVLM
@@ -401,3 +403,28 @@ def test_a_tracker_goes_on_with_its_controller_only(served: Any) -> None:
     assert AdaptiveModel(vlm, controller, tracker=model.tracker).tracker is model.tracker
     with pytest.raises(InputError, match="another controller"):
         AdaptiveModel(vlm, controller, tracker=LatencyTracker(model.configurations, "another"))
+
+
+def test_following_the_drift_pays_and_costs_little_without() -> None:
+    """Against a controller that knows the drift, and one that allows for none."""
+    agent, table = small_stack(300)
+    controller, budgets = to_numpy(agent), default_budgets(table).tolist()
+    configurations = [table.configuration(c) for c in range(table.num_configurations)]
+
+    def utility(factor: float, drift: Any, tracker: LatencyTracker | None = None) -> float:
+        rng, worth = np.random.default_rng(0), []
+        for row, budget in zip(rng.integers(300, size=1000).tolist(), rng.choice(budgets, 1000), strict=True):
+            features = {name: block[row].numpy() for name, block in table.features.items()}
+            expected = controller.decide_expected(features, budget, tracker.drift if tracker else drift)
+            took_ms = factor * float(table.latency_ms[row, expected[0]])
+            worth.append(float(table.accuracy[row, expected[0]]) * (took_ms <= budget))
+            if tracker:
+                tracker.update(*expected, took_ms)
+        return float(np.mean(worth))
+
+    for factor in (1.0, 1.4, 0.7):
+        known, frozen = (utility(factor, drift) for drift in ((math.log(factor), 1.0), None))
+        tracked = utility(factor, None, LatencyTracker(configurations))
+        assert tracked > known - 0.03
+        if factor > 1:
+            assert known - 0.03 > frozen

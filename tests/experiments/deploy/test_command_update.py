@@ -161,7 +161,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
     current, quick = (
         tmp_path / "out" / "current",
-        ["learning.steps=3", "learning.folds=2", "learning.confidence=0.8"],
+        ["learning.folds=2", "learning.confidence=0.8"],
     )
 
     def slower(values: object) -> float:
@@ -230,7 +230,7 @@ def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeyp
         serve_requests(model, table, count, seed=1)
 
     monkeypatch.setattr("knobwise.experiments.deploy.update.sleep", served_between_polls)
-    words = ["update", f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "every=40", "learning.steps=0"]
+    words = ["update", f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "every=40"]
     words.append("tracking=offline")
     assert main(words) == 130
     out = tmp_path / "out" / "versions"
@@ -257,7 +257,7 @@ def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path, capsys
     agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
     model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0)
     serve_requests(model, table, 60)
-    out, words = tmp_path / "out", [f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "learning.steps=0"]
+    out, words = tmp_path / "out", [f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"]
     killing = (
         "import os, signal, sys\n"
         "from knobwise.__main__ import main\n"
@@ -294,6 +294,7 @@ def test_mistakes_of_an_update_are_one_line(folder: Path, tmp_path: Path, capsys
         (["rollback=true", "out=nothing"], "there is no version in it to go back from"),
         (["log=a", "learning.confidence=2"], "learning.confidence=2.0: must be at least 0.5"),
         (["log=a", "every=0"], "every=0: must be at least 1"),
+        (["log=a", "learning.steps=100"], "learning.steps=100: there is no such option"),
     ):
         assert message in refused(["update", *words], capsys)
     assert "no requests-….jsonl in it" in mistake(["inspect", "log=nothing"], capsys)
