@@ -19,7 +19,7 @@ from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import cosines, random_places, simple_ways, voters, ways_by_cosine
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.torchrl_env import Scorer as Scores
 from knobwise.profiling.measuring.machine import one_thread
 
@@ -89,7 +89,7 @@ def decide_simple(
         ways = {"random": [random_places(part, shots, seed) for seed in seeds]}
         ways |= {name: [places] for name, places in simple_ways(part, shots, trusted).items()}
         decided = {name: judged_choices(table, scorer, places, rows) for name, places in ways.items()}
-        voted = scorer.vote(rows, bank_rows(table, voters(part), rows)).float().cpu()
+        voted = scorer.vote(rows, bank_rows(table.pool[rows], voters(part))).float().cpu()
         decided["vote"] = Decided(voted.unsqueeze(0), None)
     if "vqa_correct" in part.fields:
         best = [part.fields[name] for name in ("beam_score", "logprob_score", "vqa_gt_prob") if name in part.fields]
@@ -144,19 +144,13 @@ def judge(table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor | No
     `sequences` int64 [n, T] are places in the pools of queries `rows`, int64 [n], −1 after the end; None for all rows.
     """
     rows = torch.arange(table.num_queries) if rows is None else rows
-    return scorer(rows, bank_rows(table, sequences, rows))["vqa_correct"].float().cpu()
+    return scorer(rows, bank_rows(table.pool[rows], sequences))["vqa_correct"].float().cpu()
 
 
 def judged_choices(table: BeamTable, scorer: Scores, choices: Sequence[Tensor], rows: Tensor) -> Decided:
     """S choices, places int64 [n, T] each, for queries `rows`, int64 [n], judged."""
     correct = [judge(table, scorer, places, rows) for places in choices]
-    return Decided(torch.stack(correct), torch.stack([bank_rows(table, places, rows) for places in choices]))
-
-
-def bank_rows(table: BeamTable, sequences: Tensor, rows: Tensor) -> Tensor:
-    """Places in the pools of queries `rows`, int64 [n, *, T] → rows of the bank, −1 staying −1."""
-    bank = table.pool[rows].gather(1, sequences.clamp_min(0).flatten(1))
-    return bank.view(sequences.shape).masked_fill(sequences < 0, -1)
+    return Decided(torch.stack(correct), torch.stack([bank_rows(table.pool[rows], places) for places in choices]))
 
 
 def decision_us(
@@ -205,7 +199,7 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
         first, known = ranked.argmax(1), fits.any(1)
         right.append(correct[queries, first].masked_fill(~known, torch.nan))
         places = table.sequences[queries, first, :shots].masked_fill(~known.unsqueeze(1), -1)
-        demonstrations.append(bank_rows(table, places, queries))
+        demonstrations.append(bank_rows(table.pool[queries], places))
     return Decided(torch.stack(right), torch.stack(demonstrations))
 
 

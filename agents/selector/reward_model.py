@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
-from knobwise.agents.selector.evaluation import bank_rows
 from knobwise.agents.selector.settings import RewardModelConfig
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import Scorer, recorded_groups
 
@@ -57,7 +56,7 @@ def recorded_answers(table: BeamTable, rows: Tensor, groups: str) -> Answered:
     query, beam = (part.beam_mask & ~right.isnan()).nonzero(as_tuple=True)
     if not len(query):
         raise InputError(f"reward_model.recorded={groups}: no sequence of a training query has a known answer; try all")
-    return Answered(rows[query], bank_rows(part, part.sequences[query, beam], query), right[query, beam])
+    return Answered(rows[query], bank_rows(part.pool[query], part.sequences[query, beam]), right[query, beam])
 
 
 def penalised(probabilities: Tensor, kappa: float) -> Tensor:

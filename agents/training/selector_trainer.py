@@ -22,7 +22,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
-from knobwise.agents.selector.evaluation import LOWEST, bank_rows, choose, draw, judge, recorded_choices
+from knobwise.agents.selector.evaluation import LOWEST, choose, draw, judge, recorded_choices
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.training.loop import Trainer
@@ -30,7 +30,7 @@ from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.agents.training.stage import Stage
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Scorer
 from knobwise.envs.tables.profile_table import Split
@@ -180,7 +180,7 @@ class SelectorTrainer(Trainer):
         passes = [train[torch.randperm(len(train))] for _ in range(math.ceil(count / len(train)))]
         rows = torch.cat(passes)[:count]
         drawn = draw(self.selector, self.agent.embeddings, self.table, rows, self.shots, self.loss.group_size)
-        self.corrected = model.correct(self.table, rows, bank_rows(self.table, drawn, rows), self._answer)
+        self.corrected = model.correct(self.table, rows, bank_rows(self.table.pool[rows], drawn), self._answer)
 
     def _stage_loss(self, minibatch: TensorDictBase) -> TensorDictBase:
         loss = self.grpo if self.stage.name == "grpo" else self.imitation

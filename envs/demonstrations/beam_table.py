@@ -289,6 +289,12 @@ def shows_own_image(pool: Tensor, query_images: Sequence[str], candidate_images:
     return (candidate[pool.clamp_min(0)] == query[:, None]) & known[query][:, None] & (pool >= 0)
 
 
+def bank_rows(pool: Tensor, sequences: Tensor) -> Tensor:
+    """Places in pools, int64 [n, *, T], of pools int64 [n, N] → rows of the bank, −1 staying −1."""
+    rows = pool.gather(1, sequences.clamp_min(0).flatten(1))
+    return rows.view(sequences.shape).masked_fill(sequences < 0, -1)
+
+
 def _narrow(x: Tensor) -> Tensor:
     """The same integers in the smallest signed type that holds them all."""
     kinds = (torch.int8, torch.int16, torch.int32)

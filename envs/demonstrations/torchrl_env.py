@@ -21,7 +21,7 @@ from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import fresh_seed
 from knobwise.envs.configurations.replay import UNPROFILED
-from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, closed_up
+from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, bank_rows, closed_up
 from knobwise.envs.demonstrations.reward import demonstration_reward, shuffle
 from knobwise.envs.demonstrations.settings import METHODS, DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.single_step import SingleStepEnv
@@ -332,7 +332,7 @@ class DemonstrationBandit(SingleStepEnv):
         pool, used = self.pool[rows], sequences >= 0
         mask, config = used[..., 0], self.reward_config
         # the same sequence drawn twice is scored once
-        drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), _demonstrations(pool, sequences)], 2)[mask]
+        drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), bank_rows(pool, sequences)], 2)[mask]
         distinct, inverse = drawn.unique(dim=0, return_inverse=True)
         distinct = distinct.cpu()
         scores = dict.fromkeys(config.weights, torch.empty(0))
@@ -370,9 +370,3 @@ class DemonstrationBandit(SingleStepEnv):
     @staticmethod
     def _generator(*seeds: int) -> torch.Generator:
         return torch.Generator().manual_seed(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
-
-
-def _demonstrations(pool: Tensor, sequences: Tensor) -> Tensor:
-    """Rows of the bank, int64 [P, G, T], behind places in pools, int64 [P, N]; −1 stays."""
-    rows = pool[:, None].expand(-1, sequences.shape[1], -1).gather(2, sequences.clamp_min(0))
-    return rows.masked_fill(sequences < 0, -1)

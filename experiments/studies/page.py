@@ -50,7 +50,6 @@ class SelectorSection:
     """How the page presents an experiment with a selector."""
 
     title: str
-    against: str = ""
     pairs: list[list[str]] = field(default_factory=list)
     full: bool = False
     """Show the baselines too, and the votes without a learner."""
@@ -115,7 +114,7 @@ def results_page(study: Study, finished: Sequence[StudyRun], seeds: Sequence[int
     demonstrations = {run.experiment: run for run in finished if run.profile == "beams"}
     for name, selector in study.selectors.items():
         if name in demonstrations:
-            selectors.append(_heading(name, selector) | _selector(demonstrations[name], selector, demonstrations))
+            selectors.append(_heading(name, selector) | _selector(demonstrations[name], selector))
     families = [family for section in controllers for family in section["families"]]
     every = [difference for family in families for difference in family]
     measured = {run.profile: run.results["profile"] for run in finished if run.profile in study.profiles}
@@ -193,11 +192,10 @@ def _difference(run: StudyRun, base: StudyRun, policy: str = LEARNED) -> list[Di
 # -- selectors ---------------------------------------------------------------------------------------------------------
 
 
-def _selector(run: StudyRun, section: SelectorSection, run_of: Mapping[str, StudyRun]) -> dict[str, Any]:
+def _selector(run: StudyRun, section: SelectorSection) -> dict[str, Any]:
     """What the page says about an experiment with a selector."""
     results = run.results
     compared = _pairs(section, results)
-    across = _networks(run, run_of[section.against]) if section.against in run_of else []
     rows = [*results["rows"], *results["controls"]]
     if not section.full:
         rows = [row for row in rows if "accuracy_per_seed" in row and row["policy"] != "random"]
@@ -210,8 +208,7 @@ def _selector(run: StudyRun, section: SelectorSection, run_of: Mapping[str, Stud
     return {
         "results": results,
         "compared": compared,
-        "across": across,
-        "main": across or [d for d in compared if d.against_policy not in common],
+        "main": [d for d in compared if d.against_policy not in common],
         "votes": words.rows_at(results, trained, "votes") if section.full else {},
         "rows": dict(sorted(at.items(), key=lambda item: -item[1][trained]["accuracy"])),
     }
@@ -231,12 +228,3 @@ def _pairs(section: SelectorSection, results: Mapping[str, Any]) -> list[Differe
         for pair in pairs
         if pair in at
     ]
-
-
-def _networks(run: StudyRun, base: StudyRun) -> list[Difference]:
-    """Another network against the default one trained alike: SFT, and GRPO on recorded groups, paired by query."""
-    compared, shots = list[Difference](), [place_of(run.results["trained_shots"])]
-    for policy, against in (("sft", "sft"), ("grpo_recorded", base.results["variants"][0])):
-        every, _ = differences(base.compared(), run.compared(), (against, policy), shots)
-        compared += [replace(d, run=policy_name(policy, run.results), against="the default network") for d in every]
-    return holm(compared)

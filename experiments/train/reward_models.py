@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.selector.evaluation import bank_rows, draw
+from knobwise.agents.selector.evaluation import draw
 from knobwise.agents.selector.reward_model import RewardModel
 from knobwise.agents.selector.selector import StoredEmbeddings
 from knobwise.agents.training.seeding import seeded
+from knobwise.envs.demonstrations.beam_table import bank_rows
 from knobwise.experiments.settings.beams import SelectorData, hide
 from knobwise.experiments.settings.selector_options import SelectorRun
 
@@ -46,7 +47,7 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
                 model.load_state(state["reward_model"])
                 with seeded(0, "cpu"):
                     drawn = draw(selector, embeddings, test, data.test_rows, config.shots, DRAWS)
-                sequences = bank_rows(test, drawn, data.test_rows).flatten(0, 1)
+                sequences = bank_rows(test.pool[data.test_rows], drawn).flatten(0, 1)
                 expected.append(model.probabilities(test, queries, sequences).mean(0))
                 right.append(data.test_scorer(queries, sequences)["vqa_correct"].float().cpu())
             named = {"policy": name, "drawn_by": drawn_by}

@@ -21,7 +21,6 @@ from knobwise.agents.selector.baselines import (
 )
 from knobwise.agents.selector.evaluation import (
     Decided,
-    bank_rows,
     choose,
     decide_selectors,
     decide_simple,
@@ -32,7 +31,7 @@ from knobwise.agents.selector.evaluation import (
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 
 QUERIES, PLACES, BANK, BEAMS = 12, 6, 30, 5
 KNOWN = [q for q in range(QUERIES - 1) if q != 3]  # those with records of two demonstrations
@@ -106,7 +105,7 @@ def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> N
 def test_each_query_is_judged_on_its_own_pool() -> None:
     data, rows = table(), torch.tensor([5, 3, 0])
     places = torch.tensor([[4, 1], [0, -1], [2, 0]])
-    demonstrations = bank_rows(data, places, rows)
+    demonstrations = bank_rows(data.pool[rows], places)
     pool = data.pool.tolist()
     assert demonstrations.tolist() == [[pool[5][4], pool[5][1]], [pool[3][0], -1], [pool[0][2], pool[0][0]]]
     right = judge(data, Sums(), places, rows)
@@ -157,7 +156,7 @@ def test_what_was_shown_is_said_with_what_came_of_it() -> None:
 
     policy, stored = selector(data)
     selected = decide_selectors([policy], [stored], data, Sums(), 2, rows)
-    assert torch.equal(selected.demonstrations[0], bank_rows(data, choose(policy, stored, data, rows, 2), rows))
+    assert torch.equal(selected.demonstrations[0], bank_rows(data.pool[rows], choose(policy, stored, data, rows, 2)))
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
@@ -287,7 +286,7 @@ def by_hand(queries: Tensor = BY_HAND, pool: Tensor = POOL, blocks: dict[str, tu
 )
 def test_simple_ways_by_hand(way: str, shots: int, wanted: list[list[int]]) -> None:
     places = simple_ways(by_hand(), shots, trusted=CANDIDATES[:, 4].bool())[way]
-    assert bank_rows(by_hand(), places, torch.arange(4)).tolist() == wanted
+    assert bank_rows(by_hand().pool, places).tolist() == wanted
 
 
 def test_ways_that_need_blocks_or_trust_are_left_out_without_them() -> None:
@@ -299,7 +298,7 @@ def test_ways_that_need_blocks_or_trust_are_left_out_without_them() -> None:
 
 
 def test_voters_are_the_nearest_few_of_each_part() -> None:
-    rows = bank_rows(by_hand(), voters(by_hand(), each=3), torch.arange(4))
+    rows = bank_rows(by_hand().pool, voters(by_hand(), each=3))
     assert rows.tolist() == [[2, 0, 4, 1, 5, 3], [2, 0, 4, -1, -1, -1], [3] + [-1] * 5, [-1] * 6]
     assert voters(by_hand(blocks={})).shape == (4, 5)
 

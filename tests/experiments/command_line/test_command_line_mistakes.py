@@ -205,7 +205,7 @@ MISTAKES = [
     ("trian", "there is no verb 'trian'; did you mean knobwise train?"),
     ("fly", "there is no verb 'fly'; the verbs are train, evaluate, "),
     ("train experiment=leen", "experiment=leen: does not exist; did you mean experiment=lean?"),
-    ("train experiment=none", "experiment=none: must be one of advantages, budget_strategies, "),
+    ("train experiment=none", "experiment=none: must be one of advantages, clip, "),
     ("train policy=utilty", "policy=utilty: does not exist; did you mean policy=utility?"),
     ("train --lr 0.01", "--lr: options are key=value, not --flags: try optimiser.lr=0.01"),
     ("train -m --lr=0.01 loss=exact,sampled", "--lr=0.01: options are key=value, not --flags: try optimiser.lr=0.01"),

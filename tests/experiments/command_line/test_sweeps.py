@@ -35,7 +35,6 @@ SWEPT = {
     "heads": [[f"policy={name}"] for name in ("utility", "independent")],
     "reward_coefficients": [[f"reward.beta={b}", f"reward.gamma={g}"] for b in ("0", "0.5") for g in (0, 1, 10)],
     "miss": [["reward.miss=0"], ["reward.miss=0.2"], ["reward.miss=0.5"]],
-    "budget_strategies": [["budget=quantiles"], ["budget=relative"]],
     "kl": [[f"loss.kl_to_ref_coeff={weight}"] for weight in ("0", "0.02", "0.1", "0.5")],
     "clip": [[f"loss.clip_epsilon={width}"] for width in ("0.1", "0.2", "0.4")],
     "leave_one_out": [[f"split.leave_out={name}"] for name in ("text_vqa", "coco_vqa", "okvqa")],

@@ -293,19 +293,3 @@ def test_selectors_by_hand() -> None:
     answer = only(lines, f"| [{STUDY.selectors['selector_rewards'].title}]")
     assert "| b -10.0 [" in answer
     assert answer.endswith("; the same on every sample for c (against a) |")
-
-
-def test_another_network_is_held_against_the_default_one_trained_alike() -> None:
-    base = selector("selector_groups", {"sft": 0.6, "rce": 0.6, "first": 0.8, "b": 0.7}, ["first", "b"])
-    other = selector("selector_convex", {"sft": 0.6, "rce": 0.6, "grpo_recorded": 0.5}, ["grpo_recorded"])
-    assert not any("default network" in line for line in lines_of(other) if not line.startswith("*"))
-    lines = lines_of(base, other)
-    words = only(lines, "- Against the default network: worse: GRPO on recorded")
-    assert "(-30.0 [" in words
-    low, high = (float(end) for end in words.split("[")[1].split("]")[0].split(", "))
-    # paired: 120 of 400 queries are right in one run only, ± 1.96 √(.3·.7/400) = 4.5 points
-    assert abs(low + 34.5) < 0.8
-    assert abs(high + 25.5) < 0.8
-    answer = only(lines, "| [A convex state update]")
-    assert "| GRPO on recorded groups -30.0 [" in answer
-    assert "the same on every sample for SFT" in answer
