@@ -119,7 +119,7 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     of_old, of_new = ([*zip(t.datasets, t.sample_ids, strict=True)] if both else [*t.sample_ids] for t in (old, new))
     numbers = {key: row for row, key in enumerate(of_old)}
     if len(numbers) < len(of_old):
-        raise InputError(f"profile {new.name!r}: needs a column dataset, as ids of {old.name!r} occur several times")
+        raise InputError(f"profile {new.name!r}: add a column `dataset`, since ids of {old.name!r} occur several times")
     known = {tuple(sorted(values.items())): column for column, values in enumerate(configurations_of(old))}
     columns = torch.tensor([known.get(tuple(sorted(values.items())), -1) for values in configurations_of(new)])
     if len(others := (columns < 0).nonzero()):

@@ -122,7 +122,7 @@ class KnobPolicy:
             raise InputError("decide: explanations and drifts are for controllers without a further cost")
         sizes = {len(block) for block in arrays.values() if block.ndim == 2} | set(several)
         if len(sizes) > 1:
-            raise InputError(f"decide: features and budgets are for {sorted(sizes)} inputs")
+            raise InputError(f"decide: features and budgets must be for equally many inputs, not {sorted(sizes)}")
         n = next(iter(sizes), 1)
         if n == 0:
             return []
@@ -202,9 +202,9 @@ class KnobPolicy:
         """Why a configuration was chosen that is not expected to be the best."""
         if guard is not None and not guard["deployed"]:
             static = "the static mix" if isinstance(self.agent, PricedChooser) else "budget-aware static"
-            return f"the guard: {static} decides, alike for all inputs"
+            return f"the guard lets {static} decide, which treats all inputs alike"
         if max(row.get("on_time", 1.0) for row in expected) < HOPELESS:
-            return "nothing is likely to be on time: the one expected to be fastest"
+            return "no configuration is likely to be on time, so the one expected to be fastest is chosen"
         if guard is not None and guard.get("miss_price"):
             return f"the guard: a late answer costs {guard['miss_price']:.3g} of utility more"
         return "the members of the network decide by the mean of their log-probabilities"

@@ -38,7 +38,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 PREVIOUS = "previous.pt"
 """The `last.pt` before the present one."""
-STOPPING = "stopping after this iteration, which will be saved; once more stops at once"
+STOPPING = "stopping after this iteration, which will be saved; interrupt again to stop at once"
 
 
 class Trainer(ABC):

@@ -46,7 +46,7 @@ def read_frame(path: Path) -> pl.DataFrame:
         raise
     except Exception as error:
         raise InputError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})") from error
-    raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl and .ndjson; text may end in .gz")
+    raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl and .ndjson; text may also end in .gz")
 
 
 def _frame(rows: list[Any]) -> pl.DataFrame:

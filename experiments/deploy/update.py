@@ -61,8 +61,8 @@ def run(config: UpdateRun) -> Path:
         return _roll_back(out)
     if (config.log is None) == (config.profile is None):
         raise InputError(
-            "update: give log=FOLDER, the requests that it learns from, or what was timed on other hardware: "
-            "profile=table profile.path=FILE"
+            "update: give log=FOLDER, the requests to learn from, or profile=table profile.path=FILE, the cells "
+            "that were timed on other hardware"
         )
     if config.every is None or config.log is None:
         return _update(config, out)[0]
@@ -119,7 +119,7 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
             serve(out, version)
         else:
             try_out(out, version if facts["promising"] else None)
-    outcome = f"{current.name} goes on serving" + (", this one is worth a trial" if facts["promising"] else "")
+    outcome = f"{current.name} goes on serving" + (", but this version is worth a trial" if facts["promising"] else "")
     print_lines(Console(), [f"{version}: {'serves now' if facts['better'] else outcome}"])
     return serving(out) or version, version, facts
 
@@ -162,13 +162,13 @@ def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
 def _roll_back(out: Path) -> Path:
     """Let the version before the current one serve again."""
     if (current := serving(out)) is None:
-        raise InputError(f"out={out}: there is no version in it to go back from")
+        raise InputError(f"out={out}: it holds no version to roll back from")
     before = json.loads((current / UPDATE).read_text())["before"]
     if before is None:
         raise InputError(f"out={out}: {current.name} is the first version; there is none before it")
     with locked(out):
         serve(out, out / VERSIONS / before)
-    print_lines(Console(), [f"{out / VERSIONS / before}: serves again, in the place of {current.name}"])
+    print_lines(Console(), [f"{out / VERSIONS / before}: serves again, in place of {current.name}"])
     return out / VERSIONS / before
 
 

@@ -63,7 +63,7 @@ def run(config: ServiceStudyConfig) -> list[str]:
     table, path = builtin_profile(), checkpoint_at(config.checkpoint)
     loaded = load_checkpoint(path)
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
-        raise InputError(f"{path}: must be the best.pt of a training on profile {table.name!r} as it is now")
+        raise InputError(f"{path}: must be the best.pt of a training on the present profile {table.name!r}")
     fitted = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]])
     # twice the budgets, because a request may have to wait for another one
     about = fitted, 2 * default_budgets(table), config.servers, expected_cost_ms(table, experts=False)

@@ -99,7 +99,7 @@ def test_the_guard_of_the_nearest_budget_is_quoted() -> None:
         )
         assert {each.guard["budget_ms"] for each in explanations} == {float(guard.budgets_ms[place])}
     tight = policy.decide(blocks_of(0), 1e-3, explain=True)
-    assert tight.reason == "nothing is likely to be on time: the one expected to be fastest"
+    assert tight.reason == "no configuration is likely to be on time, so the one expected to be fastest is chosen"
     assert policy_of("network").decide(blocks_of(0), 9.0, explain=True).guard is None
 
 

@@ -67,7 +67,7 @@ def test_without_a_further_cost_weights_are_refused_in_a_line() -> None:
     for table in (small_table(8), replace(small_table(8), cost=torch.zeros(8, 12), cost_name="price")):
         with pytest.raises(InputError, match="has no further cost; add a column cost"):
             ConfigBandit(table, budget=WEIGHTS)
-    with pytest.raises(InputError, match=r"reward\.kind=utility: does not go with budget\.sense=weights"):
+    with pytest.raises(InputError, match=r"reward\.kind=utility: does not suit budget\.sense=weights"):
         ConfigBandit(by_hand(), budget=WEIGHTS, reward="utility")
 
 

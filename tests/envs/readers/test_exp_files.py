@@ -184,7 +184,7 @@ def test_one_file_of_a_whole_run_is_read_as_its_configurations_are(pair, knobs_i
     same = read(pair)
     paths = put_whole_run(pair, knobs_in_rows)
     notes = tuple(
-        f"{path}: its rows name no knobs; they were taken in the order of its 2 summaries"
+        f"{path}: its rows name no knobs; these were taken in the order of its 2 summaries"
         for path, known in sorted(zip(paths, knobs_in_rows, strict=True), reverse=True)
         if not known
     )
@@ -241,7 +241,9 @@ def test_a_merge_replaces_its_rank_files(pair):
         put_exp6(pair, SMALL, {rank: 1.0}, rank=rank)
     table = read(pair)
     assert table.digest == digest
-    assert [note.split(": ")[1] for note in table.notes] == ["2 rank files not read, since their merges are there"] * 2
+    assert [note.split(": ")[1] for note in table.notes] == [
+        "2 rank files not read, since files merged from them are there"
+    ] * 2
 
 
 def test_rank_files_without_a_merge_are_all_read(tmp_path):

@@ -117,7 +117,9 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
         words = ["update", *TRAINED_ON, "profile=table", f"profile.path={name}", "out=nothing"]
         assert message in refused(words, capsys)
     assert "is another, 'builtin'" in refused(["update", "profile=builtin"], capsys)
-    assert "give log=FOLDER, the requests that it learns from, or what was timed" in refused(["update"], capsys)
+    assert "give log=FOLDER, the requests to learn from, or profile=table profile.path=FILE, the cells" in refused(
+        ["update"], capsys
+    )
     assert "trained_on=table trained_on.path=a.csv" in refused(["update", "trained_on=a.csv"], capsys)
 
 
@@ -291,7 +293,7 @@ def test_mistakes_of_an_update_are_one_line(folder: Path, tmp_path: Path, capsys
     for words, message in (
         ([f"log={tmp_path}"], "no requests-….jsonl in it; give the folder of AdaptiveModel(log=…)"),
         (["log=a", "profile=builtin"], "give log=FOLDER"),
-        (["rollback=true", "out=nothing"], "there is no version in it to go back from"),
+        (["rollback=true", "out=nothing"], "it holds no version to roll back from"),
         (["log=a", "learning.confidence=2"], "learning.confidence=2.0: must be at least 0.5"),
         (["log=a", "every=0"], "every=0: must be at least 1"),
     ):
