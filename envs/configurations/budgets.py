@@ -151,10 +151,10 @@ class BudgetSampler:
             name = "factors" if config.strategy == "relative" else "values_ms"
             numbers: tuple[float, ...] = getattr(config, name)
             valid = bool(numbers) and all(0 < number < math.inf for number in numbers)
-            self._check(valid, f"{name} must be positive, at least one", numbers)
+            self._check(valid, f"{name} must hold at least one number, all positive, not", numbers)
             self._numbers = torch.tensor(list(numbers))
         else:
-            self._check(0 <= config.low <= config.high <= 1, "needs 0 ≤ low ≤ high ≤ 1", (config.low, config.high))
+            self._check(0 <= config.low <= config.high <= 1, "needs 0 ≤ low ≤ high ≤ 1, not", (config.low, config.high))
             self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, 1025))
 
     def _check(self, valid: bool, needs: str, value: object) -> None:

@@ -182,8 +182,8 @@ def _in_order(path: Path, summary: list[Record], rows: list[Record], knobs: Sequ
             fits &= abs(sum(scores) / len(part) - accuracy) < 1e-3
     if not fits:
         raise InputError(
-            f"{path}: its {len(rows)} rows do not say {', '.join(knobs)}, and in the order of its {len(summary)} "
-            "summaries num_samples or the accuracies do not fit. Give a folder with a file for each configuration, or "
+            f"{path}: its {len(rows)} rows do not name {', '.join(knobs)}, and num_samples or the accuracies of its "
+            f"{len(summary)} summaries do not fit their order. Give a folder with a file for each configuration, or "
             "add the knobs to every row"
         )
     return named

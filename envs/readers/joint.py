@@ -141,6 +141,8 @@ def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
             for part, rows in table.split()._asdict().items():
                 parts[rows.numpy()] = part
             fixes = "fixes no validation part" if table.parts else "fixes no split"
-            notes.append(f"{table.name}: {fixes}, as others do; divided {'75/25' if table.parts else '60/20/20'}")
+            notes.append(
+                f"{table.name}: {fixes}, unlike others; it was divided {'75/25' if table.parts else '60/20/20'}"
+            )
         parts_of_tables.append(parts.tolist())
     return _all(parts_of_tables), notes

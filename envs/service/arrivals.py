@@ -51,10 +51,10 @@ class Load:
         try:
             loads = tuple(map(float, rest))
         except ValueError:
-            raise InputError(f"load {text!r}: must be {HELP}") from None
+            raise InputError(f"load {text!r}: is not known; give one {HELP}") from None
         counts = (0, 1) if kind == "recorded" else (KINDS[kind],)
         if len(loads) not in counts or (kind == "recorded" and times_ms is None):
-            raise InputError(f"load {text!r}: must be {HELP}")
+            raise InputError(f"load {text!r}: is not known; give one {HELP}")
         if not all(0 < load < math.inf for load in loads):
             raise InputError(f"load {text!r}: must be positive; 1 is as much as the servers can serve")
         return cls(kind, loads, times_ms)

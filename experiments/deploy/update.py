@@ -227,14 +227,16 @@ def _problem(loaded: Loaded, for_hardware: bool) -> str:
     """Why what a controller expects cannot be moved; "" if it can."""
     network = loaded.network
     if network.priced:
-        return "decides for mean budgets, whose prices hold on one machine only; train on a profile of the other one"
+        return (
+            "decides for mean budgets, whose prices hold on one machine only; train on a profile of the other machine"
+        )
     if network.config.structure != "utility":
         return (
             f"policy.structure={network.config.structure} predicts no latencies that could be adapted; train with "
             "policy=auto or policy=utility, or let AdaptiveModel.calibrate scale the budgets"
         )
     adapted_before = for_hardware and "adapted" in loaded.extra
-    return "was adapted before; give the controller as it was trained" if adapted_before else ""
+    return "was already adapted; give the controller as it was trained" if adapted_before else ""
 
 
 def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
@@ -249,8 +251,8 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     table = read_profile(config.trained_on)
     if table.digest != loaded.profile_digest:
         raise InputError(
-            f"{config.checkpoint}: was trained on profile {loaded.profile_name!r}, and trained_on is another, "
-            f"{table.name!r}; name that of the training, such as trained_on=table trained_on.path=FILE"
+            f"{config.checkpoint}: was trained on profile {loaded.profile_name!r}, but trained_on is another, "
+            f"{table.name!r}; give the profile of the training, as in trained_on=table trained_on.path=FILE"
         )
     profile = config.profile
     if isinstance(profile, LongTables) and profile.knobs is None:  # few rows do not show which columns are knobs

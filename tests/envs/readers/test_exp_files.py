@@ -213,12 +213,12 @@ WHOLE = {"summary": [{**named(SMALL), "num_samples": 1}, {**named(LARGE), "num_s
     [
         (
             {**WHOLE, "all_samples": [ROW]},
-            "its 1 rows do not say max_crops, top_k, num_active_blocks, and in the order of",
+            "its 1 rows do not name max_crops, top_k, num_active_blocks, and num_samples or",
         ),
-        ({"summary": [named(SMALL)], "all_samples": [ROW]}, "its 1 rows do not say max_crops"),
+        ({"summary": [named(SMALL)], "all_samples": [ROW]}, "its 1 rows do not name max_crops"),
         (
             {"summary": [{**named(SMALL), "num_samples": 1, "accuracy": 0.9}], "all_samples": [ROW]},
-            "in the order of its 1 summaries num_samples or the accuracies do not fit. Give a folder with a file for",
+            "num_samples or the accuracies of its 1 summaries do not fit their order. Give a folder with a file for",
         ),
         (
             {**WHOLE, "all_samples": [ROW | named(SMALL), ROW]},

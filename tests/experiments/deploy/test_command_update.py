@@ -92,7 +92,7 @@ def test_some_timed_cells_give_a_controller_for_other_hardware(folder: Path, cap
     # it is a checkpoint like any other, but not one to adapt again
     assert main(["export", "checkpoint=adapted/current", *TABLE, "out=exported"]) == 0
     words = ["update", *TRAINED_ON, "profile=builtin", "checkpoint=adapted/current"]
-    assert "was adapted before; give the controller as it was trained" in mistake(words, capsys)
+    assert "was already adapted; give the controller as it was trained" in mistake(words, capsys)
 
 
 def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Capture) -> None:
@@ -107,9 +107,9 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
     for name, frame in tables.items():
         frame.write_csv(name)
     messages = {
-        "other.csv": "12 of its configurations are none of 't'",
+        "other.csv": "12 of its configurations are not in 't'",
         "strangers.csv": "0 of its cells",
-        "few.csv": "3 of its cells (sample and configuration) are in 't' too, at least 5 are needed",
+        "few.csv": "3 of its cells (sample and configuration) are also in 't', but at least 5 are needed",
         "renamed.csv": "top_k for a knob",
         "untimed.csv": "no row with both accuracy and latency_ms",
     }

@@ -291,7 +291,7 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
             "reward_model.calls=1000: true calls need a scorer",
         ),
         ([*REPLAY, *MODEL, "variants.mine.live=true"], "leave out one of them"),
-        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", *MODEL], "recorded as right or wrong, vqa_correct"),
+        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", *MODEL], "recorded as right or wrong; record vqa_correct"),
         ([*REPLAY, "variants.grpo_recorded=3"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.epochs=-1"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.groups=own"], "groups.methods=policy"),
