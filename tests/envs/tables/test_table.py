@@ -273,7 +273,7 @@ def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
     assert len(torch.cat(leave_one_out(coco(ids, tuple(f"x{i}" for i in ids), 20))["set 0"][:2])) == 20
     unknown = {name: torch.full_like(block, torch.nan) for name, block in table.features.items()}
     assert len(torch.cat(leave_one_out(replace(table, features=unknown))["set 0"][:2])) == 20
-    with pytest.raises(InputError, match="nothing is left to fit on"):
+    with pytest.raises(InputError, match="so none is left to fit on"):
         leave_one_out(coco(ids, ids, 20))
 
 

@@ -122,7 +122,14 @@ def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsy
     assert "Live and replay" in page
     printed = capsys.readouterr().out
     assert "Simulated stream: 10 requests × 2, arriving at 20 a second" in printed
-    for words in ("learned controller", "budget-aware static", "cheapest", "most accurate", "It added", "replay"):
+    for words in (
+        "learned controller",
+        "budget-aware static",
+        "cheapest",
+        "most accurate",
+        "The controller added",
+        "replay",
+    ):
         assert words in printed
     assert [row["policy"] for row in results["rows"]] == [
         *("controller", "controller_frozen", "budget_aware_static", "best_static", "cheapest", "most_accurate")
