@@ -301,9 +301,9 @@ def test_what_does_not_join_is_counted(pair):
     assert (table.num_samples, table.num_configurations) == (2, 2)
     assert table.notes == (
         "text_vqa: 1 configurations are only in exp5 (4/4/12)",
-        "text_vqa: 2 cells of 2 samples have no partner in exp6: not profiled",
+        "text_vqa: 2 cells of 2 samples have no partner in exp6, so they count as not profiled",
         "text_vqa: 1 configurations are only in exp6 (6/4/12)",
-        "text_vqa: 1 cells of 1 samples have no partner in exp5: not profiled",
+        "text_vqa: 1 cells of 1 samples have no partner in exp5, so they count as not profiled",
     )
 
 
@@ -314,10 +314,10 @@ def test_mean_latency_of_a_configuration_is_given_to_its_samples_when_asked_for(
         path.with_name(f"exp6_latency_{stem(LARGE)}").unlink(missing_ok=True)
     table = read(pair)
     assert table.num_configurations == 1
-    assert "1 configurations have only a mean latency: left out" in table.notes[0]
+    assert "1 configurations have only a mean latency: they are left out" in table.notes[0]
     table = read(pair, broadcast_latency=True)
     assert table.latency_ms.tolist() == [[100.0, 50.0], [108.0, 50.0]]
-    assert "given to all their samples" in table.notes[0]
+    assert "it is given to all their samples" in table.notes[0]
 
 
 @pytest.mark.parametrize(
