@@ -81,7 +81,7 @@ def test_the_gymnasium_environment_by_hand() -> None:
     assert (reward, terminated) == (pytest.approx(0.15), True)
     assert [info[name] for name in ("accuracy", "latency_ms", "cost", "oracle_cost")] == [1.0, 8.0, 1.0, 6.0]
     assert "violation" not in info
-    with pytest.raises(InputError, match=r"worths=5\.0; it must be a pair of positive, finite numbers"):
+    with pytest.raises(InputError, match=r"worths=5\.0: must be a pair of positive, finite numbers"):
         env.reset(options={"worths": 5.0})
 
 
