@@ -83,7 +83,7 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
 def few_budgets(budgets_ms: Tensor) -> list[str]:
     """A note where default budgets [B] are fewer than usual, else []."""
     few, usual = len(budgets_ms), len(DEFAULT_QUANTILES)
-    note = f"budgets: only {few} of {usual} are distinct, because many latencies are equal; budgets_ms=[…] sets others"
+    note = f"budgets: only {few} of {usual} are distinct, because many latencies are equal; budgets_ms sets others"
     return [note] if few < usual else []
 
 

@@ -158,9 +158,7 @@ FROM_38_UP = [44.0, 53.0, 69.0, 85.0, 94.0]
 def test_default_budgets_by_hand(latency_ms: torch.Tensor, wanted: list[float]) -> None:
     budgets = default_budgets(of_latencies(latency_ms))
     assert budgets.tolist() == pytest.approx(wanted, rel=1e-6)
-    note = (
-        f"budgets: only {len(wanted)} of 5 are distinct, because many latencies are equal; budgets_ms=[…] sets others"
-    )
+    note = f"budgets: only {len(wanted)} of 5 are distinct, because many latencies are equal; budgets_ms sets others"
     assert few_budgets(budgets) == ([note] if len(wanted) < 5 else [])
 
 
