@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
     def controller(self) -> Controller | StackedController | PricedChooser:
         """The agent; an `InputError` when it is a selector."""
         if isinstance(self.agent, Selector):
-            raise InputError(f"the checkpoint holds a selector, trained on {self.profile_name!r}, and no controller")
+            raise InputError(f"it holds a selector trained on {self.profile_name!r}; give that of a controller")
         return self.agent
 
     @property
@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
     def selector(self) -> Selector:
         """The agent; an `InputError` when it is a controller."""
         if not isinstance(self.agent, Selector):
-            raise InputError(f"the checkpoint holds a controller, trained on {self.profile_name!r}, and no selector")
+            raise InputError(f"it holds a controller trained on {self.profile_name!r}; give that of a selector")
         return self.agent
 
     def save(self, path: str | Path, previous: Path | None = None) -> None:
@@ -109,7 +109,7 @@ def load_if_whole(path: Path) -> Loaded | None:
     try:
         return load_checkpoint(path) if path.exists() else None
     except Damaged:
-        say(f"{path}: is damaged, it is not as it was written; going on from what came before it")
+        say(f"{path}: is damaged (its checksum does not match); continuing from the checkpoint before it")
         path.unlink()
         return None
 

@@ -91,7 +91,7 @@ class ActorLoss(LossModule):
         names = [unravel_key(key) for key in _listed(self.tensor_keys.action)]
         if set(names) != set(dist):
             drawn, read = (", ".join(map(str, keys)) for keys in (dist, names))
-            raise ValueError(f"the actor draws {drawn}, and the loss reads {read}; loss.set_keys(action=[…]) names all")
+            raise ValueError(f"the actor draws {drawn}, but the loss reads {read}; call loss.set_keys(action=[…])")
         return KnobProduct([dist[name] for name in names], contexts, self.configurations)
 
     @staticmethod

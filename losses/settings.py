@@ -22,7 +22,7 @@ class GRPOConfig:
     advantage_std_floor: float = 0.1
     """Smallest standard deviation that `zscore` divides by, in units of reward."""
     advantage_clip: float = 5.0
-    """Advantages are cut to ± this."""
+    """Advantages are clipped to ± this."""
     clip_epsilon: float = 0.2
     """ε of PPO's clip."""
     entropy_coeff: float = 0.0

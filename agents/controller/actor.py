@@ -152,7 +152,7 @@ class _FromBlocks(nn.Module):
             return limit.float(), {name: x[row] for name, x in self.table.features.items()}, self.table.mask[row]
         limit, (*features, mask) = first, others
         if limit is None:
-            raise InputError(f"the policy reads {self.policy.limit_key!r}, each request's limit in ms; there is none")
+            raise InputError(f"the tensordict lacks {self.policy.limit_key!r}, each request's limit in ms")
         blocks = {name: x for name, x in zip(self.policy.normaliser.sizes, features, strict=True) if x is not None}
         pair = bool(getattr(self.policy, "cost", ""))
         if not pair and any(x is not None and x.ndim == limit.ndim for x in (*blocks.values(), mask)):

@@ -19,8 +19,9 @@ class PolicyConfig:
     """`utility` predicts accuracy and latency of every configuration; `independent` is a categorical for each knob (see
     `knobwise.agents.controller.networks`)."""
     members: int = 1
-    """Number of networks. A single one is fitted on the training samples and stopped on the validation samples. Several
-    are each fitted on all of these samples but a fold, stopped together on their folds, and decide together."""
+    """Number of networks. A single one is fitted on the training samples and stopped on the validation samples. Of
+    several, each is fitted on all of these samples but a fold; they stop together, judged on their folds, and decide
+    together."""
     experts: tuple[str, ...] = ()
     """Predictors stacked with a `utility` network of several members: any of ridge, kernel_ridge, knn, random_forest,
     gradient_boosting. Without any the network decides alone, which is faster."""
@@ -60,8 +61,8 @@ class PolicyConfig:
         one_of("policy.deploy", self.deploy, ("auto", "student", "teacher"))
         if self.deploy == "student" and (self.structure != "utility" or self.members < 2):
             raise InputError(
-                "policy.deploy=student: needs policy.structure=utility and policy.members of at least 2; others are "
-                "deployed as they are"
+                "policy.deploy=student: needs policy.structure=utility and policy.members of at least 2; "
+                "policy.deploy=auto deploys other policies as they are"
             )
         for name in ("level", "confidence"):
             if not 0 < getattr(self, name) < 1:

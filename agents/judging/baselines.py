@@ -167,7 +167,7 @@ class Random:
 
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None:
-            raise ValueError("random draws from a mask, and none was given")
+            raise ValueError("the random policy draws from a mask, but none was given")
         return torch.multinomial(mask.float(), 1, generator=torch.Generator().manual_seed(self._seed)).squeeze(1)
 
 
@@ -190,7 +190,7 @@ class Oracle:
 
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         if len(budgets_ms) != len(self._mask):
-            raise ValueError(f"the oracle knows {len(self._mask)} samples and was asked about {len(budgets_ms)}")
+            raise ValueError(f"the oracle knows {len(self._mask)} samples, but was asked about {len(budgets_ms)}")
         utility = expected_utility(self._accuracy, self._measurements_ms, budgets_ms.unsqueeze(1))
         return pick(utility, self._latency_ms, self._mask if mask is None else mask & self._mask)
 

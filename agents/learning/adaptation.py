@@ -119,20 +119,20 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     of_old, of_new = ([*zip(t.datasets, t.sample_ids, strict=True)] if both else [*t.sample_ids] for t in (old, new))
     numbers = {key: row for row, key in enumerate(of_old)}
     if len(numbers) < len(of_old):
-        raise InputError(f"profile {new.name!r}: needs a column dataset, as ids of {old.name!r} occur several times")
+        raise InputError(f"profile {new.name!r}: add a column `dataset`, since ids of {old.name!r} occur several times")
     known = {tuple(sorted(values.items())): column for column, values in enumerate(configurations_of(old))}
     columns = torch.tensor([known.get(tuple(sorted(values.items())), -1) for values in configurations_of(new)])
     if len(others := (columns < 0).nonzero()):
         raise InputError(
-            f"profile {new.name!r}: {len(others)} of its configurations are none of {old.name!r}, such as "
+            f"profile {new.name!r}: {len(others)} of its configurations are not in {old.name!r}, such as "
             f"{new.label(int(others[0]))}; time the configurations that the controller chooses from"
         )
     rows = torch.tensor([numbers.get(key, -1) for key in of_new])
     i, j = (new.mask & (rows >= 0).unsqueeze(1) & old.mask[rows][:, columns]).nonzero().T
     if len(i) < LEAST_CELLS:
         raise InputError(
-            f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are in {old.name!r} too, at least "
-            f"{LEAST_CELLS} are needed; time some samples of {old.name!r}"
+            f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are also in {old.name!r}, but at "
+            f"least {LEAST_CELLS} are needed; time more samples of {old.name!r}"
         )
     before, after = log_measured(old.latency_ms)[rows[i], columns[j]], log_measured(new.latency_ms)[i, j]
     return columns[j], after.double() - before.double()

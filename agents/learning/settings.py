@@ -13,7 +13,7 @@ class UpdateConfig:
     """How a controller learns from a log."""
 
     confidence: float = 0.95
-    """One-sided: a step takes over where its gain in utility on held-out requests is above 0 with this confidence."""
+    """One-sided confidence, required to take over, that the gain in utility on held-out requests is above 0."""
     folds: int = 4
     """Parts of the log; each is judged by a controller that learned from the others."""
     clip: float = 200.0

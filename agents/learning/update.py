@@ -118,9 +118,9 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
     """
     config, network = config or UpdateConfig(), network_of(agent)
     if network.config.structure != "utility" or network.priced:
-        raise InputError("update: the controller must be for deadlines and predict outcomes: policy=auto or utility")
+        raise InputError("update: needs a controller for deadlines that predicts outcomes, from policy=auto or utility")
     if len(logged.ids) < LEAST_CELLS * config.folds:
-        raise InputError(f"update: {len(logged.ids)} requests are too few; let it serve some more")
+        raise InputError(f"update: {len(logged.ids)} requests are too few; let the controller serve more")
     learned = learn(agent, logged)
     test, expected, choices = _judged(agent, logged, config, list(learned.after))
 

@@ -85,7 +85,7 @@ def part_similarity(table: BeamTable, shots: int, trusted: Tensor | None = None)
     similar trusted one, and others only if none is left."""
     parts = parts_of(table)
     if parts is None:
-        raise ValueError(f"beam table {table.name!r}: no blocks image and question, or question is not all 0 and 1")
+        raise ValueError(f"beam table {table.name!r}: lacks blocks image and question, or question is not 0 and 1 only")
     wanted, answered = parts
     # cosines are 2 apart at most: steps of 4 are never made up for
     scores, bank = cosines(table, "image_similarity"), table.pool.clamp_min(0)

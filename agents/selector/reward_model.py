@@ -48,14 +48,16 @@ def recorded_answers(table: BeamTable, rows: Tensor, groups: str) -> Answered:
     correctness. Raises InputError if there are none."""
     if "vqa_correct" not in table.fields or table.fields["vqa_correct"][rows].isnan().all():
         raise InputError(
-            f"beam table {table.name!r}: a learned reward needs sequences recorded as right or wrong, vqa_correct; "
-            "record it, or leave out variants with reward_model"
+            f"beam table {table.name!r}: a learned reward needs sequences recorded as right or wrong; record "
+            "vqa_correct, or leave out variants with reward_model"
         )
     part = recorded_groups(table, GroupConfig(groups)).select(rows)
     right = part.fields["vqa_correct"]
     query, beam = (part.beam_mask & ~right.isnan()).nonzero(as_tuple=True)
     if not len(query):
-        raise InputError(f"reward_model.recorded={groups}: no sequence of a training query has a known answer; try all")
+        raise InputError(
+            f"reward_model.recorded={groups}: no such sequence has a known answer; try reward_model.recorded=all"
+        )
     return Answered(rows[query], bank_rows(part.pool[query], part.sequences[query, beam]), right[query, beam])
 
 

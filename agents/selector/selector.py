@@ -86,8 +86,8 @@ class Selector(nn.Module):
         for name, width in (("query", query.shape[-1]), ("candidate", pool.shape[-1])):
             if width != self.features:
                 raise InputError(
-                    f"{name} embeddings are {width} wide, but this selector reads {self.features}: "
-                    "give those of the encoder that it was trained with"
+                    f"{name} embeddings are {width} wide, but this selector reads {self.features}; "
+                    "give embeddings of the encoder that it was trained with"
                 )
         query, pool = ((x - self.mean) / self.scale for x in (query, pool))
         return SequenceDistribution(self.network, self.network.encode(query, pool, mask), shots, group_size)

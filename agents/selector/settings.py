@@ -25,9 +25,9 @@ class SelectorConfig:
     """How the state s moves on by the key c of what was chosen: `additive` to norm(g·s + (1 − g)·tanh(U[s; c])), which
     can turn to what still lacks; `convex` to norm(g·s + (1 − g)·c), which only moves towards c."""
     temperature: float = 0.1
-    """What cosines are divided by."""
+    """Temperature, by which cosines are divided."""
     dropout: float = 0.0
-    """In projections and layers while in train mode. Old and new log-probs must be taken in the same mode."""
+    """Dropout in projections and layers, in train mode only. Old and new log-probs must be taken in the same mode."""
 
     def __post_init__(self) -> None:
         one_of("selector.projection", self.projection, ("mlp", "linear"))
@@ -52,11 +52,11 @@ class RewardModelConfig:
     """κ: the reward is the mean of the members' probabilities − κ · their standard deviation."""
     recorded: str = "without_beams"
     """The recorded sequences that it learns from first: all, without_beams (none that was found with the answer in
-    view), own, beams."""
+    view), own (the policy's draws) or beams."""
     members: int = 5
     """Networks in the ensemble."""
     width: int = 64
-    """Width of each."""
+    """Width of each network."""
     epochs: int = 6
     """Passes over the recorded sequences before GRPO."""
     refit_epochs: int = 2

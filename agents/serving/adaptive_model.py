@@ -119,7 +119,7 @@ class AdaptiveModel:
         fresh = LatencyTracker(self.configurations, controller.digest)
         self.tracker = tracker if isinstance(tracker, LatencyTracker) else fresh
         if (self.tracker.digest, self.tracker.names) != (fresh.digest, fresh.names):
-            raise InputError("runtime: the tracker is of another controller; start with tracker=True")
+            raise InputError("runtime: the tracker belongs to another controller; start with tracker=True")
         self._tracks = tracker is not False
         self.log = log if isinstance(log, RequestLog | None) else RequestLog(log)
         self._exploration = Exploration(explore, explore_loss, seed)
@@ -248,7 +248,7 @@ class AdaptiveModel:
         budgets: list[float] = (np.full(n, limits_ms) if limits_ms.ndim == 0 else limits_ms).tolist()
         if len(budgets) != n or (arrived is not None and len(arrived) != n):
             arrivals = "" if arrived is None else f" and {len(arrived)} arrivals"
-            raise InputError(f"runtime: {n} requests with {len(budgets)} budgets{arrivals}")
+            raise InputError(f"runtime: got {n} requests, but {len(budgets)} budgets{arrivals}; give as many of each")
         moments = [None] * n if arrived is None else list(arrived)
         if n <= 1:
             return list(map(self.answer, requests, budgets, moments))
@@ -367,7 +367,7 @@ class AdaptiveModel:
         left = budget - extra_ms - latest.decision_ms - latest.beyond_ms
         if arrived is not None:
             if self.clock == "cpu":
-                raise InputError("runtime: arrivals need clock=wall; clock=cpu counts the work of a request only")
+                raise InputError("runtime: arrivals need clock=wall; clock=cpu does not count time spent waiting")
             left -= (begun - arrived) * 1e3
         return left if left > LEAST_LATENCY_MS else LEAST_LATENCY_MS
 
@@ -400,7 +400,7 @@ class AdaptiveModel:
         rows = torch.tensor(sorted(samples), dtype=torch.int64)
         known = table.mask[rows].nonzero() if len(rows) else torch.zeros(0, 2)
         if not len(known):
-            raise InputError(f"runtime: nothing to calibrate on, none of the samples is in profile {table.name!r}")
+            raise InputError(f"runtime: nothing to calibrate on, since no sample is in profile {table.name!r}")
         drawn = known[np.random.default_rng(seed).integers(len(known), size=warm_up + cells)].tolist()
         took = []
         with self._lock, self._clocked, progress("timing this machine", len(drawn), quiet_s=5) as tick:

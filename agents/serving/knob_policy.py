@@ -117,12 +117,14 @@ class KnobPolicy:
         several = budgets.shape[: budgets.ndim - len(pair)]
         if len(several) > 1 or budgets.shape != (*several, *pair) or not ((budgets > 0) & (budgets < np.inf)).all():
             wanted = f"a pair of worths, in ms and of {self.cost}, or [n, 2]" if pair else "a number or [n]"
-            raise InputError(f"budget_ms={budget_ms!r}: {wanted}, all positive and finite{', in ms' * (not pair)}")
+            raise InputError(
+                f"budget_ms={budget_ms!r}: must be {wanted}, all positive and finite{', in ms' * (not pair)}"
+            )
         if self.cost and (explain or drift is not None):
             raise InputError("decide: explanations and drifts are for controllers without a further cost")
         sizes = {len(block) for block in arrays.values() if block.ndim == 2} | set(several)
         if len(sizes) > 1:
-            raise InputError(f"decide: features and budgets are for {sorted(sizes)} inputs")
+            raise InputError(f"decide: features and budgets must be for equally many inputs, not {sorted(sizes)}")
         n = next(iter(sizes), 1)
         if n == 0:
             return []
@@ -149,7 +151,7 @@ class KnobPolicy:
             got = ", ".join(f"{name} {list(block.shape)}" for name, block in blocks.items())
             raise InputError(f"features: this policy reads {wanted or 'none'}; got {got or 'none'}")
         if infinite := [name for name, block in blocks.items() if np.isinf(block).any()]:
-            raise InputError(f"features: {', '.join(infinite)}: infinite values; write NaN for what is missing")
+            raise InputError(f"features: {', '.join(infinite)} hold infinite values; write NaN for what is missing")
         return blocks
 
     @cached_property
@@ -202,11 +204,11 @@ class KnobPolicy:
         """Why a configuration was chosen that is not expected to be the best."""
         if guard is not None and not guard["deployed"]:
             static = "the static mix" if isinstance(self.agent, PricedChooser) else "budget-aware static"
-            return f"the guard: {static} decides, alike for all inputs"
+            return f"the guard lets {static} decide, which treats all inputs alike"
         if max(row.get("on_time", 1.0) for row in expected) < HOPELESS:
-            return "nothing is likely to be on time: the one expected to be fastest"
+            return "no configuration is likely to be on time, so the one expected to be fastest is chosen"
         if guard is not None and guard.get("miss_price"):
-            return f"the guard: a late answer costs {guard['miss_price']:.3g} of utility more"
+            return f"the guard charges {guard['miss_price']:.3g} of utility more for a late answer"
         return "the members of the network decide by the mean of their log-probabilities"
 
     def _guards(self, limits: Tensor) -> list[dict[str, Any] | None]:

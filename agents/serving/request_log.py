@@ -133,7 +133,7 @@ class RequestLog:
             self.lost += 1
             self._rows[kind] = self._most  # the next row must not continue half a line
             if self.lost == 1:
-                logging.getLogger(__name__).warning("log: a row is lost (%s); counted, as all that follow", error)
+                logging.getLogger(__name__).warning("log: a row is lost (%s); this and later losses are counted", error)
 
 
 def row_of(

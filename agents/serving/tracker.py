@@ -151,7 +151,7 @@ class LatencyTracker:
         """Count an answer that nothing can be learned from; the first for a reason is logged in one line."""
         self.ignored[reason] = self.ignored.get(reason, 0) + 1
         if self.ignored[reason] == 1:
-            logging.getLogger(__name__).warning("tracker: %s; ignored and counted, as all that follow", reason)
+            logging.getLogger(__name__).warning("tracker: %s; this and all later ones are ignored and counted", reason)
 
     def factors(self) -> dict[str, float]:
         """Latency here / latency predicted: `level`, the typical one, and for each knob value (as `max_crops=12`) what
@@ -184,7 +184,7 @@ class LatencyTracker:
             if state["format"] != FORMAT:
                 raise ValueError(f"format {state['format']}, expected {FORMAT}")
             if state["controller"] != self.digest or state["names"] != self.names:
-                raise InputError("tracker: the state is of another controller; start without it")
+                raise InputError("tracker: the state belongs to another controller; start without it")
             mean, variance = (np.array(state[name], np.float64) for name in ("mean", "variance"))
             if not mean.shape == variance.shape == (len(self.names),):
                 raise ValueError("wrong sizes")
@@ -194,7 +194,7 @@ class LatencyTracker:
             scale, run, answers = float(state["scale"]), int(state["run"]), int(state["answers"])
             ignored = {str(reason): int(count) for reason, count in state["ignored"].items()}
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise InputError(f"tracker: no state of a tracker ({type(error).__name__}: {error})") from None
+            raise InputError(f"tracker: is not the state of a tracker ({type(error).__name__}: {error})") from None
         self._mean, self._variance = mean.tolist(), variance.tolist()
         self._scale, self._run, self.answers, self.ignored = scale, run, answers, ignored
         self.drift = None

@@ -83,7 +83,7 @@ class Watched:
         if not self._paths[0].exists():
             raise InputError(f"watch: {self._paths[0]} does not exist; give a controller.npz, or the folder of one")
         if trial and not path.is_dir():
-            raise InputError(f"watch: trial={trial}: a candidate stands beside a folder `current`; {path} is a file")
+            raise InputError(f"watch: trial={trial}: give the folder `current` beside the candidate; {path} is a file")
         if trial:
             self._paths.append(path.parent / CANDIDATE / CONTROLLER)
         self.controller, self.trial, self._interface = like, trial, _interface(like)
@@ -118,10 +118,10 @@ class Watched:
         try:
             new = NumpyController.load(path)
             if _interface(new) != self._interface:
-                raise ValueError("its configurations, features or limits are others")
+                raise ValueError("its configurations, features or limits differ")
         except (OSError, ValueError) as error:
             log = logging.getLogger(__name__)
-            log.warning("watch: %s is refused, the controller at hand goes on: %s", path, error)
+            log.warning("watch: %s is refused, and the present controller goes on: %s", path, error)
             return None
         return new
 

@@ -38,7 +38,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 PREVIOUS = "previous.pt"
 """The `last.pt` before the present one."""
-STOPPING = "stopping after this iteration, which will be saved; once more stops at once"
+STOPPING = "stopping after this iteration, which will be saved; interrupt again to stop at once"
 
 
 class Trainer(ABC):
@@ -308,7 +308,7 @@ class Trainer(ABC):
             return f"{self.title}: nothing was saved yet"
         holds = "is finished" if self.finished else f"holds iteration {self.saved:,} of {self.total:,}"
         best = f"validation {self.judged_by} {self.best['score']:.4f} at iteration {self.best['iteration']:,}"
-        return f"{self.title}: {self.folder / 'last.pt'} {holds}; best.pt beside it the best so far ({best})"
+        return f"{self.title}: {self.folder / 'last.pt'} {holds}; best.pt beside it holds the best so far ({best})"
 
     def training_state(self) -> dict[str, Any]:
         """What `last.pt` holds beside the agent."""

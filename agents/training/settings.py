@@ -38,12 +38,12 @@ class OptimiserConfig:
     evaluate_every: int = 20
     """Iterations between evaluations on the validation split."""
     warmup_patience: int = 0
-    """Evaluations after its best validation utility after which the warm-up ends; 0 never ends it early."""
+    """Patience: evaluations without a better validation utility that end the warm-up; 0 never ends it early."""
     patience: int = 8
-    """Evaluations after its best validation utility after which GRPO ends; 0 never ends it early."""
+    """Patience: evaluations without a better validation utility that end GRPO; 0 never ends it early."""
     retreat: int = 0
-    """Evaluations in a row below the best validation utility after which GRPO goes back to the best weights and halves
-    the learning rate; 0 never goes back."""
+    """After this many evaluations in a row below the best validation utility, GRPO goes back to the best weights and
+    halves the learning rate; 0 never goes back."""
 
     def __post_init__(self) -> None:
         one_of("optimiser.schedule", self.schedule, ("cosine", "constant"))
@@ -62,16 +62,16 @@ class StageConfig:
     """How one stage is trained."""
 
     epochs: int = 4
-    """Passes over the training queries. Every one is kept."""
+    """Passes (epochs) over the training queries. Every epoch is kept."""
     keep: str = "best"
-    """Which epoch goes on: the `best` on validation, the start among them; or the `last`."""
+    """Which epoch is used: the `best` on validation, which may be the start; or the `last`."""
     lr: float = 3e-4
     """Learning rate of AdamW."""
     queries: int = 64
     """P, queries in each step."""
     collected: int | None = None
-    """Queries whose old log-probs are taken at once; None: those of one step. With more of them the policy moves away
-    from its old log-probs before they are taken anew, and GRPO's clip acts."""
+    """Queries whose old log-probs are computed at once; None: those of one step. With more, the policy moves away
+    from its old log-probs before they are computed anew, and GRPO's clip acts."""
     rise: float = 0.05
     """Share of the stage in which the learning rate rises; then it falls to 0 as a cosine."""
     weight_decay: float = 1e-3

@@ -83,7 +83,7 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
 def few_budgets(budgets_ms: Tensor) -> list[str]:
     """A note where default budgets [B] are fewer than usual, else []."""
     few, usual = len(budgets_ms), len(DEFAULT_QUANTILES)
-    note = f"budgets: {few} of {usual} are distinct, because many latencies are equal; budgets_ms sets others"
+    note = f"budgets: only {few} of {usual} are distinct, because many latencies are equal; budgets_ms sets others"
     return [note] if few < usual else []
 
 
@@ -94,7 +94,7 @@ def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None, rows
         latency_ms, mask = table.without_first_look.latency_ms, table.mask
         return default_budgets(table) if rows is None else quantile_budgets(latency_ms[rows], mask[rows])
     if not budgets_ms or not min(budgets_ms) > 0:
-        raise InputError(f"budgets_ms={list(budgets_ms)}: at least one, all positive, in ms")
+        raise InputError(f"budgets_ms={list(budgets_ms)}: give at least one budget in ms, all positive")
     return torch.tensor(list(budgets_ms))
 
 
@@ -151,10 +151,10 @@ class BudgetSampler:
             name = "factors" if config.strategy == "relative" else "values_ms"
             numbers: tuple[float, ...] = getattr(config, name)
             valid = bool(numbers) and all(0 < number < math.inf for number in numbers)
-            self._check(valid, f"{name} must be positive, at least one", numbers)
+            self._check(valid, f"{name} must hold at least one number, all positive, not", numbers)
             self._numbers = torch.tensor(list(numbers))
         else:
-            self._check(0 <= config.low <= config.high <= 1, "needs 0 ≤ low ≤ high ≤ 1", (config.low, config.high))
+            self._check(0 <= config.low <= config.high <= 1, "needs 0 ≤ low ≤ high ≤ 1, not", (config.low, config.high))
             self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, 1025))
 
     def _check(self, valid: bool, needs: str, value: object) -> None:

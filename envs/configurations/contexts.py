@@ -85,6 +85,6 @@ def reward_under(budget: BudgetConfig | None, reward: RewardConfig | str | None)
         reward = TRAINING_REWARD if reward == TRAINING_REWARD.kind else RewardConfig(kind=reward)
     if (reward.kind == "priced") != mean:
         raise InputError(
-            f"reward.kind={reward.kind}: does not go with budget.sense={sense}; priced goes with mean and weights only"
+            f"reward.kind={reward.kind}: does not suit budget.sense={sense}; priced goes with mean and weights only"
         )
     return reward

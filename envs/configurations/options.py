@@ -25,7 +25,7 @@ def chosen_context(
     """
     allowed = ("row", "sample_id", "dataset", limit_key)
     if unknown := [name for name in options if name not in allowed]:
-        raise InputError(f"reset options: {unknown[0]!r} is not among them; allowed are {', '.join(allowed)}")
+        raise InputError(f"reset options: {unknown[0]!r} is unknown; known are {', '.join(allowed)}")
     if ("sample_id" in options and "row" in options) or ("dataset" in options and "sample_id" not in options):
         raise InputError("reset options: name the sample by row, or by sample_id (with dataset where ids repeat)")
     rows, limits = options.get("row"), options.get(limit_key)
@@ -33,10 +33,10 @@ def chosen_context(
         rows = _row_of_id(str(options["sample_id"]), options.get("dataset"), table)
     if rows is not None:
         last = table.num_samples - 1
-        rows = _numbers("row", rows, (count,), "iu", 0, last, f"the rows of {table.name!r} are 0 to {last}").long()
+        rows = _numbers("row", rows, (count,), "iu", 0, last, f"must be a row of {table.name!r}, 0 to {last}").long()
     if limits is not None:
         bounds, pair = torch.finfo(torch.float32), limit_key == "worths"
-        needs = "it must be a pair of positive, finite numbers" if pair else "it must be a positive, finite number"
+        needs = "must be a pair of positive, finite numbers" if pair else "must be a positive, finite number"
         shape = (count, 2) if pair else (count,)
         limits = _numbers(limit_key, limits, shape, "iuf", bounds.tiny, bounds.max, needs).float()
     return rows, limits
@@ -47,9 +47,7 @@ def _numbers(name: str, value: Any, shape: tuple[int, ...], kinds: str, low: flo
     array = np.asarray(value)
     valid = array.dtype.kind in kinds and array.shape in (shape, shape[1:])
     if not valid or not low <= array.min() <= array.max() <= high:
-        raise InputError(
-            f"reset options: {name}={value!r}; {needs}, the same for all environments or {shape[0]} of them"
-        )
+        raise InputError(f"reset options: {name}={value!r}: {needs}; give one for all environments, or {shape[0]}")
     return torch.from_numpy(np.broadcast_to(array, shape).copy())
 
 
@@ -59,6 +57,6 @@ def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
     if len(rows) != 1:
         raise InputError(
             f"reset options: {len(rows)} samples of {table.name!r} have sample_id={sample_id!r} and "
-            f"dataset={dataset!r} (None is any); ids begin with {table.sample_ids[:3]}"
+            f"dataset={dataset!r} (None is any); the first ids are {table.sample_ids[:3]}"
         )
     return rows[0]

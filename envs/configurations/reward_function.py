@@ -86,11 +86,11 @@ class RewardFunction:
         finally:
             threads.discard(threading.get_ident())
         if not torch.equal(again.nan_to_num(), rewards.nan_to_num()):
-            raise self._refused("returns other rewards when it is called again; must be deterministic")
+            raise self._refused("returns different rewards when it is called again; must be deterministic")
         some = (slice(None, None, 2), slice(1))
         part = self(accuracy[some], latency_ms[some], limits[::2], configurations[:1])
         if not torch.allclose(part, rewards[some], rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise self._refused("a decision's reward depends on the other decisions in the batch; must not")
+            raise self._refused("a decision's reward depends on the other decisions in the batch, which it must not")
 
 
 def _sizes(knob: Knob) -> Tensor:
@@ -107,7 +107,7 @@ def _threads_without_files() -> set[int]:
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and threading.get_ident() in threads:
-            raise PermissionError(f"opens {arguments[0]}; a reward reads no files, its module may when imported")
+            raise PermissionError(f"opens {arguments[0]}; a reward must not read files; its module may, on import")
 
     sys.addaudithook(refuse)
     return threads

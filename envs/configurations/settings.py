@@ -59,9 +59,9 @@ class RewardConfig:
     def __post_init__(self) -> None:
         one_of("reward.kind", self.kind, ("shaped", "utility", "priced", "function"))
         if (self.kind == "function") != (self.function is not None):
-            raise InputError("reward=function and reward.function=module:name: each needs the other")
+            raise InputError("reward=function and reward.function=module:name go together; give both or neither")
         if not 0 <= self.miss < math.inf:
-            raise InputError(f"reward.miss={self.miss}: is what a missed budget costs; must be 0 or a positive number")
+            raise InputError(f"reward.miss={self.miss}: the cost of a missed budget must be 0 or a positive number")
 
 
 TRAINING_REWARD = RewardConfig(kind="utility", miss=0.2)

@@ -160,7 +160,7 @@ def _counts(
             sum(map(bool, query_names)) if not any(names) else 0
         ),
         "queries without any beam": int((beams == 0).sum()),
-        "queries with only one beam, which is compared with nothing": int((beams == 1).sum()),
+        "queries with only one beam, which can be compared with no other": int((beams == 1).sum()),
     }
 
 
@@ -204,7 +204,7 @@ def read_embeddings(path: str | Path) -> Tensor:
     of numbers, or NaN or infinity."""
     path = Path(path)
     if not path.is_file() or path.suffix not in (".safetensors", ".npz", ".npy", ".pt"):
-        raise InputError(f"{path}: no such file, or none of .safetensors, .npz, .npy, .pt, which hold embeddings")
+        raise InputError(f"{path}: no such file, or not a .safetensors, .npz, .npy or .pt file of embeddings")
     arrays = {k: x for k, x in read_arrays(path, "embeddings").items() if isinstance(x, Tensor | np.ndarray)}
     matrices = {k: torch.as_tensor(x) for k, x in arrays.items() if isinstance(x, Tensor) or x.dtype.kind in "iuf"}
     if len(matrices) != 1 and "embeddings" not in matrices:

@@ -75,9 +75,9 @@ def by_query(path: str | Path, content: Any, trailing_query: TrailingQuery, coun
             keys = [ids[0] if ids else None for ids in last]
         else:
             keys = [*range(len(keys))]
-            counts["records name no query: their places in the list, from 0, are taken for its rows"] += len(keys)
+            counts["records name no query: their positions in the list, from 0, are taken as rows"] += len(keys)
     if None in keys:
-        raise InputError(f"{path}: record {keys.index(None)} of the list names no query, as others do; add query_id")
+        raise InputError(f"{path}: record {keys.index(None)} of the list names no query, but others do; add query_id")
     key, count = Counter(map(str, keys)).most_common(1)[0]
     if count > 1:
         raise InputError(f"{path}: {count} records of the list are of query {key}; keep only one")
@@ -161,10 +161,10 @@ def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
         chosen = [_chosen(f"{where}, row {number}", row, pool) for number, row in enumerate(rows)]
         if pool is None:
             pool = list(dict.fromkeys(chain.from_iterable(chosen)))
-            kept.counts["queries without a pool: it is the ids in their rows"] += 1
+            kept.counts["queries without a pool: the ids in their rows are taken as the pool"] += 1
         place = {candidate: i for i, candidate in enumerate(pool)}
         if len(place) < len(pool):
-            raise InputError(f"{where}: an id occurs twice in candidate_pool_ids; every candidate has one place")
+            raise InputError(f"{where}: an id occurs twice in candidate_pool_ids; keep each id once")
         for number, (row, ids) in enumerate(zip(rows, chosen, strict=True)):
             at = f"{where}, row {number}"
             if why := _why_dropped(at, row, ids, keep_fallback):
@@ -199,7 +199,7 @@ def _chosen(where: str, row: Record, pool: list[int] | None) -> list[int]:
             raise InputError(f"{where}: pointer {outside[0]} is outside the pool of {len(pool)} candidates")
         if [pool[place] for place in places] != ids:
             raise InputError(
-                f"{where}: pointer {places} and pointer_global {ids} name different candidates; pointer counts in "
+                f"{where}: pointer {places} and pointer_global {ids} name different candidates; pointer indexes "
                 "candidate_pool_ids from 0"
             )
     return ids

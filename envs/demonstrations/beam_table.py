@@ -111,9 +111,9 @@ class BeamTable:
             "candidates that occur twice in a pool": repeated(self.pool),
             "padding inside a sequence; it belongs at the end": after_gaps(used),
             "padding between the beams of a query; it belongs at the end": after_gaps(beam),
-            "places outside the query's own pool": self.sequences >= real.sum(1)[:, None, None],
-            "places that occur twice in a sequence": repeated(self.sequences),
-            f"found_by that is no index into {METHODS}": beam & ((self.found_by < 0) | (self.found_by >= len(METHODS))),
+            "indices outside the query's own pool": self.sequences >= real.sum(1)[:, None, None],
+            "indices that occur twice in a sequence": repeated(self.sequences),
+            f"found_by that does not index {METHODS}": beam & ((self.found_by < 0) | (self.found_by >= len(METHODS))),
             "rounds that do not fit found_by (draws of a policy count from 1, everything else has 0)": beam
             & ((self.round < 0) | ((self.round > 0) != drawn_by_policy)),
             "outcomes, found_by or round where there is no beam": ~beam

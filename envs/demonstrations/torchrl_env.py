@@ -312,7 +312,7 @@ class DemonstrationBandit(SingleStepEnv):
         most, place = nearness.masked_fill(~exists.unsqueeze(1), -1).max(2)
         unknown = ~empty & (most < self.shots * (self.shots + 1))
         if self.unprofiled == "error":
-            self._refuse(unknown, rows, action, "were never recorded: unprofiled=nearest replays the nearest recorded")
+            self._refuse(unknown, rows, action, "were never recorded; unprofiled=nearest replays the nearest that were")
         if action.shape == recorded.shape:  # of two equal recordings each keeps its own place
             place = torch.where((action == recorded).all(-1), torch.arange(place.shape[1], device=place.device), place)
         none = empty | ~exists.any(1, keepdim=True)
@@ -327,7 +327,7 @@ class DemonstrationBandit(SingleStepEnv):
         assert self.scorer is not None
         sequences = self.closed_up(rows, action)
         if self.unprofiled == "error":
-            problem = "do not exist: they have a place outside the pool, the same twice, or −1 before the end"
+            problem = "do not exist: they hold an index outside the pool, an index twice, or −1 before the end"
             self._refuse((action != sequences).any(-1), rows, action, problem)
         pool, used = self.pool[rows], sequences >= 0
         mask, config = used[..., 0], self.reward_config
@@ -364,7 +364,7 @@ class DemonstrationBandit(SingleStepEnv):
     def _refuse(self, wrong: Tensor, rows: Tensor, action: Tensor, problem: str) -> None:
         if wrong.any():
             query = f"query {self.table.query_ids[int(rows[wrong.any(1)][0])]} of {self.table.name!r}"
-            first = f"the first: {query}, places {action[wrong][0].tolist()}"
+            first = f"the first: {query}, indices {action[wrong][0].tolist()}"
             raise InputError(f"{int(wrong.sum())} of the sequences {problem} ({first})")
 
     @staticmethod

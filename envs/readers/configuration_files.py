@@ -71,7 +71,7 @@ def read_configurations(
     others = [path for path in folder.glob("*.json") if path not in matches and not path.stem.endswith("_results")]
     unread = sum(path.name.startswith(kind) or not path.name.startswith(("exp5_", "exp6_")) for path in others)
     skipped = {
-        "rank files not read, since their merges are there": len(matches) - len(ranks),
+        "rank files not read, since files merged from them are there": len(matches) - len(ranks),
         "JSON files not read, since their names do not fit": unread,
         "files with fewer rows than num_samples in their summary": short,
         f"files that name the data set {names}{': not read' * (folder == root)}": len(foreign),
@@ -159,7 +159,7 @@ def _with_knobs(
     """The rows of a whole run with the values of all knobs. Raises InputError if a row or summary does not say them."""
     if rows and not any(knob in row for row in rows for knob in knobs):
         rows = _in_order(path, summary, rows, knobs)
-        notes.append(f"{path}: its rows name no knobs; they were taken in the order of its {len(summary)} summaries")
+        notes.append(f"{path}: its rows name no knobs; these were taken in the order of its {len(summary)} summaries")
     for record in (*summary, *rows):
         values = tuple(record.get(knob) for knob in knobs)
         if not all(type(value) is int and value >= 0 for value in values):
@@ -182,8 +182,8 @@ def _in_order(path: Path, summary: list[Record], rows: list[Record], knobs: Sequ
             fits &= abs(sum(scores) / len(part) - accuracy) < 1e-3
     if not fits:
         raise InputError(
-            f"{path}: its {len(rows)} rows do not say {', '.join(knobs)}, and in the order of its {len(summary)} "
-            "summaries num_samples or the accuracies do not fit. Give a folder with a file for each configuration, or "
+            f"{path}: its {len(rows)} rows do not name {', '.join(knobs)}, and num_samples or the accuracies of its "
+            f"{len(summary)} summaries do not fit their order. Give a folder with a file for each configuration, or "
             "add the knobs to every row"
         )
     return named

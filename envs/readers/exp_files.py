@@ -102,7 +102,7 @@ def _broadcast(
     means = means.group_by(KNOBS).agg(mean.alias("latency_ms"), pl.col("file").first())
     if means.is_empty():
         return times
-    use = "given to all their samples" if wanted else "left out (see broadcast_latency)"
+    use = "it is given to all their samples" if wanted else "they are left out (see broadcast_latency)"
     notes.append(f"{means.height} configurations have only a mean latency: {use}")
     if not wanted:
         return times
@@ -124,7 +124,7 @@ def _join(scores: pl.DataFrame, times: pl.DataFrame, dataset: str, notes: list[s
         lost = side.join(other, on=on, how="anti").join(alone, on=KNOBS, how="anti")
         if lost.height:
             count = f"{lost.select(on).n_unique()} cells of {lost['sample_id'].n_unique()} samples"
-            notes.append(f"{dataset}: {count} have no partner in {other_name}: not profiled")
+            notes.append(f"{dataset}: {count} have no partner in {other_name}, so they count as not profiled")
     if cells.is_empty():
         ids = [sorted(side["sample_id"].unique())[:3] for side in (scores, times)]
         raise InputError(

@@ -81,7 +81,7 @@ def _features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Fe
             raise InputError(f"{source}: features {key!r} hold infinite values; write NaN for what is missing")
         blocks[key] = torch.from_numpy(block)
     if twice := n - len(set(zip(*names.values(), strict=True))):
-        raise InputError(f"{source}: {twice} ids occur more than once; a sample has one row of features")
+        raise InputError(f"{source}: {twice} ids occur more than once; keep one row of features for each sample")
     return Features(names["sample_id"], blocks, names.get("dataset", ()))
 
 
@@ -154,5 +154,5 @@ def _read_arrays(path: Path) -> dict[str, ArrayLike]:
         else:
             scalars.append(number_column(column, str(path)).fill_null(np.nan).to_numpy())
     if scalars and "features" in arrays_by_name:
-        raise InputError(f"{path}: the scalar columns make a block `features`, but the file has one already; rename it")
+        raise InputError(f"{path}: the scalar columns form a block `features`, but the file already has one; rename it")
     return arrays_by_name | ({"features": np.stack(scalars, 1)} if scalars else {})

@@ -46,7 +46,7 @@ def read_frame(path: Path) -> pl.DataFrame:
         raise
     except Exception as error:
         raise InputError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})") from error
-    raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl and .ndjson; text may end in .gz")
+    raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl and .ndjson; text may also end in .gz")
 
 
 def _frame(rows: list[Any]) -> pl.DataFrame:
@@ -55,7 +55,7 @@ def _frame(rows: list[Any]) -> pl.DataFrame:
     kinds: dict[str, set[type]] = defaultdict(set)
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise ValueError(f"row {number} is no object, but {str(row)[:20]}")
+            raise ValueError(f"row {number} is not an object, but {str(row)[:20]}")
         for name, value in row.items():
             if type(value) is int and not -(1 << 63) <= value < 1 << 63:
                 raise ValueError(f"the column {name!r} holds {value}, which has more than 64 bits; write ids as text")
@@ -124,8 +124,8 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
     series = series.cast(pl.Float64) if series.dtype == pl.Int128 else series
     if series.null_count() or not (series.dtype.is_numeric() or series.dtype == pl.String):
         raise InputError(
-            f"{source}: knob {series.name!r} must be a number or a name in every row; {series.null_count()} are empty"
-            f", its type is {series.dtype}"
+            f"{source}: knob {series.name!r} must be a number or a name in every row; {series.null_count()} are empty, "
+            f"and its type is {series.dtype}"
         )
     written = series.unique().to_list()
     read: list[KnobValue] = written

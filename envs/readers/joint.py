@@ -79,7 +79,7 @@ def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
         if sorted(knob.name for knob in table.knobs) != sorted(names):
             raise InputError(
                 f"profile {table.name!r} has the knobs {', '.join(knob.name for knob in table.knobs)}, but "
-                f"{tables[0].name!r} has {', '.join(names)}; profiles that are joined must have the same"
+                f"{tables[0].name!r} has {', '.join(names)}; joined profiles must have the same knobs"
             )
         if table.unit != tables[0].unit:
             raise InputError(
@@ -114,13 +114,13 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
             if (width := widths.setdefault(block, values.shape[1])) != values.shape[1]:
                 raise InputError(
                     f"features: block {block!r} is {values.shape[1]} wide in profile {table.name!r} and {width} in one "
-                    "before it; all profiles that are joined must have features of the same encoder"
+                    "before it; joined profiles must have features of the same encoder"
                 )
     for table in tables:
         if (lacking := [block for block in widths if block not in table.features]) and not missing_blocks:
             raise InputError(
-                f"features: profile {table.name!r} has no block {', '.join(lacking)}, which another one has; give its "
-                "features, or ask for missing_blocks=true to have them filled in"
+                f"features: profile {table.name!r} has no block {', '.join(lacking)}, which another has; give its "
+                "features, or fill them in with missing_blocks=true"
             )
     return {
         block: torch.cat([t.features.get(block, torch.full((t.num_samples, width), torch.nan)) for t in tables])
@@ -141,6 +141,8 @@ def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
             for part, rows in table.split()._asdict().items():
                 parts[rows.numpy()] = part
             fixes = "fixes no validation part" if table.parts else "fixes no split"
-            notes.append(f"{table.name}: {fixes}, as others do; divided {'75/25' if table.parts else '60/20/20'}")
+            notes.append(
+                f"{table.name}: {fixes}, unlike others; it was divided {'75/25' if table.parts else '60/20/20'}"
+            )
         parts_of_tables.append(parts.tolist())
     return _all(parts_of_tables), notes

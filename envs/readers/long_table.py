@@ -236,7 +236,7 @@ def _refuse_repeated(
         f"{source}: {same['cell'].n_unique()} (sample, configuration) pairs occur more than once {alike}, such as "
         f"{pair}, {same['len'][0]} times. Remove the copies; or number the measurements of each pair in a column "
         "`repeat`. Ids must be unique inside a data set (do they restart in every batch or on every rank?), and every "
-        "knob a column"
+        "knob needs a column"
     )
 
 
@@ -303,7 +303,7 @@ def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl
     samples, n = rows.unique(), rows.select(keys).n_unique()
     for column in rows.columns[len(keys) :]:
         if (more := rows.select(*keys, column).n_unique() - n) > 0:
-            raise InputError(f"{source}: {column} must be the same in all rows of a sample; there are {more} others")
+            raise InputError(f"{source}: {column} must be the same in all rows of a sample; it differs {more} times")
     if "split" in samples.columns:
         words = samples["split"].str.to_lowercase()
         if unknown := sorted(set(words) - set(PARTS)):

@@ -51,10 +51,10 @@ class Load:
         try:
             loads = tuple(map(float, rest))
         except ValueError:
-            raise InputError(f"load {text!r}: must be {HELP}") from None
+            raise InputError(f"load {text!r}: is not known; give one {HELP}") from None
         counts = (0, 1) if kind == "recorded" else (KINDS[kind],)
         if len(loads) not in counts or (kind == "recorded" and times_ms is None):
-            raise InputError(f"load {text!r}: must be {HELP}")
+            raise InputError(f"load {text!r}: is not known; give one {HELP}")
         if not all(0 < load < math.inf for load in loads):
             raise InputError(f"load {text!r}: must be positive; 1 is as much as the servers can serve")
         return cls(kind, loads, times_ms)
@@ -111,7 +111,7 @@ def check_arrivals(times_ms: Tensor, name: str) -> None:
     }
     for words, wrong in problems.items():
         if wrong.any():
-            raise InputError(f"{name}: arrival {int(wrong.nonzero()[0, -1]) + 1} {words}; sort out the times, in ms")
+            raise InputError(f"{name}: arrival {int(wrong.nonzero()[0, -1]) + 1} {words}; sort the times, in ms")
 
 
 class Traces(NamedTuple):
@@ -153,7 +153,7 @@ def draw_traces(
     if not loads:
         raise InputError(f"loads: at least one is needed, {HELP}")
     if not len(deadlines_ms) or not (deadlines_ms > 0).all():
-        raise InputError(f"deadlines_ms={deadlines_ms.tolist()}: must be positive, and at least one")
+        raise InputError(f"deadlines_ms={deadlines_ms.tolist()}: give at least one deadline, all positive")
     if not len(rows):
         raise InputError("traces: there are no samples to draw from")
     draw, shape = torch.Generator().manual_seed(seed), (count, requests)

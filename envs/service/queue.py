@@ -117,7 +117,7 @@ class Queue:
             raise InputError(f"configuration: must be from 0 to {self.rewards.accuracy.shape[1] - 1}")
         accuracy, latency = self.rewards.outcome(rows, configuration, repeats)
         if latency.isnan().any():
-            raise InputError("configuration: was never profiled for its sample; choose by Forecast.choose")
+            raise InputError("configuration: was never profiled for its sample; choose with Forecast.choose")
         took = latency.double() + self.cost_ms
         waited = begins - self.traces.arrivals_ms[:, self.place, None]
         gained = utility(accuracy, waited + took, self.traces.deadlines_ms[:, self.place, None])

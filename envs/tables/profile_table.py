@@ -111,7 +111,7 @@ class ProfileTable:
             "negative latency_ms": lambda a, t, m: m & (t < 0),
             "accuracy outside [0, 1]": lambda a, t, m: m & ((a < 0) | (a > 1)),
             "samples without any profiled configuration": lambda a, t, m: ~m.any(1),
-            "cells not profiled that are not NaN": lambda a, t, m: ~m & ~(a.isnan() & t.isnan()),
+            "unprofiled cells that are not NaN": lambda a, t, m: ~m & ~(a.isnan() & t.isnan()),
         }
         counts = {"configurations without any profiled sample": int((~self.mask.any(0)).sum())}
         counts |= {w: sum(int(bad(*p).sum()) for p in zip(*pieces, strict=True)) for w, bad in problems.items()}

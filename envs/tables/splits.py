@@ -132,7 +132,7 @@ def unseen(table: ProfileTable, split: Split) -> Split:
     train, validation = without_tested(split.train), without_tested(split.validation)
     if not len(train) or not len(validation):
         raise InputError(
-            f"profile {table.name!r}: all samples outside the test part show its images; nothing is left to fit on"
+            f"profile {table.name!r}: all other samples show images of its test part, so none is left to fit on"
         )
     return Split(train, validation, split.test)
 
@@ -160,7 +160,7 @@ def divide(
     part."""
     if repeats > 1 and (leave_out is not None or table.parts):
         fixed = "split.leave_out" if leave_out is not None else f"profile {table.name!r}"
-        raise InputError(f"split.repeats={repeats}: {fixed} fixes the test part, so all splits would test the same")
+        raise InputError(f"split.repeats={repeats}: {fixed} fixes the test part, which all splits would share")
     if leave_out is None:
         return unseen(table, table.split(train, validation, seed))
     if not min(train, validation) > 0:

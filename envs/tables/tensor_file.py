@@ -121,7 +121,7 @@ def tensors_if_whole(path: Path) -> dict[str, Tensor] | None:
     try:
         return tensors_of(path) if path.exists() else None
     except (Damaged, SafetensorError):
-        say(f"{path}: is damaged, and made again")
+        say(f"{path}: is damaged, so it is made again")
         return None
 
 

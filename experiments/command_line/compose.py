@@ -334,7 +334,7 @@ def _unreadable(word: str) -> str:
         return f"{word}: options are key=value; did you mean profile=table profile.path={word}?"
     if not re.match(r"[+~]*[\w./@-]+=", word):
         return f"{word!r}: is not of the form key=value, such as policy.hidden=48"
-    return f"{word!r}: this value cannot be read; quote one with blanks or brackets twice: 'key=\"a (1)\"'"
+    return f"{word!r}: this value cannot be read; quote a value with blanks or brackets twice: 'key=\"a (1)\"'"
 
 
 def _several_values(verb: str, key: str, values: str) -> str:

@@ -196,6 +196,6 @@ def check_written(config: Any) -> None:
             nearest = next(folder for folder in folders if folder.exists())
             problem = "" if os.access(nearest, os.W_OK | os.X_OK) else f"nothing can be written in {nearest}"
             if not nearest.is_dir():
-                problem = f"{nearest} is a file and no folder"
+                problem = f"{nearest} is a file, not a folder"
             if problem:
-                raise InputError(f"{prefix}{name}={value}: {problem}; choose another place")
+                raise InputError(f"{prefix}{name}={value}: {problem}; choose another path")

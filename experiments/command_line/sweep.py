@@ -38,7 +38,7 @@ from knobwise.experiments.settings.selector_options import SelectorRun
 
 JOBS = "jobs.yaml"
 QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-STOPPING = "stopping the jobs, which save what they have; once more stops at once"
+STOPPING = "stopping the jobs, which save what they have; interrupt again to stop at once"
 
 
 def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
@@ -54,18 +54,18 @@ def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
     overrides = compose.parsed([word for word in words if not word.startswith("-") and word not in about_hydra])
     for override in overrides:
         if override.is_sweep_override() and not override.is_discrete_sweep():
-            raise InputError(f"{override.input_line}: a sweep lists its values, {override.key_or_group}=a,b,…")
+            raise InputError(f"{override.input_line}: a sweep lists values, as in {override.key_or_group}=a,b")
     choices = {override.get_key_element(): _choices(override) for override in overrides}
     named = "experiment" in choices
     typed = choices.pop("experiment", [f"experiment={EXPERIMENTS[schema]}"])
     names = [word.partition("=")[2].strip("'\"") for word in typed]
     if any(compose.schema_of("train", [f"experiment={name}"]) != schema for name in names):
-        raise InputError(f"experiment={','.join(names)}: selectors and controllers are trained by two commands")
+        raise InputError(f"experiment={','.join(names)}: train selectors and controllers with two commands")
     jobs: list[list[str]] = []
     for name in names:
         sweeper = composed(schema, [f"experiment={name}", *about_hydra], with_hydra=True).hydra.sweeper
         if not str(sweeper._target_).endswith("BasicSweeper"):
-            raise InputError("hydra/sweeper: sweeps are over key=a,b alone; searching is done by W&B sweeps")
+            raise InputError("hydra/sweeper: sweeps run over key=a,b only; to search, use W&B sweeps")
         of_file = compose.parsed([f"{key}={values}" for key, values in (sweeper.params or {}).items()])
         every = {override.get_key_element(): _choices(override) for override in of_file}
         every |= ({"experiment": [f"experiment={name}"]} if named else {}) | choices
@@ -90,7 +90,7 @@ def _about_hydra(words: Sequence[str]) -> list[str]:
     about_hydra = [word for word in words if re.match(compose.ABOUT_HYDRA, word)]
     missing = find_spec("ray") is None or find_spec("hydra_plugins.hydra_ray_launcher") is None
     if missing and any(word.lstrip("+").startswith("hydra/launcher=ray") for word in about_hydra):
-        raise InputError("hydra/launcher=ray: Ray is not installed; `pip install 'knobwise[ray]'` brings it")
+        raise InputError("hydra/launcher=ray: Ray is not installed; install it with `pip install 'knobwise[ray]'`")
     return about_hydra
 
 
@@ -197,7 +197,7 @@ def _run(sweep: Sweep, about_hydra: Sequence[str]) -> None:
     others = "" if sweep.in_turn else f" at the same time; their output is in {relative(sweep.folder)}/*.log"
     say(f"sweep: {sweep.size}{others}")
     if done:
-        say(f"{done} of them finished before, not run again")
+        say(f"{done} of them finished before and are not run again")
     waiting = [str(number) for number in range(1, total + 1) if number not in sweep.done_before]
     arguments = ["-m", f"job={','.join(waiting)}", *about_hydra, *QUIET]
     arguments.append(f"hydra.sweep.dir={json.dumps(str(sweep.folder))}")

@@ -227,7 +227,7 @@ class Sweep:
         if failed:
             number, outcome = next(iter(failed.items()))
             others = f" (and {len(failed) - 1} more of them)" if len(failed) > 1 else ""
-            line = f"{self.name(number)}{others}: {outcome.error}; repeat the command to run what failed again"
+            line = f"{self.name(number)}{others}: {outcome.error}; repeat the command to run the failed jobs again"
             raise Crashed(line) if outcome.crashed else InputError(line)
 
 

@@ -35,7 +35,7 @@ def compare(config: CompareRun) -> Comparison:
     except Exception as error:
         for run in find_runs(config.runs)[0]:  # results of earlier versions hold no checksum that shows damage
             if "sha256" not in read_results(run):
-                wrong = f"{run}/results.json: holds something else than results ({error}); train or judge the run again"
+                wrong = f"{run}/results.json: does not hold results ({error}); train or judge the run again"
                 raise InputError(wrong) from error
         raise
 

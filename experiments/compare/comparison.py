@@ -128,7 +128,7 @@ def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
         raise InputError(f"compare: two runs are needed, {count} in {', '.join(folders)}{rest}")
     runs, notes = read_runs(finished), []
     if unfinished:
-        notes.append(f"Left out, not finished: {', '.join(unfinished)}.")
+        notes.append(f"Left out because not finished: {', '.join(unfinished)}.")
     if bare := [run.label for run in runs if not run.settings]:
         notes.append(f"{', '.join(bare)}: without config.yaml the settings are unknown.")
     return runs, notes
@@ -164,7 +164,7 @@ def _before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
             seeds = len(run.results["chosen"])
             labels.setdefault("" if seeds == 1 else f" in {early} of {seeds} seeds", []).append(run.label)
     listed = "; ".join(f"{', '.join(names)}{where}" for where, names in labels.items())
-    return [f"GRPO does not improve the policy, and the best checkpoint is the one before it: {listed}."] * bool(labels)
+    return [f"GRPO does not improve the policy; the best checkpoint is the one before GRPO: {listed}."] * bool(labels)
 
 
 def row_over(run: ComparedRun, policy: str, places: Sequence[float], main: float | None) -> Mapping[str, Any]:

@@ -110,7 +110,7 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
         sweep = (folder / "jobs.yaml").is_file()
         runs = _runs_of_sweep(folder, unfinished) if sweep else _runs_below(folder, DEEPEST)
         if not runs and not sweep:
-            raise InputError(f"{name}: no run in it; the folder of a run holds config.yaml and results.json")
+            raise InputError(f"{name}: holds no run; the folder of a run holds config.yaml and results.json")
         for run in runs:
             if (run / "results.json").exists() and not (run / UNFINISHED).exists():
                 finished.setdefault(run.resolve(), run)
@@ -164,7 +164,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         if (problem := problem_of(content)) is not kind:
             raise InputError(
                 f"{folder}: is a run of {problem.agents}, {folders[0]} one of {kind.agents}; their numbers mean "
-                "different things, compare runs of one kind"
+                "different things; compare runs of one kind"
             )
         decisions, missing = None, ""
         try:

@@ -111,7 +111,7 @@ def _check_trained(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> 
     """Raises InputError if the controller cannot decide on this profile."""
     controller = loaded.controller
     if network_of(controller).cost:
-        raise InputError(f"{config.checkpoint}: was trained with budget=weights, and is judged by its own run only")
+        raise InputError(f"{config.checkpoint}: was trained with budget=weights, which only its own run can judge")
     if not isinstance(controller, PricedChooser) and controller.priced:
         raise InputError(f"{config.checkpoint}: its prices were not calibrated yet; let its training end")
     check_fits(config.checkpoint, controller, table)
@@ -126,7 +126,7 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
         return Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
     seen = set(loaded.extra["seen"])
     new = torch.tensor([print_ not in seen for print_ in table.fingerprints(split.test)])
-    print(f"not the profile of the training: {int(new.sum())} of its {len(new)} test samples are new", flush=True)
+    print(f"not the training profile: {int(new.sum())} of its {len(new)} test samples are new", flush=True)
     if not new.any():
         raise InputError(f"{config.checkpoint}: was trained on every test sample of profile {table.name!r}")
     return split._replace(test=split.test[new])

@@ -77,9 +77,9 @@ def run_live(
     loaded = load_checkpoint(checkpoint)
     controller = loaded.controller
     if isinstance(controller, PricedChooser) or controller.priced:
-        raise InputError(f"{checkpoint}: keeps a mean over requests; live, every request has a deadline")
+        raise InputError(f"{checkpoint}: keeps a mean over requests, but with live=true every request has a deadline")
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
-        raise InputError(f"{checkpoint}: live needs the best.pt of a training on profile {table.name!r} as it is now")
+        raise InputError(f"{checkpoint}: live needs the best.pt of a training on the present profile {table.name!r}")
     test, fitted = loaded.extra["test_rows"], torch.cat([loaded.extra[f"{p}_rows"] for p in ("train", "validation")])
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
@@ -109,7 +109,7 @@ def run_live(
     if stopped is not None:
         stream, record = server.finished()
         if not len(stream.rows):
-            raise InputError(f"{stopped}; nothing was served before") from stopped.__cause__
+            raise InputError(f"{stopped}; no request was served before that") from stopped.__cause__
     results = live_results(table, stream, record, served.controller, speed)
     results |= {"model": model.name, "tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
     results |= {"repeats": record.served["choice"].shape[2], "rate": config.rate}

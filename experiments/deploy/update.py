@@ -60,8 +60,8 @@ def run(config: UpdateRun) -> Path:
         return _roll_back(out)
     if (config.log is None) == (config.profile is None):
         raise InputError(
-            "update: give log=FOLDER, the requests that it learns from, or what was timed on other hardware: "
-            "profile=table profile.path=FILE"
+            "update: give log=FOLDER, the requests to learn from, or profile=table profile.path=FILE, the cells "
+            "that were timed on other hardware"
         )
     if config.every is None or config.log is None:
         return _update(config, out)[0]
@@ -118,7 +118,7 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
             serve(out, version)
         else:
             try_out(out, version if facts["promising"] else None)
-    outcome = f"{current.name} goes on serving" + (", this one is worth a trial" if facts["promising"] else "")
+    outcome = f"{current.name} goes on serving" + (", but this version is worth a trial" if facts["promising"] else "")
     print_lines(Console(), [f"{version}: {'serves now' if facts['better'] else outcome}"])
     return serving(out) or version, version, facts
 
@@ -161,13 +161,13 @@ def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
 def _roll_back(out: Path) -> Path:
     """Let the version before the current one serve again."""
     if (current := serving(out)) is None:
-        raise InputError(f"out={out}: there is no version in it to go back from")
+        raise InputError(f"out={out}: it holds no version to roll back from")
     before = json.loads((current / UPDATE).read_text())["before"]
     if before is None:
         raise InputError(f"out={out}: {current.name} is the first version; there is none before it")
     with locked(out):
         serve(out, out / VERSIONS / before)
-    print_lines(Console(), [f"{out / VERSIONS / before}: serves again, in the place of {current.name}"])
+    print_lines(Console(), [f"{out / VERSIONS / before}: serves again, in place of {current.name}"])
     return out / VERSIONS / before
 
 
@@ -226,14 +226,16 @@ def _problem(loaded: Loaded, for_hardware: bool) -> str:
     """Why what a controller expects cannot be moved; "" if it can."""
     network = loaded.network
     if network.priced:
-        return "decides for mean budgets, whose prices hold on one machine only; train on a profile of the other one"
+        return (
+            "decides for mean budgets, whose prices hold on one machine only; train on a profile of the other machine"
+        )
     if network.config.structure != "utility":
         return (
             f"policy.structure={network.config.structure} predicts no latencies that could be adapted; train with "
             "policy=auto or policy=utility, or let AdaptiveModel.calibrate scale the budgets"
         )
     adapted_before = for_hardware and "adapted" in loaded.extra
-    return "was adapted before; give the controller as it was trained" if adapted_before else ""
+    return "was already adapted; give the controller as it was trained" if adapted_before else ""
 
 
 def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
@@ -248,8 +250,8 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     table = read_profile(config.trained_on)
     if table.digest != loaded.profile_digest:
         raise InputError(
-            f"{config.checkpoint}: was trained on profile {loaded.profile_name!r}, and trained_on is another, "
-            f"{table.name!r}; name that of the training, such as trained_on=table trained_on.path=FILE"
+            f"{config.checkpoint}: was trained on profile {loaded.profile_name!r}, but trained_on is another, "
+            f"{table.name!r}; give the profile of the training, as in trained_on=table trained_on.path=FILE"
         )
     profile = config.profile
     if isinstance(profile, LongTables) and profile.knobs is None:  # few rows do not show which columns are knobs

@@ -182,8 +182,8 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
             raise Damaged(path)
         if noted[: len(digests)] != digests:
             raise InputError(
-                f"{path.with_name(FILE)}: does not fit {path}, which notes its checksum; one of the two is damaged, "
-                "take copies of both, or judge the run again"
+                f"{path.with_name(FILE)}: does not match its checksum in {path}; one of the two is damaged: "
+                "restore copies of both, or judge the run again"
             )
     rows = results.get("rows") if isinstance(results, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):

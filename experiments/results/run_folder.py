@@ -108,7 +108,7 @@ def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
                 held.enter_context(lock)
                 break
         if not (folder / file).exists() or (folder / file).read_bytes() != words.encode():
-            say(f"{folder / file}: missing or damaged; written again, and the run goes on")
+            say(f"{folder / file}: is missing or damaged; it is written again, and the run goes on")
             write_text(folder / file, words)
         yield folder
         (folder / UNFINISHED).unlink()

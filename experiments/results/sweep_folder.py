@@ -37,5 +37,5 @@ def read_outcome(folder: Path, number: int) -> Outcome | None:
     try:
         return Outcome(**json.loads(path.read_bytes())) if path.exists() else None
     except (TypeError, ValueError):
-        say(f"{path}: damaged; job {number} begins anew, unless its run is finished")
+        say(f"{path}: is damaged; job {number} begins anew, unless its run is finished")
         return None

@@ -43,7 +43,7 @@ def read_data(config: BuiltinBeams | BeamFiles) -> SelectorData:
     table = _read_files(config)
     split = table.split(config.train, config.validation, config.split_seed)
     if not len(split.test):
-        raise InputError("beams: train and validation leave no queries to judge on; their shares must be below 1")
+        raise InputError("beams: train and validation leave no queries to judge on; the sum of both must be below 1")
     if "vqa_correct" in table.fields:
         return SelectorData(table, split, None, table, split.test, None, None, "recorded")
     return SelectorData(table, split, None, _best_beam(table), split.test, None, None, "best_beam")

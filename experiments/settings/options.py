@@ -88,7 +88,7 @@ class TrainRun(Training):
         super().__post_init__()
         at_least("threads", self.threads, 1)
         if self.reward.kind == "function" and (self.policy.experts or self.policy.deploy == "student"):
-            raise InputError("reward=function: experts and students serve utility alone; give policy=utility")
+            raise InputError("reward=function: experts and students learn the reward utility only; give policy=utility")
         if self.reward.kind == "function" and self.budget.sense != "deadline":
             raise InputError(f"reward=function: is for deadlines; budget={self.budget.sense} has a reward of its own")
 
@@ -104,7 +104,7 @@ class InspectRun:
     json: str | None = None
     """Write the facts to this file."""
     html: str | None = None
-    """Draw them into this page."""
+    """Write a page with charts of them to this file."""
 
 
 @dataclass
@@ -133,7 +133,7 @@ class LiveConfig:
     """Budgets to draw from, in ms of the profile; None for five quantiles of its latencies. They are scaled by the
     speed of this machine."""
     fixed: int = 3
-    """Fixed configurations to compare with: 1 the best static one, 2 also the cheapest, 3 also the most accurate."""
+    """How many fixed configurations to compare with, of: the best static, the cheapest, the most accurate."""
     calibration: int = 200
     """Cells of the profile that are timed first, to find the speed of this machine and to start the tracker."""
     warm_up: int = 50
@@ -145,7 +145,7 @@ class LiveConfig:
     json: str | None = None
     """Write the results to this file."""
     html: str | None = None
-    """Draw them into this page."""
+    """Write a page with charts of them to this file."""
 
     def __post_init__(self) -> None:
         for name in ("requests", "repeats", "fixed", "calibration"):
@@ -161,11 +161,11 @@ class LiveConfig:
         if self.rate is not None:
             positive("stream.rate", self.rate)
         if self.load is not None and self.rate is not None:
-            raise InputError(f"stream.load={self.load}: sets the arrivals; leave out stream.rate")
+            raise InputError(f"stream.load={self.load}: sets the arrivals, as stream.rate does; leave out one")
         if self.price is not None and self.rate is None and self.load is None:
             raise InputError("stream.price: is for requests that wait; give stream.rate or stream.load too")
         if self.price is not None and (len(self.price) != 2 or not all(0 <= each < math.inf for each in self.price)):
-            raise InputError(f"stream.price={self.price}: must be two prices, of time and per waiting request, from 0")
+            raise InputError(f"stream.price={self.price}: must be two prices, of time and per waiting request, all ≥ 0")
 
 
 @dataclass
@@ -187,7 +187,7 @@ class EvaluateRun:
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller for mean budgets is
     judged at those that its prices were calibrated for."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """The reward in the column `reward`."""
+    """The reward that the column `reward` shows."""
     baselines: bool = True
     """Compare with every simple policy."""
     own_cost: bool = True
@@ -273,7 +273,7 @@ class ProfileRun:
 
 @dataclass
 class ExportRun:
-    """knobwise export: write a trained controller as a stand-alone file, and compare their decisions."""
+    """knobwise export: write a trained controller as a stand-alone file, and compare the decisions of both."""
 
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint, or the folder of a run, which stands for the policy it deploys."""
@@ -334,7 +334,7 @@ class CompareRun:
 @dataclass
 class WorkspaceRun:
     """knobwise workspace: the W&B view of a project: Pareto scatter, utility and on-time share against budget, knob
-    shares, run comparer, parallel coordinates. Without a key it is built and checked only."""
+    shares, run comparer, parallel coordinates. Without a W&B key it is only built and checked."""
 
     project: str | None = None
     """W&B project; None means WANDB_PROJECT, else knobwise."""

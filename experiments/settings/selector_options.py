@@ -100,9 +100,9 @@ class Variant:
         if self.groups not in GROUPS:
             raise InputError(f"groups={self.groups!r}: must be one of {', '.join(GROUPS)}")
         if self.own_draws < 0 or self.rounds < 1:
-            raise InputError(f"own_draws={self.own_draws}, rounds={self.rounds}: need at least 0 and 1")
+            raise InputError(f"own_draws={self.own_draws}, rounds={self.rounds}: must be at least 0 and 1")
         if self.live and self.reward_model is not None:
-            raise InputError("live=true answers every draw, so that no reward_model is needed; leave out one of them")
+            raise InputError("live=true answers every draw, so no reward_model is needed; leave out one of them")
 
 
 @dataclass

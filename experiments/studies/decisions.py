@@ -99,7 +99,7 @@ def run(config: DecisionsConfig) -> list[str]:
     """
     unknown = [name for name in config.tables if name not in {**MEASURED, **KINDS}]
     if unknown:
-        raise InputError(f"tables={unknown}: must be among {', '.join([*MEASURED, *KINDS])}")
+        raise InputError(f"tables={unknown}: must be some of {', '.join([*MEASURED, *KINDS])}")
     # other measured tables or other default settings are measured anew
     groups = [GROUPS[name] for name in ("policy", "optimiser", "reward", "loss")]
     digests = [read().digest for read in MEASURED.values()]

@@ -79,7 +79,7 @@ def run(config: ReferenceConfig) -> list[str]:
     known = {"experiments": [*study.controllers, *study.selectors], "profiles": [*study.profiles]}
     for key, names in known.items():
         if unknown := [name for name in getattr(config, key) if name not in names]:
-            raise InputError(f"{key}={unknown}: must be among {', '.join(names)}")
+            raise InputError(f"{key}={unknown}: must be some of {', '.join(names)}")
     at_least("jobs", config.jobs, 1)
     if not config.seeds:
         raise InputError("seeds=[]: at least one is needed")
@@ -174,7 +174,7 @@ def train(run: StudyRun) -> str:
     start, settings = time.monotonic(), read_settings(verb, [*run.words, *place])
     # a run with another number of jobs would not be resumed but trained anew in a second folder
     if (jobs := read_settings_of(run.folder).get("jobs", 1)) != 1:
-        raise InputError(f"was begun with jobs={jobs}; finish it that way, or move it away")
+        raise InputError(f"was begun with jobs={jobs}; finish it with these, or move it away")
     with quiet():
         folder = sweep_jobs.train(settings, run.words)
     if folder != run.folder:

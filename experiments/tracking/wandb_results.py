@@ -152,7 +152,7 @@ def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     count = frame.select(sample.max()).item()
     fits = max(1, CELLS * count // max(1, frame.height * len(names)))
     if fits < count:
-        print(f"W&B: Test/decisions has {fits:,} of {count:,} samples, decisions.parquet all", file=sys.stderr)
+        print(f"W&B: Test/decisions has {fits:,} of {count:,} samples; decisions.parquet has all", file=sys.stderr)
     return frame.filter(sample <= fits).select(names).to_dicts()
 
 

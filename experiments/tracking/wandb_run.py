@@ -109,7 +109,7 @@ class WandbRun:
         if self._broken:
             return
         self._broken = True
-        with self.reporting(f"step {step} and what follows"):
+        with self.reporting(f"step {step} and all that follows"):
             if step != self._waiting[0]:
                 self._send()
             for name, value in values.items():

@@ -62,7 +62,7 @@ class SelectorExperiment(Experiment):
         self.table = self.data.table
         self.notes = [f"{self.table.name}: {n}" for n in dict.fromkeys([*self.table.notes, *self.data.test.notes])]
         if wanted == AUTO and (mode := config.reward.mode) != USUAL:
-            self.notes.append(f"reward.mode={mode}: {self.table.name} has beam scores, but no right answers")
+            self.notes.append(f"reward.mode={mode}: {self.table.name} has beam scores, but no column of right answers")
 
     def train(self, folder: Path) -> None:
         """Train every stage of every seed that is not finished, several seeds at the same time."""

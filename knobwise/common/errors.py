@@ -22,4 +22,4 @@ class Damaged(InputError):
         ValueError.__init__(self, path)
 
     def __str__(self) -> str:
-        return f"{self.args[0]}: is damaged, it is not as it was written; make it again, or take a copy"
+        return f"{self.args[0]}: is damaged (its checksum does not match); make it again, or restore a copy"

@@ -39,7 +39,7 @@ def refused_by_system(error: OSError) -> tuple[int, str] | None:
     if error.errno in LIMITS:
         return 1, f"{place}{error.strerror}; {LIMITS[error.errno]}, then give the same command again"
     if error.errno in REFUSED:
-        return 2, f"{place}{error.strerror}; choose a place that can be read and written"
+        return 2, f"{place}{error.strerror}; choose a path that can be read and written"
     return None
 
 
@@ -87,7 +87,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     """
     path = Path(path)
     if path.is_dir():
-        raise InputError(f"{path}: is a folder, cannot be written as a file")
+        raise InputError(f"{path}: is a folder, so it cannot be written as a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)

@@ -72,7 +72,7 @@ def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[Beam
             f"{variant!r}, {part!r}; its sequences would point at the wrong items. {again}"
         )
     if learner.digest != about["learner"]:
-        raise InputError(f"{path}: was recorded with another learner, so its outcomes are not this one's. {again}")
+        raise InputError(f"{path}: was recorded with another learner, so its outcomes differ. {again}")
     fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
     fields |= {name: derive(fields[origin]) for name, (origin, derive) in _DERIVED.items() if origin in fields}
     beams = {name: tensors[name].long() for name in _INTEGERS}

@@ -55,7 +55,7 @@ class LearnerTaskConfig:
     candidates: int | None = None
     """Items of the bank; None for 12,000 or 4,000."""
     seed: int = 0
-    """Seed of everything that is drawn; the data of knobwise have 0."""
+    """Seed of everything that is drawn; the data that come with knobwise have seed 0."""
 
 
 @dataclass
@@ -73,17 +73,17 @@ class VLMTaskConfig:
     """Embeddings of the queries by the same encoder; not needed without `bank`."""
     image_columns: int | None = None
     """The first columns that describe the image; the others describe the question. None where both are mixed, as in the
-    mean of CLIP's two: then whole embeddings are compared."""
+    mean of CLIP's two embeddings; whole embeddings are then compared."""
     queries: int | None = None
-    """Record the first so many queries; None for all."""
+    """Record only the first queries, this many; None for all."""
     batch_size: int = 8
     """Prompts computed at a time."""
     max_choices: int = 16
-    """Answers that a model chooses among where the data name no choices."""
+    """Number of answers that a model chooses among if the data name no choices."""
     dtype: str = "auto"
-    """Of the weights: auto, bfloat16, float16 or float32."""
+    """Type of the weights: auto, bfloat16, float16 or float32."""
     device: str | None = None
-    """cpu, cuda; None for the GPU where there is one."""
+    """cpu or cuda; None for the GPU where there is one."""
 
 
 @dataclass

@@ -110,7 +110,7 @@ def _read_embeddings(data: VQAData, config: VLMTaskConfig) -> tuple[Tensor, Tens
         if len(rows) != len(items):
             raise InputError(f"{path}: has {len(rows)} rows for {len(items)} items; it needs a row for each, in order")
     if queries.shape[1] != candidates.shape[1]:
-        raise InputError(f"{config.query_embeddings}: is {queries.shape[1]} wide, the bank's {candidates.shape[1]}")
+        raise InputError(f"{config.query_embeddings}: is {queries.shape[1]} wide, the bank {candidates.shape[1]}")
     width, split = queries.shape[1], config.image_columns
     if split is None:
         return queries, candidates, {}

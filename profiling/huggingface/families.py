@@ -88,7 +88,7 @@ def _idefics3(model: Any, processor: Any) -> ImageKnob:
         return [(pixels, "size", _resized(pixels.size, longest_edge=edge)), (pixels, "do_image_splitting", value > 1)]
 
     squares = [k * k for k in range(1, along + 1)]
-    note = f"takes effect in squares, {', '.join(map(str, squares))}: a value between two is the lower one"
+    note = f"takes effect in squares, {', '.join(map(str, squares))}: a value between two counts as the lower"
     default = squares[-1] if pixels.do_image_splitting else 1
     return KnobSupport(KNOBS[0], default, 1, squares[-1], _TILES, note), assign
 
@@ -152,7 +152,7 @@ def _gemma4(model: Any, processor: Any) -> ImageKnob:
         return [(pixels, "max_soft_tokens", max(count for count in counts if count <= value) * unit)]
 
     default, sets = int(pixels.max_soft_tokens) // unit, f"vision tokens of the image, at most, in units of {unit}"
-    note = f"takes effect at {', '.join(map(str, counts))}: a value between two is the lower one"
+    note = f"takes effect at {', '.join(map(str, counts))}: a value between two counts as the lower"
     return KnobSupport(KNOBS[0], default, 1, counts[-1], sets, note), assign
 
 

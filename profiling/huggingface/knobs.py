@@ -108,7 +108,7 @@ class HuggingFaceKnobs:
         if wrong := [block for block in importance if not 0 <= block < total]:
             raise InputError(f"importance of block {wrong[0]}: this model has blocks 0 to {total - 1}")
         if missing := [block for block in free if block not in importance]:
-            raise InputError(f"importance: block {missing[-1]} of this model's {total} has none")
+            raise InputError(f"importance: block {missing[-1]} of this model's {total} has no value")
         return sorted(free, key=lambda block: importance[block])  # of equals the deeper first
 
     def _top_k_owners(self) -> list[tuple[Any, str]]:
@@ -130,7 +130,7 @@ class HuggingFaceKnobs:
             sets += f", in {len(routed)} of {total} blocks"
         if any(_computes_every_token(part) for block in routed for part in block.modules()):
             note = "saves no time here: every expert computes every token whatever is chosen, so fewer experts change "
-            note += "the answers only"
+            note += "only the answers"
         return KnobSupport(KNOBS[1], default, 1, most, sets, note)
 
     def _blocks_support(self) -> KnobSupport:

@@ -101,7 +101,7 @@ class FeatureStore:
         widths = {block: len(values) for block, values in blocks.items()}
         usual = {block: len(values) for block, values in next(iter(self._blocks.values()), blocks).items()}
         if widths != usual:
-            raise InputError(f"{where}: widths {widths}, of the others {usual}")
+            raise InputError(f"{where}: widths are {widths}, but those of the others {usual}")
         self._blocks[key] = blocks
         self._new.append(key)
         if len(self._new) >= self.chunk:
@@ -130,12 +130,12 @@ class FeatureStore:
             blocks, words = tensors_and_metadata(path)
             keys = json.loads(words.get("key", "null"))
         except Damaged:
-            say(f"{path}: is damaged; its features are taken again")
+            say(f"{path}: is damaged; its features are computed again")
             return
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read as features ({error})") from error
         if not isinstance(keys, list):
-            raise InputError(f"{path}: its features have no content keys, so nothing can be taken over from it")
+            raise InputError(f"{path}: its features have no content keys, so none of them can be reused")
         if any(rows.dtype != torch.float32 for rows in blocks.values()):
             return  # what an earlier version rounded cannot be had back: as if it were not there
         for i, key in enumerate(keys):

@@ -220,8 +220,8 @@ class _Runner:
                 cpu_ms = (time.thread_time_ns() - start) / 1e6
                 if answer.total_ms > cpu_ms * _SLACK[0] + _SLACK[1]:
                     raise ValueError(
-                        f"its time is {answer.total_ms:.3f} ms, the CPU time of its thread {cpu_ms:.3f} ms; with "
-                        f"clock=cpu a model takes its times from {clock_ms.__module__}.clock_ms"
+                        f"its time is {answer.total_ms:.3f} ms, but its thread took {cpu_ms:.3f} ms of CPU time; with "
+                        f"clock=cpu a model must take its times from {clock_ms.__module__}.clock_ms"
                     )
         except Exception as error:  # whatever a model may raise, out of memory included
             setting = " ".join(f"{knob}={value}" for knob, value in configuration.items())

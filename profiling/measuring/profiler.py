@@ -60,7 +60,7 @@ def profile_vlm(
     if config.name:
         folder_name("knobs.name", config.name)
     if config.shards > len(configurations):
-        raise InputError(f"knobs.shards={config.shards}: there are {len(configurations)} configurations only")
+        raise InputError(f"knobs.shards={config.shards}: there are only {len(configurations)} configurations")
 
     identity = {
         "model": model.name,
@@ -166,7 +166,7 @@ def chosen_configurations(
 def _drawn(items: tuple[VQAItem, ...], config: VLMProfileConfig) -> tuple[VQAItem, ...]:
     count = len(items) if config.samples is None else config.samples
     if count > len(items):
-        raise InputError(f"knobs.samples={count}: the data hold {len(items)} only")
+        raise InputError(f"knobs.samples={count}: the data hold only {len(items)} samples")
     drawn = np.random.default_rng(config.seed).permutation(len(items))[:count]
     return tuple(items[i] for i in sorted(drawn))
 

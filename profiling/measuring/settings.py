@@ -25,13 +25,13 @@ class VLMProfileConfig:
     split: str = "validation"
     """Which split of the data set the file holds; noted in exp5/exp6 files."""
     samples: int | None = None
-    """How many samples to draw and measure; more of them later include these. None for all."""
+    """How many samples to draw and measure; a larger number later includes these. None for all."""
     metric: str = "auto"
     """vqa, exact, choice, anls, relaxed. auto: choice for a sample with choices, else vqa for one with three answers or
     more, else exact. Or module:function, your own: accuracy in [0, 1] of an answer and the tuple of right ones."""
     prompt: str = "{question}{choices}"
-    """How a question is put; {choices} stands for its options with their letters, a line each, or for nothing where
-    there are none. Leave it out where the questions contain them already."""
+    """The prompt. {choices} stands for the options of the question with their letters, a line each, or for nothing
+    if there are none. Leave {choices} out if the questions already contain them."""
     max_crops: tuple[int, ...] = ()
     """Values of this knob to measure; empty for the model's default alone."""
     top_k: tuple[int, ...] = ()
@@ -48,25 +48,25 @@ class VLMProfileConfig:
     """Measurements of each sample with each configuration. The table keeps all of them; figures are those of their
     medians."""
     detrend: bool = False
-    """Divide out how fast the machine was at the moment, which a deployed controller follows by its tracker; needs
+    """Divide out the momentary speed of the machine, which the tracker of a deployed controller follows; needs
     three repeats."""
     clock: str = "wall"
-    """What times are: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a machine that
+    """The clock: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a machine that
     others use too and a model that runs on one thread."""
     warm_up: int = 1
     """Untimed answers with each configuration before anything is timed."""
     max_new_tokens: int = 32
     """Length at which an answer is cut off."""
     seed: int = 0
-    """Of the samples, the configurations, their parts and the order of measuring."""
+    """Seed of the samples, the configurations, their parts and the order of measuring."""
     shard: int = 0
     """Which part of the configurations this process measures, from 0."""
     shards: int = 1
     """Number of parts that the configurations are divided into."""
     features: bool = True
-    """Whether to keep what a decision sees: it comes with the first stage of every measurement."""
+    """Whether to keep the features that a decision sees, which the first stage of every measurement yields."""
     force: bool = False
-    """Take all features anew, also those that are there already; nothing is measured again."""
+    """Compute all features anew, even those on disk; nothing is measured again."""
 
     def __post_init__(self) -> None:
         for name, least in {"repeats": 1, "warm_up": 0, "max_new_tokens": 1, "shards": 1}.items():

@@ -19,7 +19,7 @@ class OCRProfileConfig:
     """What `profile_ocr` measures."""
 
     samples: int = 2000
-    """Scenes, from number 0 on; more of them later are measured beside those that exist."""
+    """Number of scenes; with a larger number later, only the new scenes are measured."""
     side: tuple[int, ...] = SIDES
     """Values to measure: pixels of the longer side that the detector sees."""
     boxes: tuple[int, ...] = (2, 4, 7, 10)
@@ -30,7 +30,7 @@ class OCRProfileConfig:
     clock: str = "cpu"
     """cpu: CPU time of the thread. wall: the time that passes."""
     straight_every: int = 20
-    """Of so many scenes one is also answered straight through with some configurations, to check the composed times
+    """One scene in this many is also answered straight through with some configurations, to check the composed times
     and answers."""
 
     def __post_init__(self) -> None:

@@ -209,7 +209,7 @@ def test_the_guard_says_when_it_is_the_one_that_decides() -> None:
     limits = default_budgets(table)[2].expand(40)
     explanations = KnobPolicy(Loaded(other, "t", "", {})).decide(table.features, limits, explain=True)
     assert len({str(explanation.decision) for explanation in explanations}) == 1
-    reason = "the guard: budget-aware static decides, alike for all inputs"
+    reason = "the guard lets budget-aware static decide, which treats all inputs alike"
     assert {explanation.reason for explanation in explanations} == {reason, "highest expected utility"}
     assert not any(explanation.guard["deployed"] for explanation in explanations)
 
@@ -396,7 +396,7 @@ def test_what_holds_no_policy_is_refused(home: Path) -> None:
     for message, path in (
         ("runs/latest: no such checkpoint", "runs/latest"),
         (r"empty/checkpoints/best\.pt: no such checkpoint", "empty"),
-        ("holds a selector, trained on 'small beams', and no controller", "s.pt"),
+        ("holds a selector trained on 'small beams'; give that of a controller", "s.pt"),
         ("prices for mean budgets are not calibrated yet", "half.pt"),
     ):
         with pytest.raises(InputError, match=message):

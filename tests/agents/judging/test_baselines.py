@@ -103,7 +103,7 @@ def test_oracle_takes_the_best_utility_then_the_faster_then_the_fastest() -> Non
     assert oracle.choose({}, budgets, mask).tolist() == [2, 1, 1, 2, 0]
     mask[0, 2] = mask[3, 2] = False
     assert oracle.choose({}, budgets, mask).tolist() == [1, 1, 1, 0, 0]
-    with pytest.raises(ValueError, match="knows 5 samples and was asked about 1"):
+    with pytest.raises(ValueError, match="knows 5 samples, but was asked about 1"):
         oracle.choose({}, budgets[:1], mask[:1])
 
 
@@ -112,7 +112,7 @@ def test_without_a_mask_everything_may_be_chosen() -> None:
     for kind in (BudgetAwareStatic, BestStatic, LookupTable, Oracle):
         policy = kind(BY_HAND, ALL)
         assert torch.equal(policy.choose({}, budgets), policy.choose({}, budgets, everything))
-    with pytest.raises(ValueError, match="random draws from a mask"):
+    with pytest.raises(ValueError, match="the random policy draws from a mask"):
         Random().choose({}, budgets)
 
 

@@ -169,7 +169,7 @@ def test_controllers_that_cannot_learn_and_too_few_requests_are_refused(tmp_path
     table = small_table(40)
     with pytest.raises(InputError, match="6 requests are too few"):
         update(agent, logged, UpdateConfig(folds=2))
-    with pytest.raises(InputError, match="predict outcomes"):
+    with pytest.raises(InputError, match="needs a controller for deadlines that predicts outcomes"):
         update(driven_apart(table, PolicyConfig(hidden=8)), logged)
     for wrong in ({"confidence": 1.0}, {"folds": 1}, {"clip": 0.5}):
         with pytest.raises(InputError, match=r"learning\."):

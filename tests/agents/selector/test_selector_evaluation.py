@@ -310,7 +310,7 @@ def test_parts_are_known_only_where_every_column_is_a_thing_asked() -> None:
     for other in (by_hand(blocks={}), by_hand(BY_HAND * 0.5), by_hand(blocks={"question": (2, 4)})):
         assert parts_of(other) is None
         assert "part_similarity" not in simple_ways(other, 2)
-        with pytest.raises(ValueError, match="no blocks"):
+        with pytest.raises(ValueError, match="lacks blocks image and question"):
             part_similarity(other, 2)
     # a query that asks nothing known gets similar images
     nothing = by_hand(BY_HAND * torch.tensor([1.0, 1, 0, 0, 1]))

@@ -133,10 +133,10 @@ def test_profiles_without_enough_in_common_are_refused() -> None:
         log_ratios(old, few)
     with pytest.raises(InputError, match="0 of its cells"):
         log_ratios(old, replace(old, sample_ids=tuple("abcdef")))
-    with pytest.raises(InputError, match="1 of its configurations are none of 'by hand', such as size=2"):
+    with pytest.raises(InputError, match="1 of its configurations are not in 'by hand', such as size=2"):
         log_ratios(old, table_of([[1.0] * 3] * 6, [[1.0, 2.0, 3.0]] * 6))
     twice = replace(old, sample_ids=("0", "1", "2") * 2, datasets=("a",) * 3 + ("b",) * 3)
-    with pytest.raises(InputError, match="needs a column dataset"):
+    with pytest.raises(InputError, match="add a column `dataset`, since ids of"):
         log_ratios(twice, old)
     assert len(log_ratios(twice, replace(twice, datasets=("a",) * 3 + ("c",) * 3))[0]) == 6
 

@@ -89,7 +89,10 @@ def test_of_mean_budgets_those_that_are_calibrated_are_listed() -> None:
 def test_the_guard_of_the_nearest_budget_is_quoted() -> None:
     policy = policy_of("stack")
     guard, budgets = policy.agent.guard, default_budgets(TABLE)
-    for place, reason in ((0, "a late answer costs 0.3 of utility more"), (-1, "budget-aware static decides")):
+    for place, reason in (
+        (0, "charges 0.3 of utility more for a late answer"),
+        (-1, "lets budget-aware static decide"),
+    ):
         explanations = policy.decide(TABLE.features, budgets[place] * 1.001, explain=True)
         reasons = {each.reason for each in explanations} - {"highest expected utility"}
         assert [reason in each for each in reasons] == [True]
@@ -99,7 +102,7 @@ def test_the_guard_of_the_nearest_budget_is_quoted() -> None:
         )
         assert {each.guard["budget_ms"] for each in explanations} == {float(guard.budgets_ms[place])}
     tight = policy.decide(blocks_of(0), 1e-3, explain=True)
-    assert tight.reason == "nothing is likely to be on time: the one expected to be fastest"
+    assert tight.reason == "no configuration is likely to be on time, so the one expected to be fastest is chosen"
     assert policy_of("network").decide(blocks_of(0), 9.0, explain=True).guard is None
 
 

@@ -366,8 +366,8 @@ def test_what_cannot_work_is_refused_at_once(vlm: ElasticAdaptive) -> None:
             AdaptiveModel(vlm, controller)
     model = AdaptiveModel(vlm, ByFeatures())
     for message, count, *wrong in (
-        ("2 requests with 1 budgets", 2, [1.0]),
-        ("2 requests with 2 budgets and 1 arrivals", 2, 1.0, [0.0]),
+        ("got 2 requests, but 1 budgets", 2, [1.0]),
+        ("got 2 requests, but 2 budgets and 1 arrivals", 2, 1.0, [0.0]),
         *(("must be positive", 1, budget) for budget in (0.0, -1.0, math.nan, math.inf)),
     ):
         with pytest.raises(InputError, match=message):

@@ -210,7 +210,7 @@ def test_states_of_others_are_refused_in_one_line() -> None:
     for number, each in enumerate(wrong):
         tracker = LatencyTracker(GRID)
         with pytest.raises(
-            InputError, match="another controller" if number < 2 else "no state of a tracker"
+            InputError, match="another controller" if number < 2 else "is not the state of a tracker"
         ) as refused:
             tracker.restore(each)
         assert len(str(refused.value).splitlines()) == 1

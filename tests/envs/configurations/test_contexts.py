@@ -109,12 +109,18 @@ def test_worths_are_drawn_evenly_in_logarithm() -> None:
     [
         ({"sense": "median"}, "budget.sense='median': must be one of deadline, mean"),
         ({"strategy": "best"}, "relative, quantiles, fixed"),
-        ({"strategy": "relative", "factors": ()}, "factors must be positive"),
-        ({"strategy": "relative", "factors": (1.0, 0.0)}, "factors must be positive"),
-        ({"strategy": "relative", "factors": (1.0, math.nan)}, "factors must be positive"),
-        ({"strategy": "fixed"}, "values_ms must be positive, at least one"),
-        ({"strategy": "fixed", "values_ms": (3.0, -1.0)}, r"values_ms must be positive.*-1\.0"),
-        ({"strategy": "fixed", "values_ms": (math.inf,)}, "values_ms must be positive"),
+        ({"strategy": "relative", "factors": ()}, "factors must hold at least one number, all positive, not"),
+        ({"strategy": "relative", "factors": (1.0, 0.0)}, "factors must hold at least one number, all positive, not"),
+        (
+            {"strategy": "relative", "factors": (1.0, math.nan)},
+            "factors must hold at least one number, all positive, not",
+        ),
+        ({"strategy": "fixed"}, "values_ms must hold at least one number, all positive, not"),
+        (
+            {"strategy": "fixed", "values_ms": (3.0, -1.0)},
+            r"values_ms must hold at least one number, all positive.*-1\.0",
+        ),
+        ({"strategy": "fixed", "values_ms": (math.inf,)}, "values_ms must hold at least one number, all positive, not"),
         ({"strategy": "quantiles", "low": 0.9, "high": 0.1}, "0 ≤ low ≤ high ≤ 1"),
         ({"strategy": "quantiles", "high": 97.0}, "0 ≤ low ≤ high ≤ 1"),
     ],
@@ -152,7 +158,7 @@ FROM_38_UP = [44.0, 53.0, 69.0, 85.0, 94.0]
 def test_default_budgets_by_hand(latency_ms: torch.Tensor, wanted: list[float]) -> None:
     budgets = default_budgets(of_latencies(latency_ms))
     assert budgets.tolist() == pytest.approx(wanted, rel=1e-6)
-    note = f"budgets: {len(wanted)} of 5 are distinct, because many latencies are equal; budgets_ms sets others"
+    note = f"budgets: only {len(wanted)} of 5 are distinct, because many latencies are equal; budgets_ms sets others"
     assert few_budgets(budgets) == ([note] if len(wanted) < 5 else [])
 
 

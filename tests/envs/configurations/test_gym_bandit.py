@@ -421,7 +421,7 @@ def test_contexts_are_kept_or_drawn_at_the_right_step(mode: AutoresetMode) -> No
 
 def test_a_reset_mask_that_makes_no_sense_is_refused() -> None:
     for mode in ("SameStep", "NextStep"):
-        with pytest.raises(InputError, match="'reset_mask' is not among them"):
+        with pytest.raises(InputError, match="'reset_mask' is unknown; known are"):
             ConfigBanditVectorEnv(2, small_table(), autoreset_mode=mode).reset(
                 options={"reset_mask": np.array([1, 0]) > 0}
             )

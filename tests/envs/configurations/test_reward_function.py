@@ -83,8 +83,8 @@ BODIES = {
     "return accuracy[:, :1]": "returns shape [2, 1]; must be",
     "return accuracy / (latency_ms - 2)": "returns inf in 1 of 3 profiled cells, the first with accuracy 0.6, lat",
     "return (budget_ms - latency_ms).log()": "returns -inf in ",
-    "return accuracy + random.random()": "returns other rewards when it is called again",
-    "return accuracy + torch.rand_like(accuracy)": "returns other rewards when it is called again",
+    "return accuracy + random.random()": "returns different rewards when it is called again",
+    "return accuracy + torch.rand_like(accuracy)": "returns different rewards when it is called again",
     "return accuracy - accuracy.nanmean()": "depends on the other decisions in the batch",
     "return latency_ms.nan_to_num().softmax(-1)": "depends on the other decisions in the batch",
 }

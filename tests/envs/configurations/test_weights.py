@@ -67,7 +67,7 @@ def test_without_a_further_cost_weights_are_refused_in_a_line() -> None:
     for table in (small_table(8), replace(small_table(8), cost=torch.zeros(8, 12), cost_name="price")):
         with pytest.raises(InputError, match="has no further cost; add a column cost"):
             ConfigBandit(table, budget=WEIGHTS)
-    with pytest.raises(InputError, match=r"reward\.kind=utility: does not go with budget\.sense=weights"):
+    with pytest.raises(InputError, match=r"reward\.kind=utility: does not suit budget\.sense=weights"):
         ConfigBandit(by_hand(), budget=WEIGHTS, reward="utility")
 
 
@@ -81,7 +81,7 @@ def test_the_gymnasium_environment_by_hand() -> None:
     assert (reward, terminated) == (pytest.approx(0.15), True)
     assert [info[name] for name in ("accuracy", "latency_ms", "cost", "oracle_cost")] == [1.0, 8.0, 1.0, 6.0]
     assert "violation" not in info
-    with pytest.raises(InputError, match=r"worths=5\.0; it must be a pair of positive, finite numbers"):
+    with pytest.raises(InputError, match=r"worths=5\.0: must be a pair of positive, finite numbers"):
         env.reset(options={"worths": 5.0})
 
 

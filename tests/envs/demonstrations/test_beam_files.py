@@ -63,9 +63,9 @@ def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path) -> None:
     assert torch.equal(table.candidates, BANK)
     assert table.notes == (
         "2 rows end with the query's own id, which is no demonstration",
-        "3 queries without a pool: it is the ids in their rows",
+        "3 queries without a pool: the ids in their rows are taken as the pool",
         "1 queries without any beam",
-        "1 queries with only one beam, which is compared with nothing",
+        "1 queries with only one beam, which can be compared with no other",
     )
     rows = torch.randperm(300, generator=torch.Generator().manual_seed(0)).reshape(100, 3).tolist()
     path = written(tmp_path, {"0": {"id_list": rows, "score_list": [0.0] * 100}})
@@ -134,7 +134,7 @@ def test_rl_data_by_hand(tmp_path) -> None:
     assert table.fields["vqa_correct"][0].nan_to_num(-9).tolist() == [1, 0, -9, -9]
     assert table.fields["logprob_score"][0].nan_to_num(-9).tolist() == [-5.25, -9, -9, -9]
     assert table.fields["vqa_gt_prob"].isnan().sum() == 7
-    assert table.notes[0] == "1 queries without a pool: it is the ids in their rows"
+    assert table.notes[0] == "1 queries without a pool: the ids in their rows are taken as the pool"
     assert table.notes[1].startswith("2 queries name their image, candidates do not")
 
 
@@ -155,9 +155,9 @@ def test_failed_and_fallback_rows_are_dropped_and_counted(tmp_path) -> None:
         "1 rows dropped: vqa_eval_mode error",
         "1 rows dropped: vqa_eval_mode fallback (see keep_fallback)",
         "1 rows dropped: without demonstrations",
-        "1 queries without a pool: it is the ids in their rows",
+        "1 queries without a pool: the ids in their rows are taken as the pool",
         "1 queries without any beam",
-        "1 queries with only one beam, which is compared with nothing",
+        "1 queries with only one beam, which can be compared with no other",
     )
     assert read_beam_data(path, BANK, ASKED, keep_fallback=True).sequences.tolist() == [
         [[2, X], [0, 1]], [[X, X], [X, X]],
@@ -261,7 +261,7 @@ def test_what_is_left_is_what_a_slow_reading_leaves(tmp_path, data: Any, shared:
         ("[" * 100_000, "not JSON, or cut off"),
         ("[]", "holds no queries; expected a list of objects with query_id"),
         ("[[1, 2]]", "holds no queries; expected a list of objects with query_id"),
-        ([PAIR | {"query_id": 3}, PAIR], "record 1 of the list names no query, as others do; add query_id"),
+        ([PAIR | {"query_id": 3}, PAIR], "record 1 of the list names no query, but others do; add query_id"),
         ([PAIR | {"query_id": 3}, PAIR | {"query_id": "3"}], "2 records of the list are of query 3; keep only one"),
         ([PAIR | {"query_id": 2.5}], "query 2.5: its key holds '2.5', expected a list of ids"),
         ([PAIR | {"query_id": 3, "score_list": []}], "query 3: expected id_list and score_list, two lists"),
@@ -345,7 +345,7 @@ def test_records_that_name_no_query_are_taken_in_order_which_is_noted(tmp_path) 
         table = read(tmp_path, records)
         assert table.query_ids == ("0", "1")
         assert table.pool[1].tolist()[:2] == [8, 2]
-        assert "2 records name no query: their places in the list, from 0, are taken for its rows" in table.notes
+        assert "2 records name no query: their positions in the list, from 0, are taken as rows" in table.notes
     # the id of a question is no row
     numbered = {"query": {"question_id": 9}, "candidate_pool_ids": [7, 9], "pointer_candidates": [row([7]), row([9])]}
     assert read(tmp_path, [numbered] * 2).query_ids == ("0", "1")
@@ -508,5 +508,5 @@ def test_embeddings_with_code_in_them_or_of_an_unknown_kind(tmp_path, capsys) ->
         with pytest.raises(InputError, match=f"{name}: cannot be read as embeddings without executing code"):
             read_embeddings(tmp_path / name)
     for name in ("e.csv", "none.pt"):
-        with pytest.raises(InputError, match="no such file, or none of"):
+        with pytest.raises(InputError, match="no such file, or not a"):
             read_embeddings(tmp_path / name)

@@ -184,7 +184,7 @@ def test_one_file_of_a_whole_run_is_read_as_its_configurations_are(pair, knobs_i
     same = read(pair)
     paths = put_whole_run(pair, knobs_in_rows)
     notes = tuple(
-        f"{path}: its rows name no knobs; they were taken in the order of its 2 summaries"
+        f"{path}: its rows name no knobs; these were taken in the order of its 2 summaries"
         for path, known in sorted(zip(paths, knobs_in_rows, strict=True), reverse=True)
         if not known
     )
@@ -213,12 +213,12 @@ WHOLE = {"summary": [{**named(SMALL), "num_samples": 1}, {**named(LARGE), "num_s
     [
         (
             {**WHOLE, "all_samples": [ROW]},
-            "its 1 rows do not say max_crops, top_k, num_active_blocks, and in the order of",
+            "its 1 rows do not name max_crops, top_k, num_active_blocks, and num_samples or",
         ),
-        ({"summary": [named(SMALL)], "all_samples": [ROW]}, "its 1 rows do not say max_crops"),
+        ({"summary": [named(SMALL)], "all_samples": [ROW]}, "its 1 rows do not name max_crops"),
         (
             {"summary": [{**named(SMALL), "num_samples": 1, "accuracy": 0.9}], "all_samples": [ROW]},
-            "in the order of its 1 summaries num_samples or the accuracies do not fit. Give a folder with a file for",
+            "num_samples or the accuracies of its 1 summaries do not fit their order. Give a folder with a file for",
         ),
         (
             {**WHOLE, "all_samples": [ROW | named(SMALL), ROW]},
@@ -241,7 +241,9 @@ def test_a_merge_replaces_its_rank_files(pair):
         put_exp6(pair, SMALL, {rank: 1.0}, rank=rank)
     table = read(pair)
     assert table.digest == digest
-    assert [note.split(": ")[1] for note in table.notes] == ["2 rank files not read, since their merges are there"] * 2
+    assert [note.split(": ")[1] for note in table.notes] == [
+        "2 rank files not read, since files merged from them are there"
+    ] * 2
 
 
 def test_rank_files_without_a_merge_are_all_read(tmp_path):
@@ -299,9 +301,9 @@ def test_what_does_not_join_is_counted(pair):
     assert (table.num_samples, table.num_configurations) == (2, 2)
     assert table.notes == (
         "text_vqa: 1 configurations are only in exp5 (4/4/12)",
-        "text_vqa: 2 cells of 2 samples have no partner in exp6: not profiled",
+        "text_vqa: 2 cells of 2 samples have no partner in exp6, so they count as not profiled",
         "text_vqa: 1 configurations are only in exp6 (6/4/12)",
-        "text_vqa: 1 cells of 1 samples have no partner in exp5: not profiled",
+        "text_vqa: 1 cells of 1 samples have no partner in exp5, so they count as not profiled",
     )
 
 
@@ -312,10 +314,10 @@ def test_mean_latency_of_a_configuration_is_given_to_its_samples_when_asked_for(
         path.with_name(f"exp6_latency_{stem(LARGE)}").unlink(missing_ok=True)
     table = read(pair)
     assert table.num_configurations == 1
-    assert "1 configurations have only a mean latency: left out" in table.notes[0]
+    assert "1 configurations have only a mean latency: they are left out" in table.notes[0]
     table = read(pair, broadcast_latency=True)
     assert table.latency_ms.tolist() == [[100.0, 50.0], [108.0, 50.0]]
-    assert "given to all their samples" in table.notes[0]
+    assert "it is given to all their samples" in table.notes[0]
 
 
 @pytest.mark.parametrize(

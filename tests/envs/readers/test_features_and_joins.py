@@ -134,7 +134,7 @@ def test_bad_blocks(tmp_path, ids, blocks, message):
         ({"sample_id": [1, 2], "x": [["a"], ["b"]]}, "'x' has 2 values that are not numbers"),
         ({"sample_id": [1, 2], "x": [[1.0], [1.0, 2.0]]}, "'x' have different lengths"),
         ({"sample_id": [1, 2], "x": [[1.0], None]}, "'x' have different lengths, or are missing"),
-        ({"sample_id": [1, 2], "features": [[1.0], [2.0]], "y": [1, 2]}, "has one already"),
+        ({"sample_id": [1, 2], "features": [[1.0], [2.0]], "y": [1, 2]}, "already has one"),
         ({"sample_id": [1, None], "x": [1, 2]}, "'sample_id' is empty in 1 rows"),
         ({"sample_id": [1, 2]}, "at least one block"),
         ({"x": [1, 2]}, "need sample_id"),

@@ -188,7 +188,7 @@ def test_split_words(tmp_path):
 def test_splits_that_do_not_divide_samples():
     with pytest.raises(InputError, match=r"split minival is unknown; known are train, .*val.*test"):
         table(six(["train", "minival", "test"]))
-    with pytest.raises(InputError, match="split must be the same in all rows of a sample; there are 1 other"):
+    with pytest.raises(InputError, match="split must be the same in all rows of a sample; it differs 1 time"):
         table(frame(split=["train", "test", "test", "test"]))
     made = table(six(["validation"] * 6))  # this is where they come from
     assert made.parts == ()
@@ -339,7 +339,7 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
         (
             "t.jsonl",
             '{"sample_id": 1, "k": 2, "accuracy": 1, "latency_ms": 1}\n[1, 2]',
-            r"row 2 is no object, but \[1, 2",
+            r"row 2 is not an object, but \[1, 2",
         ),
         ("t.parquet", "sample_id", "cannot be read as parquet"),
         ("t.jsonl", "", "its columns are none"),

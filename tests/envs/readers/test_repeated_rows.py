@@ -149,7 +149,7 @@ def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path) -> None:
     assert torch.equal(made.repeats_ms.nan_to_num(-1), torch.tensor([[[6.0, 8.0, 9.0]], [[5.0, -1.0, -1.0]]]))
     assert made.accuracy.tolist() == [[0.5], [0.5]]
     assert made.notes == (
-        "small: 1 cells of 1 samples have no partner in exp5: not profiled",
+        "small: 1 cells of 1 samples have no partner in exp5, so they count as not profiled",
         "1 cells occur up to 3 times: taken as repeated measurements",
     )
 

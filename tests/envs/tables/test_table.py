@@ -59,7 +59,7 @@ def test_names_and_sizes():
         ({"latency_ms": torch.tensor([[-1.0, 1.0], [1.0, 1.0]])}, "1 × negative latency_ms"),
         ({"mask": torch.tensor([[True, True], [False, False]])}, "1 × samples without any profiled configuration"),
         ({"mask": torch.tensor([[True, False], [True, False]])}, "1 × configurations without any profiled sample"),
-        ({"accuracy": torch.tensor([[0.5, 1.0], [0.0, 0.0]])}, "1 × cells not profiled that are not NaN"),
+        ({"accuracy": torch.tensor([[0.5, 1.0], [0.0, 0.0]])}, "1 × unprofiled cells that are not NaN"),
         ({"sample_ids": ("a", "a")}, "sample ids are not unique"),
         ({"configurations": torch.zeros(2, 1, dtype=torch.int64)}, "a configuration occurs twice"),
         ({**dict.fromkeys(("accuracy", "latency_ms", "mask"), torch.zeros(0, 2)), "sample_ids": ()}, "is empty: 0 sam"),
@@ -273,7 +273,7 @@ def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
     assert len(torch.cat(leave_one_out(coco(ids, tuple(f"x{i}" for i in ids), 20))["set 0"][:2])) == 20
     unknown = {name: torch.full_like(block, torch.nan) for name, block in table.features.items()}
     assert len(torch.cat(leave_one_out(replace(table, features=unknown))["set 0"][:2])) == 20
-    with pytest.raises(InputError, match="nothing is left to fit on"):
+    with pytest.raises(InputError, match="so none is left to fit on"):
         leave_one_out(coco(ids, ids, 20))
 
 

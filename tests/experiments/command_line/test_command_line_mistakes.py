@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["policy.hidden=8,16"], "policy.hidden=8,16: takes one value; -m makes a run for each"),
         (["name='a','b'"], "quote a comma inside a text twice: 'name="),
         (["seeds=null"], "seeds=null: must have a value"),
-        (["reward.miss=-1"], "reward.miss=-1.0: is what a missed budget costs"),
+        (["reward.miss=-1"], "reward.miss=-1.0: the cost of a missed budget must be 0"),
         (["reward.miss=inf"], "reward.miss=inf"),
         (["experiment=mean_budget", "policy.members=1"], "policy.members=1: policy.experts (ridge, "),
         (["policy.structure=independent"], "policy.structure=independent: policy.experts (ridge, "),
@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["policy hidden=3"], "'policy hidden=3': is not of the form key=value"),
         (
             ["policy.hidden=(1"],
-            "'policy.hidden=(1': this value cannot be read; quote one with blanks or brackets twice",
+            "'policy.hidden=(1': this value cannot be read; quote a value with blanks or brackets twice",
         ),
         (["-m", "policy.hidden=(1,2"], "'policy.hidden=(1,2': this value cannot be read"),
         (["=3"], "'=3': is not of the form key=value"),
@@ -78,7 +78,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["-m", "seeds=[0],[1]", "tracking.project=a/b"], "tracking.project=a/b"),
         (["train", "profile=table", "profile.path=none.csv"], "none.csv"),
         (["train", "profile=exp5_exp6", "profile.exp5_dir=a", "profile.exp6_dir=b", "profile.dataset_name=c"], "b"),
-        (["train", "profile=table", "profile.path=a (1).csv"], "quote one with blanks"),
+        (["train", "profile=table", "profile.path=a (1).csv"], "quote a value with blanks"),
         (["train", *SMALL, "split.train=0.9"], "train=0.9"),
         (["train", *SMALL, "budget=relative", "budget.factors=[-3]"], "factors must be positive"),
         (["train", *SMALL, "budgets_ms=[-1.0]"], "budgets_ms"),
@@ -136,15 +136,15 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
     words: list[str], folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write everywhere
-    assert "nothing can be written in .; choose another place" in refused(words, capsys)
+    assert "nothing can be written in .; choose another path" in refused(words, capsys)
 
 
 @pytest.mark.parametrize(
     ("number", "status", "message"),
     [
         (errno.ENOSPC, 1, "knobwise: last.pt: No space left on device; make room, then give the same command again\n"),
-        (errno.EROFS, 2, "knobwise: last.pt: Read-only file system; choose a place that can be read and written\n"),
-        (errno.EACCES, 2, "knobwise: last.pt: Permission denied; choose a place that can be read and written\n"),
+        (errno.EROFS, 2, "knobwise: last.pt: Read-only file system; choose a path that can be read and written\n"),
+        (errno.EACCES, 2, "knobwise: last.pt: Permission denied; choose a path that can be read and written\n"),
     ],
 )
 def test_what_the_system_refuses_later_is_one_line_too(

@@ -128,7 +128,7 @@ def test_older_runs_are_shown_and_not_tested(tmp_path: Path) -> None:
     assert [run.folder for run in comparison.runs] == [first, old]
     assert comparison.differences == []
     assert comparison.notes == [
-        f"Left out, not finished: {stopped}.",
+        f"Left out because not finished: {stopped}.",
         "b has no decisions.parquet, so it is shown but not tested.",
     ]
     assert rows_of(comparison)[1]["shown"] == "not tested"
@@ -364,7 +364,7 @@ def test_where_grpo_added_nothing_is_said(tmp_path: Path) -> None:
         chosen = [{"iteration": iteration} for iteration in iterations]
         change_results(write_run(tmp_path / name), chosen=chosen, **(stages if name != "d" else {}))
     assert comparison_of([str(tmp_path)]).notes == [
-        "GRPO does not improve the policy, and the best checkpoint is the one before it: a in 2 of 2 seeds; b in 1 of "
+        "GRPO does not improve the policy; the best checkpoint is the one before GRPO: a in 2 of 2 seeds; b in 1 of "
         "2 seeds."
     ]
 
@@ -382,7 +382,7 @@ def test_real_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(Path("numbers.json").read_text())
     assert [run["label"] for run in content["runs"]] == ["iterations=0", "iterations=6"]
     (note,) = content["notes"]
-    assert re.fullmatch(r"GRPO does not improve the policy, .*: iterations=6 in \d of 2 seeds\.", note)
+    assert re.fullmatch(r"GRPO does not improve the policy; .*: iterations=6 in \d of 2 seeds\.", note)
     utilities = [run["row"]["utility"] for run in content["runs"]]
     (one,) = content["differences"]
     assert one["difference"] == pytest.approx(utilities[1] - utilities[0], abs=1e-6)

@@ -344,7 +344,7 @@ def test_results_and_decisions_that_are_not_as_written_are_refused(tmp_path: Pat
         assert "results.json: is damaged" in mistake(["compare", str(folder), str(other)], capsys)
     (folder / "results.json").write_text(json.dumps(whole, indent=1))
     (folder / "decisions.parquet").write_bytes(decisions[:99] + bytes([decisions[99] ^ 1]) + decisions[100:])
-    assert "decisions.parquet: does not fit" in mistake(["compare", str(folder), str(other)], capsys)
+    assert "decisions.parquet: does not match its checksum in" in mistake(["compare", str(folder), str(other)], capsys)
 
 
 def test_results_without_a_checksum_that_hold_other_types_are_refused_in_a_line(

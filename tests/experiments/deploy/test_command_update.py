@@ -92,7 +92,7 @@ def test_some_timed_cells_give_a_controller_for_other_hardware(folder: Path, cap
     # it is a checkpoint like any other, but not one to adapt again
     assert main(["export", "checkpoint=adapted/current", *TABLE, "out=exported"]) == 0
     words = ["update", *TRAINED_ON, "profile=builtin", "checkpoint=adapted/current"]
-    assert "was adapted before; give the controller as it was trained" in mistake(words, capsys)
+    assert "was already adapted; give the controller as it was trained" in mistake(words, capsys)
 
 
 def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Capture) -> None:
@@ -107,9 +107,9 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
     for name, frame in tables.items():
         frame.write_csv(name)
     messages = {
-        "other.csv": "12 of its configurations are none of 't'",
+        "other.csv": "12 of its configurations are not in 't'",
         "strangers.csv": "0 of its cells",
-        "few.csv": "3 of its cells (sample and configuration) are in 't' too, at least 5 are needed",
+        "few.csv": "3 of its cells (sample and configuration) are also in 't', but at least 5 are needed",
         "renamed.csv": "top_k for a knob",
         "untimed.csv": "no row with both accuracy and latency_ms",
     }
@@ -117,7 +117,9 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
         words = ["update", *TRAINED_ON, "profile=table", f"profile.path={name}", "out=nothing"]
         assert message in refused(words, capsys)
     assert "is another, 'builtin'" in refused(["update", "profile=builtin"], capsys)
-    assert "give log=FOLDER, the requests that it learns from, or what was timed" in refused(["update"], capsys)
+    assert "give log=FOLDER, the requests to learn from, or profile=table profile.path=FILE, the cells" in refused(
+        ["update"], capsys
+    )
     assert "trained_on=table trained_on.path=a.csv" in refused(["update", "trained_on=a.csv"], capsys)
 
 
@@ -291,7 +293,7 @@ def test_mistakes_of_an_update_are_one_line(folder: Path, tmp_path: Path, capsys
     for words, message in (
         ([f"log={tmp_path}"], "no requests-….jsonl in it; give the folder of AdaptiveModel(log=…)"),
         (["log=a", "profile=builtin"], "give log=FOLDER"),
-        (["rollback=true", "out=nothing"], "there is no version in it to go back from"),
+        (["rollback=true", "out=nothing"], "it holds no version to roll back from"),
         (["log=a", "learning.confidence=2"], "learning.confidence=2.0: must be at least 0.5"),
         (["log=a", "every=0"], "every=0: must be at least 1"),
         (["log=a", "learning.steps=100"], "learning.steps=100: there is no such option"),

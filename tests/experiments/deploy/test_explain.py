@@ -90,13 +90,13 @@ def test_what_a_tracker_has_learned_changes_the_decision(capsys: Capture) -> Non
     plain = explained(capsys, *words)[1]
     assert why["without_drift"] == plain["decision"]
     assert plain["without_drift"] is None
-    assert "With what the tracker has learned; without it: " in text
+    assert "This uses what the tracker has learned; without it the choice is " in text
     assert all(1.5 < row["slower"] < 3 for row in why["expected"])
     state = tracker.state() | {"controller": "another"}
     Path("other.json").write_text(json.dumps(state))
     line = refused(["explain", *TABLE, *words, "tracker=other.json"], capsys)
     assert line.startswith("knobwise: tracker=other.json: ")
-    assert "the state is of another controller; start without it" in line
+    assert "the state belongs to another controller; start without it" in line
 
 
 @pytest.mark.parametrize("run", [RUN, MEAN, HEAD])

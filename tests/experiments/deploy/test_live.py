@@ -122,7 +122,14 @@ def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsy
     assert "Live and replay" in page
     printed = capsys.readouterr().out
     assert "Simulated stream: 10 requests × 2, arriving at 20 a second" in printed
-    for words in ("learned controller", "budget-aware static", "cheapest", "most accurate", "It added", "replay"):
+    for words in (
+        "learned controller",
+        "budget-aware static",
+        "cheapest",
+        "most accurate",
+        "The controller added",
+        "replay",
+    ):
         assert words in printed
     assert [row["policy"] for row in results["rows"]] == [
         *("controller", "controller_frozen", "budget_aware_static", "best_static", "cheapest", "most_accurate")
@@ -397,7 +404,7 @@ def test_what_was_served_before_a_server_died_is_kept(
     ) as error:
         live.run_live(checkpoint, case.table, Failing(answers + 26), ElasticRequests(), config)
     if not kept[0]:
-        assert str(error.value).endswith("nothing was served before")
+        assert str(error.value).endswith("no request was served before that")
         assert not (tmp_path / "live.json").exists()
         return
     results = json.loads((tmp_path / "live.json").read_text())
@@ -409,7 +416,7 @@ def test_what_cannot_be_served_is_refused(case: Case, tmp_path: Path) -> None:
     table, split, _, controller = case
     small = small_table(40)
     of_small = Controller.for_table(small, torch.arange(20), PolicyConfig(structure="utility", hidden=4)).eval()
-    with pytest.raises(InputError, match="on profile 'builtin' as it is now"):
+    with pytest.raises(InputError, match="on the present profile 'builtin'"):
         run(saved(tmp_path / "a.pt", of_small, small, small.split()), table, SHORT)
     with pytest.raises(InputError, match="is not what model 'elastic' was measured on"):
         run(saved(tmp_path / "a.pt", of_small, small, small.split()), small, SHORT)

@@ -218,6 +218,6 @@ def test_what_killed_processes_left_goes_and_a_folder_cut_short_is_taken_up_by_t
         assert stopped(replace(config, name="r", seeds=[5])).name != "r"
         assert stopped(replace(config, name="r")) == folder
         assert (folder / "config.yaml").read_bytes() == whole
-        assert f"{folder / 'config.yaml'}: missing or damaged; written again" in capsys.readouterr().err
+        assert f"{folder / 'config.yaml'}: is missing or damaged; it is written again, and" in capsys.readouterr().err
     assert finished(replace(config, name="r")) == folder
     assert not [path for path in Path(config.runs).rglob(".*") if path.name.startswith((".new", ".latest"))]

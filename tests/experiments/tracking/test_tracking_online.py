@@ -420,7 +420,7 @@ def test_of_many_decisions_whole_samples_are_kept(
     (one,) = offline_runs(tmp_path)
     shown = tables(one)["Test/decisions"]
     count = shown["sample_id"].n_unique()
-    message = f"W&B: Test/decisions has {count} of {results['test_samples']} samples, decisions.parquet all\n"
+    message = f"W&B: Test/decisions has {count} of {results['test_samples']} samples; decisions.parquet has all\n"
     assert capfd.readouterr().err == message
     whole = read_decisions(offline["controller"]).filter(pl.col("policy").is_in(shown["policy"].unique()))
     assert 500 < len(shown) * len(shown.columns) <= 1000

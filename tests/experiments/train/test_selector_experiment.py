@@ -229,7 +229,7 @@ def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder: Path,
     words = [*REPLAY, *EMBEDDINGS, "beams.path=recorded", *groups]
     assert main(words) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines.count("reward.mode=legacy: e has beam scores, but no right answers") == 1
+    assert lines.count("reward.mode=legacy: e has beam scores, but no column of right answers") == 1
     assert OmegaConf.load("runs/latest/config.yaml").reward.mode == "legacy"
     results = results_of()
     assert (results["judged_by"], results["reward_mode"]) == ("best_beam", "legacy")
@@ -291,7 +291,7 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
             "reward_model.calls=1000: true calls need a scorer",
         ),
         ([*REPLAY, *MODEL, "variants.mine.live=true"], "leave out one of them"),
-        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", *MODEL], "recorded as right or wrong, vqa_correct"),
+        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", *MODEL], "recorded as right or wrong; record vqa_correct"),
         ([*REPLAY, "variants.grpo_recorded=3"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.epochs=-1"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.groups=own"], "groups.methods=policy"),

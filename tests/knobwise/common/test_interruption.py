@@ -290,7 +290,7 @@ def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -
     message = commands.stop_when(lambda: iteration_of(kept / "last.pt") >= 25, process, signal.SIGTERM)
     assert "Traceback" not in message
     note = re.search(
-        rf"seed 1: {kept}/last\.pt holds iteration (\d+) of 220; best\.pt beside it the best so far "
+        rf"seed 1: {kept}/last\.pt holds iteration (\d+) of 220; best\.pt beside it holds the best so far "
         r"\(validation utility (0\.\d{4}) at iteration (\d+)\)",
         message,
     )

@@ -149,7 +149,7 @@ def test_the_wall_clock_counts_sleep_and_the_cpu_clock_does_not(tmp_path, spends
 
 def test_a_model_with_a_clock_of_its_own_is_refused_by_cpu_time(tmp_path):
     model = Bright("sleep", clock=lambda: time.perf_counter() * 1e3)
-    with pytest.raises(InputError, match=r"takes its times from .*clock_ms"):
+    with pytest.raises(InputError, match=r"must take its times from .*clock_ms"):
         profile_vlm(tmp_path, model, DATA, replace(CONFIG, clock="cpu"))
 
 

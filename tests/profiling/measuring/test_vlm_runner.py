@@ -367,7 +367,7 @@ def test_a_large_grid_is_sampled(tmp_path):
         ({"top_k": (2,)}, "lacks the knob .it has no experts."),
         ({"max_crops": (1, 1)}, "no value twice"), ({"samples": 7}, "the data hold 6 only"),
         ({"metric": "choice"}, "sample 'id0': metric choice: needs 1 to 26 choices"),
-        ({"shards": 5}, "there are 4 configurations only"),
+        ({"shards": 5}, "there are only 4 configurations"),
     ],
 )  # fmt: skip
 def test_mistakes_are_refused_before_anything_is_written(tmp_path, wrong, message):
