@@ -38,11 +38,12 @@ class ContextSampler:
         self,
         table: ProfileTable,
         budget: BudgetConfig,
-        rows: Tensor | Sequence[Tensor] | None,
+        rows: Tensor | Sequence[Tensor] | Sequence[int] | None,
         seed: int | None,
     ) -> None:
         rows = torch.arange(table.num_samples) if rows is None else rows
-        lists = [rows] if isinstance(rows, Tensor) else list(rows)
+        several = not isinstance(rows, Tensor) and len(rows) > 0 and isinstance(rows[0], Tensor)
+        lists = [torch.as_tensor(part, dtype=torch.long) for part in (rows if several else [rows])]
         self.counts = torch.tensor([len(part) for part in lists])
         if not lists or not self.counts.all():
             raise InputError("the environment got no samples to draw from")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
@@ -64,10 +64,10 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         it was measured repeatedly).
     Arguments:
         table: the profile; None for the built-in one. budget, reward, unprofiled, action, repeats: as `Replay` takes
-        them. rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi" (words) or "rgb_array"
-        (uint8 [520, 900, 3]), which `gymnasium.make` shows in a window for "human". inputs: sample id →
-        question and picture, for rendering; a text `module:function` names such a function for the built-in profile
-        alone.
+        them. rows: int64 [n], the samples to draw from; None for all (`reset` may choose others). render_mode: None,
+        "ansi" (words) or "rgb_array" (uint8 [520, 900, 3]), which `gymnasium.make` shows in a window for "human".
+        inputs: sample id → question and picture, for rendering; a text `module:function` names such a function for the
+        built-in profile alone.
 
     Raises InputError for settings, options of `reset` and actions that do not exist.
     """
@@ -79,7 +79,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         table: ProfileTable | None = None,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | str | None = None,
-        rows: Tensor | None = None,
+        rows: Tensor | Sequence[int] | None = None,
         render_mode: str | None = None,
         unprofiled: str = "nearest",
         action: str = "knobs",
@@ -169,7 +169,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         table: ProfileTable | None = None,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | str | None = None,
-        rows: Tensor | None = None,
+        rows: Tensor | Sequence[int] | None = None,
         render_mode: str | None = None,
         unprofiled: str = "nearest",
         action: str = "knobs",

@@ -105,7 +105,9 @@ class Replay:
         shape = (contexts, group, len(self.sizes)) if self.action == "knobs" else (contexts, group)
         same = [side for side in action.shape if side != 1] == [side for side in shape if side != 1]
         if not same or action.dtype == torch.bool or action.is_floating_point():
-            raise InputError(f"action: is {action.dtype} {[*action.shape]}, must be int64 {[*shape]}")
+            each = f"{len(self.sizes)} indices, one for each knob" if self.action == "knobs" else "one index"
+            wanted = f"{each}, for each of {contexts} × {group} decisions" if contexts * group > 1 else each
+            raise InputError(f"action: is {action.dtype} {[*action.shape]}; must be int64 {[*shape]}: {wanted}")
         return action.long().reshape(shape)
 
     def outcome(self, rows: Tensor, replayed: Outcome) -> tuple[Tensor, ...]:

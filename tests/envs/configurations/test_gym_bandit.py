@@ -182,12 +182,12 @@ def test_actions_that_are_refused_and_never_rewarded() -> None:
 @pytest.mark.parametrize(
     ("action", "wrong", "message"),
     [
-        ("knobs", [1], r"action: is torch.int64 \[1\], must be int64 \[1, 1, 3\]"),
-        ("knobs", [[0, 0, 0]] * 2, r"action: is torch.int64 \[2, 3\], must be int64 \[1, 1, 3\]"),
+        ("knobs", [1], r"action: is torch.int64 \[1\]; must be int64 \[1, 1, 3\]: 3 indices, one for each knob$"),
+        ("knobs", [[0, 0, 0]] * 2, r"action: is torch.int64 \[2, 3\]; must be int64 \[1, 1, 3\]"),
         ("knobs", [0.0, 1.0, 0.0], "action: is torch.float64"),
         ("knobs", [0, 2, 0], "knob top_k has no index 2; its 2 values have indices 0 to 1"),
         ("knobs", [0, 0, -1], "knob num_active_blocks has no index -1"),
-        ("configuration", [0, 1], r"action: is torch.int64 \[2\], must be int64 \[1, 1\]"),
+        ("configuration", [0, 1], r"action: is torch.int64 \[2\]; must be int64 \[1, 1\]: one index"),
         ("configuration", 12, "the configuration has no index 12; its 12 values"),
         ("configuration", -1, "the configuration has no index -1"),
     ],
@@ -443,6 +443,12 @@ def test_with_reset_mode_disabled_no_context_is_decided_twice() -> None:
         env.step(actions)
     env.reset(options={"reset_mask": np.array([False, True])})
     env.step(actions)
+
+
+@pytest.mark.parametrize("rows", [[3, 5], np.array([3, 5])])
+def test_rows_may_be_any_whole_numbers(rows: object) -> None:
+    env = gymnasium.make(ID, table=small_table(), rows=rows)
+    assert {env.reset(seed=seed)[1]["row"] for seed in range(20)} == {3, 5}
 
 
 def test_a_path_instead_of_a_table_says_how_to_read_it() -> None:

@@ -414,7 +414,7 @@ def test_the_group_axis_of_one_decision_may_be_missing(form: dict[str, Any]) -> 
     wanted = env.step(context.clone().set("action", action))["next", "reward"]
     wide, group = (env.rand_action()["action"].ndim, form["group_size"])
     if group == 3:
-        with pytest.raises(InputError, match=r"action: is torch\.int64 \[4.*, must be int64 \[4, 3"):
+        with pytest.raises(InputError, match=r"action: is torch\.int64 \[4.*; must be int64 \[4, 3"):
             env.step(context.clone().set("action", action[:, 0]))
     else:
         other = action.unsqueeze(1) if group is None else action.squeeze(1)

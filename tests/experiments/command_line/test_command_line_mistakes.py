@@ -80,7 +80,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["train", "profile=exp5_exp6", "profile.exp5_dir=a", "profile.exp6_dir=b", "profile.dataset_name=c"], "b"),
         (["train", "profile=table", "profile.path=a (1).csv"], "quote a value with blanks"),
         (["train", *SMALL, "split.train=0.9"], "train=0.9"),
-        (["train", *SMALL, "budget=relative", "budget.factors=[-3]"], "factors must be positive"),
+        (["train", *SMALL, "budget=relative", "budget.factors=[-3]"], "at least one number, all positive"),
         (["train", *SMALL, "budgets_ms=[-1.0]"], "budgets_ms"),
         (["profile", "model=gpt"], "elastic"),
         (["evaluate"], "runs/latest"),
