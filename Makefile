@@ -8,6 +8,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# as a folder on Python's path: a script beside a clone named knobwise would else import the clone's folder, not the package
+PIP := --quiet --disable-pip-version-check --constraint constraints.txt --config-settings editable_mode=compat
 INSTALLED := $(VENV)/.knobwise
 
 .PHONY: run quick test lint docs bench campaign clean
@@ -38,15 +40,15 @@ campaign: $(INSTALLED)-test
 
 $(INSTALLED): setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install $(PIP) --editable .
 	touch $@
 
 $(INSTALLED)-test: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
+	$(BIN)/python -m pip install $(PIP) --editable ".[test]"
 	touch $@
 
 $(INSTALLED)-docs: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python -m pip install $(PIP) --editable ".[docs]"
 	touch $@
 
 clean:

@@ -110,7 +110,7 @@ def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -
     """
     compose.check_flags(schema, words, allowed=compose.MULTIRUN)
     words = _in_order(words)
-    jobs = jobs_of(schema, words)
+    jobs = _named_apart(jobs_of(schema, words))
     configs = [read_settings(schema, job) for job in jobs]
     for config in configs:
         check(config)
@@ -128,7 +128,8 @@ def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -
     if OmegaConf.select(launcher, "ray.init.address") == "local":
         about_hydra.append("hydra.launcher.ray.init.address=local")
     experiments = ",".join(dict.fromkeys(config.experiment for config in configs))
-    first = Path(launched.sweep.dir) / experiments / run_name(settings)
+    names = {word.removeprefix("name=") for word in settings if re.fullmatch(r"name=[\w.-]+", word)}
+    first = Path(launched.sweep.dir) / experiments / (names.pop() if names else run_name(settings))
     # joblib starts no process for one job at a time
     in_turn = "Basic" in str(launcher._target_) or effective_n_jobs(launcher.get("n_jobs", 2)) == 1
     try:
@@ -141,6 +142,19 @@ def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -
         say(f"knobwise: {error}")
         return 1
     return 0
+
+
+def _named_apart(jobs: list[list[str]]) -> list[list[str]]:
+    """The jobs, each with what only it has behind a name that all were given."""
+    shared = [word for word in jobs[0] if all(word in job for job in jobs)]
+    name = next((word for word in shared if word.startswith("name=")), None)
+    if name is None or len(jobs) == 1:
+        return jobs
+    named = []
+    for job in jobs:
+        differs = run_name([word for word in job if word not in shared])
+        named.append([f"{name}-{differs}" if word == name else word for word in job])
+    return named
 
 
 def _take_up(folder: Path, jobs: Sequence[list[str]], configs: Sequence[Any]) -> None:

@@ -149,8 +149,9 @@ class Sweep:
         return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}"
 
     def settings(self, number: int) -> str:
-        """The words of a job that not all jobs have."""
-        return " ".join(word for word in self.jobs[number - 1] if not all(word in job for job in self.jobs))
+        """The words of a job that not all jobs have, but its name."""
+        words = [word for word in self.jobs[number - 1] if not word.startswith("name=")]
+        return " ".join(word for word in words if not all(word in job for job in self.jobs))
 
     def name(self, number: int) -> str:
         settings = self.settings(number)

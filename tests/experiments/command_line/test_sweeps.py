@@ -312,6 +312,13 @@ def test_a_job_that_was_killed_before_it_could_note_its_end_is_not_run_again(
     assert len(list(Path("runs/objective").iterdir())) == 2
 
 
+def test_the_runs_of_a_sweep_with_a_name_are_named_apart(folder: Path, capsys: Capture) -> None:
+    assert main([*OBJECTIVE, "name=mine"]) == 0
+    assert sorted(path.name for path in Path("runs/objective").iterdir()) == ["mine-loss-exact", "mine-loss-sampled"]
+    assert Path("runs/multirun/objective/mine/jobs.yaml").exists()
+    assert "job 1 of 2 (loss=exact): utility" in capsys.readouterr().err
+
+
 def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """As behind `| head`."""
     reader, writer = os.pipe()
