@@ -1,4 +1,4 @@
-"""Draws docs/results.svg, a forest plot of every difference that the sentences of docs/results.md give.
+"""Draws docs/results.svg, a forest plot of every difference that the sentences of the reference results give.
 
 python docs/forest.py
 """
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-PAGE = Path(__file__).with_name("results.md")
-DRAWN = PAGE.with_suffix(".svg")
-KINDS = {"Built-in": "built-in profile", "Calibrated": "calibrated profile", "Beams": "demonstrations"}
-SENTENCE = re.compile(r"- (?:(Built-in|Calibrated): )?(?:(`.+?`) )?([Aa]gainst .+?: (?=better|worse|no diff)|is )(.+)")
+PAGES = [Path(__file__).with_name(name) for name in ("results.md", "results_demonstrations.md")]
+DRAWN = PAGES[0].with_suffix(".svg")
+KINDS = {"Built-in": "built-in profile", "OCR": "RapidOCR", "Calibrated": "calibrated profile"}
+KINDS |= {"Beams": "demonstrations"}
+SENTENCE = re.compile(r"- (?:(Built-in|OCR|Calibrated): )?(?:(`.+?`) )?([Aa]gainst .+?: (?=better|worse|no diff)|is )(.+)")
 UNCLEAR = "no difference shown"
 CLAUSE = re.compile(rf"(better|worse|{UNCLEAR})(?:: | than )(.+)")
 DIFFERENCE = re.compile(r"(.+?) \((\S+) \[(\S+), (\S+)\]\)(?:, )?")
@@ -23,12 +24,13 @@ TICKS = (-30, -10, -3, -1, 0, 1, 3, 10, 30)
 STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #333 } .title { font-weight: 600; fill: #111 }
 .back { fill: #fff } .grid { stroke: #e3e3e3 } .zero { stroke: #888 }
-.a { stroke: #1f64ad; --c: #1f64ad } .b { stroke: #c05215; --c: #c05215 } .c { stroke: #2b7a3d; --c: #2b7a3d }
+.a { stroke: #1f64ad; --c: #1f64ad } .b { stroke: #c05215; --c: #c05215 } .c { stroke: #2b7a3d; --c: #2b7a3d } .d { stroke: #7a3d9e; --c: #7a3d9e }
 .open { fill: #fff } .full { fill: var(--c) } .line { stroke-width: 1.5 }
 @media (prefers-color-scheme: dark) {
   text { fill: #ccc } .title { fill: #fff } .back, .open { fill: #1e2129 }
   .grid { stroke: #363a45 } .zero { stroke: #999 }
   .a { stroke: #7db8f5; --c: #7db8f5 } .b { stroke: #f3a26d; --c: #f3a26d } .c { stroke: #7fcf92; --c: #7fcf92 }
+  .d { stroke: #c79be8; --c: #c79be8 }
 }
 """
 
@@ -45,7 +47,7 @@ class Difference(NamedTuple):
 
 
 def differences(page: str) -> list[Difference]:
-    """Every difference in a sentence that names what it is held against, once."""
+    """Every difference in a sentence of these pages that names what it is held against, once."""
     every: dict[Difference, None] = {}
     for part in page.split("\n### ")[1:]:
         title, _, text = part.partition("\n")
@@ -98,7 +100,7 @@ def drawing(every: list[Difference]) -> str:
     for index, words in enumerate(KINDS.values()):
         x = 18 + 130 * index
         parts.append(
-            f'<circle class="{"abc"[index]} full" cx="{x}" cy="40" r="3.5"/><text x="{x + 8}" y="44">{words}</text>'
+            f'<circle class="{"adbc"[index]} full" cx="{x}" cy="40" r="3.5"/><text x="{x + 8}" y="44">{words}</text>'
         )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
@@ -111,7 +113,7 @@ def drawing(every: list[Difference]) -> str:
 
 def marker(each: Difference, y: float) -> str:
     """A dot with its interval."""
-    (x, low, high), kind = (across(number) for number in each.points), "abc"[list(KINDS).index(each.kind)]
+    (x, low, high), kind = (across(number) for number in each.points), "adbc"[list(KINDS).index(each.kind)]
     return (
         f'<line class="line {kind}" x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}"/>'
         f'<circle class="{kind} {"full" if each.shown else "open"}" cx="{x:.1f}" cy="{y}" r="3"/>'
@@ -119,5 +121,6 @@ def marker(each: Difference, y: float) -> str:
 
 
 if __name__ == "__main__":
-    DRAWN.write_text(drawing(differences(PAGE.read_text(encoding="utf-8"))), encoding="utf-8")
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    DRAWN.write_text(drawing(differences(pages)), encoding="utf-8")
     print(f"drawn: {DRAWN}")

@@ -76,25 +76,26 @@ def test_links_work_on_github_too() -> None:
 # -- docs/results.md ---------------------------------------------------------------------------------------------------
 
 RESULTS = (ROOT / "docs" / "results.md").read_text()
+DEMONSTRATIONS = (ROOT / "docs" / "results_demonstrations.md").read_text()
 
 
 def test_the_forest_plot_is_drawn_from_the_page() -> None:
     """`python docs/forest.py` after a change of the page."""
     names = runpy.run_path(str(ROOT / "docs" / "forest.py"))
-    every = names["differences"](RESULTS)
+    every = names["differences"](f"{RESULTS}\n{DEMONSTRATIONS}")
     assert (ROOT / "docs" / "results.svg").read_text() == names["drawing"](every)
     numbers = {f"{number:+g}" for each in every for number in each.points[:1]}
-    assert {"+1.16", "+8.11", "-18.76", "+24.6", "-31.9"} <= numbers
+    assert {"+1.83", "+1.47", "-9.15", "-10.91", "+24.6", "-31.9"} <= numbers
     by_label = {(each.label, each.kind): each for each in every}
-    assert by_label["policy=joint − policy=utility", "Calibrated"].points == (-2.85, -4.88, -0.83)
-    assert by_label["policy=joint − policy=utility", "Calibrated"].shown
-    assert not by_label["policy=additive − policy=utility", "Calibrated"].shown
+    assert by_label["seeds − lean", "Calibrated"].points == (-6.73, -10.9, -2.72)
+    assert by_label["seeds − lean", "Calibrated"].shown
+    assert not by_label["policy=independent − policy=utility", "Calibrated"].shown
     assert names["across"](0) - names["across"](-10) == pytest.approx(names["across"](10) - names["across"](0))
 
 
 def test_the_page_opens_with_ten_sentences_whose_figures_stand_on_it() -> None:
     findings = (ROOT / "experiments" / "studies" / "findings.md.j2").read_text().strip()
-    top, rest = RESULTS.split(findings)
+    top, rest = f"{RESULTS}{DEMONSTRATIONS}".split(findings)
     assert len(top.splitlines()) < 6
     sentences = re.findall(r"^\d+\. (.+)$", findings, re.MULTILINE)
     assert len(sentences) == 10
