@@ -15,7 +15,9 @@ PAGES = [Path(__file__).with_name(name) for name in ("results.md", "results_demo
 DRAWN = PAGES[0].with_suffix(".svg")
 KINDS = {"Built-in": "built-in profile", "OCR": "RapidOCR", "Calibrated": "calibrated profile"}
 KINDS |= {"Beams": "demonstrations"}
-SENTENCE = re.compile(r"- (?:(Built-in|OCR|Calibrated): )?(?:(`.+?`) )?([Aa]gainst .+?: (?=better|worse|no diff)|is )(.+)")
+SENTENCE = re.compile(
+    r"- (?:(Built-in|OCR|Calibrated): )?(?:(`.+?`) )?([Aa]gainst .+?: (?=better|worse|no diff)|is )(.+)"
+)
 UNCLEAR = "no difference shown"
 CLAUSE = re.compile(rf"(better|worse|{UNCLEAR})(?:: | than )(.+)")
 DIFFERENCE = re.compile(r"(.+?) \((\S+) \[(\S+), (\S+)\]\)(?:, )?")
@@ -24,7 +26,8 @@ TICKS = (-30, -10, -3, -1, 0, 1, 3, 10, 30)
 STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #333 } .title { font-weight: 600; fill: #111 }
 .back { fill: #fff } .grid { stroke: #e3e3e3 } .zero { stroke: #888 }
-.a { stroke: #1f64ad; --c: #1f64ad } .b { stroke: #c05215; --c: #c05215 } .c { stroke: #2b7a3d; --c: #2b7a3d } .d { stroke: #7a3d9e; --c: #7a3d9e }
+.a { stroke: #1f64ad; --c: #1f64ad } .b { stroke: #c05215; --c: #c05215 } .c { stroke: #2b7a3d; --c: #2b7a3d }
+.d { stroke: #7a3d9e; --c: #7a3d9e }
 .open { fill: #fff } .full { fill: var(--c) } .line { stroke-width: 1.5 }
 @media (prefers-color-scheme: dark) {
   text { fill: #ccc } .title { fill: #fff } .back, .open { fill: #1e2129 }

@@ -25,7 +25,7 @@ def main(picture: str | None = None) -> float:
     print(f"sample {info['sample_id']}, budget {observation['budget_ms']:.1f} ms")
 
     # an action is the index of a value for each knob
-    action = env.action_space.nvec - 1  # everything at its largest
+    action = [2, 1, 1]  # the third max_crops, the second top_k, the second num_active_blocks
     _, reward, _, _, info = env.step(action)  # the episode ends: every episode is one decision
     print(f"chosen {info['configuration']}: {info['latency_ms']:.2f} ms, reward {reward:+.2f}")
     print(f"best   {info['oracle_configuration']}: {info['oracle_latency_ms']:.2f} ms")

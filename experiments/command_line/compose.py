@@ -163,8 +163,8 @@ def read_settings(verb: str, words: Sequence[str]) -> Any:
     except ValueError as error:  # a dataclass refuses a value
         raise InputError(str(error)) from error
     for group in {"profile", "trained_on"} & {*GROUPS_OF[verb]}:
-        given = any(re.match(rf"{group}[=.]", word) for word in words) or getattr(settings, group) is None
-        if hasattr(settings, "checkpoint") and not given:
+        is_named = any(re.match(rf"{group}[=.]", word) for word in words) or getattr(settings, group) is None
+        if hasattr(settings, "checkpoint") and not is_named:
             setattr(settings, group, profile_of_run(settings.checkpoint) or getattr(settings, group))
     return settings
 
