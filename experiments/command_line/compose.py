@@ -318,6 +318,8 @@ def _nearest(key: str, keys: Sequence[str]) -> list[str]:
     """Keys that a mistyped one may stand for: spelt almost alike, else with the same last part (`optimiser.lr` for
     `lr`), else spelt somewhat alike."""
     same_end = [name for name in keys if "." in name and name.split(".")[-1] == key.split(".")[-1]]
+    if same_part := [name for name in keys if "." in key and name.startswith(f"{key.split('.')[0]}.")]:
+        keys = same_part  # `loss.baseline` is not `baselines`
     alike = get_close_matches(key, keys, n=1, cutoff=0.8)
     return alike or same_end[:3] or get_close_matches(key, keys, n=1)
 

@@ -65,6 +65,7 @@ class Experiment(ABC):
     def run(self, overrides: list[str]) -> Path:
         """Train, judge and report; returns the run's folder. Repeat it with the same settings to resume an interrupted
         run. `overrides` are the words of the command line. Raises InputError: the folder cannot be used."""
+        commit = git_commit()  # now, before anybody edits what has been imported
         for note in self.notes:
             say(note)
         with claim(self.config, overrides) as folder:
@@ -76,7 +77,7 @@ class Experiment(ABC):
             results["command"] = command_of(overrides)
             started = (folder / "config.yaml").stat().st_mtime
             results["run"] = {"started": f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"}
-            results["run"] |= {"seconds": round(time.time() - started, 1), "commit": git_commit()}
+            results["run"] |= {"seconds": round(time.time() - started, 1), "commit": commit}
             write_decisions(folder, decisions)
             write_results(folder, results)
             report = write_report(folder)

@@ -58,6 +58,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["experiment=mean_budget", "policy.members=1"], "policy.members=1: policy.experts (ridge, "),
         (["policy.structure=independent"], "policy.structure=independent: policy.experts (ridge, "),
         (["measured.csv"], "measured.csv: options are key=value; did you mean profile=table profile.path=m"),
+        (["loss.baseline=loo"], "loss.baseline=loo: there is no such option; did you mean loss."),
         (["policy.hidden"], "'policy.hidden': is not of the form key=value"),
         (["policy hidden=3"], "'policy hidden=3': is not of the form key=value"),
         (
