@@ -17,7 +17,7 @@ from knobwise.experiments.command_line.compose import question_of, read_settings
 from knobwise.experiments.command_line.sweep_jobs import train as train_controller
 from knobwise.experiments.results.decisions import SCHEMA
 from knobwise.experiments.results.selectors import selector_results
-from knobwise.experiments.studies.page import Study, StudyRun, results_page
+from knobwise.experiments.studies.page import Section, Study, StudyRun, results_page
 from knobwise.experiments.studies.study import ReferenceConfig, check, main, plan, read_study, train, train_or_note
 from knobwise.experiments.studies.study import training_settings as settings_of
 
@@ -119,6 +119,8 @@ def test_a_selector_that_others_are_training_is_left_to_them(tmp_path: Path) -> 
 
 
 STUDY = read_study()
+STUDY.controllers["miss"] = Section("The cost of a missed budget")  # three variants, of which the file sets one
+STUDY.selectors = read_study(str(Path(ReferenceConfig.study).with_name("demonstrations.yaml"))).selectors
 
 
 def decisions(utilities: dict[str, float], samples: int = 50) -> pl.DataFrame:
@@ -165,7 +167,9 @@ def test_variants_are_held_against_what_the_file_sets() -> None:
     )
     assert f"### {STUDY.controllers['miss'].title}" in lines
     assert any(line.startswith(f"*{question_of('miss')}* `knobwise train -m experiment=miss") for line in lines)
-    assert "| 0.800 [0.700, 0.900] | 80% [0%, 100%] | 75.0% | +20.00 [" in only(lines, "| built-in | `reward.miss=0` ")
+    assert "| 0.800 [0.700, 0.900] | – | 80% [0%, 100%] | 75.0% | +20.00 [" in only(
+        lines, "| built-in | `reward.miss=0` "
+    )
     assert only(lines, "| built-in | `reward.miss=0.2` ").endswith("| – |")
     sentence = only(lines, "- ")
     assert sentence.startswith("- Built-in: against `reward.miss=0.2`: better: `reward.miss=0` (+20.00 [")
@@ -180,7 +184,7 @@ def test_nothing_is_claimed_that_the_interval_does_not_show() -> None:
     assert "- Built-in: against `lean`: the same on every sample: `warm_up_only`." in lines
     assert any(line.endswith("built-in: the same on every sample (against `lean`) |") for line in lines)
     assert any("no difference shown, the interval is [0.00, 6.00] (against `lean`) |" in line for line in lines)
-    assert not any("better" in line or "worse" in line for line in lines[8:])
+    assert not any("better" in line or "worse" in line for line in lines[8 : lines.index("## Measured before")])
     chance = only(lines, "The tables on controllers hold 2 differences.")
     assert "put 0.1 of their intervals entirely above or below 0; 0 are." in chance
     assert chance.endswith("0 differences pass; by chance alone, at most 0.1 of the 2 questions would show any.")
@@ -225,7 +229,7 @@ def test_mean_budgets_are_compared_at_equal_latency() -> None:
     hull = [{"latency_ms": 0.0, "accuracy": 0.2}, {"latency_ms": 2.0, "accuracy": 1.0}]
     lines = lines_of(finished._replace(results={**finished.results, "sense": "mean", "static_hull": hull}))
     assert any(line.startswith("- Built-in: against static mix: better: `mean_budget` (+20.00 [") for line in lines)
-    assert any("| 0.800 [0.700, 0.900] | 80% [0%, 100%] | 1.50 ms | +20.00 [" in line for line in lines)
+    assert any("| 0.800 [0.700, 0.900] | – | 80% [0%, 100%] | 1.50 ms | +20.00 [" in line for line in lines)
 
 
 def test_fewer_common_samples_are_said() -> None:
@@ -240,13 +244,13 @@ def test_a_policy_of_the_same_run_may_be_the_reference() -> None:
 
 
 def test_sentences_open_a_complete_page_and_long_tables_fold() -> None:
-    study = Study(STUDY.profiles, {name: STUDY.controllers[name] for name in ("lean", "miss")}, {})
+    shorter = Study(STUDY.profiles, {name: STUDY.controllers[name] for name in ("lean", "miss")}, {})
     runs = [run("lean", 0.6), *(run("miss", k / 10, f"reward.miss={k}", default=k == 2) for k in range(7))]
-    complete, partial = results_page(study, runs, [0, 1]), results_page(study, runs, [0, 1], unfinished=1)
+    complete, partial = results_page(shorter, runs, [0, 1]), results_page(shorter, runs, [0, 1], unfinished=1)
     assert complete.splitlines()[2].startswith("1. ")
     assert "](results.svg)" in complete
     assert "](results.svg)" not in partial
-    assert "](results.svg)" not in results_page(study, runs[:1], [0, 1])
+    assert "](results.svg)" not in results_page(shorter, runs[:1], [0, 1])
     for page in (complete, partial):
         folds = r"\n\n<details markdown.*?, (\d) rows</summary>\n\n(\|.*?)\n\n</details>\n\n- "
         (folded,) = re.findall(folds, page, re.DOTALL)
