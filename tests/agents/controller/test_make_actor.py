@@ -166,7 +166,7 @@ def test_without_a_mask_every_configuration_is_possible_and_collectors_do_not_lo
     assert torch.equal(out["log_probs"] > -torch.inf, table.mask)
     drawn = policy(**{key: data[key] for key in policy.in_keys if key != "mask"})
     assert drawn[0].isfinite().all()
-    with pytest.raises(InputError, match="reads 'budget_ms'"):
+    with pytest.raises(InputError, match="the tensordict lacks 'budget_ms'"):
         policy(data.clone().exclude("budget_ms"))
     with pytest.raises(InputError, match="'image_features' must be 4 wide, got nothing"):
         policy(data.clone().exclude("image_features"))
