@@ -76,7 +76,7 @@ def worse_from(choice: int, rows: Logged) -> Logged:
 
 def test_a_trial_shows_soon_what_little_exploration_cannot(tmp_path: Path) -> None:
     agent, table = small_stack(300)
-    options = {"explore": 0.05, "explore_loss": 0.3, "seed": 0, "tracker": False, "clock": "cpu"}  # others work here too
+    options = {"explore": 0.05, "explore_loss": 0.3, "seed": 0, "tracker": False, "clock": "cpu"}
     model = logging_model(tmp_path / "log", agent, table, **options)
 
     def learned() -> Update:
