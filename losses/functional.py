@@ -45,6 +45,15 @@ def advantage_function(name: str) -> AdvantageFunction:
     return function
 
 
+def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
+    """A kind that `group_advantage` takes, from that or from `module:name`. Raises ValueError for any other."""
+    if isinstance(kind, str) and ":" in kind:
+        return advantage_function(kind)
+    if not callable(kind) and kind not in ADVANTAGES:
+        raise ValueError(f"advantage {kind!r}: must be module:name or one of {', '.join(ADVANTAGES)}")
+    return kind
+
+
 def group_advantage(
     reward: Tensor,
     kind: str | AdvantageFunction = "zscore",

@@ -14,15 +14,14 @@ from torch import Tensor
 from knobwise.losses.actor_loss import ActorLoss, Keys, is_zero
 from knobwise.losses.functional import (
     AdvantageFunction,
-    advantage_function,
     clipped_surrogate,
     effective_sample_size,
     even_weight,
     expectation,
     expected_k3,
     group_advantage,
+    known_advantage,
 )
-from knobwise.losses.settings import ADVANTAGES
 
 
 class GRPOLoss(ActorLoss):
@@ -127,11 +126,7 @@ class GRPOLoss(ActorLoss):
         super().__init__(actor_network, configurations=configurations, reduction=reduction, functional=functional)
         if objective not in ("sampled", "exact"):
             raise ValueError(f"objective {objective!r}: must be sampled or exact")
-        if isinstance(advantage, str) and ":" in advantage:
-            advantage = advantage_function(advantage)
-        if not callable(advantage) and advantage not in ADVANTAGES:
-            raise ValueError(f"advantage {advantage!r}: must be module:name or one of {', '.join(ADVANTAGES)}")
-        self.objective, self.advantage, self.masked = objective, advantage, masked
+        self.objective, self.advantage, self.masked = objective, known_advantage(advantage), masked
         self.advantage_std_floor, self.advantage_clip = advantage_std_floor, advantage_clip
         self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))
         self.register_buffer("entropy_coeff", torch.tensor(float(entropy_coeff)))

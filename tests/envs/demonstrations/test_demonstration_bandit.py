@@ -176,7 +176,7 @@ def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
         context = env.reset()
         action = context["sequences"].clone()
         action[0, 1] = torch.tensor(wrong)
-        message = rf"1 of the sequences were never recorded.*query {'abcde'[row]} of 'five', places \["
+        message = rf"1 of the sequences were never recorded.*query {'abcde'[row]} of 'five', indices \["
         with pytest.raises(InputError, match=message):
             env.step(context.set("action", action))
 

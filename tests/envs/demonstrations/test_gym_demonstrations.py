@@ -168,7 +168,7 @@ def test_a_query_without_candidates_has_reward_0() -> None:
 def test_what_was_never_recorded_is_refused_by_name_and_so_is_an_action_of_another_width() -> None:
     env = DemonstrationBanditEnv(sparse(), rows=torch.tensor([1]), unprofiled="error")
     env.reset()
-    with pytest.raises(InputError, match=r"never recorded.*query q1 of 'twos', places \[1, 0\]"):
+    with pytest.raises(InputError, match=r"never recorded.*query q1 of 'twos', indices \[1, 0\]"):
         env.step(np.array([1, 0]))
     env.reset()[0]["query"][:] = 9  # a copy
     assert not (env.table.queries == 9).any()
