@@ -117,14 +117,18 @@ def _at_once(folder: Path) -> Outcome:
     return ("unlike", str(unlike[:4])) if unlike else ("fine", "")
 
 
-def _stopped(folder: Path, number: int, status: int) -> Outcome:
-    """It saves, says how to go on, and ends like the unbroken run."""
+def _stopped(folder: Path, number: int, status: int, set_back_s: float = 0.0) -> Outcome:
+    """It saves, says how to go on, and ends like the unbroken run; also where the clock was set back meanwhile, so that
+    its files are from the future."""
     shutil.rmtree(folder)
     reference = reference_of(RUN, folder.with_name(f"{folder.name}-reference"))
     shutil.copytree(reference.prepared, folder, symlinks=True)
     end = run(RUN.work, folder, die_after_s=reference.seconds * 0.4, number=number)
     if end.status != status or "repeat the command to resume" not in end.err:
         return ("traceback" if end.traceback else "vague"), f"{end.status} {end.err[-300:]!r}"
+    for path in folder.rglob("*"):
+        times = path.lstat()
+        os.utime(path, (times.st_atime + set_back_s, times.st_mtime + set_back_s), follow_symlinks=False)
     end = run(RUN.work, folder)
     if end.status != 0:
         return _judged(end)
@@ -142,6 +146,7 @@ LIMITS: dict[str, Callable[[Path], Outcome]] = {
     "read-only folder": _read_only,
     "two at once": _at_once,
     "Ctrl-C": partial(_stopped, number=signal.SIGINT, status=130),
+    "clock set back": partial(_stopped, number=signal.SIGINT, status=130, set_back_s=86_400.0),
     "SIGTERM": partial(_stopped, number=signal.SIGTERM, status=143),
     "long option": lambda folder: _judged(_command([*LEAN, f"name={'a' * 5000}"], folder), (2,)),
     "long path": lambda folder: _judged(_command([*INSPECT, f"profile.path={'a' * 5000}"], folder), (2,)),
