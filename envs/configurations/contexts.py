@@ -61,6 +61,8 @@ class ContextSampler:
         else:
             place = torch.randint(1 << 62, (count,), generator=self.generator) % self.counts[turn]
             rows = self.rows[turn, place]
+        if chosen is not None and not torch.isin(chosen, self.rows).all():
+            raise InputError(f"reset options: row={chosen.tolist()} is not among the rows of this environment")
         rows = rows if chosen is None else chosen
         return rows, self.budgets(rows, self.generator)
 

@@ -64,8 +64,8 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         it was measured repeatedly).
     Arguments:
         table: the profile; None for the built-in one. budget, reward, unprofiled, action, repeats: as `Replay` takes
-        them. rows: int64 [n], the samples to draw from; None for all (`reset` may choose others). render_mode: None,
-        "ansi" (words) or "rgb_array" (uint8 [520, 900, 3]), which `gymnasium.make` shows in a window for "human".
+        them. rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi"
+        (words) or "rgb_array" (uint8 [520, 900, 3]), which `gymnasium.make` shows in a window for "human".
         inputs: sample id → question and picture, for rendering; a text `module:function` names such a function for the
         built-in profile alone.
 

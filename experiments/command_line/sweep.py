@@ -211,7 +211,7 @@ def _run(sweep: Sweep, about_hydra: Sequence[str]) -> None:
     others = "" if sweep.in_turn else f" at the same time; their output is in {relative(sweep.folder)}/*.log"
     say(f"sweep: {sweep.size}{others}")
     if done:
-        say(f"{done} of them finished before and are not run again")
+        say(f"finished before and not run again: {done} of them{_with_other_code(sweep)}")
     waiting = [str(number) for number in range(1, total + 1) if number not in sweep.done_before]
     arguments = ["-m", f"job={','.join(waiting)}", *about_hydra, *QUIET]
     arguments.append(f"hydra.sweep.dir={json.dumps(str(sweep.folder))}")
@@ -232,6 +232,16 @@ def _run(sweep: Sweep, about_hydra: Sequence[str]) -> None:
         except Exception as error:  # of the launcher: jobs keep theirs to themselves
             lost = ", ".join(sweep.name(number) for number in sweep.outcomes("running")) or "the launcher"
             raise Crashed(f"{lost}: {described(error)}; repeat the command to resume") from error
+
+
+def _with_other_code(sweep: Sweep) -> str:
+    """How many of the jobs that finished before were trained by other code than this."""
+    from knobwise.experiments.report.words import read_results
+    from knobwise.experiments.tracking.tracker import code_digest
+
+    now, runs = code_digest(), [Path(str(outcome.folder)) for outcome in sweep.outcomes("finished").values()]
+    others = sum(read_results(run).get("run", {}).get("code", now) != now for run in runs)
+    return f", {others} by other code; another name=… trains all anew" if others else ""
 
 
 def _run_by_hydra(words: list[str], config: str, task: Callable[[Any], None]) -> None:

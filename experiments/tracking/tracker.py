@@ -7,6 +7,7 @@ the results. Everything lies inside the run's folder, and nothing needs an accou
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import netrc
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import knobwise
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
@@ -126,7 +128,7 @@ class Tracker:
             "job_type": job_type,
             "notes": settings.notes,
             "tags": list(dict.fromkeys([*settings.tags, *from_environment, *tags])),
-            "config": _without_infinity(self.hparams | added | {"git_commit": git_commit()}),
+            "config": _without_infinity(self.hparams | added | {"git_commit": git_commit(), "code": code_digest()}),
         }
         self.mode = wandb_mode(settings)
         self._tensorboard: Any = None
@@ -255,6 +257,13 @@ def _without_infinity(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_infinity(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def code_digest() -> str:
+    """What tells this code from any other, also from edits that are not committed."""
+    package = Path(knobwise.__file__).parent
+    files = sorted(path for part in package.iterdir() if part.is_dir() for path in part.resolve().rglob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
 def git_commit() -> str | None:

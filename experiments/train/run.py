@@ -30,7 +30,7 @@ from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import STUDENT, claim, command_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile
-from knobwise.experiments.tracking.tracker import Tracker, git_commit, wandb_mode
+from knobwise.experiments.tracking.tracker import Tracker, code_digest, git_commit, wandb_mode
 from knobwise.experiments.tracking.wandb_results import scores_by_seed
 from knobwise.experiments.tracking.workspace import save_once
 
@@ -65,7 +65,7 @@ class Experiment(ABC):
     def run(self, overrides: list[str]) -> Path:
         """Train, judge and report; returns the run's folder. Repeat it with the same settings to resume an interrupted
         run. `overrides` are the words of the command line. Raises InputError: the folder cannot be used."""
-        commit = git_commit()  # now, before anybody edits what has been imported
+        code = {"commit": git_commit(), "code": code_digest()}  # now, before anybody edits what has been imported
         for note in self.notes:
             say(note)
         with claim(self.config, overrides) as folder:
@@ -77,7 +77,7 @@ class Experiment(ABC):
             results["command"] = command_of(overrides)
             started = (folder / "config.yaml").stat().st_mtime
             results["run"] = {"started": f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"}
-            results["run"] |= {"seconds": round(time.time() - started, 1), "commit": commit}
+            results["run"] |= {"seconds": round(time.time() - started, 1), **code}
             write_decisions(folder, decisions)
             write_results(folder, results)
             report = write_report(folder)
@@ -172,6 +172,7 @@ def tracker_of(
         tags = [f"reward-{config.reward.mode}"]
     else:
         tags = [config.policy.structure, config.loss.objective, f"reward-{config.reward.kind}"]
+        tags.append(f"advantage-{config.loss.advantage}"[:64])  # W&B takes no longer ones
     return Tracker(
         folder,
         name=folder.name,

@@ -449,6 +449,9 @@ def test_with_reset_mode_disabled_no_context_is_decided_twice() -> None:
 def test_rows_may_be_any_whole_numbers(rows: object) -> None:
     env = gymnasium.make(ID, table=small_table(), rows=rows)
     assert {env.reset(seed=seed)[1]["row"] for seed in range(20)} == {3, 5}
+    assert env.reset(options={"row": 5})[1]["row"] == 5
+    with pytest.raises(InputError, match=r"row=\[4\] is not among the rows"):
+        env.reset(options={"row": 4})
 
 
 def test_a_path_instead_of_a_table_says_how_to_read_it() -> None:

@@ -260,7 +260,7 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again
         assert "budgets_ms=[2]" in printed.out
         assert "Traceback" not in printed.err
         runs.append(sorted(path.name for path in Path("runs/controller").iterdir()))
-        return "1 of them finished before and are not run again" in printed.err
+        return "finished before and not run again: 1 of them" in printed.err
 
     assert not left_out()
     assert left_out()
@@ -292,10 +292,19 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
     assert "repeat the command to resume" in printed
     assert [outcome.state for outcome in outcomes()] == ["finished", "stopped"]
     assert main([*OBJECTIVE, "hydra/launcher=basic"]) == 0  # by whichever launcher
-    assert "1 of them finished before and are not run again" in capsys.readouterr().err
+    assert "finished before and not run again: 1 of them" in capsys.readouterr().err
     assert [outcome.state for outcome in outcomes()] == ["finished", "finished"]
     assert len(list(Path("runs/objective").iterdir())) == 2
     assert numbers("runs") == numbers(str(swept[0] / "runs"))
+
+
+def test_jobs_of_other_code_are_kept_and_said(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    with ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9)):
+        assert main(OBJECTIVE) == 130
+    monkeypatch.setattr("knobwise.experiments.tracking.tracker.code_digest", lambda: "edited")
+    with ctrl_c(lambda trainer: True):
+        assert main(OBJECTIVE) == 130
+    assert "1 of them, 1 by other code; another name=… trains all anew" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("left", ["", '{"state": "runn', '{"state": "running"}'])
@@ -307,7 +316,7 @@ def test_a_job_that_was_killed_before_it_could_note_its_end_is_not_run_again(
     (note,) = Path("runs/multirun").rglob("1.json")
     note.write_text(left) if left else note.unlink()
     assert main(OBJECTIVE) == 0
-    assert "1 of them finished before and are not run again" in capsys.readouterr().err
+    assert "finished before and not run again: 1 of them" in capsys.readouterr().err
     assert [outcome.state for outcome in outcomes()] == ["finished", "finished"]
     assert len(list(Path("runs/objective").iterdir())) == 2
 

@@ -155,7 +155,7 @@ def test_the_same_words_in_another_order_are_the_same_sweep(folder: Path, monkey
     monkeypatch.setattr(sweep_jobs, "train", trained)
     for words in (SWEEP[2:], SWEEP[:1:-1]):
         assert main(["train", *words, "-m"]) == 2
-    assert "1 of them finished before and are not run again" in capsys.readouterr().err
+    assert "finished before and not run again: 1 of them" in capsys.readouterr().err
     assert len(list(Path("runs/multirun/controller").iterdir())) == 1
 
 

@@ -282,7 +282,7 @@ def test_an_online_run_sends_every_row_table_and_artifact(place: Path, stub: Wan
     holds_test_scores(found, run)
     holds_results(evaluated, run)
     holds_artifacts(stub, found, run, lineage=True)
-    assert set(evaluated.about["tags"]) == {"nightly", "utility", "exact", "reward-utility"}
+    assert set(evaluated.about["tags"]) == {"nightly", "utility", "exact", "reward-utility", "advantage-centred"}
     assert all(each.about["notes"] == question_of("controller") for each in found)
     (view,) = stub.views.values()
     assert view["projectName"] == "knobwise"
