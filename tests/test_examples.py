@@ -39,6 +39,7 @@ def test_every_example_is_here() -> None:
         "train_with_torchrl_trainer",
         "deploy",
         "rewards",
+        "advantages",
         "further_cost",
     }
     assert {path.stem for path in EXAMPLES} == names

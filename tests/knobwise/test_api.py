@@ -142,11 +142,14 @@ MISTAKES: list[tuple[str, Any, Any]] = [
     (READS + r"image_features \[\]", GOOD | {"image_features": 1.0}, 9.0),
     ("image_features: not an array of numbers", GOOD | {"image_features": ["a"] * 4}, 9.0),
     ("image_features: not an array of numbers", GOOD | {"image_features": [[0.0] * 4, [0.0]]}, 9.0),
-    ("image_features: infinite values", GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]}, 9.0),
-    *((r"budget_ms=.*: a number or \[n\], all positive", GOOD, b) for b in (float("nan"), 0, -1.0, [9, np.inf])),
-    (r"budget_ms=.*: a number or \[n\]", GOOD, [[9.0]]),
+    ("features: image_features hold infinite values", GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]}, 9.0),
+    *(
+        (r"budget_ms=.*: must be a number or \[n\], all positive", GOOD, b)
+        for b in (float("nan"), 0, -1.0, [9, np.inf])
+    ),
+    (r"budget_ms=.*: must be a number or \[n\],", GOOD, [[9.0]]),
     ("budget_ms: not an array of numbers", GOOD, "soon"),
-    (r"for \[2, 3\] inputs", GOOD | {"image_features": np.zeros((3, 4))}, [9.0, 9.0]),
+    (r"for equally many inputs, not \[2, 3\]", GOOD | {"image_features": np.zeros((3, 4))}, [9.0, 9.0]),
 ]
 
 

@@ -330,7 +330,7 @@ TRAIN = ["train", *QUICK]
     ("words", "message"),
     [
         (["export", *FIRST, "checkpoint=gone.pt"], "gone.pt: no such checkpoint"),
-        (["export", "FIRST"], "profile 'builtin' has others"),
+        (["export", "profile=builtin", "FIRST"], "profile 'builtin' has others"),
         (["export", *FIRST[:2], "FIRST"], "give the features that the policy was trained with"),
         (["export", "profile=table", "profile.path=files/fewer.parquet", "FIRST"], "profile 'fewer' has others"),
         (["export", *FIRST, "FIRST", "out=files/occupied"], "files/occupied is a file, not a folder"),
@@ -343,7 +343,7 @@ TRAIN = ["train", *QUICK]
         ),
         ([*TRAIN, *FIRST, "policy.deploy=student", "budget=mean"], "policy.deploy=student: is for deadlines"),
         ([*TRAIN, *FIRST, "policy.deploy=pupil"], "policy.deploy='pupil': must be one of auto, student, teacher"),
-        ([*LIVE, "FIRST"], "live needs the best.pt of a training on the present profile 'builtin'"),
+        ([*LIVE, "profile=builtin", "FIRST"], "live needs the best.pt of a training on the present profile 'builtin'"),
         ([*LIVE, *FIRST, "FIRST"], "is not what model 'elastic' was measured on"),
         ([*LIVE, "BUILTIN", "profile.accuracy=soft_score"], "live needs the best.pt"),
         ([*LIVE, "BUILTIN", "stream.requests=0"], "stream.requests=0: must be at least 1"),

@@ -116,7 +116,7 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
     for name, message in messages.items():
         words = ["update", *TRAINED_ON, "profile=table", f"profile.path={name}", "out=nothing"]
         assert message in refused(words, capsys)
-    assert "is another, 'builtin'" in refused(["update", "profile=builtin"], capsys)
+    assert "is another, 'builtin'" in refused(["update", "trained_on=builtin", "profile=builtin"], capsys)
     assert "give log=FOLDER, the requests to learn from, or profile=table profile.path=FILE, the cells" in refused(
         ["update"], capsys
     )

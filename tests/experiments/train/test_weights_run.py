@@ -98,7 +98,7 @@ MISTAKES = {
     "train experiment=weights split.repeats=2": "split.repeats: is for deadlines; under budget=weights there is one",
     f"export {CHECKPOINT}": "export: a controller that weighs energy_j decides in Python only, by knobwise.load",
     f"evaluate {CHECKPOINT}": "was trained with budget=weights, which only its own run can judge",
-    f"explain {CHECKPOINT} sample=1 budget_ms=5": "budget_ms=5.0: a pair of worths, in ms and of energy_j",
+    f"explain {CHECKPOINT} sample=1 budget_ms=5": "budget_ms=5.0: must be a pair of worths, in ms and of energy_j",
 }
 
 

@@ -279,7 +279,7 @@ def test_the_least_important_goes_first_but_never_block_0_and_without_importance
 
 @pytest.mark.parametrize(
     ("importance", "message"),
-    [({1: 0.1, 3: 0.2}, "block 2 .* has none"), ({1: 0.1, 2: 0.1, 3: 0.2, 4: 0.1}, "block 4: .* blocks 0 to 3")],
+    [({1: 0.1, 3: 0.2}, "block 2 .* has no value"), ({1: 0.1, 2: 0.1, 3: 0.2, 4: 0.1}, "block 4: .* blocks 0 to 3")],
 )
 def test_an_importance_of_another_model_is_refused(llava, importance, message):
     with pytest.raises(InputError, match=message):

@@ -318,7 +318,7 @@ def test_mistakes_are_named(tmp_path):
     store = FeatureStore(tmp_path / "parts", keys)
     store.add(keys[0], take(ITEMS[0]), "q0")
     for features, message in (
-        ({"image_features": np.zeros(4, np.float32)}, r"sample q1: widths \{'image_features': 4\}"),
+        ({"image_features": np.zeros(4, np.float32)}, r"sample q1: widths are \{'image_features': 4\}"),
         ({"image_features": np.float32([np.nan])}, "sample q1: image_features are not all finite"),
         ({}, "there are none"),
     ):

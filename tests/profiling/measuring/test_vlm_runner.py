@@ -365,7 +365,7 @@ def test_a_large_grid_is_sampled(tmp_path):
         ({"strategy": "sobol"}, "must be one of full"), ({"prompt": "Answer!"}, "must contain {question}"),
         ({"max_crops": (1, 9)}, "max_crops=9: this model takes 1 to 8"),
         ({"top_k": (2,)}, "lacks the knob .it has no experts."),
-        ({"max_crops": (1, 1)}, "no value twice"), ({"samples": 7}, "the data hold 6 only"),
+        ({"max_crops": (1, 1)}, "no value twice"), ({"samples": 7}, "the data hold only 6 samples"),
         ({"metric": "choice"}, "sample 'id0': metric choice: needs 1 to 26 choices"),
         ({"shards": 5}, "there are only 4 configurations"),
     ],
