@@ -79,7 +79,7 @@ def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int
     Args:
         data: a profile, or what `read` takes.
         features: as in `read`; of a profile also blocks [N, d] in the order of its samples, without ids.
-        policy: auto; utility, the same without experts, which trains and decides several times faster; or independent,
+        policy: auto; utility, the same without experts, which trains several times faster; or independent,
             a categorical for each knob.
         options: any other option of `knobwise train`, such as reward="shaped", budget="mean", budgets_ms=[20, 40] or
             optimiser={"iterations": 100}.

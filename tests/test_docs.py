@@ -46,7 +46,7 @@ SELECTOR = [
     *("sft.queries=64", "jobs=1"),
 ]
 RUNS = {
-    "guarded": ["policy=utility", "policy.members=2", "policy.deploy=student", *TABLE, *SHORT],
+    "guarded": ["policy=utility", "policy.members=2", *TABLE, *SHORT],
     "sampled": ["policy=independent", "loss=sampled", "baselines=false", *TABLE, *SHORT, "seeds=[0]"],
     "splits": ["policy=independent", "baselines=false", "split.repeats=2", *TABLE, *SHORT, "seeds=[0]"],
     "data_sets": ["policy=utility", "policy.members=2", *JOINT, *SHORT, "seeds=[0]"],

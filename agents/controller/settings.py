@@ -36,8 +36,8 @@ class PolicyConfig:
     confidence: float = 0.8
     """One-sided confidence that the guard requires for the policy to be better than budget-aware static."""
     deploy: str = "auto"
-    """What is deployed: `teacher`, the trained policy itself; `student`, one small network taught by it
-    (`knobwise.agents.serving.distillation`); `auto`, a student of a policy with experts."""
+    """What is deployed of a `utility` network of several members: `auto`, a student, one small network taught by it and
+    its experts (`knobwise.agents.serving.distillation`); `teacher`, the trained policy itself, as of any other."""
     hidden: int = 256
     """Width of the hidden layers."""
     layers: int = 2
@@ -58,12 +58,7 @@ class PolicyConfig:
                 f"policy.{key}={getattr(self, key)}: policy.experts ({', '.join(self.experts)}) need "
                 "policy.structure=utility and policy.members of at least 2; policy.experts=[] leaves them out"
             )
-        one_of("policy.deploy", self.deploy, ("auto", "student", "teacher"))
-        if self.deploy == "student" and (self.structure != "utility" or self.members < 2):
-            raise InputError(
-                "policy.deploy=student: needs policy.structure=utility and policy.members of at least 2; "
-                "policy.deploy=auto deploys other policies as they are"
-            )
+        one_of("policy.deploy", self.deploy, ("auto", "teacher"))
         for name in ("level", "confidence"):
             if not 0 < getattr(self, name) < 1:
                 raise InputError(f"policy.{name}={getattr(self, name)}: must be between 0 and 1")

@@ -27,7 +27,6 @@ from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.agents.stack.weights import weighted
-from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -122,11 +121,8 @@ def student_of(
     `rows`, int64 [n], are those of `table` that the stack was fitted on; no other row is read. The seed is that of the
     network and all draws.
 
-    Raises:
-        InputError: if the stack is for mean budgets.
+    Under mean budgets it has no prices yet (`knobwise.agents.stack.priced_policy.taught`).
     """
-    if stack.priced:
-        raise InputError("student: only a controller for deadlines can be distilled")
     config, generator = config or StudentConfig(), torch.Generator().manual_seed(seed)
     samples = stack.features({name: block[rows] for name, block in table.features.items()}, len(rows))
     widths = list(stack.normaliser.sizes.values())
@@ -165,7 +161,7 @@ def _beginner(teacher: Controller, lessons: Lessons, seed: int) -> Controller:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         about = teacher.knobs, teacher.configurations, normaliser, encoding, config
-        student = Controller(*about, bins=origin.reads_bins)
+        student = Controller(*about, priced=teacher.priced, bins=origin.reads_bins)
     network = student.network
     assert isinstance(network, UtilityNetwork)
     if origin.reads_bins:
@@ -176,8 +172,9 @@ def _beginner(teacher: Controller, lessons: Lessons, seed: int) -> Controller:
         lessons.spread.log().mean(0),
     )
     network.outcome_head.bias.data[0, 0] = torch.cat(means)
-    for fixed in (network.residual, network.modulation, *([network.skip] if wide else [])):
-        fixed.requires_grad_(False)
+    unused = ["residual", "modulation"] * (not teacher.priced) + ["skip"] * wide
+    for name in unused:
+        network.get_submodule(name).requires_grad_(False)
     return student
 
 

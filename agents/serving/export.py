@@ -19,9 +19,8 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.predictors.experts import Expert
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.serving.numpy_controller import FORMAT, NumpyController, digest_of
-from knobwise.agents.stack.priced_policy import PricedChooser, hash_keys
+from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
@@ -52,8 +51,7 @@ def arrays_of(agent: Agent) -> Arrays:
     """The content of an exported file: every array by name, and `header`, JSON as bytes.
 
     Raises:
-        InputError: if prices for mean budgets are not calibrated, or if the controller falls back to a static mix but
-            has no features to recognise the same request by.
+        InputError: if prices for mean budgets are not calibrated, or the controller weighs a further cost.
     """
     network, inner = network_of(agent), agent.chooser if isinstance(agent, PricedChooser) else agent
     stack = inner if isinstance(inner, StackedController) else None
@@ -90,7 +88,7 @@ def arrays_of(agent: Agent) -> Arrays:
         arrays |= {f"guard.{name}": stack.guard.state_dict()[name].numpy() for name in ("budgets_ms", "miss", "deploy")}
         arrays |= {f"static.{name}": values for name, values in arrays_of_static(stack.static).items()}
     if isinstance(agent, PricedChooser):
-        arrays |= {f"mean.{name}": values for name, values in mean_arrays(agent, network.normaliser).items()}
+        arrays |= {f"mean.{name}": values for name, values in mean_arrays(agent).items()}
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     return arrays | {"digest": np.frombuffer(digest_of(arrays), np.uint8)}
 
@@ -135,21 +133,12 @@ def arrays_of_static(static: BudgetAwareStatic) -> Arrays:
     return {**plain, "starts": time[new], "choices": chosen[new]}
 
 
-def mean_arrays(agent: PricedChooser, normaliser: FeatureNormaliser) -> Arrays:
-    """Prices of mean budgets, the static mix, and the hash that draws its side. Raises InputError as `arrays_of`."""
-    sizes = normaliser.sizes
-    if agent.mix is not None and not sizes and not bool(agent.deployed.all()):
-        raise InputError(
-            "export: without features the static mix of a mean budget is drawn at random, which a file cannot repeat; "
-            "train with features, or with policy.guard=false"
-        )
-    blocks = [name for name, size in sizes.items() for _ in range(size)]
+def mean_arrays(agent: PricedChooser) -> Arrays:
+    """Prices of mean budgets, and the static mix."""
     arrays = {
         "budgets_ms": agent.budgets_ms.double().numpy(),
         "prices": agent.prices.numpy(),
         "deployed": agent.deployed.numpy(),
-        "hash_keys": hash_keys(len(blocks)).numpy(),
-        "hash_order": np.argsort(np.array(blocks, str), kind="stable"),
     }
     if agent.mix is not None:
         plain = agent.mix.plain()

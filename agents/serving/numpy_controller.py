@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -37,6 +38,9 @@ HOPELESS_Z = -2.3263478740408408
 """Φ(HOPELESS_Z) = HOPELESS."""
 MOST_SINGLE = 100.0
 """The highest price of a miss up to which single precision tells accuracies apart."""
+GOLDEN = 0.6180339887498949
+"""Requests take turns between the sides of a static mix by the multiples of the golden ratio, modulo 1: the shares are
+kept as evenly as can be."""
 AT_ONCE = 512
 """Number of requests that are decided together."""
 
@@ -100,7 +104,7 @@ class NumpyController:
             if weight > 0:
                 self._members.append(_Expert(_under(arrays, f"experts.{number}."), *kinds))
         self._guard = _Guard(_under(arrays, "guard."), _Static(_under(arrays, "static."))) if head["guard"] else None
-        self._mean = _MeanBudgets(_under(arrays, "mean."), self._names) if head["mean_budgets"] else None
+        self._mean = _MeanBudgets(_under(arrays, "mean.")) if head["mean_budgets"] else None
         self._fast: _Fast | None = None
         if self._utility and self._utility.plain and self._members == [self._utility] and head["stacked"]:
             self._fast = _Fast(self._normal, self._utility, self._guard) if self._normal else None
@@ -137,6 +141,8 @@ class NumpyController:
             single = [self.decide_index({k: v[0] for k, v in blocks.items()}, budget) for budget in budgets.tolist()]
         for index in many + single:
             self.configuration(index)
+        if self._mean is not None:
+            self._mean.turns = itertools.count(1)
 
     def configuration(self, index: int) -> dict[str, Any]:
         """The knob values of configuration `index`, by knob name."""
@@ -206,8 +212,10 @@ class NumpyController:
         return score, meets, mean, np.sqrt(np.maximum(square - mean.astype(np.float64) ** 2, 0))
 
     def fall_back(self, budget_ms: float, drift: Drift | None = None) -> Expected | None:
-        """What `decide_expected` gives where the guard falls back to budget-aware static, for which it needs no
-        features; None where the policy decides."""
+        """What `decide_expected` gives where the guard falls back to budget-aware static, or under a mean budget to the
+        static mix, for which it needs no features; None where the policy decides."""
+        if self._mean is not None:
+            return self._mean.fall_back(budget_ms)
         if self._guard is None or self._guard.never_falls_back:
             return None
         limit = budget_ms * self._checked(drift)[0]
@@ -257,11 +265,21 @@ class NumpyController:
         if (fixed := self.fall_back(budget_ms, drift)) is not None:
             return fixed
         factor, scale = self._checked(drift)
+        if self._mean is not None:
+            return self._at_worth(raw, self._mean.worths[self._mean.single(budget_ms)]), math.nan, math.nan
         if self._fast is not None and (decided := self._fast(raw, budget_ms, factor, drift)) is not None:
             return decided
-        limit = np.array([budget_ms * factor], np.float64 if self._mean else np.float32)
+        limit = np.array([budget_ms * factor], np.float32)
         index, log_latency, spread = self._chosen(raw[None], limit, None, self._around(drift), scale)
         return int(index[0]), float(log_latency[0]), float(spread[0])
+
+    def _at_worth(self, raw: Array, worth: Any) -> int:
+        """The decision for one request, given the worth of a right answer in ms, a float32."""
+        index = None if self._fast is None else self._fast.at_worth(raw, worth)
+        if index is not None:
+            return index
+        x = raw[None] if self._normal is None else self._normal(raw[None])
+        return int(self._at_prices(x, worth[None], None)[0])
 
     def _joined_blocks(self, features: Mapping[str, Array], budget_ms: float) -> Array:
         """The features of one request, float32 [d]."""
@@ -313,7 +331,7 @@ class NumpyController:
             group = self._mean.groups(limits)
             chosen = self._at_prices(x, self._mean.worths[group], mask)
             unknown = np.full(len(chosen), np.nan)
-            return self._mean.or_mix(chosen, raw, group, mask), unknown, unknown
+            return self._mean.or_mix(chosen, group, mask), unknown, unknown
         if self._heads is not None:
             assert self.typical is not None
             chosen = _best(self._heads(x, limits, mask), mask)
@@ -585,8 +603,8 @@ class _UtilityNetwork:
         if not self.priced and any(arrays[f"residual.{part}"].any() for part in ("weight", "bias")):
             self.modulation = _Linear(arrays["modulation.weight"], arrays["modulation.bias"] + 1)
             self.residual = _linear(arrays, "residual")
-        # whether it is a single network that expects accuracy · probability of being on time
-        self.plain = self.members == 1 and self.residual is None and not self.priced
+        # whether it is a single network that expects accuracy · probability of being on time, or decides at a price
+        self.plain = self.members == 1 and self.residual is None
 
     def outcomes(self, x: Array) -> tuple[Array, Array, Array, Array]:
         """[n, d] → 2·accuracy − 1, log-latency, spread and hidden vector, [n, ·] or of several members [M, n, ·]; of a
@@ -741,6 +759,20 @@ class _Fast:
             if best != len(score) - 1 - int(self._backwards.argmax()):
                 best = _first(score, offset - self._minus_log_latency if self._guard is None else -meets)
             return self._expected(best)
+
+    def at_worth(self, raw: Array, worth: Any) -> int | None:
+        """Features [d] and the worth of a right answer in ms, a float32 → a configuration; None as above."""
+        with self._lock:
+            self._predict(raw)
+            cost, score = self._meets, self._score
+            np.multiply(self._per_spread, self._per_spread, out=cost)
+            np.divide(_HALF, cost, out=cost)
+            np.subtract(cost, self._minus_log_latency, out=cost)
+            np.exp(cost, out=cost)
+            np.divide(cost, worth, out=self._z)
+            np.multiply(self._accuracy, _HALF, out=score)
+            np.subtract(score, self._z, out=score)
+            return None if math.isnan(score[score.argmax()]) else _first(score, cost)
 
     def _worth(self, price: float) -> Array:
         if price not in self._worths:
@@ -920,14 +952,16 @@ class _Static:
 class _MeanBudgets:
     """Prices for mean budgets, and the static mix that they fall back to."""
 
-    def __init__(self, arrays: Arrays, names: tuple[str, ...]) -> None:
+    def __init__(self, arrays: Arrays) -> None:
         self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
+        self._few = self.budgets_ms.tolist()
         with np.errstate(divide="ignore"):  # if time costs nothing, the worth of a right answer is infinite
             self.worths = (1 / arrays["prices"]).astype(np.float32)
         self.deployed, self.mix = arrays["deployed"], _under(arrays, "mix.")
-        self.order, self.keys = arrays["hash_order"], arrays["hash_keys"]
+        self.turns = itertools.count(1)
 
     def groups(self, budgets_ms: Array) -> Array:
+        """The index of each of these among the calibrated budgets; a ValueError if one is none of them."""
         group = np.abs(budgets_ms[:, None] - self.budgets_ms).argmin(1)
         far = np.abs(budgets_ms - self.budgets_ms[group]) > 1e-3 * self.budgets_ms[group]
         if far.any():
@@ -935,13 +969,26 @@ class _MeanBudgets:
             raise ValueError(f"a mean budget of {budgets_ms[far][0]:.4g}: prices were calibrated for {known} only")
         return group
 
-    def or_mix(self, chosen: Array, raw: Array, group: Array, mask: Array | None) -> Array:
-        """The choices, replaced where the static mix decides; a hash of the features selects its side."""
+    def single(self, budget_ms: float) -> int:
+        """The same for one."""
+        group = min(range(len(self._few)), key=lambda place: abs(budget_ms - self._few[place]))
+        near = abs(budget_ms - self._few[group]) <= 1e-3 * self._few[group]
+        return group if near else int(self.groups(np.array([budget_ms]))[0])
+
+    def fall_back(self, budget_ms: float) -> Expected | None:
+        """As of the controller."""
+        group = self.single(budget_ms)
+        if not self.mix or self.deployed[group]:
+            return None
+        side = "second" if next(self.turns) * GOLDEN % 1 < self.mix["share"][group] else "first"
+        return int(self.mix[side][group]), math.nan, math.nan
+
+    def or_mix(self, chosen: Array, group: Array, mask: Array | None) -> Array:
+        """The choices, replaced where the static mix decides, between whose sides requests take turns."""
         if not self.mix or self.deployed[group].all():
             return chosen
-        words = np.ascontiguousarray(raw[:, self.order]).view(np.int32).astype(np.int64)
-        sums = (words * self.keys[1:]).sum(1) + self.keys[0]
-        place = ((sums >> 32) & 0xFFFFFFFF) / 2**32
+        mixed, place = ~self.deployed[group], np.ones(len(group))
+        place[mixed] = np.fromiter(itertools.islice(self.turns, int(mixed.sum())), np.float64) * GOLDEN % 1
         first, second = self.mix["first"][group], self.mix["second"][group]
         if mask is not None:
             rows = np.arange(len(group))

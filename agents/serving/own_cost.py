@@ -107,6 +107,6 @@ def _arrays_of_baseline(policy: Any, chooser: PredictThenChoose, table: ProfileT
     tensors |= {f"experts.0.{name}": buffer for name, buffer in expert.state_dict().items()}
     arrays = {name: values.numpy() for name, values in (tensors | {"configurations": table.configurations}).items()}
     if priced:
-        arrays |= {f"mean.{name}": values for name, values in mean_arrays(policy, normaliser).items()}
+        arrays |= {f"mean.{name}": values for name, values in mean_arrays(policy).items()}
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     return arrays

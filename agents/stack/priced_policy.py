@@ -24,8 +24,8 @@ from knobwise.agents.stack.stacked_controller import StackedController, fit_pric
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
-SEED = 0
-"""Seed of the hash, and of the draws for requests without features."""
+GOLDEN = 0.6180339887498949
+"""(√5 − 1)/2, the golden ratio without its 1."""
 
 
 class PricedChooser:
@@ -51,7 +51,7 @@ class PricedChooser:
         self.budgets_ms, self.prices = budgets_ms, prices.double()
         self.guard = [dict(row) for row in guard]
         self.deployed = torch.tensor([row["deployed"] for row in self.guard] or [True] * len(prices))
-        self._draws = torch.Generator().manual_seed(SEED)
+        self._turn = 1
 
     def groups(self, budgets_ms: Tensor) -> Tensor:
         """The index of each of these budgets among the calibrated ones: float [n] in ms → int64 [n]. One that is not
@@ -70,8 +70,7 @@ class PricedChooser:
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         """Decisions for requests under mean budgets: blocks [n, d], [n] ms, bool [n, C] → configurations int64 [n].
 
-        Where the static mix decides, a hash of the features selects the side of the mix, so that the same request gets
-        the same configuration on any machine. Without features the side is drawn.
+        Where the static mix decides, requests take turns between its sides, whatever their features.
 
         Raises:
             InputError: if a budget has no calibrated price.
@@ -80,10 +79,11 @@ class PricedChooser:
         chosen = self.chooser.choose(features, 1 / self.prices[group], mask).cpu()
         if self.mix is None or bool(self.deployed[group].all()):
             return chosen
-        place = hashed(features) if features else torch.rand(len(group), generator=self._draws)
-        if mask is None:
-            mask = torch.ones(len(group), len(self.chooser.configurations), dtype=torch.bool)
-        return chosen.where(self.deployed[group], self.mix.choose(place, group, mask.cpu()))
+        mixed = (~self.deployed[group]).nonzero().squeeze(1)
+        mask = torch.ones(len(group), len(self.chooser.configurations), dtype=torch.bool) if mask is None else mask
+        place, self._turn = turns(self._turn, len(mixed)), self._turn + len(mixed)
+        chosen[mixed] = self.mix.choose(place, group[mixed], mask.cpu()[mixed])
+        return chosen
 
     @torch.no_grad()
     def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
@@ -122,21 +122,10 @@ class PricedChooser:
         return cls(plain["name"], chooser, plain["budgets_ms"], plain["prices"], mix, plain["guard"])
 
 
-def hash_keys(width: int) -> Tensor:
-    """The random numbers of `hashed`, int64 [1 + width]."""
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (width + 1,), generator=torch.Generator().manual_seed(SEED))
-
-
-def hashed(features: Mapping[str, Tensor]) -> Tensor:
-    """A number in [0, 1) for each request from the bits of its features: blocks float32 [n, d] → float64 [n].
-
-    Multilinear hashing (Lemire and Kaser 2014, "Strongly universal string hashing is fast", section 3): the high bits
-    of a sum of the words, each times a random number, modulo 2^64.
-    """
-    words = torch.cat([features[name].cpu().float() for name in sorted(features)], 1).contiguous()
-    keys = hash_keys(words.shape[1])
-    sums = (words.view(torch.int32).long() * keys[1:]).sum(1) + keys[0]
-    return ((sums >> 32) & 0xFFFFFFFF).double() / 2**32
+def turns(first: int, count: int) -> Tensor:
+    """Numbers in [0, 1) that share it out as evenly as a sequence can: k·φ mod 1 for k = `first` …, φ the golden ratio
+    (Niederreiter 1992, "Random Number Generation and Quasi-Monte Carlo Methods", chapter 3): float64 [count]."""
+    return torch.arange(first, first + count, dtype=torch.float64) * GOLDEN % 1
 
 
 # -- calibrating -------------------------------------------------------------------------------------------------------
@@ -189,18 +178,20 @@ def price_stack(
     worths: Tensor,
     budgets_ms: Tensor,
     seed: int,
+    cost_ms: float = 0.0,
     experts: Experts | None = None,
 ) -> PricedChooser:
-    """A stack (see `fit_priced_stack`) at its prices for mean budgets [B], inside a guard, calibrated out of fold."""
+    """A stack (see `fit_priced_stack`) at its prices for mean budgets [B], inside a guard, calibrated out of fold. A
+    decision takes `cost_ms` from each budget."""
     stack, (accuracy, cost) = fit_priced_stack(table, rows, network, config, worths, seed, experts)
     mask = table.mask[rows]
-    prices = calibrate_prices(accuracy, cost, table.latency_ms[rows], mask, budgets_ms)
+    prices = calibrate_prices(accuracy, cost, table.latency_ms[rows], mask, budgets_ms - cost_ms)
     chosen = torch.stack([choose_at_price(accuracy, cost, price, mask) for price in prices], 1)
     mixed = torch.zeros(chosen.shape, dtype=torch.float64)
     for fit, hold in folds_of(table, rows, seed):
         mixed[hold] = StaticMix(table, rows[torch.from_numpy(fit)], budgets_ms).expected(table, rows[hold])[0]
     unguarded = PricedChooser("controller", stack, budgets_ms, prices)
-    return _guarded(unguarded, chosen, mixed, table, rows, rows, config)
+    return _guarded(unguarded, chosen, mixed, table, rows, config, cost_ms)
 
 
 def _guarded(
@@ -209,16 +200,30 @@ def _guarded(
     mixed: Tensor,
     table: ProfileTable,
     rows: Tensor,
-    fitted: Tensor,
     config: PolicyConfig,
+    cost_ms: float,
 ) -> PricedChooser:
-    """Inside a guard that compares the choices int64 [n, B] on held-out `rows`; the mix is fitted to `fitted`."""
+    """Inside a guard that compares the choices int64 [n, B], made out of fold, on `rows`."""
     if not config.guard:
         return policy
     budgets_ms = policy.budgets_ms
-    guard = compared(*policy.expected(table, rows, chosen), mixed, budgets_ms, config.confidence)
-    mix = StaticMix(table, fitted, budgets_ms)
+    accuracy, latency_ms = policy.expected(table, rows, chosen)
+    guard = compared(accuracy, latency_ms + cost_ms, mixed, budgets_ms, config.confidence)
+    mix = StaticMix(table, rows, budgets_ms)
     return PricedChooser(policy.name, policy.chooser, budgets_ms, policy.prices, mix, guard)
+
+
+@torch.no_grad()
+def taught(
+    teacher: PricedChooser, student: StackedController, table: ProfileTable, rows: Tensor, cost_ms: float = 0.0
+) -> PricedChooser:
+    """A student of its stack inside the teacher's guard, at prices of its own: the lowest that keep the mean budgets,
+    less `cost_ms` for a decision, on samples `rows` [n], none of which it learned from."""
+    features = student.features({name: block[rows] for name, block in table.features.items()}, len(rows))
+    accuracy, cost = student.predictions(features).costs()
+    limits = teacher.budgets_ms - cost_ms
+    prices = calibrate_prices(accuracy, cost, table.latency_ms[rows], table.mask[rows], limits)
+    return PricedChooser(teacher.name, student, teacher.budgets_ms, prices, teacher.mix, teacher.guard)
 
 
 # -- baselines ---------------------------------------------------------------------------------------------------------

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-WORTH_EXPORTING = 0.05
-"""Share of the mean latency above which a decision is too slow."""
-
-
 def write_report(run_folder: str | Path) -> Path:
     """Write `report.html` into the folder of a run and return its path.
 
@@ -99,10 +95,7 @@ def on_decisions(results: Mapping[str, Any]) -> str:
     if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
         return ""
     share = micros / 1e3 / mean
-    sentence = f"A decision takes {quantity(micros, 'µs')}, {share:.1%} of the mean latency"
-    if share > WORTH_EXPORTING:
-        sentence += "; policy.deploy=student deploys a faster one"
-    return f"{sentence}."
+    return f"A decision takes {quantity(micros, 'µs')}, {share:.1%} of the mean latency."
 
 
 def _under_deadlines(results: Mapping[str, Any]) -> dict[str, Any]:

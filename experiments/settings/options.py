@@ -87,8 +87,8 @@ class TrainRun(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("threads", self.threads, 1)
-        if self.reward.kind == "function" and (self.policy.experts or self.policy.deploy == "student"):
-            raise InputError("reward=function: experts and students learn the reward utility only; give policy=utility")
+        if self.reward.kind == "function" and self.policy.experts:
+            raise InputError("reward=function: experts learn the reward utility only; give policy=utility")
         if self.reward.kind == "function" and self.budget.sense != "deadline":
             raise InputError(f"reward=function: is for deadlines; budget={self.budget.sense} has a reward of its own")
 

@@ -22,7 +22,7 @@ from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.export import export_numpy
 from knobwise.agents.serving.own_cost import expected_cost_ms
-from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines, price_stack
+from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines, price_stack, taught
 from knobwise.agents.stack.prices import mean_budgets
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.agents.training.controller_trainer import ControllerTrainer
@@ -75,10 +75,6 @@ class ControllerExperiment(Experiment):
             sense = f"budget={config.budget.sense}"
             if table.first_look_ms is not None:
                 raise InputError(f"{sense}: profile {table.name!r} has a first look, which needs deadlines")
-            if config.policy.deploy == "student":
-                raise InputError(
-                    f"policy.deploy=student: is for deadlines; under {sense} the policy itself is deployed"
-                )
             if config.split.repeats > 1:
                 raise InputError(f"split.repeats: is for deadlines; under {sense} there is one split")
             config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
@@ -135,21 +131,25 @@ class ControllerExperiment(Experiment):
     @property
     def _taught(self) -> bool:
         """Whether a student is deployed, or the policy itself (`policy.deploy`)."""
-        policy = self.config.policy
-        return policy.deploy == "student" or (policy.deploy == "auto" and bool(policy.experts) and not self.mean)
+        return self.stacked and self.config.policy.deploy == "auto"
+
+    @property
+    def expected_cost_ms(self) -> float:
+        """What a decision of the deployed policy is expected to take from each budget."""
+        slow = bool(self.config.policy.experts) and not self._taught
+        return expected_cost_ms(self.table, slow) if self.config.own_cost else 0.0
 
     def completed(self, trainer: ControllerTrainer, network: Controller) -> Loaded:
         """What a training ends in, from its best network: experts and a guard around an ensemble that predicts
         outcomes, and under mean budgets the price of each. Any other network stays as it is."""
         table, policy, limits, seed = self.table, self.config.policy, trainer.limits, trainer.seed
         done: Controller | StackedController | PricedChooser = network
+        about = table, self.fitted, network, policy, limits
         with threadpool_limits(self.config.threads):
             if self.mean:
-                done = price_stack(table, self.fitted, network, policy, limits, self.budgets_ms, seed, self.experts)
+                done = price_stack(*about, self.budgets_ms, seed, self.expected_cost_ms, self.experts)
             elif self.stacked:
-                slow = bool(policy.experts) and not self._taught
-                cost_ms = expected_cost_ms(table, slow) if self.config.own_cost else 0.0
-                done = fit_stack(table, self.fitted, network, policy, limits, seed, cost_ms, self.experts)
+                done = fit_stack(*about, seed, self.expected_cost_ms, self.experts)
         extra = trainer.provenance()
         if isinstance(stack := getattr(done, "chooser", done), StackedController):
             extra["validation_utility"] = stack.held_out_worth
@@ -159,10 +159,14 @@ class ControllerExperiment(Experiment):
         """What is deployed of a completed training: a student of it, or the policy itself."""
         if not self._taught:
             return loaded
-        assert isinstance(loaded.agent, StackedController)
-        steps = max(STUDENT_STEPS * (self.config.optimiser.warmup_iterations + self.config.optimiser.iterations), 200)
+        agent, table, rows, optimiser = loaded.agent, self.table, self.fitted, self.config.optimiser
+        stack = agent.chooser if isinstance(agent, PricedChooser) else agent
+        assert isinstance(stack, StackedController)
+        steps = max(STUDENT_STEPS * (optimiser.warmup_iterations + optimiser.iterations), 200)
         with threadpool_limits(self.config.threads):
-            student = student_of(loaded.agent, self.table, self.fitted, seed, StudentConfig(steps=steps))
+            student: Any = student_of(stack, table, rows, seed, StudentConfig(steps=steps))
+            if isinstance(agent, PricedChooser):
+                student = taught(agent, student, table, rows, self.expected_cost_ms)
         return loaded._replace(agent=student, extra=dict(loaded.extra))
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:

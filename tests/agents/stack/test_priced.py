@@ -17,9 +17,9 @@ from knobwise.agents.predictors.experts import Measured
 from knobwise.agents.stack.priced_policy import (
     PricedChooser,
     compared,
-    hashed,
     make_priced_baselines,
     price_stack,
+    turns,
 )
 from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_price, mean_budgets
 from knobwise.agents.stack.stacked_controller import StackedController, _joined, fit_priced_stack
@@ -81,13 +81,14 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance() -> None:
     assert not compared(cell, cell, 0 * cell, 2 * cell[0], confidence=0.8)[0]["deployed"]
 
 
-def test_a_hash_of_the_features_is_even_and_the_same_for_the_same_request() -> None:
-    features = {"b": torch.randn(4000, 3), "a": torch.randn(4000, 2)}
-    place = hashed(features)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.73])
+@pytest.mark.parametrize("every", [1, 2, 7])
+def test_turns_keep_a_share_in_any_stretch_of_requests(share: float, every: int) -> None:
+    place = turns(1, 7000)[::every]
     assert ((place >= 0) & (place < 1)).all()
-    assert torch.histc(place, 4, 0, 1).tolist() == pytest.approx([1000] * 4, abs=120)
-    assert hashed({"a": features["a"][7:8], "b": features["b"][7:8]}).item() == place[7]
-    assert (hashed(features | {"a": features["a"] + 1e-3}) != place).float().mean() > 0.99
+    assert turns(5, 3).equal(turns(1, 7)[4:])
+    for stretch in place.split(100):
+        assert float((stretch < share).double().mean()) == pytest.approx(share, abs=0.05)
 
 
 def test_a_mixture_takes_its_dearer_side_for_its_share_of_the_requests() -> None:
@@ -173,7 +174,7 @@ def test_a_stack_is_priced_by_what_it_says_out_of_fold(tmp_path: Path, features:
         limits = budget.expand(len(rows))
         fresh = price_stack(*arguments, budgets, seed=0)
         assert again.choose(requests, limits, table.mask[rows]).equal(fresh.choose(requests, limits, table.mask[rows]))
-        again._draws.manual_seed(0)
+        again._turn = 1
 
 
 def test_the_weights_of_a_fold_have_not_seen_it() -> None:

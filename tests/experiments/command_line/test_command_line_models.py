@@ -337,12 +337,7 @@ TRAIN = ["train", *QUICK]
         (["export", *FIRST, "FIRST", "threads=many"], "threads=many: must be a whole number"),
         (["export", *FIRST, "FIRST", "threads=0"], "threads=0: must be at least 1"),
         (["export", *FIRST, "FIRST", "thraeds=2"], "did you mean threads=2?"),
-        (
-            [*TRAIN, *FIRST, "policy.members=1", "policy.deploy=student"],
-            "policy.deploy=student: needs policy.structure",
-        ),
-        ([*TRAIN, *FIRST, "policy.deploy=student", "budget=mean"], "policy.deploy=student: is for deadlines"),
-        ([*TRAIN, *FIRST, "policy.deploy=pupil"], "policy.deploy='pupil': must be one of auto, student, teacher"),
+        ([*TRAIN, *FIRST, "policy.deploy=pupil"], "policy.deploy='pupil': must be one of auto, teacher"),
         ([*LIVE, "profile=builtin", "FIRST"], "live needs the best.pt of a training on the present profile 'builtin'"),
         ([*LIVE, *FIRST, "FIRST"], "is not what model 'elastic' was measured on"),
         ([*LIVE, "BUILTIN", "profile.accuracy=soft_score"], "live needs the best.pt"),

@@ -77,8 +77,7 @@ def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys: Capture) -> N
         (["reward.function=fastest"], "reward.function=fastest: must be module:name"),
         ([], "reward=function and reward.function=module:name go together; give both or neither"),
         (["reward=utility", "reward.function=my_rewards:fastest"], "go together; give both or neither"),
-        (["reward.function=my_rewards:fastest", "policy=auto"], "experts and students learn the reward utility only"),
-        (["reward.function=my_rewards:fastest", "policy.deploy=student"], "experts and students learn the reward"),
+        (["reward.function=my_rewards:fastest", "policy=auto"], "experts learn the reward utility only"),
         (["reward.function=my_rewards:fastest", "budget=mean"], "reward=function: is for deadlines"),
     ],
 )

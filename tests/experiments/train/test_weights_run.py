@@ -94,7 +94,6 @@ MISTAKES = {
     "train experiment=weights profile=table profile.path=without.csv": "has no further cost; add a column cost.NAME",
     "train experiment=weights policy=independent": "budget=weights: needs policy.structure=utility",
     "train experiment=weights budgets_ms=[3]": "budgets_ms: is for budget=mean and deadlines",
-    "train experiment=weights policy.deploy=student": "under budget=weights the policy itself is deployed",
     "train experiment=weights split.repeats=2": "split.repeats: is for deadlines; under budget=weights there is one",
     f"export {CHECKPOINT}": "export: a controller that weighs energy_j decides in Python only, by knobwise.load",
     f"evaluate {CHECKPOINT}": "was trained with budget=weights, which only its own run can judge",
