@@ -16,7 +16,7 @@ from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.compare.paired import differences
 from knobwise.experiments.compare.runs import ComparedRun, place_of
 from knobwise.experiments.report import words
-from knobwise.experiments.report.words import LEARNED, ORACLE, of_last_round, policy_name, ranked
+from knobwise.experiments.report.words import LEARNED, ORACLE, STATIC, of_last_round, policy_name, ranked
 from knobwise.experiments.results.problem import FEASIBLE, GRPO, LATENCY, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 from knobwise.experiments.results.statistics import CHANCE, Difference, holm
@@ -160,6 +160,8 @@ def _controllers(
 def _compared(section: Section, runs: Sequence[StudyRun], finished: Sequence[StudyRun]) -> list[Difference]:
     """Every variant of an experiment on one profile, compared as its section says; `finished` are all finished runs."""
     if section.baselines:  # every other policy of the run, best first
+        if any("split_seeds" in run.results for run in runs):
+            return [_over_splits(run) for run in runs]
         return [d for run in runs for d in holm(_against(run, [row["policy"] for row in ranked(run.results)]))]
     if section.policy:
         return holm([d for run in runs for d in _against(run, [section.policy])])
@@ -176,6 +178,13 @@ def _against(run: StudyRun, policies: Sequence[str]) -> list[Difference]:
     """The learned policy against others of the same run."""
     others = [policy for policy in policies if policy not in (LEARNED, ORACLE)]
     return [d for policy in others for d in _difference(run, run, policy)]
+
+
+def _over_splits(run: StudyRun) -> Difference:
+    """The learned policy against budget-aware static, as the run that has several splits has judged it."""
+    row, static = words.means_of(run.results)[LEARNED], policy_name(STATIC)
+    names, (low, high) = (run.label, static, LEARNED, STATIC), row["over_static_ci95"]
+    return Difference(*names, None, run.results["test_samples"], row["over_static"], (low, high))
 
 
 def _difference(run: StudyRun, base: StudyRun, policy: str = LEARNED) -> list[Difference]:
