@@ -972,8 +972,9 @@ class _MeanBudgets:
     def single(self, budget_ms: float) -> int:
         """The same for one."""
         group = min(range(len(self._few)), key=lambda place: abs(budget_ms - self._few[place]))
-        near = abs(budget_ms - self._few[group]) <= 1e-3 * self._few[group]
-        return group if near else int(self.groups(np.array([budget_ms]))[0])
+        if abs(budget_ms - self._few[group]) <= 1e-3 * self._few[group]:
+            return group
+        return int(self.groups(np.array([budget_ms]))[0])
 
     def fall_back(self, budget_ms: float) -> Expected | None:
         """As of the controller."""

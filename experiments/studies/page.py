@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import polars as pl
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.compare.paired import differences
 from knobwise.experiments.compare.runs import ComparedRun, place_of
 from knobwise.experiments.report import words
 from knobwise.experiments.report.words import LEARNED, ORACLE, STATIC, of_last_round, policy_name, ranked
-from knobwise.experiments.results.problem import FEASIBLE, GRPO, LATENCY, problem_of
+from knobwise.experiments.results.problem import FEASIBLE, GAP, GRPO, LATENCY, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 from knobwise.experiments.results.statistics import CHANCE, Difference, holm
-from knobwise.experiments.studies.running import rendered
 
 
 @dataclass
@@ -136,6 +136,18 @@ def results_page(study: Study, finished: Sequence[StudyRun], seeds: Sequence[int
         FEASIBLE=FEASIBLE,
         LATENCY=LATENCY,
     )
+
+
+def rendered(template: str, **values: Any) -> str:
+    """A page of Markdown, from a template beside this file; it knows the words of reports too."""
+    environment = Environment(  # Markdown, not HTML
+        loader=PackageLoader("knobwise.experiments.studies", "."),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    environment.filters["number"] = words.number
+    environment.globals |= {"gap": GAP.name, "feasible": FEASIBLE.name, "STATIC": words.STATIC, "ORACLE": words.ORACLE}
+    return environment.get_template(template).render(**values)
 
 
 def _heading(name: str, section: Section | SelectorSection) -> dict[str, Any]:

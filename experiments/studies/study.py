@@ -9,20 +9,25 @@ what is finished.
 
 from __future__ import annotations
 
-import functools
 import json
+import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
+from knobwise.common.interruption import status_of, stopped_by_signals
+from knobwise.common.processes import in_processes
 from knobwise.common.progress import progress
 from knobwise.experiments.command_line import sweep_jobs
 from knobwise.experiments.command_line.compose import read_settings
@@ -32,7 +37,6 @@ from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.results.run_folder import LEFT_OUT_OF_NAME, run_name
 from knobwise.experiments.studies.page import Study, StudyRun, results_page
-from knobwise.experiments.studies.running import in_turn, quiet, run_from_words
 
 FAILED = "failed: "
 
@@ -187,7 +191,48 @@ def _read(run: StudyRun) -> StudyRun:
     return run._replace(results=read_results(run.folder), decisions=read_decisions(run.folder))
 
 
-main = functools.partial(run_from_words, "reference", ReferenceConfig, run)
+def in_turn(title: str, work: Callable[..., str], pieces: Sequence[tuple[Any, ...]], jobs: int, done: int) -> list[str]:
+    """Call `work(*piece)` for every piece, in `jobs` processes; with one job in this process. Returns the notes."""
+    if jobs > 1:
+        return in_processes(title, work, pieces, jobs, done)
+    notes: list[str] = []
+    with progress(title, done + len(pieces), done) as tick:
+        for piece in pieces:
+            notes.append(work(*piece))
+            tick(done + len(notes), notes[-1])
+    return notes
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No output from what runs inside: the study shows its own progress."""
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        yield
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a study from `key=value` words.
+
+    Returns:
+        the exit status: 2 for a wrong word, 1 when a part failed, 130 or 143 when a signal stopped it.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(ReferenceConfig), OmegaConf.from_dotlist(list(arguments)))
+        settings: Any = OmegaConf.to_object(merged)
+        with stopped_by_signals():
+            failed = run(settings)
+    except (InputError, OmegaConfBaseException) as error:
+        print(f"reference: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        print("reference: stopped; repeat the command to resume", file=sys.stderr)
+        return status_of(stop)
+    for line in failed:
+        print(f"reference: {line}", file=sys.stderr)
+    print(f"page: {settings.out}")
+    return 1 if failed else 0
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

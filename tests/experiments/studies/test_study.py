@@ -60,7 +60,7 @@ def test_a_small_study_from_the_command_line(few: str, tmp_path: Path, capsys: p
     assert folders == [*OTHER_HEADS, "lean/reference-builtin"]
     assert first.stat().st_mtime_ns == before
     results = json.loads(first.read_text())
-    assert {row["policy"] for row in results["rows"]} == {"controller", "budget_aware_static", "oracle"}
+    assert {row["policy"] for row in results["rows"]} == {"controller", "teacher", "budget_aware_static", "oracle"}
     (utility,) = (r["utility"] for r in results["rows"] if r["policy"] == "controller" and r["budget_ms"] is None)
     lines = page.splitlines()
     assert any(line.startswith(f"| built-in | `lean` | {utility:.3f}") for line in lines)
