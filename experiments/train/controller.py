@@ -41,8 +41,8 @@ from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train.run import Experiment, keep_best, train_seeds
 
-STUDENT_STEPS = 3
-"""Steps of a student's fit for each iteration of its teacher's training; at least 200 in all."""
+STUDENT_STEPS, LEAST_STUDENT_STEPS = 3, 200
+"""Steps of a student's fit for each iteration of its teacher's training, and at least in all."""
 
 
 class ControllerExperiment(Experiment):
@@ -162,7 +162,7 @@ class ControllerExperiment(Experiment):
         agent, table, rows, optimiser = loaded.agent, self.table, self.fitted, self.config.optimiser
         stack = agent.chooser if isinstance(agent, PricedChooser) else agent
         assert isinstance(stack, StackedController)
-        steps = max(STUDENT_STEPS * (optimiser.warmup_iterations + optimiser.iterations), 200)
+        steps = max(STUDENT_STEPS * (optimiser.warmup_iterations + optimiser.iterations), LEAST_STUDENT_STEPS)
         with threadpool_limits(self.config.threads):
             student: Any = student_of(stack, table, rows, seed, StudentConfig(steps=steps))
             if isinstance(agent, PricedChooser):
