@@ -77,8 +77,8 @@ class AdaptiveModel:
             (waiting takes no CPU time), and the model must run on one thread and take its times from `clock_ms`.
         log: a folder, or the log in it, that gets a row for each request once it is answered.
         explore: the share of the requests, for which a configuration is drawn that is expected to lose at most
-            `explore_loss` utility, see `Exploration`; not of those at a price. A log without any shows the outcomes of
-            the controller's choices only.
+            `explore_loss` utility, see `Exploration`. A log without any shows the outcomes of the controller's choices
+            only.
         seed: of the draws.
 
     Raises:
@@ -160,25 +160,21 @@ class AdaptiveModel:
             self.controller = self._watched.controller
             self.tracker.digest = self.controller.digest
 
-    def _turn(self, price: float | None = None) -> tuple[NumpyController | None, float, Turn]:
+    def _turn(self) -> tuple[NumpyController | None, float, Turn]:
         """The candidate on trial, its share of the requests, and who decides the next one."""
-        watched = self._watched if price is None and self._watched and self._watched.candidate else None
-        if price is not None or not (watched or self._exploration.share):
+        watched = self._watched if self._watched and self._watched.candidate else None
+        if not (watched or self._exploration.share):
             return None, 0.0, "exploit"
         trial = watched.trial if watched else 0.0
         return watched.candidate if watched else None, trial, self._exploration.turn(trial)
 
-    def answer(
-        self, request: Request, budget_ms: float, arrived: float | None = None, price: float | None = None
-    ) -> Result:
+    def answer(self, request: Request, budget_ms: float, arrived: float | None = None) -> Result:
         """Answer one request under its budget.
 
         Args:
             budget_ms: a deadline in ms after arrival.
             arrived: a reading of `time.perf_counter()`, from which on waiting counts; None counts the request's own
                 work only.
-            price: what a millisecond costs other requests, in utility, see `NumpyController.decide_priced`; None for
-                the guarded decision.
 
         Raises:
             InputError: a budget that is not positive, an arrival with the CPU clock.
@@ -190,20 +186,17 @@ class AdaptiveModel:
         with self._lock, self._clocked:
             self._follow()
             begun, drift, latest, drawn = now(), self.tracker.drift, self._fallen_back, None
-            candidate, trial, turn = self._turn(price)
+            candidate, trial, turn = self._turn()
             controller = candidate if candidate is not None and turn == "trial" else self.controller
             limit = self._limit(latest, 0.0, budget_ms, arrived, begun)
-            expected = controller.fall_back(limit, drift) if price is None else None
+            expected = controller.fall_back(limit, drift)
             seen = expected is None
             took = now() - begun
             stage = self.model.first_stage(request, seen or turn == "explore")
             if expected is None:
                 latest, start = self._decided, now()
                 limit = self._limit(latest, stage.extra_ms, budget_ms, arrived, begun)
-                if price is None:
-                    expected = controller.decide_expected(stage.features, limit, drift)
-                else:
-                    expected = controller.decide_priced(stage.features, limit, price, drift)
+                expected = controller.decide_expected(stage.features, limit, drift)
                 took += now() - start
             about = self.controller, stage.features if seen else None, limit, drift
             if turn == "explore":
@@ -220,10 +213,10 @@ class AdaptiveModel:
             facts = stage, budget_ms, limit, drift, arrived
             result = self._result(facts, expected, answer, decision_ms, beyond_ms, done)
             if self.log is not None:
-                if drawn is None and (candidate is not None or (self._exploration.share and price is None)):
+                if drawn is None and (candidate is not None or self._exploration.share):
                     # the chances change nothing about the answer, so that it does not wait for them
                     _, drawn = self._exploration.draw(*about, expected, turn, candidate, trial)
-                self._note(result, stage, drawn, price)
+                self._note(result, stage, drawn)
             return result
 
     def generate(
@@ -294,7 +287,7 @@ class AdaptiveModel:
                 results[i] = self._result(about, each[i], answer, decision_ms, beyond_ms, done)
         if self.log is not None:
             for i, stage in enumerate(stages):
-                self._note(results[i], stage, drawn[i], None)
+                self._note(results[i], stage, drawn[i])
         return [results[i] for i in range(len(requests))]
 
     def _explored(
@@ -312,7 +305,7 @@ class AdaptiveModel:
             pairs.append(self._exploration.draw(*about, candidate, trial))
         return [expected for expected, _ in pairs], [chances for _, chances in pairs]
 
-    def _note(self, result: Result, stage: FirstStage, drawn: Drawn | None, price: float | None) -> None:
+    def _note(self, result: Result, stage: FirstStage, drawn: Drawn | None) -> None:
         """Write the row of an answered request."""
         assert self.log is not None
         result.request_id = self.log.add(
@@ -321,7 +314,6 @@ class AdaptiveModel:
                 configuration=result.configuration,
                 features=stage.features,
                 drawn=drawn or Drawn(1.0, {result.choice: 1.0}, result.choice),
-                price=price,
                 result=result,
                 answer_ms=result.answer.total_ms + stage.unused_ms(result.configuration),
             )

@@ -172,25 +172,6 @@ class NumpyController:
             raise ValueError("a controller for mean budgets predicts no spread of latencies")
         return self._decided(features, budget_ms, drift)
 
-    def decide_priced(
-        self, features: Mapping[str, Array], budget_ms: float, price: float, drift: Drift | None = None
-    ) -> Expected:
-        """The same where time costs others: the configuration with the best expected utility − price · expected
-        latency, a price in utility per ms. There is no guard; of a hopeless request the fastest is taken.
-
-        Raises:
-            ValueError: as `decide_expected`, and for a controller that predicts no outcomes.
-        """
-        if not self.header["stacked"]:
-            raise ValueError("prices of time need a controller for deadlines that predicts outcomes")
-        score, meets, mean, spread = self.prospects(features, budget_ms, drift)
-        factor, scale = self._checked(drift)
-        offset = self._around(drift)
-        latency_ms = np.exp(mean + (scale * spread) ** 2 / 2 + offset) / factor
-        hopeless = meets.max() < HOPELESS
-        index = int((mean + offset if hopeless else price * latency_ms - score).argmin())
-        return index, float(mean[index]), float(spread[index])
-
     def prospects(
         self, features: Mapping[str, Array] | None, budget_ms: float, drift: Drift | None = None
     ) -> tuple[Array, ...]:

@@ -142,7 +142,6 @@ def row_of(
     configuration: Mapping[str, Any],
     features: Mapping[str, Array],
     drawn: Drawn,
-    price: float | None,
     result: Result,
     answer_ms: float,
 ) -> dict[str, Any]:
@@ -153,7 +152,6 @@ def row_of(
         configuration: the knobs of the answer.
         features: blocks [d]; empty where the guard fell back before there were any.
         drawn: the chances that the configuration was drawn with.
-        price: of a millisecond, None for the guarded decision.
         result: what the request got.
         answer_ms: what the predicted latency is compared with.
     """
@@ -169,7 +167,6 @@ def row_of(
         "tried": drawn.tried,
         "budget_ms": float(result.budget_ms),
         "limit_ms": float(result.limit_ms),
-        "price": price,
         "features": {name: _packed(block) for name, block in features.items()} or None,
         "log_latency": result.expected[0],
         "drift": drift,
@@ -344,7 +341,7 @@ def _fault(
         return "without a probability"
     if not _is_number(probability) or not 0 < probability <= 1:
         return "a probability outside (0, 1]"
-    if row.get("price") is not None:
+    if row.get("price") is not None:  # as earlier versions could, without the guard
         return "decided at a price"
     count = math.inf if configurations is None else len(configurations)
     if not _is_index(choice, count) or (configurations is not None and row.get("knobs") != configurations[choice]):

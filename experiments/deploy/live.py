@@ -1,11 +1,11 @@
 """A controller in front of the real model: a simulated stream of requests served live, compared with a replay.
 
-Arrivals, budgets and the order of the requests are drawn; the model, its answers and the clock are real. Every request
-is served by the controller (`knobwise.agents.serving.adaptive_model`), by budget-aware static and by fixed
-configurations. Each follows the drift of this machine by a tracker fed with its own answers; the frozen controller and
-two fixed configurations, which do not depend on latencies, do not. Each is charged everything that it takes beyond the
-model's own time. Then the same decisions are looked up in the profile: a replay that disagrees with the real model
-would be worth nothing.
+Budgets and the order of the requests are drawn; the model, its answers and the clock are real. Each request arrives
+when the one before it has been answered. It is served by the controller (`knobwise.agents.serving.adaptive_model`), by
+budget-aware static and by fixed configurations. Each follows the drift of this machine by a tracker fed with its own
+answers; the frozen controller and two fixed configurations, which do not depend on latencies, do not. Each is charged
+everything that it takes beyond the model's own time. Then the same decisions are looked up in the profile: a replay
+that disagrees with the real model would be worth nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, averages
-from knobwise.agents.service.baselines import Service, forecast_of
 from knobwise.agents.serving.adaptive_model import DECISIONS_KEPT, AdaptiveModel
 from knobwise.agents.serving.export import arrays_of_static, to_numpy
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
@@ -38,9 +37,8 @@ from knobwise.common.files import write_text
 from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
-from knobwise.envs.service.arrivals import Load
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.deploy.live_results import BEST_STATIC, PRICED, Record, Served, Stream, live_results
+from knobwise.experiments.deploy.live_results import BEST_STATIC, Record, Served, Stream, live_results
 from knobwise.experiments.report.live import print_live, write_live_page
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.settings.options import LiveConfig
@@ -84,12 +82,7 @@ def run_live(
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets_ms = judged_budgets(table, config.budgets_ms)
-    price, service_ms = config.price, None
-    if config.load is not None:
-        service = Service(table, forecast_of(controller, table), fitted, budgets_ms)
-        service_ms = service.service_ms
-        price = price or list(service.tuned(service.traces([config.load], 100, config.seed))[1:])
-    stream = draw_stream(table, test, fitted, budgets_ms, requests, config, service_ms)
+    stream = draw_stream(table, test, fitted, budgets_ms, requests, config)
     with one_thread(), threadpool_limits(1), collected_between():
         check_features(model, table, stream)
         served = AdaptiveModel(model, to_numpy(controller), clock=config.clock)
@@ -97,11 +90,9 @@ def run_live(
         if stream.timed:
             choices, ratios = served.timed_cells(table, stream.timed, config.calibration)
             speed = float(np.exp(np.nanmedian(ratios)))
-        stream = stream.scaled(speed, arrivals=config.load is not None)
+        stream = stream.scaled(speed)
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
         server = Server(served, BudgetAwareStatic(table, fitted), fixed, stream, requests, config)
-        if price is not None:
-            server.add_price(price[0] / speed, price[1] / speed)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
         stopped = server.serve()
@@ -112,8 +103,7 @@ def run_live(
             raise InputError(f"{stopped}; no request was served before that") from stopped.__cause__
     results = live_results(table, stream, record, served.controller, speed)
     results |= {"model": model.name, "tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
-    results |= {"repeats": record.served["choice"].shape[2], "rate": config.rate}
-    results |= {"load": config.load, "price": price, "clock": config.clock}
+    results |= {"repeats": record.served["choice"].shape[2], "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
         write_text(config.json, json.dumps(results, indent=1))
@@ -145,10 +135,8 @@ def draw_stream(
     budgets_ms: Tensor,
     requests: Requests,
     config: LiveConfig,
-    service_ms: float | None = None,
 ) -> Stream:
-    """Draw order, budgets and, by a load, arrivals (both still in the profile's ms); `service_ms` is the mean time
-    between two at load 1.
+    """Draw order and budgets (still in the profile's ms).
 
     Raises:
         InputError: no request is of the test samples, or with `fresh` outside the profile.
@@ -170,15 +158,11 @@ def draw_stream(
     rounds = -(-config.requests // len(ids))
     order = np.concatenate([rng.permutation(len(ids)) for _ in range(rounds)])[: config.requests]
     drawn = rng.choice(budgets_ms.double().numpy(), config.requests)
-    arrivals = None if config.rate is None else rng.exponential(1 / config.rate, config.requests).cumsum()
-    if config.load is not None and service_ms is not None:
-        draw = torch.Generator().manual_seed(config.seed)
-        arrivals = Load.parse(config.load).arrivals(config.requests, service_ms, draw).numpy() / 1e3
     known = [row for row in fitted.tolist() if table.sample_ids[row] in requests]
     timed = {row: requests.request(table.sample_ids[row]) for row in rng.permutation(known)[: config.calibration]}
     samples = {name: requests.request(name) for name in dict.fromkeys(ids[order])}
     rows = np.array([row_of.get(name, -1) for name in ids[order]])
-    return Stream(rows, drawn, arrivals, ids[order].tolist(), samples, timed)
+    return Stream(rows, drawn, ids[order].tolist(), samples, timed)
 
 
 def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> None:
@@ -199,7 +183,7 @@ def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> N
 
 
 class Server:
-    """The policies in front of the model; each serves one request at a time: its number, ms it waited → `Served`."""
+    """The policies in front of the model; each serves a request by its number → `Served`."""
 
     def __init__(
         self,
@@ -222,19 +206,13 @@ class Server:
         # what a choice cost lately is taken off the next budget, as in the runtime
         self.latest: dict[str, deque[float]] = {name: deque(maxlen=DECISIONS_KEPT) for name in self.statics}
         self.trackers = [model.tracker, *(static.tracker for static in self.statics.values())]
-        self.policies: dict[str, Callable[[int, float], Served]] = {
+        self.policies: dict[str, Callable[[int], Served]] = {
             LEARNED: partial(self.by_controller, self.model),
             FROZEN: partial(self.by_controller, self.frozen),
             **{name: partial(self.by_static, static) for name, static in self.statics.items()},
             **{name: partial(self.by_configuration, fixed[name]) for name in fixed if name != BEST_STATIC},
         }
         self._complete = 0, 0  # repeats, and requests of the next one, that every policy served
-
-    def add_price(self, price: float, per_waiting: float) -> None:
-        """Also serve at price + per_waiting · backlog, in utility per ms of this machine."""
-        model = AdaptiveModel(self.model.model, self.model.controller, clock=self.model.clock)
-        self.trackers.append(model.tracker)
-        self.policies[PRICED] = partial(self.by_price, model, price, per_waiting)
 
     @cached_property
     def record(self) -> Record:
@@ -243,41 +221,33 @@ class Server:
         fields = {name: np.zeros(shape, object if name == "drift" else float) for name in Served._fields}
         return Record(list(self.policies), fields)
 
-    def by_price(self, model: AdaptiveModel, price: float, per_waiting: float, i: int, waited: float) -> Served:
-        assert self.stream.arrivals_s is not None
-        # a hair later, so that rounding does not hide the request itself
-        now = self.stream.arrivals_s[i] + waited / 1e3 + 1e-9
-        arrived = int(np.searchsorted(self.stream.arrivals_s, now, side="right"))
-        return self.by_controller(model, i, waited, price + per_waiting * (arrived - i - 1))
-
-    def by_controller(self, model: AdaptiveModel, i: int, waited: float, price: float | None = None) -> Served:
+    def by_controller(self, model: AdaptiveModel, i: int) -> Served:
         start, name = self.clock(), self.stream.ids[i]
-        left = max(float(self.stream.budgets_ms[i]) - waited, LEAST_LATENCY_MS)
-        result = model.answer(self.stream.requests[name], left, price=price)
+        result = model.answer(self.stream.requests[name], float(self.stream.budgets_ms[i]))
         took_ms, inference_ms = (self.clock() - start) * 1e3, result.answer.total_ms
         overhead_ms, score = max(took_ms - inference_ms, 0.0), self.score(name, result.answer.text)
         about = result.limit_ms, result.decision_us, *result.expected
-        return Served(result.choice, score, inference_ms, overhead_ms, waited, *about, result.drift)
+        return Served(result.choice, score, inference_ms, overhead_ms, *about, result.drift)
 
-    def by_static(self, static: TrackedStatic, i: int, waited: float) -> Served:
+    def by_static(self, static: TrackedStatic, i: int) -> Served:
         latest, budget = self.latest[static.tracker.digest], float(self.stream.budgets_ms[i])
-        limit = max(budget - waited - (statistics.median(latest) if latest else 0.0), LEAST_LATENCY_MS)
+        limit = max(budget - (statistics.median(latest) if latest else 0.0), LEAST_LATENCY_MS)
         drift, start = static.tracker.drift, self.clock()
         choice, decided = static.decide(limit), self.clock()
-        served, answered = self.by_configuration(choice, i, waited), self.clock()
+        served, answered = self.by_configuration(choice, i), self.clock()
         static.update(choice, served.inference_ms)
         decision_ms = max((decided - start) * 1e3, 0.0)
         overhead_ms = decision_ms + max((self.clock() - answered) * 1e3, 0.0)
         latest.append(overhead_ms)
         return served._replace(limit_ms=limit, drift=drift, overhead_ms=overhead_ms, decision_us=decision_ms * 1e3)
 
-    def by_configuration(self, choice: int, i: int, waited: float) -> Served:
+    def by_configuration(self, choice: int, i: int) -> Served:
         vlm, name = self.model.model, self.stream.ids[i]
         with clocked_by(self.config.clock):
             stage = vlm.first_stage(self.stream.requests[name], features=False)
             (answer,) = vlm.answer([stage], self.model.configurations[choice])
         score = self.score(name, answer.text)
-        return Served(choice, score, answer.total_ms, 0.0, waited, np.nan, 0.0, np.nan, np.nan, None)
+        return Served(choice, score, answer.total_ms, 0.0, np.nan, 0.0, np.nan, np.nan, None)
 
     def serve(self) -> ServiceStopped | None:
         """Serve the stream by every policy: `IN_A_ROW` requests by one of them, then the same by the next, in random
@@ -285,14 +255,13 @@ class Server:
         n, repeats, rng = len(self.stream.rows), self.config.repeats, np.random.default_rng((self.config.seed, 1))
         try:
             for i, policy in itertools.product(range(self.config.warm_up), self.policies):
-                self._serve_request(policy, i % n, 0.0)
+                self._serve_request(policy, i % n)
             with progress("serving", n * repeats, 0) as tick:
                 for repeat in range(repeats):
-                    free = np.zeros(len(self.policies))  # when each policy has answered all before, in seconds
                     for first in range(0, n, IN_A_ROW):
                         block = range(first, min(first + IN_A_ROW, n))
                         for p in rng.permutation(len(self.policies)).tolist():
-                            free[p] = self._serve_block(block, p, repeat, float(free[p]))
+                            self._serve_block(block, p, repeat)
                         self._complete = repeat, block[-1] + 1
                         tick(repeat * n + block[-1] + 1, "")
         except ServiceStopped as stopped:
@@ -307,20 +276,15 @@ class Server:
         served = {name: values[:, :n, :repeats] for name, values in self.record.served.items()}
         return self.stream.first(n), Record(self.record.policies, served)
 
-    def _serve_request(self, policy: str, i: int, waited: float) -> Served:
+    def _serve_request(self, policy: str, i: int) -> Served:
         try:
-            return self.policies[policy](i, waited)
+            return self.policies[policy](i)
         except Exception as error:
             raise ServiceStopped(self.stream.ids[i], policy, error) from error
 
-    def _serve_block(self, block: range, p: int, repeat: int, free: float) -> float:
-        """Serve some requests by policy p, which is free after so many seconds, and return when it is free again."""
-        policy, arrivals = self.record.policies[p], self.stream.arrivals_s
+    def _serve_block(self, block: range, p: int, repeat: int) -> None:
+        """Serve some requests by policy p."""
         for i in block:
-            arrival = 0.0 if arrivals is None else float(arrivals[i])
-            waited = 0.0 if arrivals is None else max(free - arrival, 0.0) * 1e3
-            served = self._serve_request(policy, i, waited)
-            free = arrival + (served.waited_ms + served.overhead_ms + served.inference_ms) / 1e3
+            served = self._serve_request(self.record.policies[p], i)
             for name, value in served._asdict().items():
                 self.record.served[name][p, i, repeat] = value
-        return free

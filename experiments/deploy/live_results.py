@@ -24,20 +24,16 @@ from knobwise.profiling.measuring.machine import cpu_name
 METRICS = ("accuracy", "latency_ms", "satisfaction", "utility")
 """What is known of every request."""
 BEST_STATIC = "best_static"
-PRICED = "price_backlog"
-"""The controller at a price of time and a price per waiting request."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """n requests: which sample, under which budget, when."""
+    """n requests, each after the one before it was answered: which sample, under which budget."""
 
     rows: NDArray[np.int64]
     """[n], rows of the table; −1 for a sample that it does not hold."""
     budgets_ms: NDArray[np.float64]
     """[n]."""
-    arrivals_s: NDArray[np.float64] | None
-    """[n], seconds after the start; None if each arrives when the previous one is answered."""
     ids: list[str]
     """n ids of samples."""
     requests: Mapping[str, Request]
@@ -45,15 +41,13 @@ class Stream:
     timed: Mapping[int, Request]
     """By row of the table, to find the speed of this machine."""
 
-    def scaled(self, speed: float, arrivals: bool) -> Stream:
-        """The same on a machine that takes `speed` times as long: budgets, and if wanted arrivals."""
-        arrivals_s = self.arrivals_s if self.arrivals_s is None or not arrivals else self.arrivals_s * speed
-        return replace(self, budgets_ms=self.budgets_ms * speed, arrivals_s=arrivals_s)
+    def scaled(self, speed: float) -> Stream:
+        """The same, with budgets for a machine that takes `speed` times as long."""
+        return replace(self, budgets_ms=self.budgets_ms * speed)
 
     def first(self, n: int) -> Stream:
         """The first n of them."""
-        arrivals = None if self.arrivals_s is None else self.arrivals_s[:n]
-        return replace(self, rows=self.rows[:n], budgets_ms=self.budgets_ms[:n], arrivals_s=arrivals, ids=self.ids[:n])
+        return replace(self, rows=self.rows[:n], budgets_ms=self.budgets_ms[:n], ids=self.ids[:n])
 
 
 class Served(NamedTuple):
@@ -64,7 +58,6 @@ class Served(NamedTuple):
     inference_ms: float
     overhead_ms: float
     """Time beyond the model's own: for static to choose and to follow the drift, for a fixed configuration none."""
-    waited_ms: float
     limit_ms: float
     """The limit that the decision had to meet; NaN for a fixed configuration."""
     decision_us: float
@@ -90,17 +83,15 @@ def live_results(
     """What is printed and written: a row for each policy, the replay of the same decisions, and the overhead.
 
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if every answer is the
-    same. Only the model's part is replayed, each of its measurements, at the median speed of all answers: overhead and
-    waiting stay as they were. Intervals are 95 % bootstrap intervals over requests, and ignore that requests which wait
-    for one another are not independent.
+    same. Only the model's part is replayed, each of its measurements, at the median speed of all answers: the overhead
+    stays as it was. Intervals are 95 % bootstrap intervals over requests.
     """
     served = {name: torch.from_numpy(values) for name, values in record.served.items() if name != "drift"}
     budgets = torch.from_numpy(stream.budgets_ms)[:, None]
-    costs = served["overhead_ms"] + served["waited_ms"]
-    live = _outcomes(served["score"], (served["inference_ms"] + costs).unsqueeze(-1), budgets)
-    replayed = _Replay(table, stream, served, costs) if (stream.rows >= 0).all() else None
+    live = _outcomes(served["score"], (served["inference_ms"] + served["overhead_ms"]).unsqueeze(-1), budgets)
+    replayed = _Replay(table, stream, served) if (stream.rows >= 0).all() else None
     gained, choice = live["utility"].mean(-1), served["choice"].long()
-    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC, PRICED)]
+    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC)]
     learned = record.policies.index(LEARNED)
     policies, agreement = [], []
     for p, name in enumerate(record.policies):
@@ -113,7 +104,6 @@ def live_results(
         row["latency_ms_p95"] = float(live["latency_ms"][p].quantile(0.95))
         if replayed is not None:
             row |= _mean("satisfaction_feasible", live["satisfaction"][p].mean(-1)[replayed.feasible])
-        row["waited_ms"] = float(served["waited_ms"][p].mean())
         row["utility_per_run"] = live["utility"][p].mean(0).tolist()
         policies.append(row | _mean("behind", gained[learned] - gained[p]))
     during = {} if replayed is None else replayed.speed()
@@ -137,14 +127,14 @@ def live_results(
 
 class _Replay:
     """The same decisions, looked up in the profile. Only the model's part is replayed, each of its measurements, at the
-    median speed of all answers: what it cost beside (`costs` in ms [P, n, R]) stays as it was."""
+    median speed of all answers: the overhead stays as it was."""
 
-    def __init__(self, table: ProfileTable, stream: Stream, served: Mapping[str, Tensor], costs: Tensor) -> None:
+    def __init__(self, table: ProfileTable, stream: Stream, served: Mapping[str, Tensor]) -> None:
         table, rows = table.without_first_look, torch.from_numpy(stream.rows)
         budgets = torch.from_numpy(stream.budgets_ms)[:, None]
-        at = rows[:, None].expand(costs.shape), served["choice"].long()
+        at = rows[:, None].expand(served["choice"].shape), served["choice"].long()
         self.during, self.half_width = _speed(served["inference_ms"] / table.latency_ms[at].clamp_min(LEAST_LATENCY_MS))
-        replayed = self.during * table.measurements_ms[at].double() + costs.unsqueeze(-1)
+        replayed = self.during * table.measurements_ms[at].double() + served["overhead_ms"].unsqueeze(-1)
         self._outcomes = _outcomes(table.accuracy[at].double(), replayed, budgets)
         self.feasible = self.during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
         """bool [n], whether some configuration meets the budget."""
@@ -222,10 +212,10 @@ def _timeline(stream: Stream, record: Record, learned: int) -> list[dict[str, fl
         offsets, scale = drift or (0.0, 1.0)
         offsets = np.atleast_1d(offsets)
         offset = offsets[int(served["choice"][i]) if len(offsets) > 1 else 0]
-        inference, *costs = (float(served[name][i]) for name in ("inference_ms", "overhead_ms", "waited_ms"))
+        inference, overhead = (float(served[name][i]) for name in ("inference_ms", "overhead_ms"))
         residual = np.log(max(inference, LEAST_LATENCY_MS)) - served["log_latency"][i] - offset
         row = {
-            "latency_ms": inference + sum(costs),
+            "latency_ms": inference + overhead,
             "budget_ms": float(stream.budgets_ms[i]),
             "residual": residual / max(scale * served["spread"][i], 1e-3),
             "level": float(np.exp(np.mean(offsets))),

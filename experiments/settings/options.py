@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ from omegaconf import MISSING
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.common.checks import a_seed, at_least, one_of, positive
+from knobwise.common.checks import a_seed, at_least, one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.experiments.settings.selector_options import SelectorRun
@@ -109,7 +108,7 @@ class InspectRun:
 
 @dataclass
 class LiveConfig:
-    """A simulated stream of requests."""
+    """A simulated stream of requests, each of which arrives when the one before it has been answered."""
 
     requests: int = 1000
     """Number of requests: test samples in random order, then again in another order if there are too few."""
@@ -119,16 +118,6 @@ class LiveConfig:
     """With `fresh`: how many such samples to skip first, so that different calls serve different samples."""
     repeats: int = 1
     """How often the whole stream is served, each time with the policies in another random order."""
-    rate: float | None = None
-    """Requests per second. They arrive at random (Poisson) at one server per policy, so that waiting counts against the
-    budget. With None, each request arrives when the one before it has been answered."""
-    price: list[float] | None = None
-    """For requests that wait: a price of time, and a price per waiting request, in utility per ms of the profile. A
-    controller that decides at the sum of the two is compared too. None, with a `load`: tuned by replay at this load."""
-    load: str | None = None
-    """The load that sets arrivals: 0.9, `ramp 0.3 1.3`, `steps 0.3 1.3`, `bursts 0.3 1.3`, `recorded FILE` (arrivals in
-    ms, one per line) or `recorded FILE 0.9`. A load of 1 is as much as can be served if the controller ignores the
-    queue."""
     budgets_ms: list[float] | None = None
     """Budgets to draw from, in ms of the profile; None for five quantiles of its latencies. They are scaled by the
     speed of this machine."""
@@ -141,7 +130,7 @@ class LiveConfig:
     clock: str = "wall"
     """wall; or cpu, which counts the CPU time of the thread, for a machine that others use at the same time."""
     seed: int = 0
-    """Seed of arrivals, budgets and orders."""
+    """Seed of budgets and orders."""
     json: str | None = None
     """Write the results to this file."""
     html: str | None = None
@@ -158,14 +147,6 @@ class LiveConfig:
             raise InputError(f"stream.fixed={self.fixed}: must be 1, 2 or 3")
         if self.skip and not self.fresh:
             raise InputError(f"stream.skip={self.skip}: is for stream.fresh=true")
-        if self.rate is not None:
-            positive("stream.rate", self.rate)
-        if self.load is not None and self.rate is not None:
-            raise InputError(f"stream.load={self.load}: sets the arrivals, as stream.rate does; leave out one")
-        if self.price is not None and self.rate is None and self.load is None:
-            raise InputError("stream.price: is for requests that wait; give stream.rate or stream.load too")
-        if self.price is not None and (len(self.price) != 2 or not all(0 <= each < math.inf for each in self.price)):
-            raise InputError(f"stream.price={self.price}: must be two prices, of time and per waiting request, all ≥ 0")
 
 
 @dataclass

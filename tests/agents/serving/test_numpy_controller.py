@@ -28,7 +28,6 @@ from knobwise.agents.controller.networks import WIDEST
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving import numpy_controller
-from knobwise.agents.serving.distillation import Lessons
 from knobwise.agents.serving.export import Agent, Decide, arrays_of, export_numpy, one_by_one, parity, to_numpy
 from knobwise.agents.serving.numpy_controller import Array, NumpyController
 from knobwise.agents.stack.guard import Guard
@@ -388,38 +387,6 @@ def test_drift_by_hand(short: bool) -> None:
     # nothing is likely to be on time at 7 ms, so the fastest: the second, where it is three times as fast
     assert light.decide_index(x, 5.0) == 0
     assert light.decide_index(x, 5.0, (np.array([0.0, -math.log(3), 0.0]), 1.0)) == 1
-
-
-def test_a_price_of_time_by_hand() -> None:
-    light, x = by_hand(), {"x": np.zeros(1, np.float32)}
-    # at 100 ms .6, .8, .9 in 10, 20, 40 ms · exp(.1²/2): a millisecond more is worth .02, then .005
-    for price, choice in ((0.0, 2), (0.0049, 2), (0.0051, 1), (0.0198, 1), (0.0202, 0)):
-        assert light.decide_priced(x, 100.0, price)[0] == choice
-    index, mean, spread = light.decide_priced(x, 100.0, 0.01)
-    assert (index, mean, spread) == pytest.approx((1, math.log(20), 0.1), abs=1e-4)
-    # where all take twice as long, time is worth half
-    assert light.decide_priced(x, 200.0, 0.0099, (math.log(2), 1.0))[0] == 1
-    assert light.decide_priced(x, 200.0, 0.0101, (math.log(2), 1.0))[0] == 0
-    # hopeless: the fastest, with the drift of each
-    assert light.decide_priced(x, 5.0, 0.0)[0] == 0
-    assert light.decide_priced(x, 5.0, 0.0, (np.array([0.0, -math.log(3), 0.0]), 1.0))[0] == 1
-    heads = to_numpy(Controller.for_table(small_table(60), torch.arange(60), PolicyConfig(hidden=4)))
-    with pytest.raises(ValueError, match="need a controller for deadlines that predicts outcomes"):
-        heads.decide_priced(arrays(small_table(60).features, 0), 5.0, 0.1)
-
-
-@pytest.mark.parametrize("name", ["small", "gappy", "no features"])
-def test_a_price_of_time_is_weighed_against_the_utility_that_torch_expects(name: str) -> None:
-    table, stack, light = stacked(name)
-    with torch.no_grad():
-        x = stack.features(table.features, 90)
-        score, meets, *_ = stack.view(x, torch.full((90,), 20.0))
-        _, _, mean, spread = Lessons.of_teacher(stack, x)
-    likely = meets.amax(1) >= 0.01
-    for price in (0.0, 0.01, 0.1):
-        wanted = (score - price * torch.exp(mean + spread**2 / 2)).argmax(1)
-        chosen = torch.tensor([light.decide_priced(arrays(table.features, row), 20.0, price)[0] for row in range(90)])
-        assert (chosen == wanted)[likely].double().mean() > 0.97  # but for rounding
 
 
 @pytest.mark.parametrize("name", ["small", "no features"])

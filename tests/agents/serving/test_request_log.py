@@ -115,6 +115,16 @@ def test_rows_that_cannot_be_used_are_set_aside(
     assert len(log.rows) == 39
 
 
+def test_rows_of_earlier_versions_with_a_column_for_a_price_are_read(written: Path, tmp_path: Path) -> None:
+    agent, _ = small_stack()
+    log = read_log(changed(written, tmp_path / "now"))
+    earlier = read_log(changed(written, tmp_path / "then", price=None))
+    assert "price" not in log.rows[0]
+    assert earlier.rows[0].pop("price") is None
+    assert (earlier.rows, earlier.aside) == (log.rows, log.aside)
+    assert len(logged_of(earlier.rows, 12, agent.normaliser.sizes).ids) == 40
+
+
 def test_labels_that_cannot_be_joined_are_set_aside(written: Path, tmp_path: Path) -> None:
     changed(written, tmp_path)
     first = json.loads((tmp_path / "requests-000000.jsonl").read_text().splitlines()[0])["id"]

@@ -17,7 +17,6 @@ from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.service.baselines import Service, forecast_of
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
@@ -114,14 +113,14 @@ def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsy
         case.table,
         ElasticAdaptive(),
         ElasticRequests(),
-        replace(SHORT, **files, rate=20.0, repeats=2, clock="cpu"),
+        replace(SHORT, **files, repeats=2, clock="cpu"),
     )
     assert json.loads((tmp_path / "live.json").read_text()) == json.loads(json.dumps(results))
     page = (tmp_path / "live.html").read_text()
     assert "simulated request stream" in page
     assert "Live and replay" in page
     printed = capsys.readouterr().out
-    assert "Simulated stream: 10 requests × 2, arriving at 20 a second" in printed
+    assert "Simulated stream: 10 requests × 2, each after the previous one" in printed
     for words in (
         "learned controller",
         "budget-aware static",
@@ -157,7 +156,7 @@ def test_the_controller_is_charged_its_whole_way_and_static_its_choice(served: t
 
 
 def test_what_calls_take_beside_the_model_is_charged_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, server = server_of(case, replace(SHORT, requests=3, warm_up=0, rate=1e-3), fixed=0)
+    _, server = server_of(case, replace(SHORT, requests=3, warm_up=0), fixed=0)
     answer = server.model.answer
 
     def slow(*arguments: Any, **options: Any) -> Any:
@@ -166,61 +165,17 @@ def test_what_calls_take_beside_the_model_is_charged_too(case: Case, monkeypatch
 
     monkeypatch.setattr(server.model, "answer", slow)
     assert server.serve() is None
-    record = server.record
-    assert (record.served["overhead_ms"][0] > 20).all()
-    assert (record.served["waited_ms"] == 0).all()
+    assert (server.record.served["overhead_ms"][0] > 20).all()
 
 
-def test_who_falls_behind_waits_for_itself_alone(case: Case) -> None:
-    # all arrive at once
-    stream, server = server_of(case, replace(SHORT, rate=1e6, warm_up=0), fixed=1)
+def test_static_allows_for_what_its_own_choices_took(case: Case) -> None:
+    stream, server = server_of(case, replace(SHORT, warm_up=0), fixed=1)
     assert server.serve() is None
-    served, arrivals = server.record.served, stream.arrivals_s
-    assert arrivals is not None
-    busy = served["inference_ms"] + served["overhead_ms"]
-    before = np.pad(busy.cumsum(1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    np.testing.assert_allclose(served["waited_ms"], before - (arrivals - arrivals[0])[None, :, None] * 1e3, atol=1e-6)
-    # static also allows for what its own choices took so far
+    served = server.record.served
     took = served["overhead_ms"][2, :, 0]
     spent = [float(np.median(took[:i])) if i else 0.0 for i in range(len(took))]
-    left = np.maximum(stream.budgets_ms - served["waited_ms"][2, :, 0] - spent, 1e-9)
-    np.testing.assert_allclose(served["limit_ms"][2, :, 0], left, rtol=1e-6)
-    left = np.maximum(stream.budgets_ms - served["waited_ms"][0, :, 0], 1e-9)
-    assert (served["limit_ms"][0, 1:, 0] <= left[1:] + 1e-9).all()
-
-
-def test_prices_follow_the_backlog_that_each_policy_has_itself(case: Case) -> None:
-    """A price so high that whoever has somebody waiting behind takes the fastest."""
-    config = replace(SHORT, requests=30, rate=400.0, warm_up=0)
-    stack = StackedController(case.controller, [], torch.ones(1)).eval()
-    stream, server = server_of(case._replace(controller=stack), config, fixed=0)  # type: ignore[arg-type]
-    server.add_price(0.0, 1e5)
-    assert server.serve() is None
-    record, arrivals = server.record, stream.arrivals_s
-    assert record.policies[-1] == "price_backlog"
-    assert arrivals is not None
-    served = {name: values[-1, :, 0] for name, values in record.served.items()}
-    begun = arrivals + served["waited_ms"] / 1e3
-    backlog = (arrivals[None, :] <= begun[:, None] + 1e-9).sum(1) - np.arange(30) - 1
-    assert (backlog >= 0).all()
-    assert (backlog > 0).any()
-    assert (backlog == 0).any()
-    for i, name in enumerate(stream.ids):
-        features = ElasticAdaptive().first_stage(stream.requests[name]).features
-        limit, drift = served["limit_ms"][i], served["drift"][i]
-        assert served["choice"][i] == server.model.controller.decide_priced(features, limit, 1e5 * backlog[i], drift)[0]
-
-
-def test_a_price_is_tuned_for_the_load(case: Case, tmp_path: Path) -> None:
-    """The rule is the one that replay finds at this load, and requests arrive by it."""
-    table, split, fitted, controller = case
-    stack, config = StackedController(controller, [], torch.ones(1)).eval(), replace(SHORT, load="2.0", seed=3)
-    path, budgets = saved(tmp_path / "best.pt", stack, table, split), default_budgets(table)  # type: ignore[arg-type]
-    service = Service(table, forecast_of(stack, table), fitted, budgets)
-    results = run(path, table, config)
-    assert results["price"] == list(service.tuned(service.traces(["2.0"], 100, 3))[1:])
-    assert "price_backlog" in [row["policy"] for row in results["rows"]]
-    assert run(path, table, replace(config, price=[0.1, 0.2]))["price"] == [0.1, 0.2]
+    np.testing.assert_allclose(served["limit_ms"][2, :, 0], np.maximum(stream.budgets_ms - spent, 1e-9), rtol=1e-6)
+    assert (served["limit_ms"][0, 1:, 0] < stream.budgets_ms[1:]).all()
 
 
 def test_nothing_is_fitted_on_what_is_served(
@@ -266,7 +221,7 @@ def by_hand(slower: float) -> tuple[Stream, Record]:
         fields["inference_ms"][p, :, 0] = slower * table.latency_ms[rows, chosen].double()
     fields["overhead_ms"][0] = 0.5
     fields["limit_ms"][0, :, 0] = 30.0
-    return Stream(rows, np.array([1000.0, 1e-6]), None, ["0", "1"], {}, {}), Record(list(choices), fields)
+    return Stream(rows, np.array([1000.0, 1e-6]), ["0", "1"], {}, {}), Record(list(choices), fields)
 
 
 def judged(stream: Stream, record: Record, speed: float) -> dict[str, Any]:
@@ -321,19 +276,17 @@ def test_a_replay_that_is_wrong_is_found_out() -> None:
     away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
     assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
     assert not any(policy == "cheapest" for policy, _ in away)
-    results |= {"repeats": 1, "rate": None, "load": None, "clock": "wall"}
+    results |= {"repeats": 1, "clock": "wall"}
     assert "they differ in " in live_report.verdict(results)[-1]
 
 
 def test_a_stream_goes_through_the_test_samples_before_it_repeats(case: Case) -> None:
     table, split, *_ = case
     few, budgets = split.test[:6], torch.tensor([1.0, 2.0])
-    config = LiveConfig(requests=15, calibration=4, rate=100.0)
+    config = LiveConfig(requests=15, calibration=4)
     stream, again = (draw_stream(table, few, split.train, budgets, ElasticRequests(), config) for _ in range(2))
     assert sorted(stream.rows[:6].tolist()) == sorted(stream.rows[6:12].tolist()) == sorted(few.tolist())
     assert set(stream.budgets_ms.tolist()) == {1.0, 2.0}
-    assert stream.arrivals_s is not None
-    assert (np.diff(stream.arrivals_s) > 0).all()
     assert len(stream.timed) == 4
     assert set(stream.timed) <= set(split.train.tolist())
     assert [int(name) for name in stream.ids] == stream.rows.tolist()
@@ -423,6 +376,6 @@ def test_what_cannot_be_served_is_refused(case: Case, tmp_path: Path) -> None:
     priced = Controller.for_table(table, split.train[:50], controller.config, priced=True).eval()
     with pytest.raises(InputError, match="mean over requests"):
         run(saved(tmp_path / "b.pt", priced, table, split), table, SHORT)
-    for wrong in ({"requests": 0}, {"fixed": 4}, {"rate": 0.0}, {"warm_up": -1}, {"clock": "sun"}):
+    for wrong in ({"requests": 0}, {"fixed": 4}, {"warm_up": -1}, {"clock": "sun"}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             LiveConfig(**wrong)  # type: ignore[arg-type]

@@ -1,1 +1,0 @@
-"""Requests that wait for one another: arrivals and the queue."""
