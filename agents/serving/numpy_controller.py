@@ -56,7 +56,7 @@ class NumpyController:
     """Decides for requests by the arrays of an exported file, by name; `header` is JSON.
 
     Raises:
-        ValueError: if `knobwise export` did not write the arrays, or they are not as it wrote them. Files of earlier
+        ValueError: if `knobwise export` did not write the arrays, or they have changed since. Files of earlier
             versions hold no digest and no shapes; of them it is only seen whether they decide.
     """
 
@@ -71,7 +71,7 @@ class NumpyController:
         self.header: dict[str, Any] = head
         content = digest_of(arrays)
         if bytes(arrays.get("digest", content)) != content:
-            raise ValueError("is damaged, it is not as it was written; export it again")
+            raise ValueError("is damaged (its checksum does not match); export it again")
         if broken := [name for name, array in arrays.items() if array.dtype.kind == "f" and np.isnan(array).any()]:
             raise ValueError(f"{broken[0]} holds NaN; train again")
         self.digest = content.hex()[:16]
@@ -122,7 +122,7 @@ class NumpyController:
             # opened here, since np.load leaves a damaged file open
             with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 if file.zip.testzip() is not None:
-                    raise ValueError("is damaged, it is not as it was written; export it again")
+                    raise ValueError("is damaged (its checksum does not match); export it again")
                 arrays = {name: file[name] for name in file.files}
             return cls(arrays)
         except Exception as error:

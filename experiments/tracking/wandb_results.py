@@ -15,6 +15,7 @@ import polars as pl
 from knobwise.common.errors import InputError
 from knobwise.experiments.results.decisions import SAMPLE, read_decisions
 from knobwise.experiments.results.problem import DEADLINE, problem_of
+from knobwise.experiments.results.run_folder import STUDENT
 
 CELLS = 200_000
 """About so many cells has the table of decisions; more make W&B's pages slow."""
@@ -109,11 +110,12 @@ def _table(rows: list[dict[str, Any]]) -> Any:
 
 
 def log_model(run: Any, folder: Path, scores: Mapping[str, float]) -> Any:
-    """Log the kept checkpoint of a run of ours as an artifact of the W&B run that trained it; gives the artifact."""
+    """Log the kept checkpoint of a run of ours, and its student if there is one, as an artifact of the W&B run that
+    trained it; gives the artifact."""
     import wandb
 
     model = wandb.Artifact(_artifact_name(f"{run.group}-{folder.name}"), "model", metadata=dict(scores))
-    for path in ("checkpoints/best.pt", "config.yaml", "results.json"):
+    for path in ("checkpoints/best.pt", f"checkpoints/{STUDENT}", "config.yaml", "results.json"):
         if (folder / path).exists():
             model.add_file(str(folder / path))
     logged = run.log_artifact(model, aliases=["best"])

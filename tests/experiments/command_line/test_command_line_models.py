@@ -239,7 +239,7 @@ def test_two_files_as_one_profile(folder: Path, train: Callable[..., Path]) -> N
     assert results["profile"]["samples"] == 120
     assert {row["dataset"] for row in results["by_dataset"]} == {"first", "second"}
     assert "static_per_dataset" in {row["policy"] for row in results["rows"]}
-    words = ["evaluate", *JOINT, f"checkpoint={run / BEST}", "budgets_ms=[8,12]"]
+    words = ["evaluate", *JOINT, f"checkpoint={run}", "budgets_ms=[8,12]"]
     assert main([*words, "baselines=false", "own_cost=false", "json=again.json"]) == 0
     again = json.loads(Path("again.json").read_text())
     rows_of_file = [[row for row in result["rows"] if row["policy"] == "controller"] for result in (results, again)]
@@ -338,9 +338,9 @@ TRAIN = ["train", *QUICK]
         (["export", *FIRST, "FIRST", "threads=0"], "threads=0: must be at least 1"),
         (["export", *FIRST, "FIRST", "thraeds=2"], "did you mean threads=2?"),
         ([*TRAIN, *FIRST, "policy.deploy=pupil"], "policy.deploy='pupil': must be one of auto, teacher"),
-        ([*LIVE, "profile=builtin", "FIRST"], "live needs the best.pt of a training on the present profile 'builtin'"),
+        ([*LIVE, "profile=builtin", "FIRST"], "live needs a run or checkpoint that was trained on the present profile 'builtin'"),
         ([*LIVE, *FIRST, "FIRST"], "is not what model 'elastic' was measured on"),
-        ([*LIVE, "BUILTIN", "profile.accuracy=soft_score"], "live needs the best.pt"),
+        ([*LIVE, "BUILTIN", "profile.accuracy=soft_score"], "live needs a run or checkpoint"),
         ([*LIVE, "BUILTIN", "stream.requests=0"], "stream.requests=0: must be at least 1"),
         ([*LIVE, "BUILTIN", "stream.clock=sun"], "stream.clock='sun': must be one of wall, cpu"),
         ([*LIVE, "BUILTIN", "stream.fixed=4"], "stream.fixed=4: must be 1, 2 or 3"),

@@ -71,7 +71,7 @@ def timed(cells: pl.DataFrame) -> pl.DataFrame:
 
 
 def test_some_timed_cells_give_a_controller_for_other_hardware(folder: Path, capsys: Capture) -> None:
-    loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
+    loaded = load_checkpoint("runs/latest/checkpoints/student.pt")
     cells = pl.read_parquet("t.parquet").sample(16, seed=0)
     timed(cells).write_csv("timed.csv")
     assert main(["update", *TRAINED_ON, "profile=table", "profile.path=timed.csv", "out=adapted"]) == 0
@@ -169,7 +169,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     def slower(values: object) -> float:
         return 1.0 if dict(values)["top_k"] == 4 else 3.0  # type: ignore[call-overload]
 
-    agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
+    agent = load_checkpoint("runs/latest/checkpoints/student.pt").controller
     options = {"explore": 0.4, "explore_loss": 0.4, "seed": 0, "tracker": False}
     model = logging_model(tmp_path / "log", agent, table, slower, **options)
     serve_requests(model, table, 700)
@@ -220,7 +220,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
 
 def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     table = read_long_table("t.parquet", features="f.npz")
-    agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
+    agent = load_checkpoint("runs/latest/checkpoints/student.pt").controller
     model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0)
     serve_requests(model, table, 40)
     polls = iter((30, 15, None))
@@ -256,7 +256,7 @@ def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeyp
 
 def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     table = read_long_table("t.parquet", features="f.npz")
-    agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
+    agent = load_checkpoint("runs/latest/checkpoints/student.pt").controller
     model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0)
     serve_requests(model, table, 60)
     out, words = tmp_path / "out", [f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"]
