@@ -77,7 +77,7 @@ def run_live(
     if isinstance(controller, PricedChooser) or controller.priced:
         raise InputError(f"{checkpoint}: keeps a mean over requests, but with live=true every request has a deadline")
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
-        raise InputError(f"{checkpoint}: live needs a run or checkpoint that was trained on the present profile {table.name!r}")
+        raise InputError(f"{checkpoint}: live needs a run that was trained on profile {table.name!r}")
     test, fitted = loaded.extra["test_rows"], torch.cat([loaded.extra[f"{p}_rows"] for p in ("train", "validation")])
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
