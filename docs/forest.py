@@ -14,9 +14,10 @@ from xml.sax.saxutils import escape
 PAGES = [Path(__file__).with_name(name) for name in ("results.md", "results_demonstrations.md")]
 DRAWN = PAGES[0].with_suffix(".svg")
 KINDS = {"Built-in": "built-in profile", "OCR": "RapidOCR", "Calibrated": "calibrated profile"}
-KINDS |= {"Beams": "demonstrations"}
+KINDS |= {"Small": "small tables", "Beams": "demonstrations"}
+SMALL = ("Python files", "Digits", "Breast cancer", "Diabetes")
 SENTENCE = re.compile(
-    r"- (?:(Built-in|OCR|Calibrated): )?(?:(`.+?`) )?([Aa]gainst .+?: (?=better|worse|no diff)|is )(.+)"
+    r"- (?:(Built-in|OCR|Calibrated|Python files|Digits|Breast cancer|Diabetes): )?(?:(`.+?`) )?([Aa]gainst .+?: (?=better|worse|no diff)|is )(.+)"
 )
 UNCLEAR = "no difference shown"
 CLAUSE = re.compile(rf"(better|worse|{UNCLEAR})(?:: | than )(.+)")
@@ -27,13 +28,13 @@ STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #333 } .title { font-weight: 600; fill: #111 }
 .back { fill: #fff } .grid { stroke: #e3e3e3 } .zero { stroke: #888 }
 .a { stroke: #1f64ad; --c: #1f64ad } .b { stroke: #c05215; --c: #c05215 } .c { stroke: #2b7a3d; --c: #2b7a3d }
-.d { stroke: #7a3d9e; --c: #7a3d9e }
+.d { stroke: #7a3d9e; --c: #7a3d9e } .e { stroke: #8a6d00; --c: #8a6d00 }
 .open { fill: #fff } .full { fill: var(--c) } .line { stroke-width: 1.5 }
 @media (prefers-color-scheme: dark) {
   text { fill: #ccc } .title { fill: #fff } .back, .open { fill: #1e2129 }
   .grid { stroke: #363a45 } .zero { stroke: #999 }
   .a { stroke: #7db8f5; --c: #7db8f5 } .b { stroke: #f3a26d; --c: #f3a26d } .c { stroke: #7fcf92; --c: #7fcf92 }
-  .d { stroke: #c79be8; --c: #c79be8 }
+  .d { stroke: #c79be8; --c: #c79be8 } .e { stroke: #d9c36a; --c: #d9c36a }
 }
 """
 
@@ -63,8 +64,9 @@ def differences(page: str) -> list[Difference]:
                         label = f"{subject} − {name}" if verb == "is " else f"{name} − {base}"
                         label = f"{subject}, {label}" if subject and verb != "is " else label
                         label = re.sub(r"\b[a-z]+\.(?=[a-z])", "", label.replace("`", ""))
+                        label, kind = (f"{label}, {profile}", "Small") if profile in SMALL else (label, profile or "Beams")
                         middle, low, high = map(float, points)
-                        each = Difference(title, label, profile or "Beams", word != UNCLEAR, (middle, low, high))
+                        each = Difference(title, label, kind, word != UNCLEAR, (middle, low, high))
                         every[each] = None
     return drop_repeated(list(every))
 
@@ -103,7 +105,7 @@ def drawing(every: list[Difference]) -> str:
     for index, words in enumerate(KINDS.values()):
         x = 18 + 130 * index
         parts.append(
-            f'<circle class="{"adbc"[index]} full" cx="{x}" cy="40" r="3.5"/><text x="{x + 8}" y="44">{words}</text>'
+            f'<circle class="{"adbec"[index]} full" cx="{x}" cy="40" r="3.5"/><text x="{x + 8}" y="44">{words}</text>'
         )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
@@ -116,7 +118,7 @@ def drawing(every: list[Difference]) -> str:
 
 def marker(each: Difference, y: float) -> str:
     """A dot with its interval."""
-    (x, low, high), kind = (across(number) for number in each.points), "adbc"[list(KINDS).index(each.kind)]
+    (x, low, high), kind = (across(number) for number in each.points), "adbec"[list(KINDS).index(each.kind)]
     return (
         f'<line class="line {kind}" x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}"/>'
         f'<circle class="{kind} {"full" if each.shown else "open"}" cx="{x:.1f}" cy="{y}" r="3"/>'

@@ -112,9 +112,9 @@ def test_arrays_do_not_depend_on_the_order_of_the_rows() -> None:
 def test_results_are_means_of_the_decisions(folder: Path) -> None:
     results, found = run(*LEAN, *TABLE)
     policies = {row["policy"] for row in results["rows"]}
-    seeds = {name: {3, 1} if name == "controller" else {None} for name in policies}
+    seeds = {name: {3, 1} if name in ("controller", "teacher") else {None} for name in policies}
     assert {p: set(found.filter(policy=p)["seed"]) for p in policies} == seeds
-    assert len(found) == (len(policies) + 1) * results["test_samples"] * 5
+    assert len(found) == (len(policies) + 2) * results["test_samples"] * 5
     assert found.select(pl.struct("policy", "seed", "sample_id", "place").is_unique().all()).item()
     shares = {"accuracy": "accuracy", "satisfaction": "in_time", "utility": "score", "latency_ms_mean": "latency_ms"}
     shares |= {"reward": "reward", "decision_us_p50": "decision_us"}
@@ -142,7 +142,7 @@ def test_results_are_means_of_the_decisions(folder: Path) -> None:
 
     # without baselines static and the oracle are left, with the same decisions
     few, kept = run(*LEAN, *TABLE, "baselines=false")
-    assert {row["policy"] for row in few["rows"]} == {"controller", "budget_aware_static", "oracle"}
+    assert {row["policy"] for row in few["rows"]} == {"controller", "teacher", "budget_aware_static", "oracle"}
     rows = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
     for row in few["rows"]:
         for name, value in rows[row["policy"], row["budget_ms"]].items():
