@@ -11,7 +11,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import ActorLoss, Keys, is_zero
+from knobwise.losses.actor_loss import ActorLoss, is_zero
 from knobwise.losses.functional import (
     AdvantageFunction,
     clipped_surrogate,
@@ -34,8 +34,7 @@ class GRPOLoss(ActorLoss):
 
     Args:
         actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_prob(action)` [P, G] for
-            actions [P, G, K], `entropy()` [P], and, for `exact`, `log_probs` [P, C] (−inf where masked); or a
-            `CompositeDistribution` of one categorical for each knob.
+            actions [P, G, K], `entropy()` [P], and, for `exact`, `log_probs` [P, C] (−inf where masked).
         objective: `sampled` or `exact`.
         clip_epsilon: ε.
         entropy_coeff: η.
@@ -44,7 +43,7 @@ class GRPOLoss(ActorLoss):
         advantage_std_floor: smallest standard deviation divided by.
         advantage_clip: advantages are cut to ± this.
         masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there are.
-        configurations, reduction, functional: see `ActorLoss`.
+        reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's log-probs are not
     there), whose sum is minimised; and as diagnostics, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour
@@ -73,25 +72,25 @@ class GRPOLoss(ActorLoss):
         """Keys of the tensordict.
 
         Attributes:
-            action: int64 [P, G, K], or for a composite a list of keys, int64 [P, G] each.
-            configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read
-                unless it is a list, and the distribution is asked for `log_prob_of_index`.
+            action: int64 [P, G, K].
+            configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read, and
+                the distribution is asked for `log_prob_of_index`.
             reward: float [P, G], of each draw.
             group_mask: bool [P, G], for `masked`: which draws there are. A group of one or of none teaches nothing.
-            sample_log_prob: float [P, G], of the draws under the behaviour policy; of a list of keys the sum. Draws
-                without a group axis, [P] with rewards [P, 1], are groups of one, which teach only under `unnormalised`.
+            sample_log_prob: float [P, G], of the draws under the behaviour policy. Draws without a group axis, [P]
+                with rewards [P, 1], are groups of one, which teach only under `unnormalised`.
             reference_log_prob: the same under the reference policy; may be missing when β = 0.
             reward_per_configuration: float [P, C], for `exact`; anything where not profiled.
             behaviour_log_probs: float [P, C], for `exact`: the behaviour policy's, −inf where masked.
             reference_log_probs: float [P, C], for `exact`; may be missing when β = 0.
         """
 
-        action: Keys = "action"
+        action: NestedKey = "action"
         configuration: NestedKey = "configuration"
         reward: NestedKey = ("next", "reward")
         group_mask: NestedKey = "group_mask"
-        sample_log_prob: Keys = "action_log_prob"
-        reference_log_prob: Keys = "reference_log_prob"
+        sample_log_prob: NestedKey = "action_log_prob"
+        reference_log_prob: NestedKey = "reference_log_prob"
         reward_per_configuration: NestedKey = "reward_per_configuration"
         behaviour_log_probs: NestedKey = "behaviour_log_probs"
         reference_log_probs: NestedKey = "reference_log_probs"
@@ -119,11 +118,10 @@ class GRPOLoss(ActorLoss):
         advantage_std_floor: float = 0.1,
         advantage_clip: float = 5.0,
         masked: bool = False,
-        configurations: Tensor | None = None,
         reduction: str | None = None,
         functional: bool = True,
     ) -> None:
-        super().__init__(actor_network, configurations=configurations, reduction=reduction, functional=functional)
+        super().__init__(actor_network, reduction=reduction, functional=functional)
         if objective not in ("sampled", "exact"):
             raise ValueError(f"objective {objective!r}: must be sampled or exact")
         self.objective, self.advantage, self.masked = objective, known_advantage(advantage), masked
@@ -133,7 +131,7 @@ class GRPOLoss(ActorLoss):
         self.register_buffer("kl_to_ref_coeff", torch.tensor(float(kl_to_ref_coeff)))
         self._forward_value_estimator_keys()
 
-    def _loss_keys(self) -> list[Keys]:
+    def _loss_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
         if self.objective == "exact":
             return [keys.reward_per_configuration, keys.behaviour_log_probs, keys.reference_log_probs]
@@ -144,25 +142,21 @@ class GRPOLoss(ActorLoss):
         self, tensordict: TensorDictBase, finite: bool
     ) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
         """The distribution, log π, log π_old, log π_ref, rewards, all [P, J], and weights [P, J] or None."""
-        keys, sampled = self.tensor_keys, self.objective == "sampled"
-        reward = tensordict.get(keys.reward if sampled else keys.reward_per_configuration)
-        dist = self._distribution(tensordict, reward.ndim - 1)
-        if sampled:
-            old, reference = (self._log_prob(tensordict, k) for k in (keys.sample_log_prob, keys.reference_log_prob))
+        keys, dist = self.tensor_keys, self._distribution(tensordict)
+        if self.objective == "sampled":
+            reward, old = tensordict.get(keys.reward), tensordict.get(keys.sample_log_prob)
             if reward.shape not in (old.shape, (*old.shape, 1)):  # groups of one may lack their axis
                 shapes = f"rewards are {tuple(reward.shape)} and log-probs of draws {tuple(old.shape)}"
                 raise ValueError(f"{shapes}; both must be [contexts, group]: give env and policy the same group_size")
-            index = None if isinstance(keys.action, list) else tensordict.get(keys.configuration, None)
-            if index is None:
-                log_prob = dist.log_prob(self._action(tensordict, keys.action))
-            else:
-                log_prob = dist.log_prob_of_index(index)
+            index = tensordict.get(keys.configuration, None)
+            log_prob = dist.log_prob(tensordict.get(keys.action)) if index is None else dist.log_prob_of_index(index)
             log_prob, old = log_prob.view_as(reward), old.view_as(reward)
+            reference = tensordict.get(keys.reference_log_prob, None)
             reference = None if reference is None else reference.view_as(reward)
             weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
             return dist, log_prob, old, reference, reward, weight
-        log_prob, old = dist.log_probs, tensordict.get(keys.behaviour_log_probs)
-        reference = tensordict.get(keys.reference_log_probs, None)
+        reward, old = tensordict.get(keys.reward_per_configuration), tensordict.get(keys.behaviour_log_probs)
+        log_prob, reference = dist.log_probs, tensordict.get(keys.reference_log_probs, None)
         # what is masked has weight 0; finite numbers in its place keep 0 · ∞ out of values and gradients
         impossible, weight = old == -torch.inf, old.exp().detach()
         if finite:  # the objective alone can do with log π = −∞

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchrl.objectives import LossModule
 
-from knobwise.losses.actor_loss import ActorLoss, Keys
+from knobwise.losses.actor_loss import ActorLoss
 from knobwise.losses.functional import gaussian_nll, reward_weighted_cross_entropy
 
 
@@ -25,11 +25,11 @@ class RCELoss(ActorLoss):
 
     Args:
         actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs` [P, C], or with
-            `recorded` with `log_prob(action)` [P, G]; or a `CompositeDistribution` of one categorical for each knob.
+            `recorded` with `log_prob(action)` [P, G].
         recorded: imitate `action` instead of every configuration.
         temperature: τ, in units of reward; may be changed between steps (it falls during the warm-up); infinite for
             a plain mean, supervised fine-tuning.
-        configurations, reduction, functional: see `ActorLoss`.
+        reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_rce`; and as a diagnostic the `entropy` of the policy.
     """
@@ -40,13 +40,13 @@ class RCELoss(ActorLoss):
 
         Attributes:
             reward_per_configuration: float [P, C], NaN where not profiled.
-            action: with `recorded`, the actions of the group, [P, G, …], or for a composite a list of keys.
+            action: with `recorded`, the actions of the group, [P, G, …].
             reward: with `recorded`, float [P, G].
             group_mask: with `recorded`, bool [P, G], which of them exist.
         """
 
         reward_per_configuration: NestedKey = "reward_per_configuration"
-        action: Keys = "action"
+        action: NestedKey = "action"
         reward: NestedKey = ("next", "reward")
         group_mask: NestedKey = "group_mask"
 
@@ -62,16 +62,15 @@ class RCELoss(ActorLoss):
         *,
         recorded: bool = False,
         temperature: float = 1.0,
-        configurations: Tensor | None = None,
         reduction: str | None = None,
         functional: bool = True,
     ) -> None:
-        super().__init__(actor_network, configurations=configurations, reduction=reduction, functional=functional)
+        super().__init__(actor_network, reduction=reduction, functional=functional)
         self.recorded = recorded
         self.register_buffer("temperature", torch.tensor(float(temperature)))
         self._forward_value_estimator_keys()
 
-    def _loss_keys(self) -> list[Keys]:
+    def _loss_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
         return [keys.action, keys.reward, keys.group_mask] if self.recorded else [keys.reward_per_configuration]
 
@@ -80,9 +79,9 @@ class RCELoss(ActorLoss):
         """The loss of a batch of contexts, [P], with the keys above and those that the actor reads."""
         keys = self.tensor_keys
         rewards = tensordict.get(keys.reward if self.recorded else keys.reward_per_configuration)
-        dist = self._distribution(tensordict, rewards.ndim - 1)
+        dist = self._distribution(tensordict)
         if self.recorded:
-            log_probs, mask = dist.log_prob(self._action(tensordict, keys.action)), tensordict.get(keys.group_mask)
+            log_probs, mask = dist.log_prob(tensordict.get(keys.action)), tensordict.get(keys.group_mask)
         else:
             log_probs, mask = dist.log_probs, ~rewards.isnan()
         loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, mask)

@@ -5,23 +5,19 @@ In training contexts are row numbers of a table; stepping by hand and in deploym
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import (
-    CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictModuleBase,
-    composite_lp_aggregate,
 )
-from tensordict.utils import NestedKey
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution, constraints
+from torch.distributions import Distribution, constraints
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
@@ -112,19 +108,6 @@ class ConfigurationCategorical(Distribution):
         return best.unsqueeze(len(self.batch_shape)).expand(*self.batch_shape, *self.event_shape)
 
     deterministic_sample = mode
-
-
-def knob_categoricals(log_probs: Tensor, places: Mapping[str, Tensor], group_size: int | None) -> CompositeDistribution:
-    """The marginals of log-probs [*, C] under which K knobs are independent: a `Categorical` [*, (G)] under the name of
-    each. `places` are for each knob the configurations with each of its V values, int64 [V, C / V]."""
-    # finite: a value of which no combination is allowed has no slope
-    log_probs = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
-    logits = {name: log_probs[..., index].logsumexp(-1) for name, index in places.items()}
-    params = TensorDict({name: {"logits": values} for name, values in logits.items()}, log_probs.shape[:-1])
-    if group_size is not None:
-        params = params.unsqueeze(-1).expand(*params.shape, group_size)
-    unchecked = {name: {"validate_args": False} for name in places}
-    return CompositeDistribution(params, dict.fromkeys(places, Categorical), extra_kwargs=unchecked)
 
 
 class _FromBlocks(nn.Module):
@@ -230,40 +213,6 @@ class Actor(ProbabilisticTensorDictSequential):
         return draw.distribution_class(encode.module(*inputs), **draw.distribution_kwargs)
 
 
-class _KnobDraw(ProbabilisticTensorDictModule):
-    """Draws each knob under its own key, and writes `action` too: the knobs side by side, or the configuration."""
-
-    def __init__(self, controller: Controller, group_size: int | None, by_knobs: bool) -> None:
-        values, structure = controller.configurations, controller.config.structure
-        sizes = {knob.name: len(knob.values) for knob in controller.knobs}
-        every = math.prod(sizes.values())
-        if structure != "independent" or len(values) < every:
-            raise InputError(
-                "separate=True: drawing each knob by itself needs policy.structure=independent and a full grid; this "
-                f"policy is {structure}, with {len(values)} of {every} combinations"
-            )
-        columns = zip(sizes.items(), values.T, strict=True)
-        places = {name: column.argsort().reshape(size, -1) for (name, size), column in columns}
-        super().__init__(
-            in_keys=["log_probs"],
-            out_keys=list(sizes),
-            distribution_class=knob_categoricals,
-            distribution_kwargs={"places": places, "group_size": group_size},
-            return_log_prob=True,
-            log_prob_key="action_log_prob" if composite_lp_aggregate() else None,
-        )
-        self.index = None if by_knobs else controller.index
-
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        return [*super().out_keys, "action"]
-
-    def forward(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TensorDictBase:
-        out = super().forward(tensordict, *args, **kwargs)
-        action = torch.stack([out[name] for name in self.dist_sample_keys], -1)
-        return out.set("action", action if self.index is None else self.index(action))
-
-
 class Behaviour(TensorDictModuleBase):
     """The policy that collects: draws, and writes down what `GRPOLoss` has to know of the moment of drawing.
 
@@ -308,7 +257,6 @@ def make_actor(
     group_size: int | None = None,
     *,
     action: str = "knobs",
-    separate: bool = False,
 ) -> Actor:
     """A controller, also `load_checkpoint(path).controller`, as a TensorDict policy that writes `log_probs`, `action`
     and `action_log_prob`.
@@ -325,14 +273,6 @@ def make_actor(
             to it; all members decide together (stepping by hand, deployment).
         group_size: G, number of draws for each context; None for one without a group axis.
         action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the environment.
-        separate: draw each knob under its own key (`max_crops`, …) too, by a `CompositeDistribution`; log-probs are
-            `max_crops_log_prob`, …, or under `set_composite_lp_aggregate(True)` their sum, `action_log_prob`. Every
-            value that is drawn was profiled for its sample, but not always the combination: the environment's
-            `unprofiled` says what that gets.
-
-    Raises:
-        InputError: `separate` where knobs are not independent, because of the structure or of combinations that do not
-            exist.
     """
     one_of("action", action, ACTIONS)
     policy: Any = getattr(agent, "chooser", agent)
@@ -340,8 +280,6 @@ def make_actor(
     encoder = _FromRows(policy, table) if drawn and table is not None else _FromBlocks(policy, table)
     keys = [limit, *policy.normaliser.sizes, "mask"] if table is None else ["row", limit]
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])
-    if separate:
-        return Actor(encode, _KnobDraw(policy, group_size, by_knobs))
     configurations = policy.configurations
     draw = ProbabilisticTensorDictModule(
         in_keys=["log_probs"],

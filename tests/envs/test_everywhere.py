@@ -69,7 +69,7 @@ FORMS: dict[str, Callable[[ProfileTable], EnvBase]] = {
     "vector_same_step": functools.partial(vector, AutoresetMode.SAME_STEP),
     "vector_disabled": functools.partial(vector, AutoresetMode.DISABLED),
 }
-AGENTS = ("random", "policy", "three_keys")
+AGENTS = ("random", "policy")
 USES = ("collector", "multi_sync", "multi_async", "trainer", "memmap", "priorities")
 TRANSFORMS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
@@ -107,7 +107,7 @@ def policy_of(agent: str, table: ProfileTable) -> Any:
         return None
     config = PolicyConfig(hidden=8, dropout=0.0)
     controller = Controller.for_table(table, torch.arange(table.num_samples), config).eval()
-    return make_actor(controller, separate=agent == "three_keys")
+    return make_actor(controller)
 
 
 def environment(case: Case) -> EnvBase:
@@ -145,8 +145,6 @@ def run(case: Case, folder: Path) -> None:
         collector = Collector(env, policy, **settings)
     if case.use == "trainer":
         loss_module = GRPOLoss(policy, advantage="unnormalised")
-        if case.agent == "three_keys":
-            loss_module.set_keys(action=["max_crops", "top_k", "num_active_blocks"])
         trainer = Trainer(
             collector=collector,
             total_frames=2 * frames,

@@ -292,6 +292,13 @@ def test_the_example_in_the_docstring_runs() -> None:
     assert attempted > 5
 
 
+def test_rewards_without_the_group_of_the_draws_are_refused() -> None:
+    data = drawn(linear_actor(4), 5, 4)
+    data["next", "reward"] = data["next", "reward"][:, :1]
+    with pytest.raises(ValueError, match=r"rewards are \(5, 1\) and log-probs of draws \(5, 4\).*group_size"):
+        GRPOLoss(linear_actor(4))(data)
+
+
 def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient() -> None:
     net = nn.Linear(1, 4)
     net.bias.data = torch.tensor([200.0, 0.0, 0.0, 0.0])

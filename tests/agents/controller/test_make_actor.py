@@ -13,7 +13,6 @@ from helpers import driven_apart, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tensordict.nn import CompositeDistribution, set_composite_lp_aggregate
 from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -29,10 +28,9 @@ from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses import GRPOLoss
 
 ALL = torch.arange(60)
-KNOBS = ["max_crops", "top_k", "num_active_blocks"]
 both_ways = pytest.mark.parametrize("how", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
 
 
@@ -187,57 +185,12 @@ def test_in_the_environment_it_never_draws_what_was_not_profiled(kind: str, grou
     assert collected["next", "reward"].isfinite().all()
 
 
-# -- each knob under its own key ---------------------------------------------------------------------------------------
-
-aggregated_or_not = pytest.mark.parametrize("aggregate", [False, True])
-
-
-def product_masks(table: ProfileTable, count: int = 20) -> Tensor:
-    """Of each sample all combinations of some values: for every third the first knob is held, for every third the
-    others are free."""
-    number = torch.arange(count).unsqueeze(1)
-    first, second = table.configurations[:, 0], table.configurations[:, 1]
-    return ((number % 3 != 0) | (first == 1)) & ((number % 3 != 1) | (second == 0))
-
-
-@aggregated_or_not
-@pytest.mark.parametrize("group_size", [None, 1, 3])
-@pytest.mark.parametrize("masked", [False, True])
-def test_knobs_drawn_one_by_one_are_the_joint_distribution(
-    aggregate: bool, group_size: int | None, masked: bool
-) -> None:
-    table = small_table()
-    agent, group = network(table), () if group_size is None else (group_size,)
-    data = requests(table, agent, torch.arange(20))
-    data["mask"] = product_masks(table) if masked else data["mask"]
-    joint = make_actor(agent, group_size=group_size).get_dist(data)
-    with set_composite_lp_aggregate(aggregate):
-        policy = make_actor(agent, group_size=group_size, separate=True)
-        for how in (ExplorationType.RANDOM, ExplorationType.DETERMINISTIC):
-            with set_exploration_type(how):
-                out = policy(data.clone())
-            assert set(policy.out_keys) <= set(out.keys())
-            assert all(out[name].shape == (20, *group) for name in KNOBS)
-            assert torch.equal(out["action"], torch.stack([out[name] for name in KNOBS], -1))
-            each = ["action_log_prob"] if aggregate else [f"{name}_log_prob" for name in KNOBS]
-            log_prob = sum(out[key] for key in each)
-            assert log_prob.isfinite().all()
-            torch.testing.assert_close(log_prob, joint.log_prob(out["action"]))
-        assert torch.equal(out["action"], joint.mode)
-        dist = policy.get_dist(data)
-        assert isinstance(dist, CompositeDistribution)
-        if aggregate and group_size is None:
-            torch.testing.assert_close(dist.entropy(), joint.entropy())
-    index = make_actor(agent, group_size=group_size, action="configuration", separate=True)(data.clone())["action"]
-    assert torch.equal(table.configurations[index], out["action"])
-
-
 @pytest.mark.parametrize("by_row", [False, True])
-def test_three_keys_play_in_the_environment_and_teach(by_row: bool) -> None:
+def test_it_plays_in_the_environment_and_learns(by_row: bool) -> None:
     table = small_table()
     agent = network(table, "independent")
     env = ConfigBandit(table, batch_size=64, group_size=4, full_information=True, unprofiled="error", seed=0)
-    policy = make_actor(agent, table if by_row else None, 4, separate=True)
+    policy = make_actor(agent, table if by_row else None, 4)
     loss = GRPOLoss(policy, functional=False)
     optimiser = torch.optim.Adam(loss.parameters(), lr=0.02)
     torch.manual_seed(0)
@@ -250,62 +203,3 @@ def test_three_keys_play_in_the_environment_and_teach(by_row: bool) -> None:
         optimiser.step()
         optimiser.zero_grad()
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", ["sampled", "exact", "rce"])
-def test_losses_and_gradients_are_those_of_the_independent_head(masked: bool, kind: str) -> None:
-    table = small_table()
-    agent = network(table, "independent")
-    joint, separate = make_actor(agent, group_size=4), make_actor(agent, group_size=4, separate=True)
-    data = requests(table, agent, torch.arange(20))
-    data["mask"] = product_masks(table) if masked else data["mask"]
-    with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
-        data = separate(data)
-        data["action_log_prob"] = joint.get_dist(data).log_prob(data["action"])
-    generator = torch.Generator().manual_seed(0)
-    reward = torch.rand(20, 12, generator=generator).masked_fill(~data["mask"], torch.nan)
-    data["reward_per_configuration"], data["next", "reward"] = reward, reward.gather(1, agent.index(data["action"]))
-    data["behaviour_log_probs"] = data["reference_log_probs"] = data.pop("log_probs")
-    with torch.no_grad():
-        for parameter in agent.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    results = []
-    for policy in (joint, separate):
-        settings: dict[str, Any] = {"configurations": table.configurations, "functional": False}
-        if kind != "rce":
-            settings |= {"objective": kind, "entropy_coeff": 0.1, "kl_to_ref_coeff": 0.1 * (kind == "exact")}
-        loss = (RCELoss if kind == "rce" else GRPOLoss)(policy, **settings)
-        out = loss(data)
-        total = sum(value for name, value in out.items() if name.startswith("loss_"))
-        results.append((out.detach(), torch.autograd.grad(total, list(agent.parameters()))))
-    for name, value in results[0][0].items():
-        torch.testing.assert_close(results[1][0][name], value)
-    torch.testing.assert_close(*(gradients for _, gradients in results))
-    assert all(gradient.isfinite().all() for gradient in results[1][1])
-
-
-def test_knobs_that_depend_on_one_another_are_not_drawn_one_by_one() -> None:
-    table = small_table()
-    with pytest.raises(InputError, match=r"needs policy\.structure=independent and a full grid; this.* is utility"):
-        make_actor(network(table, "utility"), separate=True)
-    with pytest.raises(InputError, match="this policy is utility"):
-        make_actor(agent_of("stack")[1], separate=True)
-    agent, rows = network(table, "independent"), torch.arange(12) != 5
-    sparse = Controller(agent.knobs, table.configurations[rows], agent.normaliser, agent.network.encoding, agent.config)
-    with pytest.raises(InputError, match="11 of 12 combinations"):
-        make_actor(sparse, separate=True)
-
-
-def test_knobs_drawn_one_by_one_keep_to_the_values_that_were_profiled() -> None:
-    """Each knob is drawn from its marginal over the profiled configurations."""
-    table = small_table()
-    agent = network(table, "independent")
-    data = requests(table, agent, torch.arange(20))
-    data["mask"][3] = (table.configurations == table.configurations[5]).all(1)
-    data["mask"][4] = table.configurations[:, 0] == 1
-    with set_exploration_type(ExplorationType.RANDOM):
-        actions = torch.stack([make_actor(agent, separate=True)(data.clone())["action"] for _ in range(20)])
-    assert (actions[:, 3] == table.configurations[5]).all()
-    assert (actions[:, 4, 0] == 1).all()
-    assert len(actions[:, 4].unique(dim=0)) > 1
