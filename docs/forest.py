@@ -17,7 +17,7 @@ KINDS = {"Built-in": "built-in profile", "OCR": "RapidOCR", "Calibrated": "calib
 KINDS |= {"Small": "small tables", "Beams": "demonstrations"}
 SMALL = ("Python files", "Digits", "Breast cancer", "Diabetes")
 SENTENCE = re.compile(
-    r"- (?:(Built-in|OCR|Calibrated|Python files|Digits|Breast cancer|Diabetes): )?(?:(`.+?`) )?([Aa]gainst .+?: (?=better|worse|no diff)|is )(.+)"
+    rf"- (?:({'|'.join([*KINDS, *SMALL])}): )?(?:(`.+?`) )?([Aa]gainst .+?: (?=better|worse|no diff)|is )(.+)"
 )
 UNCLEAR = "no difference shown"
 CLAUSE = re.compile(rf"(better|worse|{UNCLEAR})(?:: | than )(.+)")
@@ -64,9 +64,9 @@ def differences(page: str) -> list[Difference]:
                         label = f"{subject} − {name}" if verb == "is " else f"{name} − {base}"
                         label = f"{subject}, {label}" if subject and verb != "is " else label
                         label = re.sub(r"\b[a-z]+\.(?=[a-z])", "", label.replace("`", ""))
-                        label, kind = (f"{label}, {profile}", "Small") if profile in SMALL else (label, profile or "Beams")
+                        label, kind = (f"{label}, {profile}", "Small") if profile in SMALL else (label, profile)
                         middle, low, high = map(float, points)
-                        each = Difference(title, label, kind, word != UNCLEAR, (middle, low, high))
+                        each = Difference(title, label, kind or "Beams", word != UNCLEAR, (middle, low, high))
                         every[each] = None
     return drop_repeated(list(every))
 
