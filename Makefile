@@ -1,5 +1,5 @@
 # make run   the main job on the built-in profile: train, judge, report
-# make quick a first result in a minute: one small network, one seed, no baselines
+# make quick a first result in a minute: no experts, one seed, no baselines
 # make test  lint, types and the whole test suite
 # make campaign  an hour of kills, torn files and changed inputs (docs/trust.md); repeat it to go on
 # make docs  the documentation site, in build/site
