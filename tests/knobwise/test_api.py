@@ -260,7 +260,7 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home: Path, capsys: py
     wanted = decisions(policy, table)
     judged = policy.judged
     assert judged is not None
-    assert [row["policy"] for row in judged["rows"][::6]] == ["controller", "budget_aware_static", "oracle"]
+    assert [row["policy"] for row in judged["rows"][::6]] == ["controller", "teacher", "budget_aware_static", "oracle"]
     policy.save("p.pt")
     for path in ("p.pt", "runs/latest"):
         assert decisions(knobwise.load(path), table) == wanted

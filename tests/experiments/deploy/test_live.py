@@ -369,7 +369,7 @@ def test_what_cannot_be_served_is_refused(case: Case, tmp_path: Path) -> None:
     table, split, _, controller = case
     small = small_table(40)
     of_small = Controller.for_table(small, torch.arange(20), PolicyConfig(structure="utility", hidden=4)).eval()
-    with pytest.raises(InputError, match="on the present profile 'builtin'"):
+    with pytest.raises(InputError, match="trained on profile 'builtin'"):
         run(saved(tmp_path / "a.pt", of_small, small, small.split()), table, SHORT)
     with pytest.raises(InputError, match="is not what model 'elastic' was measured on"):
         run(saved(tmp_path / "a.pt", of_small, small, small.split()), small, SHORT)

@@ -221,10 +221,10 @@ def holds_results(evaluated: ReceivedRun, run: Path) -> None:
     for knob in knobs:
         uses = [use for use in results["knob_usage"] if (use["policy"], use["knob"]) == ("controller", knob)]
         same(tables_in[f"Knobs/{knob}_table"], [use | {"value": str(use["value"])} for use in uses])
-    judged = ["sft", "rce", "grpo_recorded"] if selector else ["controller", "budget_aware_static"]
+    judged = ["sft", "rce", "grpo_recorded"] if selector else ["controller", "teacher", "budget_aware_static"]
     kept = read_decisions(run).filter(pl.col("policy").is_in([*judged, "oracle"]))
     same(tables_in["Test/decisions"], kept.to_dicts())
-    assert selector or len(kept) == 4 * results["test_samples"] * 5
+    assert selector or len(kept) == 6 * results["test_samples"] * 5
     pages = [body for path, body in evaluated.files.items() if path.startswith("media/html/report")]
     assert pages == [(run / "report.html").read_bytes()]
     assert any(path.startswith("media/images/Charts/") for path in evaluated.files)
@@ -252,7 +252,8 @@ def holds_artifacts(stub: WandbStub, found: list[ReceivedRun], run: Path, lineag
     (model,) = [artifact for artifact in logged if artifact.kind == "model"]
     assert (model.run, model.name) == (trained.name, f"{run.parent.name}-tiny")
     assert {"best", "latest"} <= set(model.aliases)
-    paths = (run / "checkpoints" / "best.pt", run / "config.yaml", run / "results.json")
+    student = (run / "checkpoints").glob("student.pt")  # of a stack
+    paths = (run / "checkpoints" / "best.pt", *student, run / "config.yaml", run / "results.json")
     assert model.files == {path.name: path.read_bytes() for path in paths}
     used = {r.name: [stub.artifacts[identity] for identity in r.used] for r in found}
     if not lineage:  # offline wandb cannot note what a run has used
