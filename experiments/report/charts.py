@@ -34,7 +34,10 @@ def colour_of(labels: Sequence[str] | Mapping[str, str], field: str = "policy") 
     → label."""
     values = list(labels.values() if isinstance(labels, Mapping) else labels)
     longest = 6 * max(map(len, values), default=1) + 40
-    columns = alt.ExprRef(f"max(1, floor(width / {longest}))")
+    # of the chart's place, which stays the same while axes take their part of the width: a legend that wraps after the
+    # layout is cut off; in a picture, which has no place, of its width
+    place = "(containerSize()[0] || width + 60) - 60 + 0 * width"
+    columns = alt.ExprRef(f"max(1, floor(({place}) / {longest}))")
     legend = alt.Legend(orient="top", title=None, labelLimit=340, columns=columns, symbolOpacity=1, values=values)
     scale = alt.Scale(domain=by_hue(labels) if isinstance(labels, Mapping) else domain(labels))
     return alt.Color(f"{field}:N", scale=scale, legend=legend)
