@@ -79,7 +79,7 @@ class View:
         else:
             canvas.paste(_fitted(self.picture, (512, 432)), (88, 168))
         for number, line in enumerate(textwrap.wrap(self.question, 36, max_lines=3, placeholder="…")):
-            _text(draw, (64, 660 + 40 * number), line, 32, width=560)
+            _text(draw, (68, 660 + 40 * number), line, 32, width=556)  # where letters reach a little to the left
         step = min(104, 612 // len(self.knobs))
         for number, knob in enumerate(self.knobs):
             self._draw_knob(draw, knob, 144 + step * number + step // 2, step)

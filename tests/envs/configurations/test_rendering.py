@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from helpers import small_table
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -101,6 +101,7 @@ values = st.one_of(st.integers(0, 10**9), st.floats(0, 1e6), st.text(max_size=60
     knobs=st.lists(st.lists(values, min_size=1, max_size=20, unique=True), min_size=1, max_size=14),
     text=st.one_of(st.text(max_size=400), st.just("W" * 50 + " WWWW" * 40)),
 )
+@example(number=0.0, budget=1.0, knobs=[[0]], text=";")  # reaches to the left of where it begins
 def test_whatever_is_drawn_nothing_runs_over(number: float, budget: float, knobs: list[list], text: str) -> None:
     made = tuple(Knob(f"{i} {text}", tuple(row)) for i, row in enumerate(knobs))
     outcome = {"accuracy": 0.5, "latency_ms": number, "violation": number > budget}
