@@ -1,5 +1,6 @@
 """The charts (Altair) of all pages: frame → chart, or the charts of a figure. Each is as wide as its place on the page;
-colours come from the page (`knobwise.experiments.report.page`)."""
+colours come from the page (`knobwise.experiments.report.page`). Channels are objects, not `"name:N"`: Altair takes ten
+times as long to look up what a string means."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ CLOSE = alt.Scale(zero=False, padding=12)
 Figure = alt.LayerChart | list[alt.LayerChart]
 
 
-def layered(*layers: alt.Chart | alt.LayerChart, height: int | alt.Step = 320) -> alt.LayerChart:
+def layered(*layers: alt.Chart | alt.LayerChart, height: int | alt.Step = 320, **properties: Any) -> alt.LayerChart:
     """Layers as wide as their place on the page."""
-    return alt.layer(*layers).properties(width="container", height=height)
+    return alt.layer(*layers, width="container", height=height, **properties)  # .properties() would copy all of them
 
 
 def colour_of(labels: Sequence[str] | Mapping[str, str], field: str = "policy") -> alt.Color:
@@ -77,7 +78,7 @@ def plane(
     circles = alt.Chart(dots).mark_circle(style="quiet", size=36, opacity=0.55)
     layers = [circles.encode(x, height, tooltip=_tooltip(dots)), steps.encode(x, height)]
     if paths is not None and len(paths):
-        line = alt.Chart(paths).encode(x, height, colour_of(policies), detail="name:N", order="budget_ms:Q")
+        line = alt.Chart(paths).encode(x, height, colour_of(policies), alt.Detail("name:N"), alt.Order("budget_ms:Q"))
         layers += _thin_and_named(line.encode(tooltip=_tooltip(paths)), width=2, size=90)
     return layered(*layers, height=360)
 
@@ -104,7 +105,7 @@ def by_budget(
     x = alt.X("budget_ms:Q", title=f"latency budget ({unit})", scale=scale, axis=alt.Axis(labelOverlap=True))
     layers = lines(rows, x, y, title, policies, percent)
     if level is not None:
-        layers.append(alt.Chart(pl.DataFrame({"level": [level]})).mark_rule(**DASHED).encode(y="level:Q"))
+        layers.append(alt.Chart(pl.DataFrame({"level": [level]})).mark_rule(**DASHED).encode(alt.Y("level:Q")))
     return layered(*layers)
 
 
@@ -124,12 +125,13 @@ def lines(
     axis = alt.Axis(format="%") if percent else alt.Axis()
     scale = alt.Scale(zero=False, nice=False, padding=8) if percent else alt.Scale(zero=False)
     height = alt.Y(f"{y}:Q", title=title, axis=axis, scale=scale)
-    tooltip = ["name:N", x.shorthand, alt.Tooltip(f"{y}:Q", format=".1%" if percent else ".3f")]
-    line = alt.Chart(rows).encode(x, height, colour_of(policies), detail="name:N", tooltip=tooltip)
+    value = alt.Tooltip(f"{y}:Q", format=".1%" if percent else ".3f")
+    tooltip = [alt.Tooltip("name:N"), alt.Tooltip(x.shorthand), value]
+    line = alt.Chart(rows).encode(x, height, colour_of(policies), alt.Detail("name:N"), tooltip=tooltip)
     layers = _thin_and_named(line, width=2.5, size=50)
     if "low" in rows.columns:
         band = alt.Chart(rows.filter(pl.col("policy") != OTHER)).mark_area(opacity=0.12)
-        layers.insert(0, band.encode(x, alt.Y("low:Q", title=title), colour_of(policies), y2="high:Q"))
+        layers.insert(0, band.encode(x, alt.Y("low:Q", title=title), colour_of(policies), alt.Y2("high:Q")))
     return layers
 
 
@@ -151,22 +153,22 @@ def curves(
     """
     x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False))
     number = alt.Y(f"{y}:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4))
-    tooltip = [*(f"{name}:N" for name in (colour, line) if name != "policy"), "step:Q"]
+    tooltip = [*(alt.Tooltip(f"{name}:N") for name in (colour, line) if name != "policy"), alt.Tooltip("step:Q")]
     figure = []
     for panel in panels:
         rows = points.filter(pl.col("panel") == panel)
-        base = alt.Chart(rows).encode(x, colour_of(labels, colour), detail=f"{line}:N")
+        base = alt.Chart(rows).encode(x, colour_of(labels, colour), alt.Detail(f"{line}:N"))
         drawn = base.encode(number, tooltip=[*tooltip, alt.Tooltip(f"{y}:Q", format=".4~g")])
         layers = _thin_and_named(drawn, width=2) if colour == "policy" else [drawn.mark_line(strokeWidth=1.5)]
         if "low" in points.columns:
             band = base.transform_filter(alt.datum.policy != OTHER).mark_area(opacity=0.15)
-            layers.insert(0, band.encode(alt.Y("low:Q", scale=alt.Scale(zero=False)), y2="high:Q"))
+            layers.insert(0, band.encode(alt.Y("low:Q", scale=alt.Scale(zero=False)), alt.Y2("high:Q")))
         if "alone" in points.columns:
             layers.append(drawn.transform_filter(alt.datum.alone).mark_circle(size=60, opacity=1))
         if "grpo" in points.columns and rows["grpo"].is_not_null().any():
             begins = alt.Chart(rows.select("grpo").drop_nulls().unique()).mark_rule(**DASHED)
-            layers.insert(0, begins.encode(x="grpo:Q"))
-        figure.append(layered(*layers, height=170).properties(title=panel))
+            layers.insert(0, begins.encode(alt.X("grpo:Q")))
+        figure.append(layered(*layers, height=170, title=panel))
     return figure
 
 
@@ -187,12 +189,12 @@ def dots(rows: pl.DataFrame, title: str, colour: alt.Color | None = None, zero: 
         scale = alt.Scale(domain=[low, low + 1.2 * (high - low or 1.0)])
     start, value = (alt.X(f"{end}:Q", title=title, scale=scale, axis=axis) for end in ("low", "value"))
     layers = [
-        marks.mark_rule(strokeWidth=2).encode(start, x2="high:Q"),
+        marks.mark_rule(strokeWidth=2).encode(start, alt.X2("high:Q")),
         marks.mark_circle(size=75, opacity=1).encode(value),
     ]
     if zero:
         line = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(style="quiet", strokeDash=[5, 4])
-        layers.insert(0, line.encode(x="zero:Q"))
+        layers.insert(0, line.encode(alt.X("zero:Q")))
     if "beside" in rows.columns:
         words = base.mark_text(style="quiet", align="left", dx=8)
         layers.append(words.encode(alt.X("high:Q"), alt.Text("beside:N")))
@@ -224,7 +226,7 @@ def timeline(requests: pl.DataFrame) -> list[alt.LayerChart]:
     chart, x = alt.Chart(rows), alt.X("request:Q")
     share = alt.Y("share:Q", title="latency / budget", scale=alt.Scale(type="log", padding=8))
     requests_ = chart.mark_circle(size=14, opacity=0.7).encode(x, share, tooltip=_tooltip(rows))
-    budget = alt.Chart(pl.DataFrame({"share": [1.0]})).mark_rule(**DASHED).encode(y=share)
+    budget = alt.Chart(pl.DataFrame({"share": [1.0]})).mark_rule(**DASHED).encode(share)
     level = chart.mark_line(strokeWidth=1.5).encode(x, alt.Y("level:Q", title="tracked level", scale=CLOSE))
     return [layered(requests_, budget, height=240), layered(level, height=110)]
 
@@ -271,9 +273,9 @@ def knob_usage(
         share = alt.Text("share:Q", format=".0%")
         for label, policy, _ in runs:
             rows = part.filter(pl.col("run") == label)
-            tooltip = ["budget:O", "value:O", alt.Tooltip("share:Q", format=".1%")]
+            tooltip = [alt.Tooltip("budget:O"), alt.Tooltip("value:O"), alt.Tooltip("share:Q", format=".1%")]
             cells = alt.Chart(rows.filter(pl.col("policy") == policy)).encode(x, y, tooltip=tooltip)
-            words = cells.transform_filter(alt.datum.share >= 0.005).mark_text().encode(text=share)
+            words = cells.transform_filter(alt.datum.share >= 0.005).mark_text().encode(share)
             layers = [cells.mark_rect().encode(opacity), words]
             most = pl.col("share") == pl.col("share").max().over("budget_ms")
             if len(edges := rows.filter(pl.col("policy") == outlined).filter(most)):
@@ -281,8 +283,8 @@ def knob_usage(
                 colour = colour_of([policy_name(outlined)])
                 stroke = alt.Stroke("policy:N", scale=colour["scale"], legend=None)
                 layers.append(alt.Chart(edges).mark_rect(filled=False, strokeWidth=2).encode(x, y, stroke))
-            chart = layered(*layers, height=alt.Step(24))
-            figure.append(chart.properties(title=label.split(", ")) if len(runs) > 1 else chart)
+            title = {"title": label.split(", ")} if len(runs) > 1 else {}
+            figure.append(layered(*layers, height=alt.Step(24), **title))
     return figure
 
 
@@ -325,7 +327,7 @@ def coverage(frames: Iterable[pl.DataFrame]) -> list[alt.LayerChart]:
         names = [name for name in frame.columns if name != "share"]
         x = alt.X(f"{names[0]}:O", axis=alt.Axis(labelAngle=0, labelOverlap=True))
         y = [alt.Y(f"{name}:O", sort="descending") for name in names[1:]]
-        tooltip = [*names, alt.Tooltip("share:Q", format=".1%")]
+        tooltip = [*map(alt.Tooltip, names), alt.Tooltip("share:Q", format=".1%")]
         cells = alt.Chart(frame).mark_rect().encode(x, *y, colour, tooltip=tooltip)
         figure.append(layered(cells, height=170 if y else 30))
     return figure

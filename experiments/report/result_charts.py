@@ -172,7 +172,10 @@ def reliability(bins: Sequence[Mapping[str, float]]) -> alt.LayerChart:
     x = alt.X("predicted:Q", title="predicted probability of being on time", scale=scale, axis=axis)
     y = alt.Y("observed:Q", title="observed share on time", scale=scale, axis=axis)
     diagonal = alt.Chart(pl.DataFrame({"predicted": corners, "observed": corners})).encode(x, y)
-    tooltip = [*(alt.Tooltip(f"{side}:Q", format=".1%") for side in ("predicted", "observed")), "decisions:Q"]
+    tooltip = [
+        *(alt.Tooltip(f"{side}:Q", format=".1%") for side in ("predicted", "observed")),
+        alt.Tooltip("decisions:Q"),
+    ]
     dots = alt.Chart(rows).encode(x, y, tooltip=tooltip)
     return charts.layered(
         diagonal.mark_line(**charts.DASHED), dots.mark_line(strokeWidth=1.5), dots.mark_circle(size=60, opacity=1)
