@@ -45,10 +45,10 @@ SELECTOR = [
     *("selector.width=16", "selector.heads=2", "sft.epochs=1", "rce.epochs=1", "grpo.epochs=1", "tracking=offline"),
     *("sft.queries=64", "jobs=1"),
 ]
+SPLITS = ["split.repeats=2", "seeds=[0]"]
 RUNS = {
     "guarded": ["policy=utility", "policy.members=2", *TABLE, *SHORT],
-    "sampled": ["policy=independent", "loss=sampled", "baselines=false", *TABLE, *SHORT, "seeds=[0]"],
-    "splits": ["policy=independent", "baselines=false", "split.repeats=2", *TABLE, *SHORT, "seeds=[0]"],
+    "sampled": ["policy=independent", "loss=sampled", "baselines=false", *TABLE, *SHORT, *SPLITS],
     "data_sets": ["policy=utility", "policy.members=2", *JOINT, *SHORT, "seeds=[0]"],
     "weights": ["experiment=weights", "policy.members=2", *TABLE[:1], "profile.path=energy.csv", *SHORT, "seeds=[0]"],
     "mean": ["budget=mean", "policy=utility", "policy.members=2", *TABLE, *SHORT, "seeds=[0]"],

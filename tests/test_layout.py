@@ -231,16 +231,24 @@ def run(installed: Path, folder: Path, *words: str, python: str = sys.executable
     return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
 
 
+LOOKED_AT = """
+import knobwise, knobwise.__main__
+print(knobwise.__file__)
+knobwise.__main__.main(["--help"])
+knobwise.__main__.main(["inspect"])  # the built-in profile is in it
+"""
+
+
 def test_the_wheel_holds_everything_and_only_knobwise(installed: Path, tmp_path: Path) -> None:
     """Help and a training run from another folder, without the checkout."""
     folders = {path.name for path in installed.iterdir() if path.is_dir()} - {"bin"}
     assert folders == {"knobwise", *(path.name for path in installed.glob("knobwise-*.dist-info"))}
-    where = run(installed, tmp_path, "-c", "import knobwise; print(knobwise.__file__)")
+    where, printed = run(installed, tmp_path, "-c", LOOKED_AT).split("\n", 1)
     assert where.startswith(str(installed))
-    assert "knobwise train" in run(installed, tmp_path, "-m", "knobwise", "--help")
-    assert "samples" in run(installed, tmp_path, "-m", "knobwise", "inspect")  # the built-in profile is in it
+    assert "knobwise train" in printed
+    assert "samples" in printed
     words = ["optimiser.warmup_iterations=2", "optimiser.iterations=2", "seeds=[0]", "tracking=disabled"]
-    words += ["profile=simulated", "profile.samples=60", "policy.experts=[ridge]"]
+    words += ["profile=simulated", "profile.samples=60", "policy.experts=[ridge]", "baselines=false"]
     out = run(installed, tmp_path, "-m", "knobwise", "train", *words)
     assert "report.html" in out
     assert (tmp_path / "runs" / "latest" / "results.json").exists()

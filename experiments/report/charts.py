@@ -1,6 +1,6 @@
 """The charts (Altair) of all pages: frame → chart, or the charts of a figure. Each is as wide as its place on the page;
-colours come from the page (`knobwise.experiments.report.page`). Channels are objects, not `"name:N"`: Altair takes ten
-times as long to look up what a string means."""
+colours come from the page (`knobwise.experiments.report.page`). Channels are objects, not `"name:N"`: Altair would
+search its schema for what each string means, which takes longer than all else."""
 
 from __future__ import annotations
 

@@ -204,6 +204,25 @@ def in_turn(swept: tuple[Path, str, str], folder: Path) -> tuple[str, str]:
     return swept[1:]
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder in which that sweep was stopped by Ctrl-C in its second job, and what it printed."""
+    place = tmp_path_factory.mktemp("interrupted")
+    second_job = ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9))
+    with pytest.MonkeyPatch.context() as patch, second_job, redirect_stderr(StringIO()) as err:
+        patch.chdir(place)
+        write_table()
+        assert main(OBJECTIVE) == 130
+    return place, err.getvalue()
+
+
+@pytest.fixture
+def stopped(interrupted: tuple[Path, str], folder: Path) -> str:
+    """What that sweep printed, in a copy of its folder."""
+    shutil.copytree(interrupted[0], folder, symlinks=True, dirs_exist_ok=True)
+    return interrupted[1]
+
+
 def numbers(runs: str) -> dict[str, Any]:
     """All that jobs found, by objective, without what differs from time to time."""
     results_of: dict[str, Any] = {}
@@ -283,13 +302,10 @@ def test_an_error_of_the_program_is_told_from_a_mistake(folder: Path, capsys: Ca
 
 
 def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
-    folder: Path, swept: tuple[Path, str, str], capsys: Capture
+    stopped: str, swept: tuple[Path, str, str], capsys: Capture
 ) -> None:
-    with ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9)):
-        assert main(OBJECTIVE) == 130
-    printed = capsys.readouterr().err
-    assert "1 of 2 jobs are finished" in printed
-    assert "repeat the command to resume" in printed
+    assert "1 of 2 jobs are finished" in stopped
+    assert "repeat the command to resume" in stopped
     assert [outcome.state for outcome in outcomes()] == ["finished", "stopped"]
     assert main([*OBJECTIVE, "hydra/launcher=basic"]) == 0  # by whichever launcher
     assert "finished before and not run again: 1 of them" in capsys.readouterr().err
@@ -298,9 +314,7 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
     assert numbers("runs") == numbers(str(swept[0] / "runs"))
 
 
-def test_jobs_of_other_code_are_kept_and_said(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    with ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9)):
-        assert main(OBJECTIVE) == 130
+def test_jobs_of_other_code_are_kept_and_said(stopped: str, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr("knobwise.experiments.tracking.tracker.code_digest", lambda: "edited")
     with ctrl_c(lambda trainer: True):
         assert main(OBJECTIVE) == 130
@@ -309,10 +323,8 @@ def test_jobs_of_other_code_are_kept_and_said(folder: Path, monkeypatch: Patch, 
 
 @pytest.mark.parametrize("left", ["", '{"state": "runn', '{"state": "running"}'])
 def test_a_job_that_was_killed_before_it_could_note_its_end_is_not_run_again(
-    left: str, folder: Path, capsys: Capture
+    left: str, stopped: str, capsys: Capture
 ) -> None:
-    with ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9)):
-        assert main(OBJECTIVE) == 130
     (note,) = Path("runs/multirun").rglob("1.json")
     note.write_text(left) if left else note.unlink()
     assert main(OBJECTIVE) == 0
