@@ -142,10 +142,11 @@ def check(run: StudyRun) -> None:
         InputError: it was made with other settings, or is no run.
     """
     saved = read_settings_of(run.folder)
-    mean = run.settings.get("budget.sense") == "mean"  # which sets the reward itself, and says so
+    # what a run chooses itself, it has written down: the reward under a mean budget, and what was left to it
+    mean = run.settings.get("budget.sense") == "mean"
     for key in sorted(saved.keys() & run.settings.keys()):
         before, now = saved[key], run.settings[key]
-        if before != now and not (mean and key.startswith("reward")):
+        if before != now and now != "auto" and not (mean and key.startswith("reward")):
             raise InputError(
                 f"{run.folder}: was made with {key}={before}, now it is {now}; move it away, or give another runs=…"
             )

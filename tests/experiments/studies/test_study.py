@@ -106,6 +106,14 @@ def test_a_finished_run_is_checked_by_its_settings(tmp_path: Path) -> None:
         check(other)
 
 
+def test_a_finished_selector_that_chose_its_reward_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("reward: {mode: hard_plus_soft_v2}\ngrpo: {epochs: 4}\n")
+    made = StudyRun("selector", "beams", "", True, tmp_path, [], {"reward.mode": "auto", "grpo.epochs": 4})
+    check(made)
+    with pytest.raises(InputError, match=r"made with grpo\.epochs=4, now it is 5"):
+        check(made._replace(settings={"reward.mode": "auto", "grpo.epochs": 5}))
+
+
 def test_a_selector_that_others_are_training_is_left_to_them(tmp_path: Path) -> None:
     folder, words = tmp_path / "selector_kl" / "reference", ["experiment=selector_kl", "seeds=[0]"]
     folder.mkdir(parents=True)
@@ -278,6 +286,18 @@ def selector(experiment: str, accuracies: dict[str, float], variants: list[str])
     results = selector_results(decisions, small_beams(20)[0], seeds=[0, 1], trained_shots=2)
     results |= {"experiment": experiment, "variants": variants}
     return StudyRun(experiment, "beams", "", True, Path(), [], {}, False, results, decisions)
+
+
+def test_what_a_learned_reward_cost_and_expects() -> None:
+    run = selector("selector_reward_model", {"sft": 0.6, "rce": 0.6, "live": 0.9, "mine": 0.8}, ["live", "mine"])
+    calls = [{"policy": "live", "calls": [5000, 6000]}, {"policy": "mine", "calls": [10, 10]}]
+    bins = [("rce", 0.2, 0.4), ("rce", 0.4, 0.5), ("mine", 0.8, 0.75), ("mine", 0.9, 0.85)]
+    calibration = [{"policy": "mine", "drawn_by": by, "expected": share, "right": right} for by, share, right in bins]
+    lines = lines_of(run._replace(results={**run.results, "true_calls": calls, "calibration": calibration}))
+    assert only(lines, "- True calls of").endswith("a mean over seeds: 5,500 for live, 10 for mine.")
+    assert only(lines, "- Mine, share").endswith(
+        ": 0.300 for draws of RCE, where it is 0.450; 0.850 for draws of its own policy, where it is 0.800."
+    )
 
 
 def test_selectors_by_hand() -> None:
