@@ -29,7 +29,7 @@ from knobwise.agents.serving.export import Agent, to_numpy
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.envs import builtin_profile
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
+from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import ProfileTable
 
 STUDENT, WIDE = "student, 288 features, 64 configurations", "student, 2,848 features, 240 configurations"
@@ -112,7 +112,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     threadpool_limits(1)  # NumPy's products; with more threads one of this size is slower
     table, agents = built_in()
-    wide = simulate_calibrated(CalibratedConfig(samples=100, image_width=768, language_width=2080))
+    wide = simulate(SimulatedConfig(samples=100, image_width=768, language_width=2080))
     cases = [*((table, name, agent) for name, agent in agents.items()), (wide, WIDE, student_on(wide))]
     for table, name, agent in cases:
         median = show(name, measure(forms_of(agent, table), table.num_samples, rounds))

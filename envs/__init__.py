@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit as DemonstrationBandit
     from knobwise.envs.readers.builtin import builtin_profile as builtin_profile
     from knobwise.envs.readers.joint import join_tables as join_tables
-    from knobwise.envs.simulated.calibrated import CalibratedConfig as CalibratedConfig
-    from knobwise.envs.simulated.calibrated import simulate_calibrated as simulate_calibrated
-    from knobwise.envs.simulated.kinds import SimulatedConfig as SimulatedConfig
-    from knobwise.envs.simulated.kinds import simulate as simulate
+    from knobwise.envs.simulated.calibrated import SimulatedConfig as SimulatedConfig
+    from knobwise.envs.simulated.calibrated import simulate as simulate
     from knobwise.envs.tables.profile_table import Knob as Knob
     from knobwise.envs.tables.profile_table import ProfileTable as ProfileTable
     from knobwise.envs.tables.profile_table import Split as Split
@@ -40,10 +38,8 @@ MODULES = {
     "ConfigBanditVectorEnv": "configurations.gymnasium_env",
     "RewardConfig": "configurations.reward",
     "join_tables": "readers.joint",
-    "CalibratedConfig": "simulated.calibrated",
-    "simulate_calibrated": "simulated.calibrated",
-    "SimulatedConfig": "simulated.kinds",
-    "simulate": "simulated.kinds",
+    "SimulatedConfig": "simulated.calibrated",
+    "simulate": "simulated.calibrated",
     "Knob": "tables.profile_table",
     "ProfileTable": "tables.profile_table",
     "Split": "tables.profile_table",

@@ -3,7 +3,7 @@
     python examples/own_table.py measured.csv
 
 A row is one sample under one configuration: `sample_id`, any columns that are knobs, `accuracy` and `latency_ms`.
-Without an argument the example writes a simulated table first, with its features, and shows how it begins.
+Without an argument the example writes the built-in profile as such a table, with its features, and shows how it begins.
 """
 
 import sys
@@ -11,13 +11,13 @@ import tempfile
 from pathlib import Path
 
 import knobwise
-from knobwise.envs import SimulatedConfig, simulate
+from knobwise.envs import builtin_profile
 from knobwise.envs.readers.long_table import write_features, write_long_table
 
 
-def simulated_files(folder: Path) -> tuple[Path, Path]:
-    """A CSV with a row for every measured cell, and the features of the samples. Simulated, to show the format."""
-    table = simulate(SimulatedConfig(samples=300))
+def builtin_files(folder: Path) -> tuple[Path, Path]:
+    """A CSV with a row for every measured cell, and the features of the samples."""
+    table = builtin_profile()
     measured, features = folder / "measured.csv", folder / "features.npz"
     write_long_table(table, measured)
     write_features(table, features)
@@ -43,4 +43,4 @@ if __name__ == "__main__":
         main(*map(Path, sys.argv[1:]))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            main(*simulated_files(Path(folder)))
+            main(*builtin_files(Path(folder)))

@@ -87,10 +87,10 @@ def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int
     Raises:
         InputError: data or options that cannot be used.
 
-    >>> table, quick = simulate(SimulatedConfig(samples=120)), {"warmup_iterations": 20, "iterations": 0}
+    >>> table, quick = builtin_profile(), {"warmup_iterations": 20, "iterations": 0}
     >>> policy = knobwise.fit(table, policy="utility", optimiser=quick)
-    >>> policy.decide([0.0] * 24, budget_ms=30.0).keys()
-    dict_keys(['model'])
+    >>> policy.decide({name: block[0] for name, block in table.features.items()}, budget_ms=3.0).keys()
+    dict_keys(['max_crops', 'top_k', 'num_active_blocks'])
     """
     table = data if isinstance(data, ProfileTable) else read(data, features)
     if table is data and features is not None:

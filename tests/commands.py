@@ -31,6 +31,11 @@ Patch = pytest.MonkeyPatch
 COMMAND = [sys.executable, "-m", "knobwise"]
 TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
 """Trains on what `write_table` writes."""
+SIMULATED = [
+    *("profile=simulated", "profile.datasets=[okvqa]", "profile.grid='27'", "profile.samples=40"),
+    *("profile.image_width=4", "profile.language_width=4"),
+]
+"""A small table without a file."""
 OPTIMISER = [
     *("optimiser.warmup_iterations=4", "optimiser.iterations=8", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
     *("policy.hidden=16", "tracking=disabled"),

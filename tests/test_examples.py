@@ -89,7 +89,7 @@ def test_torchrls_trainer_learns() -> None:
 
 def test_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module, quick = example("own_table"), {"warmup_iterations": 5, "iterations": 5}
-    decisions = module.main(*module.simulated_files(tmp_path), policy="utility", optimiser=quick)
+    decisions = module.main(*module.builtin_files(tmp_path), policy="utility", optimiser=quick)
     printed = capsys.readouterr().out
     assert len(decisions) == 3
     assert all(f"ms: {decision}" in printed for decision in decisions)

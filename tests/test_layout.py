@@ -13,6 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from commands import SIMULATED
 
 from knobwise import __version__
 
@@ -248,7 +249,7 @@ def test_the_wheel_holds_everything_and_only_knobwise(installed: Path, tmp_path:
     assert "knobwise train" in printed
     assert "samples" in printed
     words = ["optimiser.warmup_iterations=2", "optimiser.iterations=2", "seeds=[0]", "tracking=disabled"]
-    words += ["profile=simulated", "profile.samples=60", "policy.experts=[ridge]", "baselines=false"]
+    words += [*SIMULATED, "policy.experts=[ridge]", "baselines=false"]
     out = run(installed, tmp_path, "-m", "knobwise", "train", *words)
     assert "report.html" in out
     assert (tmp_path / "runs" / "latest" / "results.json").exists()

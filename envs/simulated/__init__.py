@@ -1,1 +1,1 @@
-"""Simulated tables: kinds that differ in what they ask of a policy, and one calibrated to published numbers."""
+"""A simulated table, calibrated to published numbers."""

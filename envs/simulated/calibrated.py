@@ -41,9 +41,8 @@ from scipy.special import ndtr, ndtri
 
 from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.simulated.kinds import full_grid, knobs_of
-from knobwise.envs.simulated.settings import CalibratedConfig
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.simulated.settings import SimulatedConfig
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 Floats = NDArray[np.float64]
 
@@ -51,7 +50,7 @@ _NUMBERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding=
 PREFILL, ANSWERS = SimpleNamespace(**_NUMBERS["prefill"]), SimpleNamespace(**_NUMBERS["answers"])
 TIERS: dict[str, tuple[int, int]] = _NUMBERS["tiers"]
 """Fewest and most crops."""
-GRIDS = {grid: knobs_of(values) for grid, values in _NUMBERS["grids"].items()}
+GRIDS = {grid: tuple(Knob(k, tuple(v)) for k, v in values.items()) for grid, values in _NUMBERS["grids"].items()}
 DATA_SETS = {name: SimpleNamespace(**published) for name, published in _NUMBERS["data_sets"].items()}
 BLOCK_LOSS: Floats = np.array(_NUMBERS["block_loss"])
 """Accuracy lost by removing one block."""
@@ -77,7 +76,7 @@ class Records(NamedTuple):
         return self.vision + self.prefill + self.decode
 
 
-def simulate_calibrated(config: CalibratedConfig) -> ProfileTable:
+def simulate(config: SimulatedConfig) -> ProfileTable:
     """Draw the profile. The same config gives the same table; a data set has the same samples whatever other data sets
     are drawn. Raises InputError for an unknown data set, grid or latency, no samples, a signal outside [0, 1], or
     negative numbers."""
@@ -89,7 +88,7 @@ def simulate_calibrated(config: CalibratedConfig) -> ProfileTable:
     return ProfileTable(
         name="simulated-" + "+".join(drawn),
         knobs=GRIDS[config.grid],
-        configurations=torch.from_numpy(full_grid(GRIDS[config.grid])),
+        configurations=torch.from_numpy(_full_grid(GRIDS[config.grid])),
         accuracy=accuracy,
         latency_ms=torch.from_numpy(np.concatenate(times, dtype=np.float32)),
         mask=torch.ones_like(accuracy, dtype=torch.bool),
@@ -106,7 +105,13 @@ def blocks_lost(removed: tuple[int, ...]) -> float:
     return float(most * (1 - np.prod(1 - BLOCK_LOSS[list(removed)] / most)))
 
 
-def _check(config: CalibratedConfig) -> None:
+def _full_grid(knobs: tuple[Knob, ...]) -> NDArray[np.int64]:
+    """All combinations of the knobs' values, int64 [C, K]: the index of each value; the last knob runs fastest."""
+    sizes = [len(knob.values) for knob in knobs]
+    return np.indices(sizes).reshape(len(sizes), -1).T.copy()
+
+
+def _check(config: SimulatedConfig) -> None:
     names = set(config.datasets)
     if not names or not names <= DATA_SETS.keys() or len(names) < len(config.datasets):
         raise InputError(f"profile.datasets={list(config.datasets)}: must be some of {', '.join(DATA_SETS)}, each once")
@@ -119,7 +124,7 @@ def _check(config: CalibratedConfig) -> None:
         raise InputError(f"profile.signal={config.signal}: must be between 0 and 1")
 
 
-def _draw(config: CalibratedConfig, dataset: str) -> Records:
+def _draw(config: SimulatedConfig, dataset: str) -> Records:
     published, n = DATA_SETS[dataset], config.samples
     # a stream for each quantity, so that the widths of features change nothing else
     streams = np.random.default_rng([config.seed, zlib.crc32(dataset.encode())]).spawn(6)
@@ -128,7 +133,7 @@ def _draw(config: CalibratedConfig, dataset: str) -> Records:
     _, size, text, length, *suits = z.T
 
     knobs = GRIDS[config.grid]
-    first, top_k, blocks = (np.array(k.values)[i] for k, i in zip(knobs, full_grid(knobs).T, strict=True))
+    first, top_k, blocks = (np.array(k.values)[i] for k, i in zip(knobs, _full_grid(knobs).T, strict=True))
     if config.grid == "tiers":
         least, most = np.array([TIERS[tier] for tier in first]).T
         nominal = (least + most) / 2
@@ -218,7 +223,7 @@ def _lengths(mean: float, least: int, most: int) -> Callable[[Floats], NDArray[n
 
 
 def _features(
-    config: CalibratedConfig, dataset: str, z: Floats, generator: np.random.Generator
+    config: SimulatedConfig, dataset: str, z: Floats, generator: np.random.Generator
 ) -> dict[str, torch.Tensor]:
     """Image features read difficulty, size and the usefulness of crops and blocks; language features read difficulty,
     both lengths and the usefulness of experts and blocks. All data sets share the encoder and differ by an offset."""

@@ -1,4 +1,4 @@
-"""Settings of simulated profiles."""
+"""Settings of the simulated profile."""
 
 from __future__ import annotations
 
@@ -9,22 +9,6 @@ from knobwise.common.checks import at_least
 
 @dataclass
 class SimulatedConfig:
-    """A profile that is simulated instead of measured, for comparing policies."""
-
-    kind: str = "router"
-    """Which kind: router, encoder, portfolio, noisy_labels, heavy_tails, weak_features, few_samples, low_headroom,
-    no_headroom, unattainable or wide_knobs."""
-    samples: int | None = None
-    """Number of samples; None for the kind's default."""
-    seed: int = 0
-    """Seed of all draws."""
-
-    def __post_init__(self) -> None:
-        at_least("profile.seed", self.seed, 0)
-
-
-@dataclass
-class CalibratedConfig:
     """Simulated data sets of a vision-language model, calibrated to published numbers."""
 
     datasets: tuple[str, ...] = ("text_vqa", "coco_vqa", "okvqa")

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
-from knobwise.envs.simulated.settings import CalibratedConfig, SimulatedConfig
+from knobwise.envs.simulated.settings import SimulatedConfig
 
 if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
     from knobwise.envs.tables.profile_table import ProfileTable
@@ -131,17 +131,9 @@ class JointProfile(LongTables):
 
 @dataclass
 class SimulatedProfile(SimulatedConfig):
-    """A profile that is simulated instead of measured, for comparing policies."""
-
-    format: str = "simulated"
-    """The reader."""
-
-
-@dataclass
-class CalibratedProfile(CalibratedConfig):
     """Simulated data sets of a vision-language model, calibrated to published numbers."""
 
-    format: str = "calibrated"
+    format: str = "simulated"
     """The reader."""
 
 
@@ -187,8 +179,7 @@ def read_questions(config: Any) -> dict[str, str]:
 def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
     from knobwise.envs.readers.builtin import builtin_profile, ocr_profile
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
-    from knobwise.envs.simulated.calibrated import simulate_calibrated
-    from knobwise.envs.simulated.kinds import simulate
+    from knobwise.envs.simulated.calibrated import simulate
 
     if isinstance(config, JointProfile):
         return _read_joint(**settings)
@@ -203,8 +194,6 @@ def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
             return read_core_exp(**settings)
         case SimulatedProfile():
             return simulate(config)
-        case CalibratedProfile():
-            return simulate_calibrated(config)
     return _read_table(**settings)
 
 
@@ -244,6 +233,5 @@ PROFILES: dict[str, type[Any]] = {
     "table": TableProfile,
     "joint": JointProfile,
     "simulated": SimulatedProfile,
-    "calibrated": CalibratedProfile,
 }
 """The options of the group."""

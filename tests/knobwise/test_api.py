@@ -31,7 +31,7 @@ from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.prices import StaticMix
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.common.errors import InputError
-from knobwise.envs import SimulatedConfig, simulate
+from knobwise.envs import builtin_profile
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -417,6 +417,6 @@ def test_importing_knobwise_stays_light() -> None:
 
 
 def test_the_examples_run() -> None:
-    names = {"knobwise": knobwise, "polars": polars, "simulate": simulate, "SimulatedConfig": SimulatedConfig}
+    names = {"knobwise": knobwise, "polars": polars, "builtin_profile": builtin_profile}
     result = doctest.testmod(api, extraglobs=names)
     assert (result.failed, result.attempted) == (0, 5)

@@ -7,8 +7,7 @@ import torch
 from knobwise.agents.learning.off_policy import judge
 from knobwise.agents.serving.request_log import Logged
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.simulated.kinds import simulate
-from knobwise.envs.simulated.settings import SimulatedConfig
+from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
 
 
 def logged_outcomes(choice: list[int], propensity: list[list[float]], reward: list[float]) -> Logged:
@@ -69,7 +68,7 @@ def test_a_new_controller_is_better_only_where_the_log_shows_it() -> None:
 @pytest.mark.parametrize(("share", "requests"), [(0.1, 200), (0.1, 1000), (0.05, 1000)])
 def test_95_percent_intervals_hold_the_truth_in_at_least_90_of_100_replayed_logs(share: float, requests: int) -> None:
     """The model is wrong, and the new policy, which trusts it, differs from the old one nearly everywhere."""
-    table = simulate(SimulatedConfig(samples=400))
+    table = simulate(SimulatedConfig(("okvqa",), samples=400, grid="27", image_width=0, language_width=4))
     budgets = default_budgets(table)
     utility = torch.stack([table.accuracy * (table.latency_ms <= b) for b in budgets], 1).double().flatten(0, 1)
     noise = torch.Generator().manual_seed(0)

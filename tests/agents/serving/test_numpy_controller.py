@@ -34,7 +34,7 @@ from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.priced_policy import price_stack
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
-from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
+from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -68,7 +68,9 @@ TABLES = {
     "slowest first": slowest_first,
     "no features": lambda: small_table(90, features=False),
     "many columns": many_columns,
-    "simulated": lambda: simulate(SimulatedConfig(kind="portfolio", samples=90)),
+    "calibrated": lambda: simulate(
+        SimulatedConfig(("okvqa",), samples=90, grid="27", image_width=20, language_width=40)
+    ),
 }
 
 

@@ -14,9 +14,9 @@ from knobwise.envs.simulated.calibrated import (
     DATA_SETS,
     GRIDS,
     TOTAL_BLOCKS,
-    CalibratedConfig,
+    SimulatedConfig,
     blocks_lost,
-    simulate_calibrated,
+    simulate,
 )
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -26,7 +26,7 @@ NARROW: dict[str, Any] = {"image_width": 6, "language_width": 9}
 
 @functools.cache
 def drawn(grid: str, latency: str, samples: int = 1000) -> ProfileTable:
-    return simulate_calibrated(CalibratedConfig(_ALL, samples, grid, latency, image_width=0, language_width=0))
+    return simulate(SimulatedConfig(_ALL, samples, grid, latency, image_width=0, language_width=0))
 
 
 def latencies(grid: str, latency: str) -> NDArray[np.float64]:
@@ -100,9 +100,9 @@ def test_removing_blocks_by_hand() -> None:
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_config_gives_one_table(grid: str) -> None:
-    config = CalibratedConfig(grid=grid, samples=40, seed=3, **NARROW)
-    table = simulate_calibrated(config)
-    assert table.digest == simulate_calibrated(config).digest
+    config = SimulatedConfig(grid=grid, samples=40, seed=3, **NARROW)
+    table = simulate(config)
+    assert table.digest == simulate(config).digest
     assert table.accuracy.shape == (3 * 40, np.prod(table.knob_sizes))
     assert table.name == "simulated-text_vqa+coco_vqa+okvqa"
     assert "simulated, not measured" in table.notes[0]
@@ -112,18 +112,17 @@ def test_a_config_gives_one_table(grid: str) -> None:
 
 
 def test_what_is_drawn_besides_changes_nothing() -> None:
-    whole = simulate_calibrated(CalibratedConfig(grid="27", samples=30, **NARROW))
-    alone = simulate_calibrated(CalibratedConfig(("okvqa",), grid="27", samples=30, image_width=0, language_width=4))
+    whole = simulate(SimulatedConfig(grid="27", samples=30, **NARROW))
+    alone = simulate(SimulatedConfig(("okvqa",), grid="27", samples=30, image_width=0, language_width=4))
     assert (alone.name, alone.datasets) == ("simulated-okvqa", ())
     assert torch.equal(alone.accuracy, whole.accuracy[60:])
     assert torch.equal(alone.latency_ms, whole.latency_ms[60:])
     assert list(alone.features) == ["language_features"]
     okvqa: dict[str, Any] = {"datasets": ("okvqa",), "grid": "27", "samples": 30, **NARROW}
-    other = simulate_calibrated(CalibratedConfig(**okvqa, seed=1))
+    other = simulate(SimulatedConfig(**okvqa, seed=1))
     assert not torch.equal(alone.latency_ms, other.latency_ms)
     both, prefill = (
-        simulate_calibrated(CalibratedConfig(**okvqa, latency=stage)).latency_ms
-        for stage in ("vision_prefill", "prefill")
+        simulate(SimulatedConfig(**okvqa, latency=stage)).latency_ms for stage in ("vision_prefill", "prefill")
     )
     assert (alone.latency_ms > both).all()
     assert (both > prefill).all()
@@ -133,11 +132,11 @@ def test_features_tell_sizes_and_as_much_of_the_rest_as_they_should() -> None:
     """Share of variance that least squares on the features explains in samples not fitted on."""
 
     def explained(signal: float) -> dict[str, float]:
-        config = CalibratedConfig(("text_vqa",), 3000, "27", image_width=150, language_width=150, signal=signal)
-        table = simulate_calibrated(config)
+        config = SimulatedConfig(("text_vqa",), 3000, "27", image_width=150, language_width=150, signal=signal)
+        table = simulate(config)
         x = torch.cat([torch.ones(3000, 1), *table.features.values()], 1).double()
         prefill, first, total = (
-            simulate_calibrated(replace(config, latency=stage)).latency_ms.double().mean(1)
+            simulate(replace(config, latency=stage)).latency_ms.double().mean(1)
             for stage in ("prefill", "vision_prefill", "total")
         )
         outcomes = {
@@ -162,8 +161,8 @@ def test_features_tell_sizes_and_as_much_of_the_rest_as_they_should() -> None:
 
 
 def test_data_sets_share_the_encoder_and_each_has_an_offset() -> None:
-    config = CalibratedConfig(("text_vqa", "okvqa"), 2000, "27", image_width=40, language_width=0)
-    first, second = simulate_calibrated(config).features["image_features"].split(2000)
+    config = SimulatedConfig(("text_vqa", "okvqa"), 2000, "27", image_width=40, language_width=0)
+    first, second = simulate(config).features["image_features"].split(2000)
     # four latents in forty columns of noise: both spread in the same directions
     spread = [torch.cov(block.T.double()) - 4 * torch.eye(40, dtype=torch.float64) for block in (first, second)]
     assert torch.corrcoef(torch.stack([part.flatten() for part in spread]))[0, 1] > 0.95
@@ -172,7 +171,7 @@ def test_data_sets_share_the_encoder_and_each_has_an_offset() -> None:
 
 
 def test_samples_differ_in_what_suits_them_and_agree_on_right_answers() -> None:
-    table = simulate_calibrated(CalibratedConfig(("text_vqa",), 500, "27", **NARROW))
+    table = simulate(SimulatedConfig(("text_vqa",), 500, "27", **NARROW))
     cheap, dear = table.accuracy[:, 0], table.accuracy[:, table.find(torch.tensor([2, 1, 2]))]
     assert 0.02 < (cheap > dear).float().mean() < 0.2
     assert dear.mean() > cheap.mean() + 0.2
@@ -197,4 +196,4 @@ def test_samples_differ_in_what_suits_them_and_agree_on_right_answers() -> None:
 )
 def test_a_mistake_is_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        simulate_calibrated(CalibratedConfig(**change))  # type: ignore[arg-type]
+        simulate(SimulatedConfig(**change))  # type: ignore[arg-type]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from commands import OPTIMISER, TABLE, Capture, Patch, same
 from filelock import lock_descriptor
+from helpers import table_of, two_kinds
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.settings import EXPERTS
 from knobwise.envs.readers.long_table import long_frame, read_long_table, write_features
-from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
 
 POLICIES = [
     *("controller", "teacher", "budget_aware_static", "best_static", "lookup_table", "latency_only"),
@@ -186,12 +186,21 @@ def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(folder: Pa
     assert json.loads(Path("e.json").read_text())["test_samples"] == len(new)
 
 
-SIMULATED = [*QUICK, "optimiser.warmup_iterations=10", "optimiser.iterations=4", "optimiser.contexts=64", "seeds=[0]"]
+SAVED = ["profile=table", "profile.path=saved.safetensors", *QUICK, "seeds=[0]"]
+
+
+def save_noise(latency_range: float, latency_noise: float) -> None:
+    """A table in which features tell nothing: more compute is as much better for one sample as for another."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, 200, 6, generator=generator)
+    accuracy = (torch.linspace(0.2, 0.8, 6) + 0.05 * noise[0]).clamp(0, 1)
+    latency_ms = (torch.linspace(1, 1 + latency_range, 6) + latency_noise * noise[1]).exp()
+    table_of(accuracy, latency_ms, torch.randn(200, 3, generator=generator)).save("saved.safetensors")
 
 
 def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys: Capture) -> None:
-    words = ["profile=simulated", "profile.kind=no_headroom", "profile.samples=150", "own_cost=false"]
-    assert main(["train", *words, *SIMULATED]) == 0
+    save_noise(latency_range=2, latency_noise=0.02)
+    assert main(["train", *SAVED, "own_cost=false"]) == 0
     results = json.loads(Path("runs/latest/results.json").read_text())
     (rows,) = results["guard"]
     fallen = [row for row in rows if not row["deployed"]]
@@ -211,8 +220,8 @@ def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys:
 
 
 def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capture) -> None:
-    words = ["profile=simulated", "profile.kind=unattainable", "profile.samples=200"]
-    for command in (["train", *words, *SIMULATED], ["evaluate", *words, "baselines=false"]):
+    save_noise(latency_range=0, latency_noise=0.8)
+    for command in (["train", *SAVED], ["evaluate", *SAVED[:2], "baselines=false"]):
         assert main(command) == 0
         assert ", 95% on time is unattainable, so it is not enforced." in capsys.readouterr().out
     (rows,) = json.loads(Path("runs/latest/results.json").read_text())["guard"]
@@ -225,13 +234,13 @@ def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capt
 
 
 def test_a_table_without_knobs(folder: Path) -> None:
-    table = simulate(SimulatedConfig(kind="portfolio"))
-    columns = ["sample_id", pl.col("solver").alias("configuration"), "accuracy", "latency_ms"]
+    table = two_kinds(120, shown=True)
+    columns = ["sample_id", pl.format("solver-{}", "size").alias("configuration"), "accuracy", "latency_ms"]
     long_frame(table).select(columns).write_csv("solvers.csv")
     write_features(table, "instances.npz")
     words = ["profile=table", "profile.path=solvers.csv", "profile.features=instances.npz"]
-    assert main(["train", *words, *SIMULATED]) == 0
+    assert main(["train", *words, *QUICK, "seeds=[0]"]) == 0
     results = json.loads(Path("runs/latest/results.json").read_text())
-    assert (results["profile"]["samples"], results["profile"]["configurations"]) == (300, 37)
+    assert (results["profile"]["samples"], results["profile"]["configurations"]) == (120, 3)
     means = {row["policy"]: row["utility"] for row in results["rows"] if row["budget_ms"] is None}
     assert means["controller"] > means["budget_aware_static"] + 0.05

@@ -15,15 +15,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from commands import Capture, Patch, mistake, refused, write_table
+from commands import SIMULATED, Capture, Patch, mistake, refused, write_table
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line import sweep_jobs
 from knobwise.experiments.command_line.compose import CONF, read_settings, schema_options
 from knobwise.experiments.command_line.help import COMMON
 from knobwise.experiments.settings.options import VERBS
-
-SMALL = ["profile=simulated", "profile.samples=40"]
 
 
 @pytest.fixture
@@ -45,7 +43,6 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["-m", "seeds=[0],[-1]"], "seeds=-1"),
         (["split.seed=-1"], "split.seed=-1"),
         (["profile=simulated", "profile.seed=-1"], "profile.seed=-1"),
-        (["profile=calibrated", "profile.seed=-1"], "profile.seed=-1"),
         (["seeds=[]"], "such as seeds=[0,1,2]"),
         (["seeds="], "seeds=[…]"),
         (["seeds=3"], "seeds=[3]"),
@@ -80,9 +77,9 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["train", "profile=table", "profile.path=none.csv"], "none.csv"),
         (["train", "profile=exp5_exp6", "profile.exp5_dir=a", "profile.exp6_dir=b", "profile.dataset_name=c"], "b"),
         (["train", "profile=table", "profile.path=a (1).csv"], "quote a value with blanks"),
-        (["train", *SMALL, "split.train=0.9"], "train=0.9"),
-        (["train", *SMALL, "budget=relative", "budget.factors=[-3]"], "at least one number, all positive"),
-        (["train", *SMALL, "budgets_ms=[-1.0]"], "budgets_ms"),
+        (["train", *SIMULATED, "split.train=0.9"], "train=0.9"),
+        (["train", *SIMULATED, "budget=relative", "budget.factors=[-3]"], "at least one number, all positive"),
+        (["train", *SIMULATED, "budgets_ms=[-1.0]"], "budgets_ms"),
         (["profile", "model=gpt"], "elastic"),
         (["evaluate"], "runs/latest"),
         (["evaluate", "split.seed=-1"], "split.seed=-1"),
@@ -97,7 +94,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 def test_a_mistake_in_the_settings(words: list[str], message: str, folder: Path, capsys: Capture) -> None:
     """Of a training where no verb is named."""
     if words[0] not in VERBS:
-        profile = [] if {"experiment=selector", "profile=simulated", "profile=calibrated"} & set(words) else SMALL
+        profile = [] if {"experiment=selector", "profile=simulated"} & set(words) else SIMULATED
         words = ["train", *profile, *words]
     line = refused(words, capsys)
     assert message in line
@@ -117,19 +114,19 @@ def test_a_mistake_in_the_environment_is_said_by_its_name(
     name: str, value: str, message: str, folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert message in refused(["train", *SMALL], capsys)
+    assert message in refused(["train", *SIMULATED], capsys)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["train", *SMALL],
-        ["train", "-m", "seeds=[0],[1]", *SMALL],
+        ["train", *SIMULATED],
+        ["train", "-m", "seeds=[0],[1]", *SIMULATED],
         ["train", "experiment=selector"],
         ["profile", "out=there"],
         ["evaluate", "json=there.json"],
         ["export", "out=there"],
-        ["inspect", "html=there.html", *SMALL],
+        ["inspect", "html=there.html", *SIMULATED],
     ],
     ids=" ".join,
 )

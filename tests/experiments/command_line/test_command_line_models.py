@@ -82,8 +82,8 @@ FIRST = ["profile=table", "profile.path=files/first.parquet", "profile.features=
 SECOND = ["profile=table", "profile.path=files/second.parquet", "profile.features=files/second.npz"]
 JOINT = ["profile=joint", "profile.paths=[files/first.parquet,files/second.parquet]"]
 JOINT += ["profile.features=[files/first.npz,files/second.npz]"]
-CALIBRATED = ["profile=calibrated", "profile.samples=40", "profile.grid=27", "profile.image_width=6"]
-CALIBRATED += ["profile.language_width=6", "budgets_ms=[250]"]
+SIMULATED = ["profile=simulated", "profile.samples=40", "profile.grid=27", "profile.image_width=6"]
+SIMULATED += ["profile.language_width=6", "budgets_ms=[250]"]
 BUILTIN = ["split.train=0.06", "split.validation=0.04", "policy.members=1", "budgets_ms=[2.0]"]
 BEST, BEST_STUDENT = "checkpoints/best.pt", "checkpoints/student.pt"
 
@@ -254,8 +254,8 @@ def test_a_data_set_is_left_out(folder: Path, train: Callable[..., Path]) -> Non
     assert max(seen["train_rows"].max(), seen["validation_rows"].max()) < 60 <= seen["test_rows"].min()
 
 
-def test_a_calibrated_profile(folder: Path, train: Callable[..., Path]) -> None:
-    results = json.loads((train("calibrated", *CALIBRATED) / "results.json").read_text())
+def test_the_simulated_profile(folder: Path, train: Callable[..., Path]) -> None:
+    results = json.loads((train("simulated", *SIMULATED) / "results.json").read_text())
     assert results["profile"]["name"].startswith("simulated-")
     assert {row["dataset"] for row in results["by_dataset"]} == {"text_vqa", "coco_vqa", "okvqa"}
 
@@ -372,9 +372,9 @@ TRAIN = ["train", *QUICK]
         ([*TRAIN, *JOINT, "split.leave_out=fourth"], "split.leave_out='fourth': must be one of first, second"),
         ([*TRAIN, *FIRST, "split.leave_out=first"], "leaving one out needs at least two"),
         ([*TRAIN, *FIRST, "split.seed=-1"], "split.seed=-1: a seed is a whole number from 0"),
-        ([*TRAIN, "profile=calibrated", "profile.datasets=[gqa]"], "must be some of text_vqa, coco_vqa, okvqa"),
-        ([*TRAIN, "profile=calibrated", "profile.grid=99"], "profile.grid='99': must be one of 240, 27, tiers"),
-        ([*TRAIN, "profile=calibrated", "profile.signal=2"], "profile.signal=2.0"),
+        ([*TRAIN, "profile=simulated", "profile.datasets=[gqa]"], "must be some of text_vqa, coco_vqa, okvqa"),
+        ([*TRAIN, "profile=simulated", "profile.grid=99"], "profile.grid='99': must be one of 240, 27, tiers"),
+        ([*TRAIN, "profile=simulated", "profile.signal=2"], "profile.signal=2.0"),
         ([*TRAIN, *FIRST, "balance.by=dataset"], "balance.by=dataset: there is no such option"),
         ([*TRAIN, *FIRST, "runs=files/occupied"], "files/occupied is a file, not a folder"),
     ],

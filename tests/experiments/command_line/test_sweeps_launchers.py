@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import ray
-from commands import Capture, Patch, refused
+from commands import SIMULATED, Capture, Patch, refused
 from omegaconf import DictConfig
 from test_sweeps import ADDRESS, finished
 
@@ -27,7 +27,7 @@ from knobwise.experiments.command_line.sweep import _in_order
 from knobwise.experiments.command_line.sweep_jobs import Sweep, check_launcher
 from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 
-SWEEP = ["train", "-m", "profile=simulated", "profile.samples=40", "loss=exact,sampled", "tracking=disabled"]
+SWEEP = ["train", "-m", *SIMULATED, "loss=exact,sampled", "tracking=disabled"]
 
 
 def trained(config: Any, words: list[str]) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from commands import SIMULATED
 from helpers import small_beams
 
 from knobwise.common.errors import InputError
@@ -21,7 +22,7 @@ from knobwise.experiments.studies.page import Section, Study, StudyRun, results_
 from knobwise.experiments.studies.study import ReferenceConfig, check, main, plan, read_study, train, train_or_note
 from knobwise.experiments.studies.study import training_settings as settings_of
 
-TINY = ["profile=simulated", "profile.kind=router", "profile.samples=60", "policy.members=2", "policy.hidden=8"]
+TINY = [*SIMULATED, "policy.members=2", "policy.hidden=8"]
 TINY += ["optimiser.warmup_iterations=2", "optimiser.iterations=1", "optimiser.contexts=16", "optimiser.minibatch=16"]
 
 OTHER_HEADS = ["heads/reference-builtin-policy-independent"]
