@@ -160,15 +160,6 @@ def _own_costs(
     return times, {name: each for name, each in charged.items() if any(cost.any() for cost in each)}
 
 
-def judged_means(judged: Judged) -> dict[str, float | None]:
-    """Means over the budgets for one policy: utility, accuracy, and the share of feasible requests on time."""
-    assert judged.feasible is not None
-    assert judged.in_time is not None
-    on_time = judged.in_time.double().masked_fill(~judged.feasible, torch.nan).nanmean(0)
-    accuracy, utility = (float(values.double().mean()) for values in (judged.accuracy, judged.utility))
-    return {"utility": utility, "accuracy": accuracy, "satisfaction_feasible": _known_mean(on_time.numpy())}
-
-
 def held_out_choices(loaded: Sequence[Loaded]) -> Results:
     """Choices made on held-out samples in training; every list has one entry for each seed.
 
