@@ -6,7 +6,9 @@ request can show is never a reason to take over.
 
 The weights are heavy, and a log in which no rare draw happened to occur looks as if there were none. So an interval is
 never narrower than what the logged probabilities make of squared residuals: a correction w·ρ that is drawn with
-probability p has the second moment p·w²·E ρ², and E ρ² is shrunk towards that of a reward known to be 0 to 1.
+probability p has the second moment p·w²·E ρ², and E ρ² is shrunk towards that of a reward known to be 0 to 1. Where both
+decide alike, the log is dense and the model knows it well. That says little about the rest, which has an E ρ² of its
+own.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ def judge(
     unsupported = int(((old != new) & ~supported).sum())
     new = np.where(supported, new, old)
     differs, expected = torch.from_numpy(old != new), expected.double()
-    sides = {name: _Side.of_choices(logged, each, expected, clip) for name, each in (("old", old), ("new", new))}
+    choices = {"old": old, "new": new}
+    sides = {name: _Side.of_choices(logged, each, differs, expected, clip) for name, each in choices.items()}
     before, after = sides["old"], sides["new"]
     zero, gain = torch.zeros(len(old), dtype=torch.float64), after.robust - before.robust
     model, noise = after.model - before.model, differs * (after.noise + before.noise)
@@ -146,8 +149,10 @@ class _Side(NamedTuple):
     effective: float
 
     @classmethod
-    def of_choices(cls, logged: Logged, choices: NDArray[np.int64], expected: Tensor, clip: float) -> _Side:
-        """From choices [n], and utilities that a model expects [n, C]."""
+    def of_choices(
+        cls, logged: Logged, choices: NDArray[np.int64], differs: Tensor, expected: Tensor, clip: float
+    ) -> _Side:
+        """From choices [n], where the two policies differ, bool [n], and utilities that a model expects [n, C]."""
         chosen, probability = torch.from_numpy(logged.choice), torch.from_numpy(logged.probability)
         reward, choice = torch.from_numpy(logged.accuracy * logged.met), torch.from_numpy(choices).unsqueeze(1)
         chance = torch.from_numpy(logged.propensity).gather(1, choice).squeeze(1)
@@ -159,17 +164,19 @@ class _Side(NamedTuple):
         return cls(
             robust=doubly_robust(expected, chosen, reward, probability, clip).gather(1, choice).squeeze(1),
             model=model,
-            noise=moment * _mean_square(reward - model, drawn),
+            noise=moment * _mean_squares(reward - model, drawn, differs),
             ratio=float(value),
             influence=influence,
-            ratio_noise=moment * _mean_square(reward - value, drawn),
+            ratio_noise=moment * _mean_squares(reward - value, drawn, differs),
             effective=len(choices) * float(effective_sample_size(weight.log())) if drawn.any() else 0.0,
         )
 
 
-def _mean_square(residual: Tensor, drawn: Tensor) -> float:
-    """E ρ² of the requests that were drawn, shrunk."""
-    return float((residual[drawn].square().sum() + COUNTS * RESIDUAL_SQUARE) / (drawn.sum() + COUNTS))
+def _mean_squares(residual: Tensor, drawn: Tensor, differs: Tensor) -> Tensor:
+    """E ρ² for each of n requests: of those that were drawn among the ones that differ, or among the others; shrunk."""
+    groups = torch.stack([drawn & ~differs, drawn & differs]).double()
+    squares = (groups @ residual.square() + COUNTS * RESIDUAL_SQUARE) / (groups.sum(1) + COUNTS)
+    return squares[differs.long()]
 
 
 def _mean(values: Tensor) -> float:

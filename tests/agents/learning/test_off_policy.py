@@ -96,3 +96,18 @@ def test_95_percent_intervals_hold_the_truth_in_at_least_90_of_100_replayed_logs
             low_high = getattr(judged, kind)[name]
             held[kind, name] += low_high.low <= true[name] <= low_high.high
     assert min(held.values()) >= 90, held
+
+
+def test_a_model_that_is_wrong_where_the_log_is_thin_shows_nothing() -> None:
+    """All answers are wrong. The model knows that of what the old policy chooses, and not of what the new one would."""
+    requests = 1000
+    expected = torch.tensor([[0.0, 0.2]]).expand(requests, -1)
+    differs = np.arange(requests) % 5 == 0
+    old, new = np.zeros(requests, np.int64), differs.astype(np.int64)
+    chances = np.tile([0.994, 0.006], (requests, 1))
+    better = 0
+    for seed in range(100):
+        choice = (np.random.default_rng(seed).random(requests) < 0.006).astype(np.int64)
+        logged = logged_outcomes(choice.tolist(), chances, [0.0] * requests)
+        better += judge(logged, expected, old, new).better
+    assert better <= 5
