@@ -6,9 +6,9 @@ request can show is never a reason to take over.
 
 The weights are heavy, and a log in which no rare draw happened to occur looks as if there were none. So an interval is
 never narrower than what the logged probabilities make of squared residuals: a correction w·ρ that is drawn with
-probability p has the second moment p·w²·E ρ², and E ρ² is shrunk towards that of a reward known to be 0 to 1. Where both
-decide alike, the log is dense and the model knows it well. That says little about the rest, which has an E ρ² of its
-own.
+probability p has the second moment p·w²·E ρ², and E ρ² is shrunk towards that of a reward known to be 0 to 1. Where
+both decide alike, the log is dense and the model knows it well. That says little about the rest, which has an E ρ² of
+its own.
 """
 
 from __future__ import annotations
