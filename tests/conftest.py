@@ -46,6 +46,7 @@ def _little_work(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.path.parent.name not in ("predictors", "judging"):
             patch.setitem(FAMILIES, "gradient_boosting", FAMILIES["gradient_boosting"]._replace(settings=(10, 40)))
         if request.path.parent.name != "serving":
+            patch.setattr(own_cost, "ROUNDS", 1)
             patch.setattr(own_cost, "CALLS", 4)
             patch.setattr(own_cost, "WARM_UP", 1)
         patch.setattr(controller, "LEAST_STUDENT_STEPS", 20)

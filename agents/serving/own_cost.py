@@ -4,12 +4,16 @@ In front of a model a decision is never repeated at once: the model has run in b
 and its code. A decision then takes several times as long as in a loop of decisions. So a transformer runs before each
 that is timed, and the features are pooled, whose time `ProfileTable.features_ms` is. Where a guard falls back to
 static, features are neither pooled nor charged.
+
+A machine that is busy for a second makes what is timed in that second look slow. So all policies are timed in turn, in
+several rounds, and the quickest round counts, as in Python's timeit.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,8 +27,8 @@ from knobwise.agents.serving.numpy_controller import FORMAT, NumpyController
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.envs.tables.profile_table import ProfileTable
 
-CALLS, WARM_UP = 40, 5
-"""Decisions timed for each budget, and before these."""
+ROUNDS, CALLS, WARM_UP = 3, 20, 5
+"""Rounds; decisions timed for each budget in a round, and before these."""
 WIDTH, LAYERS, TOKENS = 128, 4, 32
 """Of the transformer: 3 MB of weights, as the elastic model has. Larger models take so long that decisions cost next to
 nothing."""
@@ -37,7 +41,7 @@ class OwnCost(NamedTuple):
     """Under B budgets, float64 [B] each."""
 
     decision_us: Tensor
-    """Median time of a decision in µs, with the features at hand; 0 for a look-up."""
+    """Median time of a decision in µs, in the quickest round, with the features at hand; 0 for a look-up."""
     charged_ms: Tensor
     """What it is charged: its decision and its features; 0 where budgets are no times."""
 
@@ -53,11 +57,18 @@ def deployed_form(policy: Any, table: ProfileTable) -> NumpyController | None:
     return None
 
 
-def own_cost(policy: Any, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> OwnCost:
-    """Time decisions on samples `rows` [n] under budgets [B] in ms, which take turns in random order."""
-    deployed, limits = deployed_form(policy, table), budgets_ms.tolist()
+def own_costs(policies: Sequence[Any], table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> list[OwnCost]:
+    """Time the decisions of these policies on samples `rows` [n] under budgets [B] in ms."""
+    forms = [deployed_form(policy, table) for policy in policies]
+    rounds = [[_round(form, table, rows, budgets_ms) for form in forms] for _ in range(ROUNDS)]
+    return [OwnCost(*torch.stack(of_policy).amin(0)) for of_policy in zip(*rounds, strict=True)]
+
+
+def _round(deployed: NumpyController | None, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> Tensor:
+    """`OwnCost` as one tensor [2, B]. The budgets take turns in random order."""
+    limits = budgets_ms.tolist()
     if deployed is None:
-        return OwnCost(*torch.zeros(2, len(limits), dtype=torch.float64))
+        return torch.zeros(2, len(limits), dtype=torch.float64)
     rng = np.random.default_rng(0)
     samples = [{name: block[row].numpy() for name, block in table.features.items()} for row in rows[:CALLS].tolist()]
     micros = np.zeros((WARM_UP + CALLS, len(limits)))
@@ -71,7 +82,7 @@ def own_cost(policy: Any, table: ProfileTable, rows: Tensor, budgets_ms: Tensor)
             micros[call, place] = (time.perf_counter_ns() - start) / 1e3
     took = torch.from_numpy(np.median(micros[WARM_UP:], 0))
     reads = torch.tensor([deployed.fall_back(limit) is None for limit in limits])
-    return OwnCost(took, (took / 1e3 + table.features_ms * reads) * (table.unit == "ms"))
+    return torch.stack([took, (took / 1e3 + table.features_ms * reads) * (table.unit == "ms")])
 
 
 @cache

@@ -7,6 +7,7 @@ splits hold means over the splits too, and intervals over them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import Judged, judge_all
 from knobwise.agents.judging.policy import Baseline, Policy
-from knobwise.agents.serving.own_cost import own_cost
+from knobwise.agents.serving.own_cost import own_costs
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.envs.configurations.reward import RewardTable, expected_utility
@@ -154,7 +155,8 @@ def _own_costs(
     each controller and teacher."""
     timed = {"controller": controllers, **{b.name: [b] for b in baselines if b.name not in KNOW_THE_ROWS}}
     timed |= {"teacher": teachers} if teachers else {}
-    costs = {name: [own_cost(each, table, rows, budgets_ms) for each in policies] for name, policies in timed.items()}
+    every = iter(own_costs([each for policies in timed.values() for each in policies], table, rows, budgets_ms))
+    costs = {name: list(islice(every, len(policies))) for name, policies in timed.items()}
     charged = {name: [each.charged_ms for each in of_policy] for name, of_policy in costs.items() if charge}
     times = {name: [each.decision_us for each in of_policy] for name, of_policy in costs.items()}
     return times, {name: each for name, each in charged.items() if any(cost.any() for cost in each)}
