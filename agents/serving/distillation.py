@@ -7,8 +7,8 @@ works on it: explanations, exports, a tracker of latencies. It learns the moment
 and Dean 2015, "Distilling the Knowledge in a Neural Network", with outcomes in the place of classes). Fitted to the
 teacher's decisions too, it predicts outcomes far less exactly and decides no better.
 
-The teacher can label any request. The student learns from requests composed of samples and never from the samples
-themselves: what the teacher predicts of those that it was fitted on is too close to what was measured.
+The teacher can label any request. The student learns from requests composed of samples, and only an eighth of these are
+samples as they are: what the teacher predicts of those that it was fitted on is too close to what was measured.
 """
 
 from __future__ import annotations
