@@ -12,19 +12,15 @@ from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
 
-STRATEGIES = ("full", "latin_hypercube")
 
-
-def sample_grid(values: Mapping[str, Sequence[Any]], strategy: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Choose `count` different configurations of the grid that these values span; the same ones for the same arguments.
-
-    - `full`: all of them; `count` is 0 or their number.
-    - `latin_hypercube`: evenly spread over all knobs at once (McKay et al. 1979); a point that falls on a configuration
-      taken already goes to the nearest free one.
+def sample_grid(values: Mapping[str, Sequence[Any]], count: int = 0, seed: int = 0) -> list[dict[str, Any]]:
+    """Choose `count` different configurations of the grid that these values span, or all for 0; the same ones for the
+    same arguments. They are spread evenly over all knobs at once, as a Latin hypercube (McKay et al. 1979); a point
+    that falls on a configuration taken already goes to the nearest free one.
 
     The values of each knob are by its name: names of modes in the order of their cost, numbers in any order. The
     configurations are in the order of the grid, the last knob changing fastest. Raises InputError for no knobs or
-    values, a value given twice, more than there are, none.
+    values, a value given twice, more than there are.
     """
     if not values:
         raise InputError("a grid needs at least one knob")
@@ -33,13 +29,10 @@ def sample_grid(values: Mapping[str, Sequence[Any]], strategy: str, count: int, 
             raise InputError(f"{name} needs at least one value and no value twice, not {list(of_knob)}")
     sizes = [len(of_knob) for of_knob in values.values()]
     total = math.prod(sizes)
-    if strategy == "full":
-        if count not in (0, total):
-            raise InputError(f"count={count}: strategy=full takes all {total} configurations; choose another strategy")
-        count = total
-    if not 1 <= count <= total:
-        raise InputError(f"count={count}: strategy={strategy} takes 1 to {total} configurations of these values")
-    chosen = np.arange(total) if strategy == "full" else _latin_hypercube(sizes, count, np.random.default_rng(seed))
+    if not 0 <= count <= total:
+        raise InputError(f"knobs.count={count}: these values make {total} configurations; 0 takes all")
+    all_of_them = count in (0, total)
+    chosen = np.arange(total) if all_of_them else _latin_hypercube(sizes, count, np.random.default_rng(seed))
     # numbers have their place by size, whatever their order in `values`
     ordered = [v if any(isinstance(value, str) for value in v) else sorted(v) for v in values.values()]
     configurations = list(itertools.product(*ordered))

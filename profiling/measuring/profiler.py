@@ -160,7 +160,7 @@ def chosen_configurations(
     for name, of_knob in values.items():
         for value in of_knob:
             check_configuration(knobs, {name: value})
-    return tuple(sample_grid(values, config.strategy, config.count, config.seed))
+    return tuple(sample_grid(values, config.count, config.seed))
 
 
 def _drawn(items: tuple[VQAItem, ...], config: VLMProfileConfig) -> tuple[VQAItem, ...]:

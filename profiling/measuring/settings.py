@@ -13,7 +13,6 @@ from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import CLOCKS, KNOBS
 from knobwise.profiling.measuring.answer_metrics import METRICS
-from knobwise.profiling.measuring.grid_sampling import STRATEGIES
 
 
 @dataclass
@@ -40,10 +39,8 @@ class VLMProfileConfig:
     """Values to measure: decoder blocks that run."""
     values: Any = None
     """Values to measure of knobs with other names, such as {side: [4, 8], mode: [fast, exact]}."""
-    strategy: str = "full"
-    """Which configurations of the grid are measured: full, or of large grids latin_hypercube."""
     count: int = 0
-    """How many configurations, unless the grid is measured in full."""
+    """How many configurations of a large grid are measured, as a Latin hypercube; 0 for all."""
     repeats: int = 3
     """Measurements of each sample with each configuration. The table keeps all of them; figures are those of their
     medians."""
@@ -78,10 +75,7 @@ class VLMProfileConfig:
             raise InputError(f"knobs.shard must be 0 to {last}, since knobs.shards={self.shards}; not {self.shard}")
         if ":" not in self.metric:
             one_of("knobs.metric", self.metric, ("auto", *METRICS))
-        one_of("knobs.strategy", self.strategy, STRATEGIES)
         one_of("knobs.clock", self.clock, CLOCKS)
-        if self.count and self.strategy == "full":
-            raise InputError(f"knobs.count={self.count}: give knobs.strategy too; full measures every configuration")
         if "{question}" not in self.prompt:
             raise InputError(f"knobs.prompt={self.prompt!r} must contain {{question}}")
         for knob in KNOBS:

@@ -360,7 +360,7 @@ TRAIN = ["train", *QUICK]
         ([*ASKED, "device=tpu"], "device=tpu: must be cpu or cuda"),
         ([*ASKED, "knobs.top_k=2"], "knobs.top_k=2: must be a list, knobs.top_k=[2]"),
         ([*ASKED, "knobs.top_k=[9]"], "top_k=9: this model takes 1 to 4"),
-        ([*ASKED, "knobs.strategy=latin_hypercube"], "count=0"),
+        ([*ASKED, "knobs.count=-1"], "knobs.count=-1"),
         ([*TRAIN, "profile=joint"], "profile.paths must be given"),
         ([*TRAIN, "profile=joint", "profile.paths=a.csv"], "must be a list, profile.paths=[a.csv]"),
         ([*TRAIN, *JOINT[:2], "profile.features=[files/first.npz]"], "1 files for 2 paths"),

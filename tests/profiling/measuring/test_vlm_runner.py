@@ -350,7 +350,7 @@ def test_the_command_names_what_was_changed():
 
 def test_a_large_grid_is_sampled(tmp_path):
     grid = {"max_crops": tuple(range(1, 9)), "num_active_blocks": (1, 2, 3)}
-    config = replace(CONFIG, **grid, strategy="latin_hypercube", count=6)
+    config = replace(CONFIG, **grid, count=6)
     profile_vlm(tmp_path, Blurred(), DATA, config)
     table = read_long_table(tmp_path / "table.parquet")
     assert table.num_configurations == 6
@@ -362,7 +362,7 @@ def test_a_large_grid_is_sampled(tmp_path):
     [
         ({"repeats": 0}, "repeats=0: must be at least 1"), ({"samples": 0}, "samples=0: must be at least 1"),
         ({"shard": 2, "shards": 2}, "shard must be 0 to 1"), ({"metric": "bleu"}, "must be one of auto, vqa"),
-        ({"strategy": "sobol"}, "must be one of full"), ({"prompt": "Answer!"}, "must contain {question}"),
+        ({"count": 5}, "make 4 configurations"), ({"prompt": "Answer!"}, "must contain {question}"),
         ({"max_crops": (1, 9)}, "max_crops=9: this model takes 1 to 8"),
         ({"top_k": (2,)}, "lacks the knob .it has no experts."),
         ({"max_crops": (1, 1)}, "no value twice"), ({"samples": 7}, "the data hold only 6 samples"),
