@@ -185,7 +185,7 @@ def dots(rows: pl.DataFrame, title: str, colour: alt.Color | None = None, zero: 
     if "beside" in rows.columns:  # room for the words
         bounds = rows.select(pl.col("low", "high").fill_null(pl.col("value"))).to_numpy()
         low, high = float(bounds.min()), float(bounds.max())
-        axis = alt.Axis(labelExpr=f"datum.value > {high} ? '' : datum.label")
+        axis = alt.Axis(labelExpr=f"datum.value > {high} ? '' : datum.label", tickCount=8)
         scale = alt.Scale(domain=[low, low + 1.2 * (high - low or 1.0)])
     start, value = (alt.X(f"{end}:Q", title=title, scale=scale, axis=axis) for end in ("low", "value"))
     layers = [
