@@ -80,6 +80,20 @@ def two_kinds(samples: int, shown: bool, seed: int = 0) -> ProfileTable:
     return table_of(accuracy, latency, x)
 
 
+def portfolio(samples: int) -> ProfileTable:
+    """37 solvers without an order, times over orders of magnitude, skewed features of which some are missing, holes."""
+    generator = torch.Generator().manual_seed(0)
+    hardness, suits = torch.randn(samples, 4, generator=generator), torch.randn(4, 74, generator=generator)
+    better, slower = (hardness @ suits).chunk(2, 1)
+    noise = torch.randn(samples, 37, generator=generator)
+    holes = torch.rand(samples, 37, generator=generator) < 0.05
+    features = torch.cat([hardness, torch.randn(samples, 20, generator=generator)], 1)
+    features[:, 1::3] = features[:, 1::3].mul(1.5).exp()
+    features[:, ::3][torch.rand(samples, 8, generator=generator) < 0.2] = torch.nan
+    latency_ms = (3 + 1.2 * slower + 0.3 * noise).exp().masked_fill(holes, torch.nan)
+    return table_of((0.7 * better).sigmoid().masked_fill(holes, torch.nan), latency_ms, features)
+
+
 def otherwise(table: ProfileTable, rows: Tensor) -> ProfileTable:
     """A copy of the table in which the outcomes and features of these rows are others."""
     other = copy.deepcopy(table)

@@ -142,14 +142,20 @@ def profile_of_run(checkpoint: str) -> Any:
 
     Args:
         checkpoint: the folder of the run, or a file in it.
+
+    Raises:
+        InputError: it names one that does not exist, as a run of another version may.
     """
     path = Path(checkpoint)
     run = next((folder for folder in (path, *path.parents) if (folder / "config.yaml").is_file()), path)
     try:
         section = OmegaConf.select(OmegaConf.load(run / "config.yaml"), "profile")
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PROFILES[section["format"]]), section))
+        schema = PROFILES.get(section["format"])
+        if schema is not None:
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), section))
     except (YAMLError, OmegaConfBaseException, OSError, LookupError, TypeError, ValueError, RecursionError):
         return None
+    raise InputError(f"{run}/config.yaml: there is no profile={section['format']} in this version; give profile=…")
 
 
 def read_profile(config: Any) -> ProfileTable:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import driven_apart, small_table, table_of
+from helpers import driven_apart, portfolio, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -34,7 +34,6 @@ from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.priced_policy import price_stack
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
-from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -68,9 +67,7 @@ TABLES = {
     "slowest first": slowest_first,
     "no features": lambda: small_table(90, features=False),
     "many columns": many_columns,
-    "calibrated": lambda: simulate(
-        SimulatedConfig(("okvqa",), samples=90, grid="27", image_width=20, language_width=40)
-    ),
+    "portfolio": lambda: portfolio(90),
 }
 
 

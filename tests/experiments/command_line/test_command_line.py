@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import OPTIMISER, TABLE, Capture, Patch, same
 from filelock import lock_descriptor
-from helpers import table_of, two_kinds
+from helpers import portfolio, table_of
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
@@ -131,7 +131,7 @@ def test_inspect_shows_how_much_repeated_measurements_vary(folder: Path, capsys:
     assert "Measurements of the same" not in " ".join(capsys.readouterr().out.split())
 
 
-def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
+def test_evaluate_repeats_what_training_reported(folder: Path, capsys: Capture) -> None:
     """On the profile of the run, which need not be given."""
     assert main(["train", *TABLE, *QUICK, "seeds=[0]", "own_cost=false"]) == 0
     trained = json.loads(Path("runs/latest/results.json").read_text())
@@ -145,6 +145,9 @@ def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
                 assert first[key] == second[key], (first["policy"], key)
         assert again["guard"] == trained["guard"]
     assert again["chosen"] != trained["chosen"]  # a student has no experts
+    settings = Path("runs/latest/config.yaml")
+    settings.write_text(settings.read_text().replace("format: table", "format: calibrated"))  # as in an earlier version
+    assert "there is no profile=calibrated in this version" in commands.refused(["evaluate"], capsys)
 
 
 def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
@@ -234,13 +237,13 @@ def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capt
 
 
 def test_a_table_without_knobs(folder: Path) -> None:
-    table = two_kinds(120, shown=True)
+    table = portfolio(300)
     columns = ["sample_id", pl.format("solver-{}", "size").alias("configuration"), "accuracy", "latency_ms"]
     long_frame(table).select(columns).write_csv("solvers.csv")
     write_features(table, "instances.npz")
     words = ["profile=table", "profile.path=solvers.csv", "profile.features=instances.npz"]
     assert main(["train", *words, *QUICK, "seeds=[0]"]) == 0
     results = json.loads(Path("runs/latest/results.json").read_text())
-    assert (results["profile"]["samples"], results["profile"]["configurations"]) == (120, 3)
+    assert (results["profile"]["samples"], results["profile"]["configurations"]) == (300, 37)
     means = {row["policy"]: row["utility"] for row in results["rows"] if row["budget_ms"] is None}
     assert means["controller"] > means["budget_aware_static"] + 0.05
