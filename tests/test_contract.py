@@ -1,0 +1,123 @@
+"""What was asked for by name, one short test a row: it works by the words that launch it, and it stays.
+
+Rows C are the project as a whole, K the controller, S the selector. CONTRIBUTING.md says why no test here is removed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# -- C1: the folders and the packages ----------------------------------------------------------------------------------
+
+
+# -- C2: a gymnasium-style bandit that is stepped by hand --------------------------------------------------------------
+
+
+# -- C3: three categorical actions under three keys --------------------------------------------------------------------
+
+
+# -- C4: what GRPO trains is what is deployed --------------------------------------------------------------------------
+
+
+# -- C5: experiment files, and runs compared in Weights & Biases -------------------------------------------------------
+
+
+# -- C6: a sweep file for `wandb agent` --------------------------------------------------------------------------------
+
+
+# -- K1: exp5 and exp6, core_exp, long tables --------------------------------------------------------------------------
+
+
+# -- K2: accuracy in per cent, features in .pt files, controller_training_data.json ------------------------------------
+
+
+# -- K3: image and language features, a budget encoding, three heads ---------------------------------------------------
+
+
+# -- K4: features reduced before the first layer -----------------------------------------------------------------------
+
+
+# -- K5: the shaped reward ---------------------------------------------------------------------------------------------
+
+
+# -- K6: relative budgets, and budgets drawn from a range --------------------------------------------------------------
+
+
+# -- K7: groups of draws, z-scores, the clip, the KL -------------------------------------------------------------------
+
+
+# -- K8: a KL coefficient that follows the KL --------------------------------------------------------------------------
+
+
+# -- K9: balanced sampling, k-fold splits ------------------------------------------------------------------------------
+
+
+# -- K10: the original's training settings -----------------------------------------------------------------------------
+
+
+# -- K11: the logged names ---------------------------------------------------------------------------------------------
+
+
+# -- K12: a decision as a dict of the three knobs ----------------------------------------------------------------------
+
+
+# -- K13: ONNX and INT8 ------------------------------------------------------------------------------------------------
+
+
+# -- K14: cached features and decisions, the first stage in the background ---------------------------------------------
+
+
+# -- K15: the knobs of a running model ---------------------------------------------------------------------------------
+
+
+# -- K16: several data sets --------------------------------------------------------------------------------------------
+
+
+# -- K17: PPO with a value network -------------------------------------------------------------------------------------
+
+
+# -- K18: updates, other hardware, explanations ------------------------------------------------------------------------
+
+
+# -- S1: beams in every format -----------------------------------------------------------------------------------------
+
+
+# -- S2: pools, the generation of beams --------------------------------------------------------------------------------
+
+
+# -- S3: the selectors v0, v1, v2 and v3 -------------------------------------------------------------------------------
+
+
+# -- S4: CLIP with LoRA ------------------------------------------------------------------------------------------------
+
+
+# -- S5: supervised fine-tuning, RCE, GRPO -----------------------------------------------------------------------------
+
+
+# -- S6: a start from a checkpoint -------------------------------------------------------------------------------------
+
+
+# -- S7: the curriculum, the temperature by KL, conditional GRPO, rank advantages --------------------------------------
+
+
+# -- S8: the checkpoint of the best KL ---------------------------------------------------------------------------------
+
+
+# -- S9: reward modes, their weights, by shots, adaptive ---------------------------------------------------------------
+
+
+# -- S10: the planned experiments --------------------------------------------------------------------------------------
+
+
+# -- S11: the logged names ---------------------------------------------------------------------------------------------
+
+
+# -- S12: a learned reward ---------------------------------------------------------------------------------------------
