@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
@@ -25,6 +26,44 @@ def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
 def even_weight(mask: Tensor) -> Tensor:
     """1/n for each of the n alternatives in the mask, 0 for the others: bool [*, J] → float [*, J]."""
     return mask / mask.sum(-1, keepdim=True).clamp_min(1)
+
+
+def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> Tensor:
+    """Return even weights of the `count` alternatives with the highest rewards, and 0 for the others.
+
+    Args:
+        reward: float [*, J], the group is the last axis. Of equal rewards the first counts as higher.
+        count: how many take part, of those whose weight is above 0.
+        weight: [*, J], None for equal weights.
+
+    Returns: [*, J].
+    """
+    present = torch.ones_like(reward, dtype=torch.bool) if weight is None else weight > 0
+    best_first = reward.masked_fill(~present, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    rank = best_first.argsort(-1)
+    return even_weight(present & (rank < count))
+
+
+def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Compute the share of the group that is worse minus the share that is better, by rank alone.
+
+    It is divided by 1 − Σ weight², the probability that two draws differ, so that G draws without ties get
+    1 − 2·rank/(G − 1), rank 0 the best. The divisor is at least 1/2, its value for two draws.
+
+    Args:
+        reward: float [*, J], the group is the last axis.
+        weight: [*, J], sums to 1; None for 1/J each.
+
+    Returns: [*, J], of mean 0 in each group, within ±1 for draws and ±2 for any weights.
+    """
+    if weight is None:
+        weight = torch.full_like(reward, 1 / reward.shape[-1])
+    ordered, order = reward.sort(-1)
+    below = functional.pad(weight.gather(-1, order).cumsum(-1), (1, 0))
+    worse = below.gather(-1, torch.searchsorted(ordered, reward))
+    better = below[..., -1:] - below.gather(-1, torch.searchsorted(ordered, reward, right=True))
+    differ = 1 - weight.square().sum(-1, keepdim=True)
+    return (worse - better) / differ.clamp_min(0.5)
 
 
 AdvantageFunction = Callable[[Tensor, Tensor | None], Tensor]
@@ -66,7 +105,7 @@ def group_advantage(
 
     `unnormalised`: A = r, without a baseline. `centred`: A = r − E r. `zscore`: A = (r − E r)/max(std, std_floor), the
     form of GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1.1) with a floor, so that where all rewards of a group
-    are equal but for noise the noise is not blown up to unit size.
+    are equal but for noise the noise is not blown up to unit size. `rank`: see `rank_advantage`.
 
     Args:
         reward: [*, J], the group is the last axis.
@@ -86,6 +125,8 @@ def group_advantage(
         advantage = reward - expectation(reward, weight).unsqueeze(-1)
         if kind == "zscore":
             advantage = advantage / expectation(advantage.square(), weight).sqrt().clamp_min(std_floor).unsqueeze(-1)
+    elif kind == "rank":
+        advantage = rank_advantage(reward, weight)
     elif kind == "unnormalised":
         advantage = reward
     elif callable(kind):

@@ -21,6 +21,7 @@ from knobwise.losses.functional import (
     expected_k3,
     group_advantage,
     known_advantage,
+    weight_of_best,
 )
 
 
@@ -43,6 +44,8 @@ class GRPOLoss(ActorLoss):
         advantage_std_floor: smallest standard deviation divided by.
         advantage_clip: advantages are cut to ± this.
         masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there are.
+        top: how many of a group, those with the highest rewards, are learned from, after the advantages were taken over
+            the whole group; None for all. It may be changed between steps, for a curriculum.
         reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's log-probs are not
@@ -118,6 +121,7 @@ class GRPOLoss(ActorLoss):
         advantage_std_floor: float = 0.1,
         advantage_clip: float = 5.0,
         masked: bool = False,
+        top: int | None = None,
         reduction: str | None = None,
         functional: bool = True,
     ) -> None:
@@ -125,6 +129,7 @@ class GRPOLoss(ActorLoss):
         if objective not in ("sampled", "exact"):
             raise ValueError(f"objective {objective!r}: must be sampled or exact")
         self.objective, self.advantage, self.masked = objective, known_advantage(advantage), masked
+        self.top = top
         self.advantage_std_floor, self.advantage_clip = advantage_std_floor, advantage_clip
         self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))
         self.register_buffer("entropy_coeff", torch.tensor(float(entropy_coeff)))
@@ -173,7 +178,8 @@ class GRPOLoss(ActorLoss):
         floor, most = self.advantage_std_floor, self.advantage_clip
         advantage = group_advantage(reward, self.advantage, weight=weight, std_floor=floor, clip=most)
         surrogate, cut = clipped_surrogate(log_prob, old.detach(), advantage, self.clip_epsilon)
-        out = {"loss_objective": self._reduce_loss(-expectation(surrogate, weight), tensordict)}
+        learned = weight if self.top is None else weight_of_best(reward, self.top, weight)
+        out = {"loss_objective": self._reduce_loss(-expectation(surrogate, learned), tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         if not is_zero(self.entropy_coeff):
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * dist.entropy(), tensordict)
@@ -187,7 +193,7 @@ class GRPOLoss(ActorLoss):
         if self.diagnostics:
             with torch.no_grad():
                 log_ratio = log_prob - old
-                used = advantage if weight is None else advantage * (weight > 0)
+                used = advantage if learned is None else advantage * (learned > 0)
                 mean, square = (expectation(power, weight).mean() for power in (advantage, advantage.square()))
                 out |= {
                     "entropy": dist.entropy().mean(),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from knobwise.common.checks import at_least, one_of, positive
+from knobwise.common.checks import at_least, band, one_of, positive, share
 
-ADVANTAGES = ("zscore", "centred", "unnormalised")
+ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
 
 
 @dataclass
@@ -18,7 +18,8 @@ class GRPOConfig:
     """G, draws for each context."""
     advantage: str = "centred"
     """How the rewards r of a group become advantages: `centred` (r − mean, as in Dr. GRPO), `zscore` ((r − mean)/std,
-    as in GRPO), `unnormalised` (r), or a function of your own as module:name, of rewards and weights."""
+    as in GRPO), `rank` (the share of the group that is worse − the share that is better), `unnormalised` (r), or a
+    function of your own as module:name, of rewards and weights."""
     advantage_std_floor: float = 0.1
     """Smallest standard deviation that `zscore` divides by, in units of reward."""
     advantage_clip: float = 5.0
@@ -30,6 +31,9 @@ class GRPOConfig:
     kl_to_ref_coeff: float | None = None
     """β, weight of the k3 KL to the reference policy. None: 0.02 for a `utility` structure, which starts from outcomes
     that it predicts well, 0 for heads, which have more to learn."""
+    kl_band: tuple[float, float] | None = None
+    """Lowest and highest KL to the reference policy, in nats. Above it β grows by half, below it β shrinks by a third;
+    β stays within 0.001 and 10. None keeps β as it is."""
     temperature_start: float = 0.5
     """τ of the RCE warm-up at its beginning, in units of reward."""
     temperature_end: float = 0.1
@@ -48,6 +52,7 @@ class GRPOConfig:
             at_least(f"loss.{name}", getattr(self, name) or 0, 0)
         for name in ("temperature_start", "temperature_end", "advantage_std_floor", "advantage_clip"):
             positive(f"loss.{name}", getattr(self, name))
+        band("loss.kl_band", self.kl_band)
 
 
 @dataclass
@@ -75,3 +80,20 @@ class SelectorLossConfig(GRPOConfig):
     temperature_start: float = 2.0
     """τ of the RCE warm-up at its beginning, in units of reward."""
     temperature_end: float = 0.5
+    temperature_band: tuple[float, float] | None = None
+    """Lowest and highest KL to the SFT policy in GRPO, in nats. Above it the temperature of the draws falls by a tenth,
+    below it the temperature rises by a tenth; it stays within 0.5 and 2. None keeps it at 1."""
+    curriculum: float = 0.0
+    """Share of GRPO, at its beginning, in which only the best `curriculum_top` sequences of each group are learned
+    from. Advantages are still taken over the whole group."""
+    curriculum_top: int = 3
+    """How many sequences these are."""
+    min_positive: float = 0.0
+    """Conditional GRPO: queries teach nothing if a smaller share of their group is right."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        band("loss.temperature_band", self.temperature_band)
+        at_least("loss.curriculum_top", self.curriculum_top, 1)
+        share("loss.curriculum", self.curriculum)
+        share("loss.min_positive", self.min_positive)

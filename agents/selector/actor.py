@@ -21,11 +21,13 @@ class SelectorActor(TensorDictModuleBase):
 
     `pool` int64 [Q, N] holds rows of the bank, −1 where a pool is shorter. Without embeddings and pool it reads what an
     environment shows, `query` [*, d], `pool` [*, N, d] and `mask` [*, N], and writes [*, (G), T] and [*, (G)]. Under
-    `ExplorationType.DETERMINISTIC` the action is the greedy sequence.
+    `ExplorationType.DETERMINISTIC` the action is the greedy sequence. Logits are divided by `temperature`, a single
+    number, in draws and log-probs alike.
     """
 
     out_keys = ["action", "action_log_prob"]
     pool: Tensor
+    temperature: Tensor
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class SelectorActor(TensorDictModuleBase):
         self.embeddings: Any = embeddings
         self.shots, self.group_size = shots, group_size
         self.register_buffer("pool", pool, persistent=False)
+        self.register_buffer("temperature", torch.ones(()), persistent=False)
 
     def get_dist(self, tensordict: TensorDictBase) -> SequenceDistribution:
         """What the group is drawn from; leading axes of what the environment shows are one."""
@@ -53,7 +56,7 @@ class SelectorActor(TensorDictModuleBase):
             pool = self.pool[rows]
             query, candidates = (x.to(pool.device) for x in self.embeddings.both(rows, pool))
             mask = pool >= 0
-        return self.selector.distribution(query, candidates, mask, self.shots, self.group_size)
+        return self.selector.distribution(query, candidates, mask, self.shots, self.group_size, self.temperature)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         dist = self.get_dist(tensordict)

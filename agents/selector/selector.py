@@ -75,6 +75,7 @@ class Selector(nn.Module):
         mask: Tensor,
         shots: int,
         group_size: int | None = None,
+        temperature: Tensor | float = 1.0,
     ) -> SequenceDistribution:
         """Embeddings of queries [P, d] and of their pools [P, N, d], mask bool [P, N] → what to draw sequences from
         (see `SequenceDistribution`). Everything is encoded here, once.
@@ -90,7 +91,8 @@ class Selector(nn.Module):
                     "give embeddings of the encoder that it was trained with"
                 )
         query, pool = ((x - self.mean) / self.scale for x in (query, pool))
-        return SequenceDistribution(self.network, self.network.encode(query, pool, mask), shots, group_size)
+        encoded = self.network.encode(query, pool, mask)
+        return SequenceDistribution(self.network, encoded, shots, group_size, temperature)
 
     @torch.no_grad()
     def choose(self, query: Tensor, pool: Tensor, mask: Tensor, shots: int) -> Tensor:

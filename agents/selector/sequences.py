@@ -25,6 +25,7 @@ class SequenceDistribution(Distribution):
         shots: T.
         group_size: G draws belong to one query: `sample` gives [*, P, G, T] and `log_prob` of it [*, P, G]. None for no
             group axis: [*, P, T] and [*, P].
+        temperature: the logits are divided by it, for draws, log-probs and entropy alike.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}
@@ -36,8 +37,10 @@ class SequenceDistribution(Distribution):
         encoded: Encoded,
         shots: int,
         group_size: int | None = None,
+        temperature: Tensor | float = 1.0,
     ) -> None:
         self.network, self.encoded, self.shots, self.group_size = network, encoded, shots, group_size
+        self.temperature = temperature
         group = () if group_size is None else (group_size,)
         super().__init__(encoded.mask.shape[:1], torch.Size([*group, shots]), validate_args=False)
 
@@ -131,7 +134,7 @@ class SequenceDistribution(Distribution):
 
         Where nothing is, they are those of a full pool: nobody reads them, and they are finite in value and gradient.
         """
-        logits = self.network.logits(states, self.encoded)
+        logits = self.network.logits(states, self.encoded) / self.temperature
         masked = ~available & available.any(-1, keepdim=True)
         return logits.masked_fill(masked, -torch.inf).log_softmax(-1)
 

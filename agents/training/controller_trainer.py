@@ -33,6 +33,7 @@ from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
+from knobwise.losses.kl_control import weight_control
 from knobwise.losses.settings import LossConfig
 
 MOST_JUDGED = 1 << 16
@@ -143,6 +144,7 @@ class ControllerTrainer(Trainer):
     def _stages(self, settings: OptimiserConfig, env: ConfigBandit) -> list[Stage]:
         """The warm-up and GRPO."""
         self.rce = RCELoss(self.actor, functional=False).to(env.device)
+        band = self.loss.kl_band
         settings_of_loss = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
         self.grpo = GRPOLoss(self.actor, **settings_of_loss, functional=False).to(env.device)
         name, warm_up, grpo = "RCE", self._with_rewards(self.rce), self.grpo.__call__
@@ -165,6 +167,7 @@ class ControllerTrainer(Trainer):
             *([with_bins] if self._with_bins else []),
             Stage(
                 *("GRPO", grpo, settings.iterations, settings.lr, self._prepare_grpo, self._begin_grpo),
+                kl_controls=[weight_control(self.grpo.kl_to_ref_coeff, band)] if band else [],
                 patience=settings.patience,
                 retreat=settings.retreat,
             ),
@@ -278,6 +281,8 @@ class ControllerTrainer(Trainer):
         budgets_ms = None if self.priced else data["budget_ms"]
         metrics = drawn_metrics(self.table, data["row"], data["configuration"], data["next", "reward"], budgets_ms)
         metrics |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
+        if self.stage.kl_controls:
+            metrics["Beta"] = float(self.grpo.kl_to_ref_coeff)
         if self.stage.name != "GRPO":  # another kind of loss, which has an axis of its own
             metrics[f"{'RCE' if self.stage.name == 'RCE' else 'Regression'}_Loss"] = metrics.pop("Loss")
         return {f"Train/{name}": value for name, value in metrics.items()} | {"Train/LR": self._learning_rate()}

@@ -35,6 +35,7 @@ from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.losses.kl_control import KLControl
 
 PREVIOUS = "previous.pt"
 """The `last.pt` before the present one."""
@@ -114,8 +115,8 @@ class Trainer(ABC):
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """How good the agent is on held-out data, higher is better, and what is logged of it."""
 
-    def _is_better(self, score: float) -> bool:
-        """Whether the present weights replace the kept ones."""
+    def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
+        """Whether the present weights replace the kept ones, by what `_judge` gives."""
         return score > self.best["score"]
 
     @abstractmethod
@@ -149,6 +150,10 @@ class Trainer(ABC):
         return self.stages[number], starts[number]
 
     @property
+    def _kl_controls(self) -> list[KLControl]:
+        return [control for stage in self.stages for control in stage.kl_controls]
+
+    @property
     def stage(self) -> Stage:
         return self._stage_and_start()[0]
 
@@ -160,6 +165,11 @@ class Trainer(ABC):
     @property
     def _logged(self) -> bool:
         return self.iteration % self.settings.evaluate_every == 0
+
+    @property
+    def _watched(self) -> bool:
+        """Whether the diagnostics of this iteration are read."""
+        return self._logged or bool(self.stage.kl_controls)
 
     def _new_optimiser(self) -> torch.optim.Optimizer:
         learned = [(name, p) for name, p in self.agent.named_parameters() if p.requires_grad]
@@ -230,7 +240,7 @@ class Trainer(ABC):
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
         """One iteration on contexts that the collector draws into the buffer; gives what is logged."""
-        self.stage.prepare(self._share(), self._logged)
+        self.stage.prepare(self._share(), self._watched)
         self.buffer.empty()
         next(stream)
         return self._learn(self.buffer[:])
@@ -251,21 +261,27 @@ class Trainer(ABC):
                 total.backward()
                 norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.settings.clip_grad)
                 self.optimiser.step()
-                if self._logged:
+                if self._watched:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
         self.agent.eval()
-        return self._metrics(data, lazy_stack(outputs).mean(0)) if self._logged else {}
+        if not outputs:
+            return {}
+        mean: TensorDictBase = lazy_stack(outputs).mean(0)
+        metrics = self._metrics(data, mean) if self._logged else {}
+        for control in stage.kl_controls:
+            control.step(float(mean["kl_to_ref"]))
+        return metrics
 
     def _evaluate(self) -> None:
         """Judge on held-out data, keep the best, see whether to stop early, save."""
         score, metrics = self._judge()
-        better = self._is_better(score)
+        better = self._is_better(score, metrics)
         if not self.scores or self.scores[-1][0] < self.iteration:  # a resumed training evaluates once more
             self.scores.append((self.iteration, score))
             self.below = 0 if better else self.below + 1
         if better:
             state = {name: value.detach().clone() for name, value in self.agent.state_dict().items()}
-            self.best = {"score": score, "iteration": self.iteration, "state": state}
+            self.best = {"score": score, "iteration": self.iteration, "state": state, "metrics": dict(metrics)}
         self._end_early()
         self._note({f"Val/{name}": value for name, value in metrics.items()})
         self._save(judged=True)
@@ -318,6 +334,7 @@ class Trainer(ABC):
             "best": self.best,
             "reference": self.reference.state_dict(),
             "optimiser": self.optimiser.state_dict(),
+            "coefficients": [float(control.coefficient) for control in self._kl_controls],
             "evaluated": (self.scores, self.below, self.slower),
             "logged": self.logged,
             "contexts": self.env.contexts.before,
@@ -339,6 +356,8 @@ class Trainer(ABC):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
         self.reference.load_state_dict(state["reference"])
         self.optimiser.load_state_dict(state["optimiser"])
+        for control, value in zip(self._kl_controls, state.get("coefficients", ()), strict=False):
+            control.coefficient.fill_(value)
         self.scores, self.below, self.slower = state["evaluated"]
         self.env.contexts.set_back(state["contexts"])
         self.collector.reset()

@@ -36,6 +36,7 @@ from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Scorer
 from knobwise.envs.tables.profile_table import Split
 from knobwise.losses import GRPOLoss, RCELoss
 from knobwise.losses.functional import expectation, k3
+from knobwise.losses.kl_control import temperature_control, weight_control
 from knobwise.losses.settings import SelectorLossConfig
 
 STORED = (
@@ -140,6 +141,14 @@ class SelectorTrainer(Trainer):
                 f"reward_model.calls={reward_model.config.calls}: true calls need a scorer, which recorded beams do "
                 "not have; set it to 0"
             )
+        if stage == "sft" and self.config.keep == "best_kl":
+            raise InputError("sft.keep=best_kl: the KL is to the policy that this stage makes; give best or last")
+        answered = live or reward_model is not None or "vqa_correct" in table.fields
+        if stage == "grpo" and self.loss.min_positive > 0 and not answered:
+            raise InputError(
+                f"loss.min_positive={self.loss.min_positive}: {table.name} does not say which answers were right; set "
+                "it to 0"
+            )
         if not len(split.train) or not len(split.validation):
             raise InputError(f"{table.name}: training needs queries to fit on and others to choose the epoch on")
 
@@ -156,12 +165,22 @@ class SelectorTrainer(Trainer):
         device = agent.pool.device
         self.imitation = RCELoss(agent, recorded=True, functional=False).to(device)
         self.grpo = GRPOLoss(agent, **self.loss.of_grpo(), masked=True, functional=False).to(device)
-        return Stage(name, self._stage_loss, settings.iterations, settings.lr, self._prepare, dropout=name == "sft")
+        controls = []
+        if name == "grpo" and self.loss.kl_band is not None:
+            controls.append(weight_control(self.grpo.kl_to_ref_coeff, self.loss.kl_band))
+        if name == "grpo" and self.loss.temperature_band is not None:
+            controls.append(temperature_control(agent.temperature, self.loss.temperature_band))
+        return Stage(
+            *(name, self._stage_loss, settings.iterations, settings.lr, self._prepare),
+            kl_controls=controls,
+            dropout=name == "sft",
+        )
 
     def _prepare(self, share: float, watched: bool) -> None:
         start, end = self.loss.temperature_start, self.loss.temperature_end
         self.imitation.temperature.fill_(math.inf if self.stage.name == "sft" else start + (end - start) * share)
         self.imitation.diagnostics = self.grpo.diagnostics = watched
+        self.grpo.top = self.loss.curriculum_top if share < self.loss.curriculum else None
         if self.reward_model is not None and self._logged:
             self._correct(self.reward_model)
 
@@ -183,8 +202,9 @@ class SelectorTrainer(Trainer):
         self.corrected = model.correct(self.table, rows, bank_rows(self.table.pool[rows], drawn), self._answer)
 
     def _stage_loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        loss = self.grpo if self.stage.name == "grpo" else self.imitation
-        return loss(_taught(minibatch))
+        if self.stage.name != "grpo":
+            return self.imitation(_taught(minibatch))
+        return self.grpo(_taught(minibatch, self.loss.min_positive))
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
         reward, right, present = data["next", "reward"], data["next", "vqa_correct"], _present(data)
@@ -195,9 +215,9 @@ class SelectorTrainer(Trainer):
         logged |= {f"{name}_Std": float(values.std(correction=0)) for name, values in drawn.items() if len(values)}
         logged |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
         logged |= {"LR": self._learning_rate(), "Beta": float(self.grpo.kl_to_ref_coeff)}
-        if self.stage.name != "grpo":
-            logged["Temperature"] = float(self.imitation.temperature)
-        elif self.env.scorer is not None:
+        of_grpo = self.stage.name == "grpo"
+        logged["Temperature"] = float(self.agent.temperature if of_grpo else self.imitation.temperature)
+        if of_grpo and self.env.scorer is not None:
             logged |= {"True_Calls": self.calls} | self.corrected
         return {f"Train/{name}": value for name, value in logged.items()}
 
@@ -215,11 +235,14 @@ class SelectorTrainer(Trainer):
         known = outcome[~outcome.isnan()]
         score = float(known.mean()) if len(known) else 0.0
         metrics = {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
-        if self.log is not None:
+        if self.log is not None or self.config.keep == "best_kl":
             metrics |= self._validation_metrics()
         return score, metrics
 
-    def _is_better(self, score: float) -> bool:
+    def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
+        if self.config.keep == "best_kl":
+            # any trained epoch replaces the start, whose KL is 0 where there was no RCE
+            return self.best["iteration"] < 1 or metrics["KL"] < self.best["metrics"]["KL"]
         return self.config.keep == "last" or score > self.best["score"]
 
     @functools.cached_property
@@ -304,8 +327,15 @@ def _present(batch: TensorDictBase) -> Tensor:
     return batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
 
 
-def _taught(minibatch: TensorDictBase) -> TensorDictBase:
-    """The queries that have something to teach, over which means are taken; all where none has."""
+def _taught(minibatch: TensorDictBase, min_positive: float = 0.0) -> TensorDictBase:
+    """Return the queries that have something to teach, over which means are taken; all where none has.
+
+    A query of whose sequences a smaller share than `min_positive` is right teaches nothing.
+    """
     present = _present(minibatch)
+    if min_positive > 0:
+        right = (minibatch["next", "vqa_correct"] > 0.5) & present
+        enough = right.sum(-1, keepdim=True) >= min_positive * present.sum(-1, keepdim=True)
+        present = present & enough
     minibatch, taught = minibatch.copy().set("group_mask", present), present.any(-1)
     return minibatch[taught] if taught.any() else minibatch

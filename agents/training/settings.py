@@ -64,7 +64,8 @@ class StageConfig:
     epochs: int = 4
     """Passes (epochs) over the training queries. Every epoch is kept."""
     keep: str = "best"
-    """Which epoch is used: the `best` on validation, which may be the start; or the `last`."""
+    """Which epoch is used: the `best` on validation, which may be the start; the `last`; or `best_kl`, the trained
+    epoch with the lowest KL to the SFT policy on validation."""
     lr: float = 3e-4
     """Learning rate of AdamW."""
     queries: int = 64
@@ -83,7 +84,7 @@ class StageConfig:
         at_least("epochs", self.epochs, 0)
         at_least("queries", self.queries, 1)
         at_least("collected", self.queries if self.collected is None else self.collected, 1)
-        one_of("keep", self.keep, ("best", "last"))
+        one_of("keep", self.keep, ("best", "last", "best_kl"))
         for name in ("lr", "rise", "clip_grad"):
             positive(name, getattr(self, name))
         at_least("weight_decay", self.weight_decay, 0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tensordict import TensorDictBase
+
+from knobwise.losses.kl_control import KLControl
 
 
 class Log(Protocol):
@@ -28,9 +30,11 @@ class Stage:
     lr: float
     """Learning rate of AdamW, before the schedule."""
     prepare: Callable[[float, bool], None] = lambda share, logged: None
-    """Called before each iteration with the share of the stage that is done and whether it is logged."""
+    """Called before each iteration with the share of the stage that is done and whether diagnostics are read."""
     begin: Callable[[], None] = lambda: None
     """Called when the stage begins. The optimiser always starts anew."""
+    kl_controls: list[KLControl] = field(default_factory=list)
+    """What follows the KL to the reference policy, after each iteration."""
     dropout: bool = False
     """Whether the network learns in train mode. GRPO does not: like the old log-probs, which are drawn in eval mode,
     the new ones are then without dropout, and the ratio is 1 at the first step."""

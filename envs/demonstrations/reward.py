@@ -1,5 +1,8 @@
-"""The reward of a sequence of demonstrations: a weighted sum of what was recorded, by a mode of `settings.py`. The
-modes are those of the original selector and the one that it planned."""
+"""The reward of a sequence of demonstrations: a weighted sum of signals, by a mode of `settings.py`.
+
+The weights can depend on the number of demonstrations and on what still varies inside a group. The modes are those of
+the original selector and those that it planned.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,95 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig
 
+INFORMATION_SCALE = 10.0
+"""Under `hybrid` an information gain of 1/10 counts as much as a right answer."""
+LEAST_SPREAD = 1e-6
+"""A smaller standard deviation is rounding."""
 
-def demonstration_reward(fields: Mapping[str, Tensor], mask: Tensor, config: DemonstrationRewardConfig) -> Tensor:
-    """The rewards of the sequences of groups, not shuffled yet.
+
+def demonstration_reward(
+    fields: Mapping[str, Tensor], lengths: Tensor, mask: Tensor, config: DemonstrationRewardConfig
+) -> Tensor:
+    """Compute the rewards of the sequences of groups, not shuffled yet.
 
     Args:
-        fields: float [*, G] by name; masked values may be NaN.
+        fields: float [*, G] by name, also `coherence` and `diversity` where the mode uses them; masked values may be
+            NaN.
+        lengths: int64 [*, G], demonstrations in each sequence.
         mask: bool [*, G], True where there is a sequence.
 
     Returns: float32 [*, G], 0 where masked. Raises InputError if a field that the mode needs is missing.
     """
     config = config.resolved(fields)
-    for name in config.weights:
+    for name in config.needs:
         if name not in fields:
             raise InputError(f"reward.mode={config.mode} needs {name}, which is not recorded; choose another mode")
-    values = torch.stack([fields[name].float() for name in config.weights], -1).where(mask.unsqueeze(-1), 0.0)
-    return (values * values.new_tensor([*config.weights.values()])).sum(-1)
+    exists = mask.unsqueeze(-1)
+    values = torch.stack([_signal(name, fields, config) for name in config.used], -1).where(exists, 0.0)
+    weights = _weights(values, config)
+    for shots in config.by_shots:
+        weights = _weights(values, config, shots).where((lengths == shots).unsqueeze(-1), weights)
+    if config.adaptive:
+        weights = adapted(weights, values, exists)
+    return (values * weights).sum(-1)
+
+
+def _signal(name: str, fields: Mapping[str, Tensor], config: DemonstrationRewardConfig) -> Tensor:
+    if not name.endswith("information"):
+        return fields[name].float()
+    information = fields[config.information].float()
+    return (INFORMATION_SCALE * information).clamp_max(1.0) if name == "capped_information" else information
+
+
+def _weights(values: Tensor, config: DemonstrationRewardConfig, shots: int | None = None) -> Tensor:
+    """Return the factors of the signals, in the shape of their values, [*, G, K]."""
+    signals = config.signals(shots)
+    return values.new_tensor([signals[name] for name in config.used]).expand_as(values)
+
+
+def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
+    """Share out the sum of the weights by weight × standard deviation of each signal inside its group.
+
+    Args:
+        weights, values: float [*, G, K], of K signals.
+        exists: bool [*, G, 1], True where there is a sequence.
+
+    Returns: [*, G, K]; the weights as they were where no signal varies.
+    """
+    count = exists.sum(-2, keepdim=True).clamp_min(1)
+    centred = (values - values.sum(-2, keepdim=True) / count).where(exists, 0.0)
+    spread = (centred.square().sum(-2, keepdim=True) / count).sqrt()
+    share = weights * spread.where(spread > LEAST_SPREAD, 0.0)
+    total = share.sum(-1, keepdim=True)
+    shared_out = weights.sum(-1, keepdim=True) * share / total.where(total > 0, 1.0)
+    return torch.where(total > 0, shared_out, weights)
+
+
+def coherence_and_diversity(embeddings: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute how alike consecutive demonstrations are, and how different all of them are.
+
+    Coherence is the mean cosine of consecutive demonstrations, diversity 1 − the mean cosine of all pairs. Both are 0
+    for a single demonstration. (The original design names both without a formula.)
+
+    Args:
+        embeddings: float [*, T, d], anything finite after the end of a sequence.
+        lengths: int64 [*], demonstrations in each sequence.
+
+    Returns: float [*] each.
+    """
+    used = torch.arange(embeddings.shape[-2], device=lengths.device) < lengths.unsqueeze(-1)
+    directions = normalize(embeddings, dim=-1).where(used.unsqueeze(-1), 0.0)
+    consecutive = (directions[..., 1:, :] * directions[..., :-1, :]).sum((-1, -2))
+    coherence = consecutive / (lengths - 1).clamp_min(1)
+    # the square of the sum holds every pair twice, and every demonstration with itself
+    pairs_twice = directions.sum(-2).square().sum(-1) - directions.square().sum((-1, -2))
+    diversity = 1 - pairs_twice / (lengths * (lengths - 1)).clamp_min(1)
+    return coherence, diversity.where(lengths > 1, 0.0)
 
 
 def shuffle(reward: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from knobwise.common.checks import one_of
+from knobwise.common.checks import at_least, one_of, share
 from knobwise.common.errors import InputError
 
 FIELDS = ("beam_score", "logprob_score", "vqa_correct", "vqa_acc_score", "vqa_gt_prob", "vqa_rel_score")
@@ -17,7 +17,35 @@ GROUPS = {"all": METHODS, "without_beams": METHODS[1:], "own": ("policy",), "bea
 """Methods by name. `without_beams`: found without looking at the answer; `own`: draws of a policy only."""
 
 
-MODES = ("legacy", "hard_plus_soft_v2")
+MODES: dict[str, Callable[[Mapping[str, float]], dict[str, float]]] = {
+    "legacy": lambda w: {"information": w["alpha"], "vqa_correct": w["beta"]},
+    "hard_plus_soft": lambda w: {"vqa_correct": w["hard_weight"], "vqa_acc_score": w["soft_weight"]},
+    "hard_plus_soft_v2": lambda w: {"vqa_correct": w["hard_weight"], "vqa_acc_score": w["soft_weight"]},
+    "hybrid": lambda w: {
+        "capped_information": w["alpha"],
+        "vqa_correct": (1 - w["alpha"]) * w["hard_weight"],
+        "vqa_acc_score": (1 - w["alpha"]) * w["soft_weight"],
+    },
+    "multi_level": lambda w: {
+        "information": w["beam_weight"],
+        "coherence": w["coherence_weight"],
+        "diversity": w["diversity_weight"],
+        "vqa_acc_score": w["task_weight"],
+    },
+}
+"""What each mode adds up, by its weights: signals, each with its factor. A signal is a name in `FIELDS` or one of those
+that `knobwise.envs.demonstrations.reward` computes."""
+WEIGHTS: dict[str, dict[str, float]] = {
+    "legacy": {"alpha": 1.0, "beta": 0.0},
+    "hard_plus_soft": {"hard_weight": 1.0, "soft_weight": 1.0},
+    "hard_plus_soft_v2": {"hard_weight": 2.0, "soft_weight": 1.0},
+    "hybrid": {"alpha": 0.5, "hard_weight": 1.0, "soft_weight": 0.5},
+    "multi_level": {"beam_weight": 1.0, "coherence_weight": 0.25, "diversity_weight": 0.5, "task_weight": 1.0},
+}
+"""The weights that each mode has, with their defaults."""
+EVERY_WEIGHT = tuple(dict.fromkeys(name for weights in WEIGHTS.values() for name in weights))
+LEVELS = ("coherence", "diversity")
+"""Signals that are computed from the embeddings of a sequence."""
 AUTO = "auto"
 """The default: the mode follows from what was recorded, see `DemonstrationRewardConfig.resolved`."""
 USUAL = "hard_plus_soft_v2"
@@ -26,11 +54,37 @@ USUAL = "hard_plus_soft_v2"
 
 @dataclass
 class DemonstrationRewardConfig:
-    """The training signal of the selector. c = vqa_correct, a = vqa_acc_score, i = information."""
+    """The training signal of the selector. c = vqa_correct, a = vqa_acc_score, i = information.
+
+    A weight of None takes the default of the mode, in `WEIGHTS`. A weight that the mode does not have is refused.
+    """
 
     mode: str = AUTO
-    """`auto`: `hard_plus_soft_v2`, or `legacy` if only scores were recorded, no right answers · `legacy`: i ·
-    `hard_plus_soft_v2`: 2·c + a, so that every right answer is above every wrong one."""
+    """`auto`: `hard_plus_soft_v2`, or `legacy` if only scores were recorded, no right answers · `legacy`: α·i + β·c ·
+    `hard_plus_soft`: h·c + s·a · `hard_plus_soft_v2`: the same with h = 2, so that every right answer is above every
+    wrong one · `hybrid`: α·min(1, 10·i) + (1 − α)·(h·c + s·a) · `multi_level`: the beam (i), the sequence (coherence
+    and diversity of its demonstrations) and the task (a), weighted."""
+    hard_weight: float | None = None
+    """h, weight of a right answer."""
+    soft_weight: float | None = None
+    """s, weight of the soft accuracy."""
+    alpha: float | None = None
+    """α, weight of the information; under `hybrid` from 0 to 1."""
+    beta: float | None = None
+    """β, weight of a right answer under `legacy`."""
+    beam_weight: float | None = None
+    """Weight of the information under `multi_level`."""
+    coherence_weight: float | None = None
+    """Weight of the mean cosine of consecutive demonstrations, under `multi_level`."""
+    diversity_weight: float | None = None
+    """Weight of 1 − the mean cosine of all pairs of demonstrations, under `multi_level`."""
+    task_weight: float | None = None
+    """Weight of the soft accuracy under `multi_level`."""
+    by_shots: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Weights by name for sequences of so many demonstrations, which replace the others: {2: {hard_weight: 3}}."""
+    adaptive: bool = False
+    """Share out the sum of the weights anew inside each group, to each signal in proportion to its weight times its
+    standard deviation. What no longer separates the sequences of a group gives its weight to what does."""
     information: str = "beam_score"
     """i: `beam_score` (gain over no demonstration), `logprob_score`, or another outcome that was recorded."""
     shuffled: bool = False
@@ -39,6 +93,19 @@ class DemonstrationRewardConfig:
     def __post_init__(self) -> None:
         one_of("reward.mode", self.mode, (AUTO, *MODES))
         one_of("reward.information", self.information, FIELDS)
+        usual = WEIGHTS[USUAL if self.mode == AUTO else self.mode]
+        named = {name: getattr(self, name) for name in EVERY_WEIGHT if getattr(self, name) is not None}
+        for shots, weights in {None: named, **self.by_shots}.items():
+            key = "reward" if shots is None else f"reward.by_shots.{shots}"
+            at_least(key, 1 if shots is None else shots, 1)
+            for name, weight in weights.items():
+                if name not in usual:
+                    raise InputError(f"{key}.{name}: mode {self.mode} has no such weight; it has {', '.join(usual)}")
+                at_least(f"{key}.{name}", weight, 0)
+                if self.mode == "hybrid" and name == "alpha":
+                    share(f"{key}.alpha", weight)
+            if not any(self.signals(shots).values()):
+                raise InputError(f"{key}: all weights of mode {self.mode} are 0; give one that is above 0")
 
     def resolved(self, recorded: Collection[str]) -> DemonstrationRewardConfig:
         """The same, with `auto` replaced by the mode for beams that have these fields."""
@@ -47,10 +114,28 @@ class DemonstrationRewardConfig:
         scores_only = self.information in recorded and {"vqa_correct", "vqa_acc_score"}.isdisjoint(recorded)
         return replace(self, mode="legacy" if scores_only else USUAL)
 
+    def signals(self, shots: int | None = None) -> dict[str, float]:
+        """Return what the reward of a sequence of so many demonstrations adds up: signals and their factors."""
+        mode = USUAL if self.mode == AUTO else self.mode
+        weights = dict(WEIGHTS[mode])
+        for name in weights:
+            value = getattr(self, name)
+            weights[name] = weights[name] if value is None else value
+        if shots is not None:
+            weights |= self.by_shots.get(shots, {})
+        return MODES[mode](weights)
+
     @property
-    def weights(self) -> dict[str, float]:
-        """What the reward adds up: names in `FIELDS`, each with its weight."""
-        return {self.information: 1.0} if self.mode == "legacy" else {"vqa_correct": 2.0, "vqa_acc_score": 1.0}
+    def used(self) -> tuple[str, ...]:
+        """The signals with a factor above 0 for some number of demonstrations."""
+        every = [self.signals(shots) for shots in (None, *self.by_shots)]
+        return tuple(name for name in every[0] if any(signals[name] for signals in every))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The fields that must be recorded, names in `FIELDS`."""
+        names = [self.information if name.endswith("information") else name for name in self.used]
+        return tuple(name for name in names if name not in LEVELS)
 
 
 @dataclass

@@ -22,8 +22,8 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import fresh_seed
 from knobwise.envs.configurations.replay import UNPROFILED
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, bank_rows, closed_up
-from knobwise.envs.demonstrations.reward import demonstration_reward, shuffle
-from knobwise.envs.demonstrations.settings import METHODS, DemonstrationRewardConfig, GroupConfig
+from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
+from knobwise.envs.demonstrations.settings import LEVELS, METHODS, DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.single_step import SingleStepEnv
 
 Scorer = Callable[[Tensor, Tensor], dict[str, Tensor]]
@@ -288,7 +288,7 @@ class DemonstrationBandit(SingleStepEnv):
     def _recorded_rewards(self) -> Tensor:
         """The reward of every recorded sequence, float32 [Q, B]; 0 where there is none."""
         table, config = self.table, self.reward_config
-        for name in config.weights:
+        for name in config.needs:
             absent = table.beam_mask & table.fields.get(name, torch.full(table.beam_mask.shape, torch.nan)).isnan()
             if count := int(absent.sum()):
                 query = table.query_ids[int(absent.any(1).nonzero()[0])]
@@ -297,8 +297,21 @@ class DemonstrationBandit(SingleStepEnv):
                     f"of beam table {table.name!r} lack (the first: query {query}); record it, leave out those "
                     "sequences, or choose another mode"
                 )
-        reward = demonstration_reward(table.fields, table.beam_mask, config)
+        fields = dict(table.fields)
+        if not set(LEVELS).isdisjoint(config.used):
+            # a part of the queries at a time: the embeddings of all sequences may need more memory than there is
+            parts = zip(table.pool.split(256), table.sequences.split(256), strict=True)
+            levels = [self._levels(table.candidates, pool, sequences) for pool, sequences in parts]
+            for name in LEVELS:
+                fields[name] = torch.cat([level[name] for level in levels])
+        reward = demonstration_reward(fields, table.lengths, table.beam_mask, config)
         return shuffle(reward, table.beam_mask, self._generator(self.contexts.seed)) if config.shuffled else reward
+
+    @staticmethod
+    def _levels(candidates: Tensor, pool: Tensor, sequences: Tensor) -> dict[str, Tensor]:
+        """Return the coherence and diversity, [P, G], of sequences of places, int64 [P, G, T], in pools [P, N]."""
+        embeddings = candidates[bank_rows(pool, sequences).clamp_min(0)]
+        return dict(zip(LEVELS, coherence_and_diversity(embeddings, (sequences >= 0).sum(-1)), strict=True))
 
     def _replayed(self, rows: Tensor, action: Tensor) -> Outcome:
         recorded, rewards, correct = self.sequences[rows], self.rewards[rows], self.correct[rows]
@@ -335,18 +348,20 @@ class DemonstrationBandit(SingleStepEnv):
         drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), bank_rows(pool, sequences)], 2)[mask]
         distinct, inverse = drawn.unique(dim=0, return_inverse=True)
         distinct = distinct.cpu()
-        scores = dict.fromkeys(config.weights, torch.empty(0))
+        scores = dict.fromkeys(config.needs, torch.empty(0))
         if len(distinct):
             scores = self.scorer(distinct[:, 0], distinct[:, 1:])
         fields = {}
         for name, value in scores.items():
             fields[name] = torch.full(mask.shape, torch.nan, device=mask.device)
             fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
-        if "beam_score" in config.weights and "beam_score" not in fields and "vqa_gt_prob" in fields:
+        if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
             fields["beam_score"] = fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
-        reward = demonstration_reward(fields, mask, config)
+        if not set(LEVELS).isdisjoint(config.used):
+            fields |= self._levels(self.candidates, pool, sequences)
+        reward = demonstration_reward(fields, used.sum(-1), mask, config)
         if reward.isnan().any():
-            unknown = next(name for name in config.weights if fields[name][mask].isnan().any())
+            unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
             raise InputError(f"reward.mode={config.mode} needs {unknown}, for which the scorer returned NaN")
         if config.shuffled:
             reward = shuffle(reward, mask, self._generator(self.contexts.seed, self.contexts.drawn))

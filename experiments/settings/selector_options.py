@@ -85,7 +85,7 @@ class Variant:
     lr: float | None = None
     """Learning rate."""
     keep: str | None = None
-    """The epoch that is judged: best (on validation) or last. Controls take the last."""
+    """The epoch that is judged: best (on validation), last, or best_kl. Controls take the last."""
     collected: int | None = None
     """Queries whose old log-probs are computed at once."""
     reward: dict[str, Any] = field(default_factory=dict)

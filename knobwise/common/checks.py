@@ -32,6 +32,18 @@ def at_least(key: str, value: float, least: float) -> None:
         raise InputError(f"{key}={value}: must be at least {least}")
 
 
+def share(key: str, value: float) -> None:
+    """Refuse what is not a share of a whole."""
+    if not 0 <= value <= 1:
+        raise InputError(f"{key}={value}: must be from 0 to 1")
+
+
+def band(key: str, value: tuple[float, float] | None) -> None:
+    """Refuse ends of a band that are not in order; None is no band."""
+    if value is not None and not 0 <= value[0] <= value[1]:
+        raise InputError(f"{key}={[*value]}: must be [lowest, highest], both at least 0")
+
+
 def a_seed(key: str, value: int) -> None:
     """Refuse a seed that not all of NumPy, torch and scikit-learn take: from 0 to 2³² − 1."""
     if not 0 <= value < 2**32:

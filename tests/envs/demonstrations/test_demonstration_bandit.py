@@ -367,7 +367,7 @@ def test_a_scorer_scores_what_places_amount_to() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -> None:
     config = DemonstrationRewardConfig(mode)
-    for name in config.weights:
+    for name in config.needs:
         table = beams()
         absent = replace(table, fields={k: v for k, v in table.fields.items() if k != name})
         with pytest.raises(InputError, match=rf"reward.mode={mode} needs {name}, which 7 of 7 .*'five'.*query a"):
@@ -432,7 +432,7 @@ def test_rewards_are_those_of_the_group_and_not_of_what_is_left_out() -> None:
     env = DemonstrationBandit(beams(), groups=GroupConfig("own"), reward=config)
     group = {name: field[:1, 2:] for name, field in beams().fields.items()}
     everywhere = torch.ones(1, 2, dtype=torch.bool)
-    wanted = demonstration_reward(group, everywhere, config)
+    wanted = demonstration_reward(group, everywhere.long(), everywhere, config)
     assert torch.equal(env.rewards[:1], wanted)
 
 
