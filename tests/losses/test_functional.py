@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.losses.functional import (
@@ -17,6 +19,7 @@ from knobwise.losses.functional import (
     k3,
     reward_weighted_cross_entropy,
     self_normalised,
+    weight_of_best,
 )
 from knobwise.losses.settings import ADVANTAGES
 
@@ -32,6 +35,11 @@ def log(values: list[float]) -> torch.Tensor:
 def rounded(values: list[float]) -> object:
     """Equal to these numbers but for the rounding of float32."""
     return pytest.approx(values, rel=ROUNDING, abs=0)
+
+
+def near(values: list[float]) -> object:
+    """Equal to these numbers but for the rounding of sums, also where they cancel."""
+    return pytest.approx(values, rel=1e-6, abs=1e-6)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -187,6 +195,9 @@ def test_gradcheck_of_rce_with_a_mask() -> None:
         ("zscore", {"std_floor": 1e-4}, [0.5, 0.5 + 2**-9], rounded([-1.0, 1.0])),
         ("unnormalised", {}, [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),  # the reward itself, cut at 5, as all of them
         ("unnormalised", {}, [3.7], rounded([3.7])),  # no baseline
+        ("rank", {}, [7.0, -1.0, 3.0], near([1.0, -1.0, 0.0])),
+        ("rank", {}, [5.0, 5.0, 1.0, 9.0, 5.0], near([0.0, 0.0, -1.0, 1.0, 0.0])),  # ties in the middle
+        ("rank", {}, [2.0, 2.0, 1.0], near([0.5, 0.5, -1.0])),  # 1 − 2·rank/(G − 1), ranks ½, ½, 2
         ("centred", {"clip": 5.0}, [-10.0, 10.0], [-5.0, 5.0]),
         ("centred", {"clip": 50.0}, [-10.0, 10.0], [-10.0, 10.0]),
     ],
@@ -202,6 +213,7 @@ def test_advantages_by_hand(kind: str, settings: dict[str, float], reward: list[
         ("centred", rounded([-1.5, -0.5, 3.5])),  # mean .5 + .5 + 1.5 = 2.5
         # variance .5·2.25 + .25·.25 + .25·12.25
         ("zscore", rounded([each / math.sqrt(4.25) for each in (-1.5, -0.5, 3.5)])),
+        ("rank", near([-0.8, 0.4, 1.2])),  # mass that is worse − mass that is better, −.5, .25, .75, over 1 − .375
         ("unnormalised", [1.0, 2.0, 6.0]),
     ],
 )
@@ -250,7 +262,7 @@ def test_groups_do_not_touch_one_another() -> None:
 
 def test_no_gradient_goes_through_rewards_and_another_kind_is_refused() -> None:
     assert not group_advantage(normal(2, 3).requires_grad_(), "zscore").requires_grad
-    with pytest.raises(ValueError, match=r"'mean'.*zscore, centred, unnorm"):
+    with pytest.raises(ValueError, match=r"'mean'.*zscore, centred, rank, unnorm"):
         group_advantage(torch.zeros(1, 2), "mean")
 
 
@@ -261,6 +273,25 @@ def test_draws_that_are_not_there_do_not_touch_the_others() -> None:
         result = group_advantage(reward, kind, weight=even_weight(mask))
         torch.testing.assert_close(result[0, :3], group_advantage(reward[:1, :3], kind)[0])
         assert result[1, 0] == 0 or kind == "unnormalised"  # a group of one
+
+
+def test_weights_of_the_best_by_hand() -> None:
+    reward = torch.tensor([[1.0, 3.0, 2.0, 3.0], [5.0, 1.0, 2.0, 9.0]])
+    assert weight_of_best(reward, 2).tolist() == [[0.0, 0.5, 0.0, 0.5], [0.5, 0.0, 0.0, 0.5]]
+    weight = torch.tensor([[0.2, 0.0, 0.3, 0.5], [0.0, 1.0, 0.0, 0.0]])
+    assert weight_of_best(reward, 2, weight).tolist() == [[0.0, 0.0, 0.5, 0.5], [0.0, 1.0, 0.0, 0.0]]
+    assert weight_of_best(reward, 9).tolist() == [[0.25] * 4] * 2
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=7))
+@settings(max_examples=30, deadline=None)
+def test_rank_advantages_count_the_worse_and_the_better(values: list[int]) -> None:
+    result = group_advantage(torch.tensor([values], dtype=torch.float64), "rank")[0].tolist()
+    others = max(len(values) - 1, 1)
+    for value, advantage in zip(values, result, strict=True):
+        worse = sum(other < value for other in values)
+        better = sum(other > value for other in values)
+        assert advantage == pytest.approx((worse - better) / others)
 
 
 def test_doubly_robust_rewards_by_hand() -> None:

@@ -278,7 +278,7 @@ def test_a_reference_that_is_asked_for_but_missing_is_loud() -> None:
     ("settings", "words"),
     [
         ({"objective": "all"}, "'all': must be sampled or exact"),
-        ({"advantage": "gae"}, "'gae'.*zscore, centred, unnormalised"),
+        ({"advantage": "gae"}, "'gae'.*zscore, centred, rank, unnormalised"),
     ],
 )
 def test_other_settings_are_refused(settings: dict[str, str], words: str) -> None:

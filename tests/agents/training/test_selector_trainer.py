@@ -44,10 +44,12 @@ def trainer(
     return SelectorTrainer(stage, table, table.split(0.8, 0.1), start or fresh(table), **options)
 
 
-def distribution_of(selector: Selector, table: BeamTable, rows: torch.Tensor) -> SequenceDistribution:
+def distribution_of(
+    selector: Selector, table: BeamTable, rows: torch.Tensor, temperature: float = 1.0
+) -> SequenceDistribution:
     """Of sequences of two, with the embeddings of the table."""
     pool = table.pool[rows]
-    return selector.distribution(table.queries[rows], table.candidates[pool], pool >= 0, 2, 1)
+    return selector.distribution(table.queries[rows], table.candidates[pool], pool >= 0, 2, 1, temperature)
 
 
 def one_batch(student: SelectorTrainer) -> TensorDict:
@@ -244,6 +246,110 @@ def test_with_old_log_probs_of_many_steps_the_ratio_moves_and_the_clip_acts() ->
     assert student.settings.minibatch == 8
     student.run()
     assert max(log.values("Train/Clip_Fraction")) > 0
+
+
+def test_the_trained_epoch_closest_to_sft_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    data, log = small_beams(), Lines()
+    sft = trainer("sft", data, config=replace(SHORT, epochs=4)).run()
+    away = trainer("sft", data, sft, config=replace(SHORT, epochs=1, lr=3e-2, keep="last")).run()
+    # it starts far from SFT and is pulled back, so that neither the first nor any epoch is the closest by itself
+    options = {"reference": sft, "loss": SelectorLossConfig(kl_to_ref_coeff=5.0), "folder": tmp_path, "log": log}
+    student = trainer("grpo", data, away, config=replace(SHORT, epochs=5, keep="best_kl"), **options)
+    student.run()
+    kls = log.values("Val/KL")
+    assert len(kls) == 6
+    closest = 1 + kls[1:].index(min(kls[1:]))
+    assert closest > 1
+    best = load_checkpoint(tmp_path / "best.pt")
+    assert best.extra["epoch"] == closest
+    assert equal_states(best.selector, load_checkpoint(tmp_path / f"epoch{closest}.pt").selector)
+    assert equal_states(best.selector, student.selector)
+
+
+def test_the_start_is_not_closest_to_itself() -> None:
+    student = trainer("grpo", small_beams(), config=replace(SHORT, keep="best_kl"))
+    student.run()
+    assert student.best["iteration"] > 0
+    with pytest.raises(InputError, match=r"sft\.keep=best_kl"):
+        trainer("sft", small_beams(), config=replace(SHORT, keep="best_kl"))
+
+
+# -- which sequences teach, and how far the policy may go -------------------------------------------------------------
+
+
+def test_advantages_are_those_of_the_whole_group_when_few_of_it_are_learned_from() -> None:
+    """Trap 4: of the best two of 0/1 rewards both may be 1; taken over the whole group their advantages are not 0."""
+    student = trainer("grpo", small_beams(40), loss=SelectorLossConfig(curriculum=0.95, curriculum_top=2))
+    batch = one_batch(student)
+    out = prepared(student, 0.9).loss(batch)
+    assert student.grpo.top == 2
+    right = (batch["next", "vqa_correct"] > 0.5).float()
+    best_two_alike = (right.sort(-1, descending=True).values[:, :2].std(-1) == 0).float().mean()
+    assert best_two_alike > 0.3
+    assert float(out["zero_advantage_fraction"]) < best_two_alike
+    prepared(student, 0.95)
+    assert student.grpo.top is None
+
+
+def test_only_the_best_get_a_gradient_under_the_curriculum() -> None:
+    student = trainer("grpo", small_beams(40), loss=SelectorLossConfig(curriculum=0.5, curriculum_top=1))
+    student.grpo.kl_to_ref_coeff.zero_()
+    batch = one_batch(student)
+    stage = prepared(student)
+    stage.loss(batch)["loss_objective"].backward()
+    learned = torch.cat([p.grad.flatten() for p in student.agent.parameters() if p.grad is not None])
+    # by hand: −ln π of the best of each group times its advantage in the whole group
+    student.agent.zero_grad()
+    reward = batch["next", "reward"]
+    best = reward.argmax(-1, keepdim=True)
+    advantage = (reward - reward.mean(-1, keepdim=True)) / reward.std(-1, keepdim=True, correction=0).clamp_min(0.1)
+    log_prob = student.agent.get_dist(batch).log_prob(batch["action"])
+    (-(advantage * log_prob).gather(-1, best)).mean().backward()
+    wanted = torch.cat([p.grad.flatten() for p in student.agent.parameters() if p.grad is not None])
+    torch.testing.assert_close(learned, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_conditional_training_leaves_out_groups_with_few_right_sequences() -> None:
+    student = trainer("grpo", small_beams(40), loss=SelectorLossConfig(min_positive=0.5, kl_to_ref_coeff=0.0))
+    batch = one_batch(student)
+    right = (batch["next", "vqa_correct"] > 0.5).float().mean(-1)
+    few = batch[right < 0.5]
+    assert 0 < len(few) < len(batch)
+    stage = prepared(student)
+    stage.loss(few)["loss_objective"].backward()
+    assert all(p.grad is None or not p.grad.any() for p in student.agent.parameters())
+    stage.loss(batch)["loss_objective"].backward()
+    assert any(p.grad is not None and p.grad.any() for p in student.agent.parameters())
+    table, _ = small_beams()
+    unanswered = replace(table, fields={"beam_score": table.fields["beam_score"]})
+    with pytest.raises(InputError, match=r"loss\.min_positive=0\.5: .* set it to 0"):
+        trainer("grpo", (unanswered, None), loss=SelectorLossConfig(min_positive=0.5))  # type: ignore[arg-type]
+
+
+def test_the_weight_of_the_kl_and_the_temperature_follow_the_kl() -> None:
+    band = (0.0, 1e-6)  # any KL is above it
+    loss = SelectorLossConfig(kl_to_ref_coeff=0.1, kl_band=band, temperature_band=band)
+    data, log = small_beams(), Lines()
+    student = trainer("grpo", data, loss=loss, log=log, config=replace(SHORT, epochs=3))
+    student.run()
+    assert log.values("Train/Beta")[-1] > 0.1
+    assert log.values("Train/Temperature")[-1] < 1
+    assert student.training_state()["coefficients"] == [
+        pytest.approx(float(student.grpo.kl_to_ref_coeff)),
+        pytest.approx(float(student.agent.temperature)),
+    ]
+
+
+def test_the_temperature_is_that_of_draws_and_log_probs() -> None:
+    data = small_beams(40)
+    student = trainer("grpo", data)
+    batch = one_batch(student)
+    sharp = student.agent.get_dist(batch).log_prob(batch["action"])
+    student.agent.temperature.fill_(2.0)
+    flat = student.agent.get_dist(batch).log_prob(batch["action"])
+    assert not torch.allclose(sharp, flat)
+    dist = distribution_of(student.selector, data[0], batch["row"], temperature=2.0)
+    torch.testing.assert_close(flat, dist.log_prob(batch["action"]))
 
 
 # -- what is logged ----------------------------------------------------------------------------------------------------

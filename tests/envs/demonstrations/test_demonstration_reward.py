@@ -1,4 +1,4 @@
-"""Rewards of demonstration sequences: every mode by hand, and the control."""
+"""Rewards of demonstration sequences: every mode by hand, weights by length, adaptive weights, and the control."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,10 +9,11 @@ from helpers import small_beams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.reward import demonstration_reward, shuffle
-from knobwise.envs.demonstrations.settings import FIELDS, MODES, DemonstrationRewardConfig
+from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
+from knobwise.envs.demonstrations.settings import FIELDS, LEVELS, MODES, DemonstrationRewardConfig
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit
 
 NAN = float("nan")
@@ -24,12 +25,17 @@ RECORDED = {
     "vqa_gt_prob": torch.tensor([0.8, 0.1, 0.5, NAN]),
     "vqa_rel_score": torch.tensor([0.7, 0.4, 0.2, NAN]),
 }
+SIGNALS = RECORDED | {
+    "coherence": torch.tensor([0.5, 1.0, 0.0, NAN]),
+    "diversity": torch.tensor([0.5, 0.0, 1.0, NAN]),
+}
 MASK = torch.tensor([True, True, True, False])
+LENGTHS = torch.tensor([1, 2, 2, 0])
 
 
 def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **settings: Any) -> Tensor:
-    fields = RECORDED if fields is None else fields
-    return demonstration_reward(fields, mask, DemonstrationRewardConfig(**settings))
+    fields = SIGNALS if fields is None else fields
+    return demonstration_reward(fields, LENGTHS[: mask.shape[-1]], mask, DemonstrationRewardConfig(**settings))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +45,18 @@ def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **sett
         ({"mode": "legacy"}, [0.05, -0.02, 0.3]),
         ({"mode": "legacy", "information": "logprob_score"}, [-0.2, -2.3, -0.7]),
         ({"mode": "legacy", "information": "vqa_correct"}, [1.0, 0.0, 1.0]),
+        ({"mode": "legacy", "alpha": 0.5, "beta": 2.0}, [2.025, -0.01, 2.15]),
+        ({"mode": "hard_plus_soft"}, [1.9, 0.3, 1.6]),
+        ({"mode": "hard_plus_soft", "hard_weight": 2, "soft_weight": 0.5}, [2.45, 0.15, 2.3]),
+        ({"mode": "hard_plus_soft_v2", "hard_weight": 3.0}, [3.9, 0.3, 3.6]),
+        ({"mode": "hybrid"}, [0.975, -0.025, 1.15]),
+        ({"mode": "hybrid", "alpha": 0.0, "hard_weight": 2.0, "soft_weight": 1.0}, [2.9, 0.3, 2.6]),
+        ({"mode": "hybrid", "alpha": 1.0}, [0.5, -0.2, 1.0]),
+        ({"mode": "multi_level"}, [1.325, 0.53, 1.4]),
+        ({"mode": "multi_level", "beam_weight": 0, "diversity_weight": 0, "coherence_weight": 1}, [1.4, 1.3, 0.6]),
+        ({"mode": "hard_plus_soft", "by_shots": {2: {"hard_weight": 3.0}}}, [1.9, 0.3, 3.6]),
+        ({"mode": "hard_plus_soft", "by_shots": {1: {"hard_weight": 0, "soft_weight": 2.0}, 9: {}}}, [1.8, 0.3, 1.6]),
+        ({"mode": "hybrid", "by_shots": {2: {"alpha": 1.0}}}, [0.975, -0.2, 1.0]),
     ],
 )
 def test_every_mode_by_hand(config: dict[str, Any], wanted: list[float]) -> None:
@@ -47,11 +65,27 @@ def test_every_mode_by_hand(config: dict[str, Any], wanted: list[float]) -> None
     torch.testing.assert_close(reward, torch.tensor([*wanted, 0.0]))
 
 
+@pytest.mark.parametrize(
+    ("mode", "outcome", "weights", "wanted"),
+    [
+        ("hard_plus_soft_v2", {"vqa_correct": 1, "vqa_acc_score": 0.9}, {}, 2.9),
+        ("hard_plus_soft_v2", {"vqa_correct": 0, "vqa_acc_score": 0.4}, {}, 0.4),
+        ("hybrid", {"vqa_correct": 1, "vqa_acc_score": 0.9, "beam_score": 0.02}, {}, 0.825),
+        ("legacy", {"beam_score": 0.02}, {}, 0.02),
+        ("hard_plus_soft", {"vqa_correct": 1, "vqa_acc_score": 0.9}, {"hard_weight": 2, "soft_weight": 0.5}, 2.45),
+    ],
+)
+def test_the_original_examples(mode: str, outcome: dict[str, float], weights: dict[str, float], wanted: float) -> None:
+    fields = {name: torch.tensor([float(value)]) for name, value in outcome.items()}
+    reward = rewards(fields, torch.tensor([True]), mode=mode, **weights)
+    assert reward.item() == pytest.approx(wanted)
+
+
 def test_the_default_puts_every_right_answer_above_every_wrong_one() -> None:
     mask = torch.ones(11, dtype=torch.bool)
     for correct, low, high in ((1.0, 2.0, 3.0), (0.0, 0.0, 1.0)):
         fields = {"vqa_correct": torch.full((11,), correct), "vqa_acc_score": torch.linspace(0, 1, 11)}
-        reward = demonstration_reward(fields, mask, DemonstrationRewardConfig())
+        reward = demonstration_reward(fields, mask.long(), mask, DemonstrationRewardConfig())
         assert (float(reward.min()), float(reward.max())) == (low, high)
 
 
@@ -62,25 +96,76 @@ def test_the_default_puts_every_right_answer_above_every_wrong_one() -> None:
         ({"mode": "legacy"}, ("beam_score",)),
         ({"mode": "legacy", "information": "logprob_score"}, ("logprob_score",)),
         ({"mode": "legacy", "information": "vqa_correct"}, ("vqa_correct",)),
+        ({"mode": "legacy", "information": "logprob_score", "beta": 1.0}, ("logprob_score", "vqa_correct")),
+        ({"mode": "legacy", "by_shots": {3: {"beta": 1.0}}}, ("beam_score", "vqa_correct")),
+        ({"mode": "hard_plus_soft", "soft_weight": 0.0}, ("vqa_correct",)),
+        ({"mode": "hybrid"}, ("beam_score", "vqa_correct", "vqa_acc_score")),
+        ({"mode": "multi_level", "task_weight": 0.0}, ("beam_score",)),
     ],
 )
 def test_a_mode_needs_what_it_is_made_of_and_nothing_else(config: dict[str, Any], needs: tuple[str, ...]) -> None:
-    assert tuple(DemonstrationRewardConfig(**config).weights) == needs
-    rewards({name: RECORDED[name] for name in needs}, **config)
+    assert DemonstrationRewardConfig(**config).needs == needs
+    rewards({name: SIGNALS[name] for name in (*needs, *LEVELS)}, **config)
     for missing in needs:
-        left = {name: RECORDED[name] for name in FIELDS if name != missing}
+        left = {name: SIGNALS[name] for name in (*FIELDS, *LEVELS) if name != missing}
         with pytest.raises(InputError, match=f"reward.mode={config.get('mode', 'hard_plus_soft_v2')}.*{missing}"):
             rewards(left, **config)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str) -> None:
-    fields = {name: torch.stack([x, x]) for name, x in RECORDED.items()}
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive: bool) -> None:
+    fields = {name: torch.stack([x, x]) for name, x in SIGNALS.items()}
     mask = torch.tensor([[True, False, False, False], [False] * 4])
-    reward = demonstration_reward(fields, mask, DemonstrationRewardConfig(mode))
-    torch.testing.assert_close(reward[0, 0], rewards(mode=mode)[0])
+    config = DemonstrationRewardConfig(mode, adaptive=adaptive)
+    reward = demonstration_reward(fields, torch.stack([LENGTHS, LENGTHS]), mask, config)
+    torch.testing.assert_close(reward[0, 0], rewards(mode=mode)[0])  # nothing to compare with: the weights stay
     assert not reward[:, 1:].any()
     assert not reward[1].any()
+
+
+@pytest.mark.parametrize(
+    ("correct", "accuracy", "config", "wanted"),
+    [
+        ([1.0, 1.0, 1.0], [0.9, 0.3, 0.6], {}, [1.8, 0.6, 1.2]),  # all right: the soft accuracy gets both weights
+        ([0.0, 0.0, 0.0], [0.4, 0.4, 0.4], {}, [0.4, 0.4, 0.4]),  # all wrong, all alike: the weights stay
+        ([1.0, 0.0], [0.6, 0.2], {}, [12.4 / 7, 0.8 / 7]),  # deviations .5 and .2 share 2 as 10/7 and 4/7
+        ([1.0, 0.0], [0.6, 0.2], {"hard_weight": 2.0}, [2.8, 0.1]),  # 2·.5 and 1·.2 share 3 as 2.5 and .5
+        ([1.0, 0.0], [0.5, 0.5], {"hard_weight": 2.0}, [3.0, 0.0]),  # the soft accuracy is the same everywhere
+        ([1.0, 1.0], [0.6, 0.2], {"soft_weight": 0.0}, [1.0, 1.0]),  # a weight of 0 stays 0
+        # of one demonstration hard weighs 1·.5 beside .2, of two 3·.5 beside .2 of a sum of 4
+        ([1.0, 0.0], [0.6, 0.2], {"by_shots": {2: {"hard_weight": 3.0}}}, [12.4 / 7, 0.2 * 4 * 0.2 / 1.7]),
+    ],
+)
+def test_adaptive_weights_by_hand(
+    correct: list[float], accuracy: list[float], config: dict[str, Any], wanted: list[float]
+) -> None:
+    fields = {"vqa_correct": torch.tensor([*correct, NAN]), "vqa_acc_score": torch.tensor([*accuracy, 7.0])}
+    mask = torch.tensor([True] * len(correct) + [False])
+    reward = rewards(fields, mask, mode="hard_plus_soft", adaptive=True, **config)
+    torch.testing.assert_close(reward, torch.tensor([*wanted, 0.0]))
+
+
+def test_coherence_and_diversity_by_hand() -> None:
+    orthogonal = [[1.0, 0.0], [0.0, 2.0], [5.0, 0.0]]  # cosines 0 and 0 in a row; 0, 0 and 1 of all pairs
+    similar = [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]]  # .6, of two of them
+    with_zeros = [[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]  # zeros are like nothing
+    embeddings = torch.tensor([orthogonal, similar, similar, similar, with_zeros])
+    coherence, diversity = coherence_and_diversity(embeddings, torch.tensor([3, 2, 1, 0, 3]))
+    torch.testing.assert_close(coherence, torch.tensor([0.0, 0.6, 0.0, 0.0, 0.5]))
+    torch.testing.assert_close(diversity, torch.tensor([2 / 3, 0.4, 0.0, 0.0, 2 / 3]))
+
+
+@given(length=st.integers(2, 5), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_coherence_and_diversity_are_those_of_the_pairs(length: int, seed: int) -> None:
+    embeddings = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+    coherence, diversity = coherence_and_diversity(embeddings, torch.tensor(length))
+    shown = embeddings[:length]
+    cosines = cosine_similarity(shown[:, None], shown[None], dim=-1)
+    torch.testing.assert_close(coherence, cosines.diagonal(1).mean())
+    pairs = torch.triu_indices(length, length, 1)
+    torch.testing.assert_close(diversity, 1 - cosines[pairs[0], pairs[1]].mean())
 
 
 @given(seed=st.integers(0, 99), mask=st.lists(st.booleans(), min_size=1, max_size=6))
@@ -105,7 +190,16 @@ def test_every_permutation_is_as_likely() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"mode": "hard"}, "reward.mode='hard': must be one of auto, legacy, hard_plus_soft_v2"),
+        ({"mode": "hard"}, "reward.mode='hard': must be one of auto, legacy, hard_plus_soft, hard_plus_soft_v2"),
+        ({"hard_weight": -1.0}, "reward.hard_weight=-1.0: must be at least 0"),
+        ({"alpha": 0.5}, "reward.alpha: mode auto has no such weight; it has hard_weight, soft_weight"),
+        ({"mode": "legacy", "hard_weight": 1.0}, "reward.hard_weight: mode legacy has no such weight"),
+        ({"mode": "legacy", "alpha": 0.0}, "reward: all weights of mode legacy are 0"),
+        ({"mode": "hybrid", "alpha": 1.5}, "reward.alpha=1.5: must be from 0 to 1"),
+        ({"mode": "hybrid", "by_shots": {2: {"alpha": 2}}}, "reward.by_shots.2.alpha=2: must be from 0 to 1"),
+        ({"by_shots": {0: {}}}, "reward.by_shots.0=0: must be at least 1"),
+        ({"by_shots": {2: {"luck": 3.0}}}, "reward.by_shots.2.luck: mode auto has no such weight"),
+        ({"by_shots": {2: {"hard_weight": 0, "soft_weight": 0}}}, "reward.by_shots.2: all weights"),
         ({"information": "luck"}, "reward.information='luck': must be one of beam_score, logprob_score, vqa_correct"),
     ],
 )
@@ -128,7 +222,7 @@ def test_without_a_mode_the_recorded_fields_decide(recorded: tuple[str, ...], mo
     config = DemonstrationRewardConfig(shuffled=True)
     assert config.mode == "auto"
     assert config.resolved(recorded) == DemonstrationRewardConfig(mode, shuffled=True)
-    chosen = DemonstrationRewardConfig("hard_plus_soft_v2")
+    chosen = DemonstrationRewardConfig("hybrid")
     assert chosen.resolved(recorded) is chosen
 
 

@@ -36,7 +36,7 @@ from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common import interruption
 from knobwise.common.interruption import held_back, status_of, stopped_by_signals
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
-from knobwise.losses.settings import LossConfig
+from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
 pytestmark = pytest.mark.usefixtures("_signals_arrive")
 
@@ -145,7 +145,7 @@ def controller(folder: Path, how: str) -> ControllerTrainer:
     """`how`: structure or sense of the budgets, and objective."""
     table, (kind, objective) = small_table(80, holes=0.2), how.split()
     policy = PolicyConfig(structure="independent" if kind == "independent" else "utility", hidden=16, members=3)
-    loss = LossConfig(objective=objective, kl_to_ref_coeff=0.01)
+    loss = LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1))
     settings: dict[str, Any] = {"policy": policy, "loss": loss, "optimiser": SHORT, "reward": RewardConfig("utility")}
     settings["budget"] = BudgetConfig(sense="mean") if kind == "mean" else None
     return ControllerTrainer(table, table.split(), folder=folder, **settings)
@@ -157,6 +157,7 @@ def selector(folder: Path, how: str) -> SelectorTrainer:
     torch.manual_seed(0)
     start = Selector.fitted(SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates)
     settings: dict[str, Any] = {"scorer": scorer, "live": stage == "live", "folder": folder}
+    settings["loss"] = SelectorLossConfig(kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001), curriculum=0.4)
     settings["config"] = StageConfig(epochs=3, lr=3e-3, queries=8, keep=keep)
     return SelectorTrainer("grpo" if stage == "live" else stage, table, table.split(0.8, 0.1), start, **settings)
 
@@ -187,7 +188,7 @@ def press(trainer: Trainer, iteration: int, times: int = 1, error: Exception | N
         (selector, "rce best", [2], 5),
         (selector, "rce last", [], 9),
         (selector, "grpo best", [3], 9),
-        (selector, "live last", [5], 11),
+        (selector, "live best_kl", [5], 11),
     ],
 )
 def test_what_was_stopped_ends_bit_for_bit_like_any(
