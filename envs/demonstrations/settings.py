@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from knobwise.common.checks import at_least, one_of, share
 from knobwise.common.errors import InputError
@@ -80,7 +81,7 @@ class DemonstrationRewardConfig:
     """Weight of 1 − the mean cosine of all pairs of demonstrations, under `multi_level`."""
     task_weight: float | None = None
     """Weight of the soft accuracy under `multi_level`."""
-    by_shots: dict[int, dict[str, float]] = field(default_factory=dict)
+    by_shots: dict[int, Any] = field(default_factory=dict)
     """Weights by name for sequences of so many demonstrations, which replace the others: {2: {hard_weight: 3}}."""
     adaptive: bool = False
     """Share out the sum of the weights anew inside each group, to each signal in proportion to its weight times its
@@ -98,7 +99,11 @@ class DemonstrationRewardConfig:
         for shots, weights in {None: named, **self.by_shots}.items():
             key = "reward" if shots is None else f"reward.by_shots.{shots}"
             at_least(key, 1 if shots is None else shots, 1)
+            if not isinstance(weights, Mapping):
+                raise InputError(f"{key}={weights!r}: must be weights by name, as in {{hard_weight: 3}}")
             for name, weight in weights.items():
+                if not isinstance(weight, int | float):
+                    raise InputError(f"{key}.{name}={weight!r}: must be a number")
                 if name not in usual:
                     raise InputError(f"{key}.{name}: mode {self.mode} has no such weight; it has {', '.join(usual)}")
                 at_least(f"{key}.{name}", weight, 0)

@@ -195,8 +195,8 @@ def _explaining(verb: str, words: Sequence[str]) -> Iterator[None]:
 
 
 def with_variants(words: Sequence[str]) -> list[str]:
-    """Variants have names of the user's choice, so their keys may be new to Hydra."""
-    return [f"++{word}" if re.match(r"variants[.=]", word) else word for word in words]
+    """Mark what has keys of the user's choice, which are new to Hydra: variants, and weights by shots."""
+    return [f"++{word}" if re.match(r"(variants|reward\.by_shots)[.=]", word) else word for word in words]
 
 
 # -- every option ------------------------------------------------------------------------------------------------------

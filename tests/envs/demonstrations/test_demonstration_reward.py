@@ -197,6 +197,8 @@ def test_every_permutation_is_as_likely() -> None:
         ({"mode": "legacy", "alpha": 0.0}, "reward: all weights of mode legacy are 0"),
         ({"mode": "hybrid", "alpha": 1.5}, "reward.alpha=1.5: must be from 0 to 1"),
         ({"mode": "hybrid", "by_shots": {2: {"alpha": 2}}}, "reward.by_shots.2.alpha=2: must be from 0 to 1"),
+        ({"by_shots": {2: 3.0}}, "reward.by_shots.2=3.0: must be weights by name"),
+        ({"by_shots": {2: {"hard_weight": "x"}}}, "reward.by_shots.2.hard_weight='x': must be a number"),
         ({"by_shots": {0: {}}}, "reward.by_shots.0=0: must be at least 1"),
         ({"by_shots": {2: {"luck": 3.0}}}, "reward.by_shots.2.luck: mode auto has no such weight"),
         ({"by_shots": {2: {"hard_weight": 0, "soft_weight": 0}}}, "reward.by_shots.2: all weights"),
