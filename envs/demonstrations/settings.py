@@ -81,7 +81,7 @@ class DemonstrationRewardConfig:
     """Weight of 1 − the mean cosine of all pairs of demonstrations, under `multi_level`."""
     task_weight: float | None = None
     """Weight of the soft accuracy under `multi_level`."""
-    by_shots: dict[int, Any] = field(default_factory=dict)
+    by_shots: dict[Any, Any] = field(default_factory=dict)
     """Weights by name for sequences of so many demonstrations, which replace the others: {2: {hard_weight: 3}}."""
     adaptive: bool = False
     """Share out the sum of the weights anew inside each group, to each signal in proportion to its weight times its
@@ -98,7 +98,8 @@ class DemonstrationRewardConfig:
         named = {name: getattr(self, name) for name in EVERY_WEIGHT if getattr(self, name) is not None}
         for shots, weights in {None: named, **self.by_shots}.items():
             key = "reward" if shots is None else f"reward.by_shots.{shots}"
-            at_least(key, 1 if shots is None else shots, 1)
+            if shots is not None and not (isinstance(shots, int) and shots >= 1):
+                raise InputError(f"{key}: must be a number of demonstrations, as in {{2: {{hard_weight: 3}}}}")
             if not isinstance(weights, Mapping):
                 raise InputError(f"{key}={weights!r}: must be weights by name, as in {{hard_weight: 3}}")
             for name, weight in weights.items():

@@ -62,6 +62,10 @@ class Study:
     profiles: dict[str, Profile]
     controllers: dict[str, Section]
     selectors: dict[str, SelectorSection]
+    title: str = "Reference results"
+    words: str = ""
+    """What the command that writes the page says behind `study.py`; nothing for the reference study, whose page also
+    holds what was measured before."""
 
 
 class StudyRun(NamedTuple):

@@ -199,7 +199,7 @@ def test_every_permutation_is_as_likely() -> None:
         ({"mode": "hybrid", "by_shots": {2: {"alpha": 2}}}, "reward.by_shots.2.alpha=2: must be from 0 to 1"),
         ({"by_shots": {2: 3.0}}, "reward.by_shots.2=3.0: must be weights by name"),
         ({"by_shots": {2: {"hard_weight": "x"}}}, "reward.by_shots.2.hard_weight='x': must be a number"),
-        ({"by_shots": {0: {}}}, "reward.by_shots.0=0: must be at least 1"),
+        ({"by_shots": {0: {}}}, "reward.by_shots.0: must be a number of demonstrations"),
         ({"by_shots": {2: {"luck": 3.0}}}, "reward.by_shots.2.luck: mode auto has no such weight"),
         ({"by_shots": {2: {"hard_weight": 0, "soft_weight": 0}}}, "reward.by_shots.2: all weights"),
         ({"information": "luck"}, "reward.information='luck': must be one of beam_score, logprob_score, vqa_correct"),
