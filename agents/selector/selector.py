@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.selector.networks import PointerNetwork
+from knobwise.agents.selector.networks import NETWORKS
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.checks import at_least
@@ -43,7 +43,7 @@ def _looked_up(table: Tensor, rows: Tensor) -> Tensor:
 class Selector(nn.Module):
     """A policy over ordered sequences of demonstrations from a query's own pool, for embeddings of width `features`.
 
-    `stage` says how far it was trained: `sft`, `rce` or `grpo`. At `grpo` it is what is called v3.
+    `stage` says how far it was trained: `sft`, `rce` or `grpo`. v2 at `grpo` is what the original calls v3.
     """
 
     mean: Tensor
@@ -54,7 +54,7 @@ class Selector(nn.Module):
         self.config, self.features, self.stage = config, features, "sft"
         self.register_buffer("mean", torch.zeros(features))
         self.register_buffer("scale", torch.ones(features))
-        self.network = PointerNetwork(config, features)
+        self.network = NETWORKS[config.version](config, features)
 
     @classmethod
     def fitted(cls, config: SelectorConfig, queries: Tensor, candidates: Tensor) -> Selector:
