@@ -96,6 +96,30 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # -- S3: the selectors v0, v1, v2 and v3 -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("version", ["v0", "v1", "v2", "v3"])
+def test_s3_every_version_of_the_selector_is_trained_and_gives_probabilities(version: str) -> None:
+    import itertools
+
+    import torch
+    from commands import BEAMS
+    from helpers import small_beams
+
+    from knobwise.__main__ import main
+    from knobwise.agents.checkpoint import load_checkpoint
+
+    table, _ = small_beams(pool=4)
+    table.save("b.safetensors")
+    words = [word for word in BEAMS if word != "selector.heads=2"]
+    short = ["sft.epochs=1", "variants.grpo_recorded.epochs=1", "variants.shuffled_recorded=null"]
+    short += [f"selector.version={version}", "name=x"]
+    assert main(["train", "experiment=selector_replay", *words, *short]) == 0
+    selector = load_checkpoint("runs/latest/checkpoints/best.pt").selector
+    assert selector.config.version == version
+    dist = selector.distribution(table.queries, table.candidates[table.pool], table.pool_mask, 3)
+    every = torch.tensor(list(itertools.permutations(range(4), 3))).unsqueeze(1).expand(-1, 40, -1)
+    torch.testing.assert_close(dist.log_prob(every).exp().sum(0), torch.ones(40))
+
+
 # -- S4: CLIP with LoRA ------------------------------------------------------------------------------------------------
 
 
