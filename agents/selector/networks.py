@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from knobwise.agents.selector.settings import SelectorConfig
 
-
 POSITIONS = 32
 """Steps that a causal transformer tells apart; later ones share the position of the last."""
 

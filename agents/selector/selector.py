@@ -52,9 +52,7 @@ class Selector(nn.Module):
     mean: Tensor
     scale: Tensor
 
-    def __init__(
-        self, config: SelectorConfig, features: int, encoder: ClipEncoder | None = None
-    ) -> None:
+    def __init__(self, config: SelectorConfig, features: int, encoder: ClipEncoder | None = None) -> None:
         super().__init__()
         self.encoder = encoder
         self.config, self.features, self.stage = config, features, "sft"

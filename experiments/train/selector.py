@@ -116,13 +116,14 @@ def _checked(config: SelectorRun) -> SelectorData:
     stages.check("sft", config.reward, GroupConfig("beams"))
     for name in config.variants:
         variant, _, reward, _, learned = config.plan(name)
+        if data.items is not None and (variant.hidden or learned is not None):
+            raise InputError(
+                f"variants.{name}: hidden and reward_model are for stored embeddings; "
+                f"leave it out with encoder=clip, by variants.{name}=null"
+            )
         hide(data.table, variant.hidden)
         stages.check("rce", reward)
         if learned is not None:
-            if data.items is not None:
-                raise InputError(
-                    f"variants.{name}.reward_model: reads stored embeddings; leave it out with encoder=clip"
-                )
             stages.check("grpo", reward, learned=learned)
         elif not (variant.live or (variant.own_draws and data.scorer is not None)):
             try:
