@@ -11,7 +11,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
-from knobwise.common.errors import Damaged, InputError
+from knobwise.common.errors import Damaged, InputError, Missing
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.progress import say
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -80,7 +80,8 @@ def load_checkpoint(path: str | Path) -> Loaded:
 
     Raises:
         Damaged: it is not whole, or does not agree with the checksums in it.
-        InputError: no such file, not a checkpoint of knobwise, or weights that are not finite.
+        InputError: no such file, not a checkpoint of knobwise, weights that are not finite, or what the agent was
+            trained along with is missing.
     """
     try:
         if is_damaged(path):
@@ -98,6 +99,8 @@ def load_checkpoint(path: str | Path) -> Loaded:
         agent = KINDS[content["kind"]].restored(content["controller"])
         _check_decides(agent)
         return Loaded(agent, content["profile"]["name"], content["profile"]["digest"], content["extra"])
+    except Missing as error:
+        raise InputError(f"{path}: {error}") from error
     except InputError as error:  # a setting of an earlier version
         raise InputError(f"{path}: cannot be used any more: {error}; train again") from error
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, RuntimeError) as error:

@@ -1,22 +1,25 @@
 """The selector: embeddings of a query and of its pool in, which demonstrations to show and in which order out.
 
-In the order of the data: embeddings (`StoredEmbeddings`) → standardised → network
-(`knobwise.agents.selector.networks`) → `SequenceDistribution`, which draws actions.
+In the order of the data: embeddings (`StoredEmbeddings`, or `knobwise.agents.selector.clip_encoder`) → standardised →
+network (`knobwise.agents.selector.networks`) → `SequenceDistribution`, which draws actions.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.selector.networks import PointerNetwork
+from knobwise.agents.selector.networks import NETWORKS
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
+
+if TYPE_CHECKING:  # it needs packages that other selectors do without
+    from knobwise.agents.selector.clip_encoder import ClipEncoder
 
 
 class StoredEmbeddings(nn.Module):
@@ -43,24 +46,38 @@ def _looked_up(table: Tensor, rows: Tensor) -> Tensor:
 class Selector(nn.Module):
     """A policy over ordered sequences of demonstrations from a query's own pool, for embeddings of width `features`.
 
-    `stage` says how far it was trained: `sft`, `rce` or `grpo`. At `grpo` it is what is called v3.
+    `stage` says how far it was trained: `sft`, `rce` or `grpo`. v2 at `grpo` is what the original calls v3.
     """
 
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, config: SelectorConfig, features: int) -> None:
+    def __init__(self, config: SelectorConfig, features: int, encoder: ClipEncoder | None = None) -> None:
         super().__init__()
+        self.encoder = encoder
         self.config, self.features, self.stage = config, features, "sft"
         self.register_buffer("mean", torch.zeros(features))
         self.register_buffer("scale", torch.ones(features))
-        self.network = PointerNetwork(config, features)
+        self.network = NETWORKS[config.version](config, features)
 
     @classmethod
-    def fitted(cls, config: SelectorConfig, queries: Tensor, candidates: Tensor) -> Selector:
-        """A fresh selector that standardises by these embeddings, [q, d] and [m, d]: those of training alone."""
-        selector = cls(config, queries.shape[-1])
-        both = torch.cat([queries, candidates]).double()
+    @torch.no_grad()
+    def fitted(
+        cls,
+        config: SelectorConfig,
+        queries: Tensor,
+        candidates: Tensor,
+        encoder: ClipEncoder | None = None,
+    ) -> Selector:
+        """Return a fresh selector that standardises by these embeddings, [q, d] and [m, d]: those of training alone.
+
+        With an encoder, which then learns along, they are the numbers of its items, [q, 1] and [m, 1].
+        """
+        both = torch.cat([queries, candidates])
+        if encoder is not None:
+            both = encoder.eval()(both)
+        selector = cls(config, both.shape[-1], encoder)
+        both = both.double()
         mean = both.mean(0)
         scale = (both - mean).square().mean(0).sqrt()
         selector.mean.copy_(mean)
@@ -84,6 +101,10 @@ class Selector(nn.Module):
             InputError: embeddings of another width than the selector reads, or fewer than one shot.
         """
         at_least("shots", shots, 1)
+        if self.encoder is not None:
+            both = self.encoder(torch.cat([query.unsqueeze(1), pool], 1))
+            query = both[:, 0]
+            pool = both[:, 1:]
         for name, width in (("query", query.shape[-1]), ("candidate", pool.shape[-1])):
             if width != self.features:
                 raise InputError(
@@ -114,6 +135,7 @@ class Selector(nn.Module):
             "selector": asdict(self.config),
             "features": self.features,
             "stage": self.stage,
+            "encoder": self.encoder and self.encoder.source,
             "state": self.state_dict(),
         }
 
@@ -122,9 +144,16 @@ class Selector(nn.Module):
         """The inverse of `plain`, in eval mode.
 
         Raises:
+            Missing: the CLIP model that it was trained along with cannot be loaded.
             RuntimeError: weights that are missing, too many, or of another shape: none is left as it was drawn.
         """
-        selector = cls(SelectorConfig(**plain["selector"]), plain["features"])
+        source = plain.get("encoder")
+        encoder = None
+        if source is not None:
+            from knobwise.agents.selector.clip_encoder import ClipEncoder
+
+            encoder = ClipEncoder(source)
+        selector = cls(SelectorConfig(**plain["selector"]), plain["features"], encoder)
         selector.stage = plain["stage"]
         selector.load_state_dict(plain["state"])
         return selector.eval()

@@ -116,7 +116,7 @@ class SequenceDistribution(Distribution):
         state, available = network.start(self.encoded, count), mask.unsqueeze(1).expand(-1, count, -1)
         places, steps = [], []
         for step in range(self.shots):
-            log_probs = self._log_probs(state, available)
+            log_probs = self._log_probs(network.point(state), available)
             if greedy:
                 drawn = log_probs.argmax(-1, keepdim=True)
             else:

@@ -8,15 +8,23 @@ from knobwise.common.checks import at_least, one_of, positive
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import GROUPS
 
+UNREAD = {"v0": ("update",), "v1": ("layers", "heads", "projection", "update"), "v2": (), "v3": ("update",)}
+"""The versions of the network, and the options that each does not read."""
+
 
 @dataclass
 class SelectorConfig:
     """The network of a selector."""
 
+    version: str = "v2"
+    """The network. `v0`: a causal transformer reads the query and what was chosen. `v1`: bilinear, two MLPs and no
+    attention. `v2`: the query attends to its pool. `v3`: deeper; the query attends to its pool and to what was
+    chosen."""
     width: int = 128
     """Width of states and keys."""
-    layers: int = 1
-    """Cross-attention layers, in which the query attends to its pool; 0 for none."""
+    layers: int | None = None
+    """Layers in which the query attends to its pool; in v0 those that read what was chosen, in v3 as many of both.
+    None for 1, in v3 for 3. v2 can do without (0)."""
     heads: int = 4
     """Attention heads in each layer."""
     projection: str = "mlp"
@@ -30,16 +38,28 @@ class SelectorConfig:
     """Dropout in projections and layers, in train mode only. Old and new log-probs must be taken in the same mode."""
 
     def __post_init__(self) -> None:
+        one_of("selector.version", self.version, tuple(UNREAD))
+        for name in UNREAD[self.version]:
+            if (value := getattr(self, name)) != getattr(SelectorConfig, name):
+                raise InputError(
+                    f"selector.{name}={value}: selector.version={self.version} does not read it; leave it out"
+                )
         one_of("selector.projection", self.projection, ("mlp", "linear"))
         one_of("selector.update", self.update, ("additive", "convex"))
-        at_least("selector.layers", self.layers, 0)
+        at_least("selector.layers", self.depth, int(self.version in ("v0", "v3")))
         for name in ("width", "heads"):
             at_least(f"selector.{name}", getattr(self, name), 1)
-        if self.width % self.heads:
+        if self.version != "v1" and self.width % self.heads:
             raise InputError(f"selector.width={self.width}: must be a multiple of selector.heads={self.heads}")
         positive("selector.temperature", self.temperature)
         if not 0 <= self.dropout < 1:
             raise InputError(f"selector.dropout={self.dropout}: must be in [0, 1)")
+
+    @property
+    def depth(self) -> int:
+        """The number of layers: `layers`, or if that is None the number that the version has by itself."""
+        usual = 3 if self.version == "v3" else 1
+        return usual if self.layers is None else self.layers
 
 
 @dataclass

@@ -37,7 +37,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
 from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
 from knobwise.experiments.settings.profiles import PROFILES, profile_of_run
-from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams
+from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams, ClipLora, StoredEncoder
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.losses.settings import LossConfig
 
@@ -55,6 +55,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "profile": PROFILES,
     "trained_on": PROFILES,
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
+    "encoder": {"stored": StoredEncoder, "clip": ClipLora},
     "budget": {
         **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "fixed")},
         **{sense: BudgetConfig(sense=sense) for sense in ("mean", "weights")},
@@ -79,12 +80,12 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 _DEFAULTS = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "auto", "loss": "exact"}
 _DEFAULTS |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin"}
-_DEFAULTS |= {"trained_on": "builtin"}
+_DEFAULTS |= {"trained_on": "builtin", "encoder": "stored"}
 GROUPS_OF = {
     "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
-    "train_selector": ("beams", "tracking"),
+    "train_selector": ("beams", "encoder", "tracking"),
     "inspect": ("profile",),
-    "evaluate": ("profile", "reward", "beams"),
+    "evaluate": ("profile", "reward", "beams", "encoder"),
     "explain": ("profile",),
     "profile": (),
     "export": ("profile",),
@@ -230,7 +231,7 @@ def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> I
         value, key = getattr(settings, f.name), f"{prefix}{f.name}"
         if f.name in groups:
             docs[f.name] = f"Group: {', '.join(GROUPS[f.name])}. {docs[f.name]}"
-        if f.name in groups and f.name in ("profile", "trained_on", "beams"):
+        if f.name in groups and f.name in ("profile", "trained_on", "beams", "encoder"):
             # each choice has options of its own
             yield Option(key, "none" if value is None else _DEFAULTS[f.name], docs[f.name])
             for name, node in GROUPS[f.name].items():

@@ -14,6 +14,7 @@ from threadpoolctl import threadpool_limits
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, network_of
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, make_baselines
 from knobwise.agents.judging.policy import Baseline
+from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.serving.export import Agent
@@ -134,11 +135,11 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
 
 def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """A selector beside the simple ways, at every number of shots; queries that it was trained on are left out."""
-    data, selector = read_data(config.beams), loaded.selector
+    data, selector = read_data(config.beams, config.encoder), loaded.selector
     rows = data.test_rows
     check_judged(data, config.judged_shots)
-    embeddings = [stored_embeddings(data.test, loaded)]
-    if data.table.digest == loaded.profile_digest and data.test_scorer is None:
+    embeddings = [stored_embeddings(data.test, loaded, data.items)]
+    if as_read(data.table, data.items).digest == loaded.profile_digest and data.test_scorer is None:
         if "fitted" not in loaded.extra:
             raise InputError(f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt")
         seen = set(loaded.extra["fitted"])

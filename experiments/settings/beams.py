@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams
+from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams, ClipLora, StoredEncoder
 
 if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
     from torch import Tensor
 
     from knobwise.agents.checkpoint import Loaded
+    from knobwise.agents.selector.clip_encoder import ClipItems
     from knobwise.agents.selector.selector import StoredEmbeddings
     from knobwise.envs.demonstrations.beam_table import BeamTable
     from knobwise.envs.tables.profile_table import Split
@@ -34,19 +35,29 @@ class SelectorData(NamedTuple):
     judged_by: str
     """`scorer`; `recorded`: whether the answer after the recorded sequence that a policy prefers was right;
     `best_beam`: whether that sequence has the highest score, where right answers are not recorded."""
+    items: ClipItems | None = None
+    """Pictures and texts of the queries and candidates, for encoder=clip."""
 
 
-def read_data(config: BuiltinBeams | BeamFiles) -> SelectorData:
-    """Read the beams that a config of group `beams` names. Raises InputError: see the readers."""
+def read_data(config: BuiltinBeams | BeamFiles, encoder: StoredEncoder | ClipLora | None = None) -> SelectorData:
+    """Read the beams that a config of group `beams` names, and what the encoder reads of their items.
+
+    Raises:
+        InputError: see the readers.
+    """
     if isinstance(config, BuiltinBeams):
+        if isinstance(encoder, ClipLora):
+            raise InputError("encoder=clip: the built-in beams have no pictures; give beams=files")
         return _builtin(config)
     table = _read_files(config)
+    items = _read_items(encoder, config, table) if isinstance(encoder, ClipLora) else None
     split = table.split(config.train, config.validation, config.split_seed)
     if not len(split.test):
         raise InputError("beams: train and validation leave no queries to judge on; the sum of both must be below 1")
     if "vqa_correct" in table.fields:
-        return SelectorData(table, split, None, table, split.test, None, None, "recorded")
-    return SelectorData(table, split, None, _best_beam(table), split.test, None, None, "best_beam")
+        return SelectorData(table, split, None, table, split.test, None, None, "recorded", items)
+    test = _best_beam(table)
+    return SelectorData(table, split, None, test, split.test, None, None, "best_beam", items)
 
 
 def _builtin(config: BuiltinBeams) -> SelectorData:
@@ -73,6 +84,27 @@ def _read_files(config: BeamFiles) -> BeamTable:
     return read_beam_data(config.path, config.embeddings, config.query_embeddings, **how)
 
 
+def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipItems:
+    """Read pictures and questions of the queries and candidates of a table."""
+    from knobwise.agents.selector.clip_encoder import ClipItems
+    from knobwise.profiling.measuring.questions import read_vqa_data
+
+    if config.model is None or config.data is None:
+        raise InputError("encoder=clip needs encoder.model (a CLIP model) and encoder.data (pictures and questions)")
+    data = read_vqa_data(config.data, config.bank)
+    if len(data.bank) != len(table.candidates):
+        raise InputError(
+            f"{config.bank or config.data}: has {len(data.bank)} items, but {table.name!r} has "
+            f"{len(table.candidates)} candidates; give an item for each, in order, as encoder.bank"
+        )
+    by_id = beams.path.endswith(".safetensors")
+    known = {item.id if by_id else str(row): item for row, item in enumerate(data.queries)}
+    missing = [query for query in table.query_ids if query not in known]
+    if missing:
+        raise InputError(f"{config.data}: has no item for query {missing[0]!r} of {table.name!r}")
+    return ClipItems.read(config.model, [known[query] for query in table.query_ids], data.bank)
+
+
 def _best_beam(table: BeamTable) -> BeamTable:
     """The table in which the sequence with the highest score, per query and length, counts as the right answer."""
     from math import inf, nan
@@ -96,13 +128,24 @@ def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
     return replace(table, queries=queries, candidates=candidates)
 
 
-def stored_embeddings(table: BeamTable, loaded: Loaded) -> StoredEmbeddings:
-    """Queries and candidates of a table, as a selector reads them. Raises InputError: it was trained by an earlier
-    version along with a CLIP model."""
+def stored_embeddings(table: BeamTable, loaded: Loaded, items: ClipItems | None = None) -> StoredEmbeddings:
+    """Return queries and candidates of a table as the selector of a checkpoint reads them, which gets the items.
+
+    Raises:
+        InputError: it was trained with another encoder, or along with CLIP by an earlier version.
+    """
+    from knobwise.agents.selector.clip_encoder import as_read
     from knobwise.agents.selector.selector import StoredEmbeddings
 
     if "lora" in loaded.extra:
-        raise InputError("the selector was trained along with CLIP (encoder=clip), which is gone; train it again")
+        raise InputError("an earlier version trained the selector along with CLIP; train it again")
+    encoder = loaded.selector.encoder
+    if (encoder is None) != (items is None):
+        known = "encoder=stored" if encoder is None else "encoder=clip and its options"
+        raise InputError(f"the selector was trained with {known}; give the same")
+    if encoder is not None:
+        encoder.items = items
+    table = as_read(table, items)
     return StoredEmbeddings(table.queries, table.candidates)
 
 

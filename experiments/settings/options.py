@@ -158,6 +158,8 @@ class EvaluateRun:
     """The controller or selector: a checkpoint, or the folder of a run, which stands for the policy it deploys."""
     beams: Any = MISSING
     """The beams to judge a selector on."""
+    encoder: Any = MISSING
+    """What embeds their queries and candidates, as in the training of the selector."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Numbers of demonstrations in a sequence, for a selector."""
     profile: Any = MISSING

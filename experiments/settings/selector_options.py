@@ -62,6 +62,29 @@ class BeamFiles:
 
 
 @dataclass
+class StoredEncoder:
+    """The embeddings that come with the beams."""
+
+    format: str = "stored"
+    """The reader."""
+
+
+@dataclass
+class ClipLora:
+    """v2_lora: a CLIP model embeds picture and question of each item, and learns along with the selector, by LoRA."""
+
+    format: str = "clip"
+    """The reader."""
+    model: str | None = None
+    """CLIP model with its processor: a folder, or a name on the Hugging Face hub."""
+    data: str | None = None
+    """Items as JSON lines, JSON, Parquet or CSV: id, image, question, answers. For beams in JSON, item i is query i; in
+    a `.safetensors`, queries are named by the ids of their items."""
+    bank: str | None = None
+    """File of the candidates, an item for each, in the order of their embeddings; None if they are those of `data`."""
+
+
+@dataclass
 class Variant:
     """One way to post-train the supervised selector. None takes the run's value."""
 
@@ -113,6 +136,8 @@ class SelectorRun(Training):
     experiment: str = "selector"
     beams: Any = MISSING
     """Recorded sequences of demonstrations."""
+    encoder: Any = MISSING
+    """What embeds queries and candidates."""
     selector: SelectorConfig = field(default_factory=lambda: SelectorConfig(dropout=0.2))
     """The network."""
     reward: DemonstrationRewardConfig = field(default_factory=DemonstrationRewardConfig)

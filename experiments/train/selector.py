@@ -14,6 +14,7 @@ import torch
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.baselines import SIMPLE
+from knobwise.agents.selector.clip_encoder import ClipEncoder, as_read
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
@@ -95,7 +96,7 @@ def _checked(config: SelectorRun) -> SelectorData:
     """What can be refused is refused before anything is written."""
     for key in ("jobs", "shots"):
         at_least(key, getattr(config, key), 1)
-    data = read_data(config.beams)
+    data = read_data(config.beams, config.encoder)
     config.reward = config.reward.resolved(data.table.fields)  # so that config.yaml says what is trained on
     check_judged(data, config.judged_shots)
     lengths = sorted(set(data.table.lengths[data.table.beam_mask].tolist()))
@@ -115,6 +116,11 @@ def _checked(config: SelectorRun) -> SelectorData:
     stages.check("sft", config.reward, GroupConfig("beams"))
     for name in config.variants:
         variant, _, reward, _, learned = config.plan(name)
+        if data.items is not None and (variant.hidden or learned is not None):
+            raise InputError(
+                f"variants.{name}: hidden and reward_model are for stored embeddings; "
+                f"leave it out with encoder=clip, by variants.{name}=null"
+            )
         hide(data.table, variant.hidden)
         stages.check("rce", reward)
         if learned is not None:
@@ -135,7 +141,7 @@ def _checked(config: SelectorRun) -> SelectorData:
 def train_seed(config: SelectorRun, seed: int, folder: Path) -> str:
     """All stages of one seed, but for those that are finished already; gives nothing to note."""
     set_up_torch()
-    SelectorStages(config, read_data(config.beams), seed, folder).all()
+    SelectorStages(config, read_data(config.beams, config.encoder), seed, folder).all()
     return ""
 
 
@@ -144,7 +150,8 @@ class SelectorStages:
     `checkpoints/seed<k>/<policy>` of the run's folder."""
 
     def __init__(self, config: SelectorRun, data: SelectorData, seed: int, folder: Path | None) -> None:
-        self.config, self.data, self.seed, self.folder = config, data, seed, folder
+        self.config, self.seed, self.folder = config, seed, folder
+        self.data = data._replace(table=as_read(data.table, data.items))
         self.step, self.logged = 0, list[Row]()
         self.rows = torch.arange(data.table.num_queries)
         self.reward_models: dict[Any, dict[str, Any]] = {}  # what they learned from records
@@ -178,7 +185,11 @@ class SelectorStages:
     def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
         """SFT and RCE, which every variant starts from. What hides blocks must not start from what has seen them."""
         with seeded(self.seed, "cpu"):
-            start = Selector.fitted(self.config.selector, table.queries[self.data.split.train], table.candidates)
+            encoder = None
+            if self.data.items is not None:
+                encoder = ClipEncoder(self.config.encoder.model, self.data.items)
+            queries = table.queries[self.data.split.train]
+            start = Selector.fitted(self.config.selector, queries, table.candidates, encoder)
         sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
         return sft, self.stage(f"{prefix}rce", "rce", table, sft)
 
@@ -252,7 +263,10 @@ class SelectorStages:
                 trainer.run()
         self.logged += in_stage(trainer.logged, name, self.step)
         self.step += trainer.total + 1
-        return load_checkpoint(folder / "best.pt").selector
+        best = load_checkpoint(folder / "best.pt")
+        if best.selector.encoder is not None:
+            best.selector.encoder.items = self.data.items
+        return best.selector
 
 
 def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
@@ -296,7 +310,7 @@ def _decided(config: SelectorRun, data: SelectorData, blocks: list[str], loaded:
     """The choices of a policy that does not see `blocks`, with every seed, by the number of shots."""
     test, rows, scorer = hide(data.test, blocks), data.test_rows, data.test_scorer
     selectors = [checkpoint.selector for checkpoint in loaded]
-    embeddings = [stored_embeddings(test, checkpoint) for checkpoint in loaded]
+    embeddings = [stored_embeddings(test, checkpoint, data.items) for checkpoint in loaded]
     if scorer is None:
         ways = (selectors, embeddings, test, None)
         return {shots: evaluation.decide_selectors(*ways, shots, rows) for shots in config.judged_shots}

@@ -15,6 +15,10 @@ class InputError(ValueError):
         super().__init__("; ".join(filter(None, map(str.strip, message.splitlines()))))
 
 
+class Missing(InputError):
+    """A package, or a file of another program, is not where it has to be. What names it is not to blame."""
+
+
 class Damaged(InputError):
     """A file that knobwise wrote, or could have written, does not hold what was written. Made of its path."""
 

@@ -33,10 +33,16 @@ GREEDY: dict[str, Any] = {
 such as a repetition penalty, they go on doing."""
 
 
-def _load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype) -> tuple[Any, Any]:
-    """Model and processor; only those that transformers itself knows, so no code of theirs is executed."""
+def load_pretrained(
+    name_or_path: str | Path, dtype: str | torch.dtype, kind: str = "AutoModelForImageTextToText"
+) -> tuple[Any, Any]:
+    """Load a model, by a class of transformers, and its processor; no code that came with them is executed.
+
+    Raises:
+        InputError: transformers is not installed, or there is no such model, or of another kind.
+    """
     try:
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        import transformers
     except ImportError as error:
         raise InputError("a Hugging Face model needs: pip install knobwise[models]") from error
     # what is written like a path is no name of the hub's, which is asked for minutes where it cannot be reached
@@ -45,8 +51,8 @@ def _load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype) -> tupl
     if Path(name_or_path).is_file():
         raise InputError(f"{name_or_path}: is a file; a model is a folder, or a name on the Hugging Face hub")
     try:
-        processor = AutoProcessor.from_pretrained(name_or_path, trust_remote_code=False)
-        model = AutoModelForImageTextToText.from_pretrained(
+        processor = transformers.AutoProcessor.from_pretrained(name_or_path, trust_remote_code=False)
+        model = getattr(transformers, kind).from_pretrained(
             name_or_path, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
     # what is damaged, or does not fit the configuration, fails in many ways
@@ -88,7 +94,7 @@ class PromptedModel:
         `device` None is the GPU where there is one; `arguments` and `settings` as for the class. Raises InputError if
         transformers is not installed, or there is no such model, or of another kind.
         """
-        model, processor = _load_pretrained(name_or_path, dtype)
+        model, processor = load_pretrained(name_or_path, dtype)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return cls(model, processor, *arguments, device=device, **settings)
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.selector.networks import CrossAttention, PointerNetwork, StateUpdate
+from knobwise.agents.selector.networks import NETWORKS, BiEncoder, CrossAttention, PointerNetwork, StateUpdate
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 
 CONFIGS = [SelectorConfig(width=8, heads=2, update=update) for update in ("additive", "convex")]
-every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.update)
+VERSIONS = [SelectorConfig(width=8, version=version) for version in ("v0", "v1", "v3")]
+every_config = pytest.mark.parametrize("config", CONFIGS + VERSIONS, ids=lambda c: f"{c.version}-{c.update}")
 
 
 def embeddings() -> StoredEmbeddings:
@@ -145,12 +146,18 @@ def test_weights_of_another_network_are_refused() -> None:
 # -- the networks behind it --------------------------------------------------------------------------------------------
 
 
-every_update = pytest.mark.parametrize("update", ["additive", "convex"])
+every_network = pytest.mark.parametrize(
+    "settings",
+    [{"update": "additive"}, {"update": "convex"}, {"version": "v0"}, {"version": "v1"}, {"version": "v3"}],
+    ids=lambda settings: "-".join(settings.values()),
+)
 
 
 def network(features: int = 6, **settings: object) -> PointerNetwork:
     torch.manual_seed(0)
-    return PointerNetwork(SelectorConfig(**{"width": 16, "layers": 2} | settings), features).eval()
+    layers = {} if settings.get("version") == "v1" else {"layers": 2}
+    config = SelectorConfig(**{"width": 16} | layers | settings)
+    return NETWORKS[config.version](config, features).eval()
 
 
 def encodable(queries: int = 3, size: int = 5, features: int = 6) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,6 +182,12 @@ def size_of(module: nn.Module) -> int:
         ({"width": 10, "heads": 4}, "must be a multiple of selector.heads=4"),
         ({"temperature": 0.0}, "selector.temperature=0.0: must be positive"),
         ({"dropout": 1.0}, "selector.dropout=1.0"),
+        ({"version": "v4"}, "selector.version='v4'"),
+        ({"version": "v0", "layers": 0}, "selector.layers=0: must be at least 1"),
+        ({"version": "v3", "layers": 0}, "selector.layers=0: must be at least 1"),
+        ({"version": "v1", "layers": 2}, "selector.layers=2: selector.version=v1 does not read it"),
+        ({"version": "v1", "heads": 2}, "selector.heads=2: selector.version=v1 does not read it"),
+        ({"version": "v0", "update": "convex"}, "selector.update=convex: selector.version=v0 does not read it"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
@@ -187,6 +200,8 @@ def test_the_network_has_the_originals_number_of_parameters_and_the_default_is_s
     assert size_of(second) == 657_152
     gates = sum(size_of(module) for module in second.modules() if isinstance(module, StateUpdate))
     assert size_of(second) - gates == 525_824
+    # two linear layers and two norms for the query, the same for the candidates, and the gate
+    assert size_of(BiEncoder(SelectorConfig(version="v1", width=512), 512)) == 1_054_721
     # input 137·128; attention 4·128·129 + 256; projections 2·(128·256 + 256 + 512 + 256·128); gate and U 2·257·128
     assert size_of(PointerNetwork(SelectorConfig(), 137)) == 17_536 + 66_304 + 132_608 + 65_792
 
@@ -194,15 +209,16 @@ def test_the_network_has_the_originals_number_of_parameters_and_the_default_is_s
 # -- the network -------------------------------------------------------------------------------------------------------
 
 
-@every_update
+@every_network
 @pytest.mark.parametrize("projection", ["mlp", "linear"])
-def test_logits_are_cosines_over_the_temperature(projection: str, update: str) -> None:
-    net = network(projection=projection, update=update, temperature=0.25)
+def test_logits_are_cosines_over_the_temperature(projection: str, settings: dict[str, str]) -> None:
+    projected = {} if settings.get("version") == "v1" else {"projection": projection}
+    net = network(**projected, **settings, temperature=0.25)
     encoded = net.encode(*encodable())
     torch.testing.assert_close(encoded.keys.norm(dim=-1), torch.ones(3, 5))
     state = net.start(encoded, 4)
     for step in range(3):
-        directions = state
+        directions = net.point(state)
         assert directions.shape == (3, 4, 16)
         torch.testing.assert_close(directions.norm(dim=-1), torch.ones(3, 4))
         logits = net.logits(directions, encoded)
@@ -211,14 +227,14 @@ def test_logits_are_cosines_over_the_temperature(projection: str, update: str) -
         state = net.advance(state, encoded.keys[:, step].unsqueeze(1).expand(-1, 4, -1))
 
 
-@every_update
-def test_known_sequences_are_read_as_step_by_step(update: str) -> None:
-    net = network(update=update)
+@every_network
+def test_known_sequences_are_read_as_step_by_step(settings: dict[str, str]) -> None:
+    net = network(**settings)
     encoded = net.encode(*encodable())
     chosen = encoded.keys[:, torch.tensor([[0, 1], [4, 2]])]  # [3, 2, 2, 16]
     state, wanted = net.start(encoded, 2), []
     for step in range(3):
-        wanted.append(state)
+        wanted.append(net.point(state))
         state = net.advance(state, chosen[:, :, step]) if step < 2 else state
     torch.testing.assert_close(net.states(encoded, chosen), torch.stack(wanted, 2))
 
@@ -255,9 +271,9 @@ def test_another_order_of_the_pool_is_only_another_order_of_the_keys() -> None:
     torch.testing.assert_close(other.state, first.state)
 
 
-@every_update
-def test_every_weight_learns(update: str) -> None:
-    net = network(update=update)
+@every_network
+def test_every_weight_learns(settings: dict[str, str]) -> None:
+    net = network(**settings)
     encoded = net.encode(*encodable())
     directions = net.states(encoded, encoded.keys[:, torch.tensor([[0, 1], [4, 2]])])
     torch.manual_seed(0)
@@ -323,3 +339,30 @@ def test_linear_projections_point_at_what_is_alike_before_any_training() -> None
     pool[:, 2] = query + 0.1 * pool[:, 2]
     encoded = net.encode(query, pool, mask)
     assert net.logits(net.start(encoded, 1), encoded).argmax(-1).flatten().tolist() == [2] * 20
+
+
+def test_the_bi_encoder_moves_on_by_a_learned_share() -> None:
+    net = BiEncoder(SelectorConfig(version="v1", width=2), 3)
+    moved = net.advance(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.0, 1.0]]]))
+    wanted = torch.tensor([0.6, 0.4]) / math.hypot(0.6, 0.4)
+    torch.testing.assert_close(moved[0, 0], wanted)
+
+
+def test_a_causal_transformer_reads_more_steps_than_it_has_positions_for() -> None:
+    net = network(version="v0")
+    encoded = net.encode(*encodable())
+    chosen = encoded.keys[:, torch.arange(40).remainder(5)].unsqueeze(1)
+    directions = net.states(encoded, chosen)
+    assert directions.shape == (3, 1, 41, 16)
+    chosen[:, :, 35] = -chosen[:, :, 35]
+    changed = (net.states(encoded, chosen) - directions).norm(dim=-1).amax((0, 1))
+    assert changed[:36].max() < 1e-5, "what is chosen later is not read before"
+    assert changed[36:].min() > 1e-3
+
+
+def test_v3_sees_its_pool_and_v0_does_not() -> None:
+    query, pool, mask = encodable()
+    for version, reads in (("v0", False), ("v3", True)):
+        net = network(version=version)
+        first, other = (net.encode(query, some, mask).state for some in (pool, -pool))
+        assert torch.equal(first, other) is not reads

@@ -10,18 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from knobwise.agents.selector.networks import PointerNetwork
+from knobwise.agents.selector.networks import NETWORKS, PointerNetwork
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 
-every_update = pytest.mark.parametrize("update", ["additive", "convex"])
+NETWORK = {"additive": {"update": "additive"}, "convex": {"update": "convex"}}
+NETWORK |= {version: {"version": version} for version in ("v0", "v1", "v3")}
+every_network = pytest.mark.parametrize("kind", NETWORK)
 SIZES = (4, 2, 1, 0)  # candidates of the four queries, in pools of four places; those of query 1 do not stand first
 
 
-def network(update: str = "additive") -> PointerNetwork:
+def network(kind: str = "additive") -> PointerNetwork:
     torch.manual_seed(0)
-    config = SelectorConfig(update=update, width=8, heads=2, temperature=0.3)
-    return PointerNetwork(config, 5).eval()
+    heads = {} if kind == "v1" else {"heads": 2}
+    config = SelectorConfig(**NETWORK[kind], **heads, width=8, temperature=0.3)
+    return NETWORKS[config.version](config, 5).eval()
 
 
 def features() -> tuple[Tensor, Tensor, Tensor]:
@@ -31,8 +34,8 @@ def features() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(4, 5, generator=generator), pool, mask
 
 
-def distribution(shots: int = 3, update: str = "additive", **settings: int | None) -> SequenceDistribution:
-    net = network(update)
+def distribution(shots: int = 3, kind: str = "additive", **settings: int | None) -> SequenceDistribution:
+    net = network(kind)
     return SequenceDistribution(net, net.encode(*features()), shots, **settings)
 
 
@@ -57,7 +60,7 @@ def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int]) -> fl
     for place in sequence:
         if place < 0:
             break
-        direction = state[0, 0]
+        direction = net.point(state)[0, 0]
         scores = {p: float(direction @ encoded.keys[0, p]) / net.temperature for p in left}
         total += scores[place] - math.log(sum(math.exp(score) for score in scores.values()))
         left.remove(place)
@@ -69,18 +72,18 @@ def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int]) -> fl
 
 
 @pytest.mark.parametrize("shots", [1, 2, 3])
-@every_update
-def test_probabilities_of_all_sequences_sum_to_one(update: str, shots: int) -> None:
-    dist = distribution(shots, update=update)
+@every_network
+def test_probabilities_of_all_sequences_sum_to_one(kind: str, shots: int) -> None:
+    dist = distribution(shots, kind=kind)
     mask = features()[2]
     for query in range(4):
         log_probs = log_probs_of(dist, everything(mask[query], shots), query)
         torch.testing.assert_close(log_probs.exp().sum(), torch.tensor(1.0))
 
 
-@every_update
-def test_log_probs_are_those_of_a_step_by_step_computation(update: str) -> None:
-    net, dist = network(update), distribution(update=update)
+@every_network
+def test_log_probs_are_those_of_a_step_by_step_computation(kind: str) -> None:
+    net, dist = network(kind), distribution(kind=kind)
     mask = features()[2]
     for query in range(4):
         sequences = everything(mask[query], 3)
@@ -136,6 +139,21 @@ def test_shapes(sample: tuple[int, ...], group_size: int | None) -> None:
     torch.testing.assert_close(dist.log_prob(drawn), log_prob)
     assert dist.mode.shape == dist.deterministic_sample.shape == (4, *group, 3)
     assert dist.entropy().shape == (4,)
+
+
+@every_network
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_draws_carry_the_log_probs_that_log_prob_gives_them_and_never_repeat(kind: str, group_size: int | None) -> None:
+    torch.manual_seed(0)
+    dist = distribution(kind=kind, group_size=group_size)
+    drawn, log_prob = dist.sample_with_log_prob((20,))
+    torch.testing.assert_close(dist.log_prob(drawn), log_prob)
+    for sequence in drawn.flatten(0, -2).tolist():
+        places = [place for place in sequence if place >= 0]
+        assert len(set(places)) == len(places)
+    assert (drawn[:, 0] >= 0).all()
+    greedy = dist.mode if group_size is None else dist.mode[:, 0]
+    assert (greedy >= 0).sum(-1).tolist() == [3, 2, 1, 0]
 
 
 # -- draws -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,205 @@
+"""v2_lora: a tiny CLIP model that learns along with a selector."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ctrl_c
+from helpers import MatchScorer, small_beams
+from safetensors.torch import load_file
+from tiny_models import picture, tiny_clip
+from torch import Tensor
+
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.selector.clip_encoder import ClipEncoder, ClipItems, as_read, load_clip
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.agents.training.settings import StageConfig
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.profiling.measuring.questions import VQAItem
+
+QUESTIONS = ("How many dogs ?", "What color is it ?", "How many cats ?")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("models") / "clip")
+    tiny_clip(folder)
+    return folder
+
+
+def vqa_items(count: int, first: int = 0) -> list[VQAItem]:
+    numbers = range(first, first + count)
+    return [VQAItem(f"i{n}", picture(n, 8, 12), QUESTIONS[n % 3], ("2",)) for n in numbers]
+
+
+@pytest.fixture(scope="module")
+def items(source: str) -> ClipItems:
+    """Three queries; the first is a candidate too."""
+    queries = vqa_items(3)
+    return ClipItems.read(source, queries, [queries[0], *vqa_items(4, 3)])
+
+
+@pytest.fixture(scope="module")
+def beams(source: str) -> tuple[BeamTable, MatchScorer, ClipItems]:
+    """Beams of twelve queries and candidates that are named by their items' numbers."""
+    table, scorer = small_beams(12, pool=3)
+    items = ClipItems.read(source, vqa_items(12), vqa_items(12, 12))
+    return as_read(table, items), scorer, items
+
+
+def changed(source: str, items: ClipItems) -> ClipEncoder:
+    """An encoder whose LoRA weights do something."""
+    torch.manual_seed(0)
+    encoder = ClipEncoder(source, items).eval()
+    with torch.no_grad():
+        for weight in encoder.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    return encoder
+
+
+def frozen_embeddings(source: str, items: ClipItems) -> Tensor:
+    """Of every item, from the image's and the text's own towers of the model as it was saved."""
+    import transformers
+
+    model = transformers.CLIPModel.from_pretrained(source).eval()
+    with torch.no_grad():
+        image = model.get_image_features(items.pixel_values.float()).pooler_output
+        text = model.get_text_features(items.input_ids, items.attention_mask).pooler_output
+    return (image / image.norm(dim=-1, keepdim=True) + text / text.norm(dim=-1, keepdim=True)) / 2
+
+
+def test_items_are_read_once_and_named_by_number(items: ClipItems) -> None:
+    assert items.pixel_values.shape == (7, 3, 8, 8)
+    assert items.queries.flatten().tolist() == [0, 1, 2]
+    assert items.candidates.flatten().tolist() == [0, 3, 4, 5, 6]
+
+
+def test_before_any_step_the_embeddings_are_those_of_clip(source: str, items: ClipItems) -> None:
+    wanted = frozen_embeddings(source, items)
+    numbers = torch.tensor([[[6.0], [0.0]], [[0.0], [2.0]]])
+    for encoder in (ClipEncoder(source, items).eval(), ClipEncoder(source, items).train()):
+        torch.testing.assert_close(encoder(numbers), wanted[torch.tensor([[6, 0], [0, 2]])])
+
+
+def test_only_lora_weights_learn_and_are_saved(source: str, items: ClipItems) -> None:
+    encoder = changed(source, items)
+    # two towers of one layer, four matrices of 16 × 16, rank 16: two matrices of 16 × 16 each
+    assert sum(weight.numel() for weight in encoder.parameters()) == 2 * 4 * 2 * 16 * 16
+    assert set(encoder.state_dict()) == {name for name, _ in encoder.named_parameters()}
+    assert all("lora" in name for name in encoder.state_dict())
+    before = {name: value.clone() for name, value in encoder.model.named_buffers()}
+    optimiser = torch.optim.AdamW(encoder.parameters(), 0.1)
+    names = {name: weight.detach().clone() for name, weight in encoder.named_parameters()}
+    encoder(items.queries)[:, :3].sum().backward()
+    optimiser.step()
+    assert all(not torch.equal(weight, names[name]) for name, weight in encoder.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in encoder.model.named_buffers())
+    saved = load_file(Path(source) / "model.safetensors")
+    plain = {name.replace("base_layer.", ""): value for name, value in before.items()}
+    assert all(torch.equal(plain[name], value) for name, value in saved.items())
+
+
+def test_a_copy_shares_what_is_large_and_nothing_that_learns(source: str, items: ClipItems) -> None:
+    encoder = changed(source, items)
+    twin = copy.deepcopy(encoder)
+    assert twin.items is encoder.items
+    assert all(a is b for a, b in zip(twin.buffers(), encoder.buffers(), strict=True))
+    assert torch.equal(twin(items.queries), encoder(items.queries))
+    with torch.no_grad():
+        next(twin.parameters()).add_(1.0)
+    assert not torch.equal(next(twin.parameters()), next(encoder.parameters()))
+
+
+def selector_of(table: BeamTable, encoder: ClipEncoder) -> Selector:
+    torch.manual_seed(1)
+    return Selector.fitted(SelectorConfig(width=8, heads=2), table.queries, table.candidates, encoder)
+
+
+def test_a_checkpoint_holds_the_models_name_and_gives_the_same_log_probs(
+    source: str, beams: tuple[BeamTable, MatchScorer, ClipItems], tmp_path: Path
+) -> None:
+    table, _, items = beams
+    made = selector_of(table, changed(source, items)).eval()
+    assert made.features == 12
+    save_checkpoint(tmp_path / "c.pt", made, table, {})
+    plain = torch.load(tmp_path / "c.pt", weights_only=True)["controller"]
+    assert plain["encoder"] == source
+    assert {name for name in plain["state"] if name.startswith("encoder.")} == {
+        f"encoder.{name}" for name in made.encoder.state_dict()
+    }
+    loaded = load_checkpoint(tmp_path / "c.pt").selector
+    batch = (table.queries, table.candidates[table.pool], table.pool_mask)
+    with pytest.raises(InputError, match="has no pictures and texts"):
+        loaded.choose(*batch, 2)
+    loaded.encoder.items = items
+    wanted = made.distribution(*batch, 2)
+    result = loaded.distribution(*batch, 2)
+    assert torch.equal(result.log_prob(wanted.mode), wanted.log_prob(wanted.mode))
+
+
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(
+    stage: str, source: str, beams: tuple[BeamTable, MatchScorer, ClipItems], tmp_path: Path
+) -> None:
+    """Both learn, what they start from stays, the first KL of GRPO is 0, and an interruption changes nothing."""
+    table, scorer, items = beams
+    start = selector_of(table, changed(source, items))
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    config = StageConfig(epochs=2, lr=1e-2, queries=4, keep="last")
+    options = {"scorer": scorer, "live": stage == "grpo", "config": config}
+
+    def trainer(folder: str) -> SelectorTrainer:
+        made = SelectorTrainer(stage, table, table.split(0.7, 0.2), start, folder=tmp_path / folder, **options)
+        made.resume(tmp_path / folder / "last.pt")
+        return made
+
+    whole = trainer("whole")
+    if stage == "grpo":
+        next(iter(whole.collector))
+        whole.stage.prepare(0.0, True)
+        assert float(whole.stage.loss(whole.buffer[:])["kl_to_ref"]) == pytest.approx(0, abs=1e-6)
+        whole = trainer("whole")
+    trained = whole.run()
+    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
+    moved = {name for name, value in trained.state_dict().items() if not torch.equal(value, before[name])}
+    assert any("encoder" in name and "lora" in name for name in moved)
+    assert any(name.startswith("network.") for name in moved)
+    kept = load_checkpoint(tmp_path / "whole" / "last.pt").extra["training"]["agent"]
+    assert {name for name in kept if ".encoder." in name} == {f"selector.{name}" for name in before if "lora" in name}
+
+    with ctrl_c(lambda student: student.iteration == 3), pytest.raises(KeyboardInterrupt):
+        trainer("parts").run()
+    resumed = trainer("parts")
+    assert 0 < resumed.iteration < resumed.total
+    state = resumed.run().state_dict()
+    assert all(torch.equal(value, trained.state_dict()[name]) for name, value in state.items())
+
+
+def test_a_moved_model_and_missing_packages_are_named(
+    source: str,
+    beams: tuple[BeamTable, MatchScorer, ClipItems],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, _, items = beams
+    shutil.copytree(source, tmp_path / "moved")
+    save_checkpoint(tmp_path / "c.pt", selector_of(table, changed(str(tmp_path / "moved"), items)), table, {})
+    shutil.rmtree(tmp_path / "moved")
+    with pytest.raises(InputError, match=r"c\.pt: encoder\.model=.*moved: .*moved: no such folder$"):
+        load_checkpoint(tmp_path / "c.pt")
+    config = Path(source, "config.json").read_text().replace('"model_type": "clip"', '"model_type": "siglip"')
+    shutil.copytree(source, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(config)
+    with pytest.raises(InputError, match=r"encoder\.model="):
+        load_clip(str(tmp_path / "other"))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(InputError, match=r"pip install 'knobwise\[peft\]'"):
+        load_clip(source)
