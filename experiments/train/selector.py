@@ -93,12 +93,14 @@ class SelectorExperiment(Experiment):
 
 def _checked(config: SelectorRun) -> SelectorData:
     """What can be refused is refused before anything is written."""
-    for key in ("jobs", "shots"):
-        at_least(key, getattr(config, key), 1)
+    for key, least in {"jobs": 1, "shots": 0}.items():
+        at_least(key, getattr(config, key), least)
     data = read_data(config.beams)
     config.reward = config.reward.resolved(data.table.fields)  # so that config.yaml says what is trained on
     check_judged(data, config.judged_shots)
     lengths = sorted(set(data.table.lengths[data.table.beam_mask].tolist()))
+    if config.shots == 0:  # so that config.yaml says it, as above
+        config.shots = 2 if 2 in lengths else lengths[-1]
     if data.scorer is None and config.shots not in lengths:
         raise InputError(f"shots={config.shots}: recorded sequences have {lengths} demonstrations only")
     for name in config.variants:  # what is wrong in itself, before what these beams do not have
