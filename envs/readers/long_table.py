@@ -217,7 +217,9 @@ def _check_columns(
     if frame.is_empty():
         raise InputError(f"{source}: no row with both {accuracy} and {latency}")
     keys = pl.DataFrame([name_column(frame[c], source) for c in ("dataset", "sample_id") if c in frame.columns])
-    _refuse(measured["accuracy"].is_between(-1e-6, 1 + 1e-6).not_(), f"{accuracy} outside [0, 1]{PERCENT}", keys, source)
+    _refuse(
+        measured["accuracy"].is_between(-1e-6, 1 + 1e-6).not_(), f"{accuracy} outside [0, 1]{PERCENT}", keys, source
+    )
     _refuse(measured["latency"].is_between(0, 3e38).not_(), f"{latency} negative, NaN or infinite", keys, source)
     _refuse(measured["first_look"].is_between(0, 3e38).not_(), "first_look_ms negative, NaN or infinite", keys, source)
     for c in costs:

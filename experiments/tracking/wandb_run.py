@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from knobwise.common.errors import InputError
 from knobwise.experiments.tracking.metrics_file import Row
 
@@ -150,15 +152,12 @@ class WandbRun:
     def _start(self, fresh: bool = False) -> Any:
         """Call `wandb.init`; `fresh` starts a new W&B run even where an earlier one could be resumed."""
         import wandb
-        from wandb.sdk.lib.config_util import dict_from_config_file
 
         id_file, goes_on = self.folder / "wandb" / f"{self.key}.id", self.about["job_type"] != "evaluate"
         # results are logged once, at the end: a run interrupted there has logged none
         again = not fresh and goes_on and id_file.exists()
-        job, sweep, parameters = self._of_agent
-        if fresh or goes_on or not sweep:
-            job = sweep = parameters = None
-        identity = id_file.read_text().strip() if again else job or os.urandom(4).hex()
+        job, sweep, parameters = (None, None, None) if fresh or goes_on else self._of_agent
+        identity = id_file.read_text().strip() if again else (sweep and job) or os.urandom(4).hex()
         online = self.mode == "online"
         last_step = None
         if again and not online:
@@ -188,8 +187,9 @@ class WandbRun:
             self.mode = "offline"
             return self._start(fresh=True)  # wandb still holds the other one
         id_file.write_text(identity)
-        if parameters:  # the sweep looks for them in the config under their own names, such as `optimiser.lr`
-            run.config.update(dict_from_config_file(parameters))
+        if sweep and parameters:  # the sweep looks for them in the config under their own names, such as `optimiser.lr`
+            values = OmegaConf.load(parameters)
+            run.config.update({key: values[key].value for key in values if key != "wandb_version"})
         if run.resumed:
             last_step = run.summary.get("step")
         if last_step is not None:
