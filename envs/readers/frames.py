@@ -120,7 +120,7 @@ def as_share(accuracy: pl.Series, unit: str, source: str, notes: list[str]) -> p
     if unit == "share":
         return accuracy
     if not (accuracy > 1).any():
-        raise InputError(f"{source}: accuracy_unit=percent, but no accuracy is above 1; leave it out")
+        raise InputError(f"{source}: accuracy_unit=percent, but no accuracy is above 1")
     notes.append("accuracy is in per cent: it is divided by 100")
     return accuracy / 100
 

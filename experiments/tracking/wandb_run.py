@@ -187,9 +187,9 @@ class WandbRun:
             self.mode = "offline"
             return self._start(fresh=True)  # wandb still holds the other one
         id_file.write_text(identity)
-        if sweep and parameters:  # the sweep looks for them in the config under their own names, such as `optimiser.lr`
-            values = OmegaConf.load(parameters)
-            run.config.update({key: values[key].value for key in values if key != "wandb_version"})
+        if sweep and parameters:  # the sweep looks for `optimiser.lr` and the like in the config
+            swept: Any = OmegaConf.load(parameters)
+            run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
         if run.resumed:
             last_step = run.summary.get("step")
         if last_step is not None:

@@ -324,3 +324,19 @@ def test_ids_of_mixed_types_in_words_are_refused(tmp_path: Path) -> None:
             read_features(tmp_path / "f.safetensors")
     np.savez(tmp_path / "f.npz", sample_id=np.array([b"a", b"b", b"c"]), x=ROWS)
     assert read_features(tmp_path / "f.npz").sample_ids == ("a", "b", "c")
+
+
+def test_a_pt_file_may_be_keyed_by_sample(tmp_path):
+    path = tmp_path / "f.pt"
+    torch.save({7: {"x": torch.ones(1, 2)}, 3: {"x": torch.zeros(2)}}, path)
+    features = read_features(path)
+    assert (features.sample_ids, features.blocks["x"].tolist()) == (("7", "3"), [[1, 1], [0, 0]])
+    torch.save({"sample_ids": torch.tensor([3, 7]), "x": torch.ones(2, 1)}, path)
+    assert read_features(path).sample_ids == ("3", "7")
+    for other, message in (
+        ({"y": torch.ones(2)}, "sample 3 has other blocks than sample 7"),
+        ({"x": torch.ones(3)}, "size"),
+    ):
+        torch.save({7: {"x": torch.ones(2)}, 3: other}, path)
+        with pytest.raises(InputError, match=rf"f\.pt: cannot be read as features \(.*{message}"):
+            read_features(path)
