@@ -64,8 +64,9 @@ def read_exp5_exp6(
     pattern, columns = re.compile(rf"exp5_accuracy(_results)?_{SETTING}"), {"accuracy": [(accuracy,)]}
     for dataset in datasets:
         times, means = _read_exp6(exp6_dir, dataset, latency, notes)
-        read = (exp5_dir, "exp5_accuracy", pattern, dataset, ["all_samples"], columns, notes)
-        scores, _ = read_configurations(*read, accuracy_unit)
+        scores, _ = read_configurations(
+            exp5_dir, "exp5_accuracy", pattern, dataset, ["all_samples"], columns, notes, accuracy_unit
+        )
         scores, times = keyed([scores, times], KNOBS, dataset, notes)
         cells = _join(scores, _broadcast(scores, times, means, broadcast_latency, notes), dataset, notes)
         joined.append(cells.with_columns(dataset=pl.lit(dataset)) if len(datasets) > 1 else cells)
@@ -232,8 +233,9 @@ def read_core_exp(
     notes: list[str] = []
     pattern = re.compile(rf"{re.escape(dataset_name).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)_{SETTING}")
     columns = {"accuracy": [("accuracy",)], "latency_ms": [(stage,) for stage in CORE_STAGES[latency]]}
-    read = (directory, "", pattern, dataset_name, ["per_sample_results"], columns, notes)
-    cells, _ = read_configurations(*read, accuracy_unit)
+    cells, _ = read_configurations(
+        directory, "", pattern, dataset_name, ["per_sample_results"], columns, notes, accuracy_unit
+    )
     return table_from_frame(
         whole_words(keyed([cells], CORE_KNOBS, dataset_name, notes)[0]),
         name=name or dataset_name,

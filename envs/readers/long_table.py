@@ -66,7 +66,10 @@ def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any
     name = name or Path(path).name.split(".")[0]
     frame, notes = read_frame(Path(path)), list[str]()
     if BUDGET in frame.columns:
-        frame, features = _without_budgets(frame, str(path), notes)
+        try:
+            frame, features = _without_budgets(frame, str(path), notes)
+        except pl.exceptions.PolarsError as error:
+            raise InputError(f"{path}: not training data ({error})") from error
         choices["features"] = choices.get("features") or features
     return table_from_frame(frame, name=name, source=str(path), notes=notes, **choices)
 

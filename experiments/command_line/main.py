@@ -132,7 +132,7 @@ def _run(words: list[str]) -> int:
         print(f"knobwise {__version__}")
         return 0
     verb, words = words[0], words[1:]
-    if verb in ("-sc", "--shell-completion"):
+    if verb == "-sc":
         from knobwise.experiments.command_line.compose import shell_completion
 
         shell_completion(VERBS, words)

@@ -93,8 +93,8 @@ class SelectorExperiment(Experiment):
 
 def _checked(config: SelectorRun) -> SelectorData:
     """What can be refused is refused before anything is written."""
-    for key, least in {"jobs": 1, "shots": 0}.items():
-        at_least(key, getattr(config, key), least)
+    at_least("jobs", config.jobs, 1)
+    at_least("shots", config.shots, 0)
     data = read_data(config.beams)
     config.reward = config.reward.resolved(data.table.fields)  # so that config.yaml says what is trained on
     check_judged(data, config.judged_shots)

@@ -1,5 +1,6 @@
 """Feature files: four formats, matched to samples by id, all that can be wrong in them; and tables joined into one."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -340,3 +341,22 @@ def test_a_pt_file_may_be_keyed_by_sample(tmp_path):
         torch.save({7: {"x": torch.ones(2)}, 3: other}, path)
         with pytest.raises(InputError, match=rf"f\.pt: cannot be read as features \(.*{message}"):
             read_features(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_feature": [9.0]}, "1 ids occur more than once; keep one row of features for each sample"),
+        ({"image_feature": [1.0, 2.0]}, "cannot be read as features"),
+        ({"latency_ms": 3.0}, r"not training data \(.*latency_ms"),
+        ({"config": {"accuracy": 1}}, r"not training data \(.*accuracy"),
+        ({"latency": -1.0}, "1 rows with latency_ms negative"),
+    ],
+)
+def test_training_data_that_cannot_be_used(tmp_path, change, message):
+    config = {"max_crops": 2, "top_k": 8}
+    cell = {"sample_id": 0, "config": config, "accuracy": 1.0, "latency": 9.0, "image_feature": [0.5]}
+    examples = [{**cell, "latency_budget": 5.0}, {**cell, "latency_budget": 6.0, **change}]
+    (tmp_path / "t.json").write_text(json.dumps(examples))
+    with pytest.raises(InputError, match=rf"t\.json: .*{message}"):
+        read_long_table(tmp_path / "t.json")

@@ -57,4 +57,4 @@ def test_tab_completion(line: str, wanted: list[str], capsys: Capture, monkeypat
 def test_the_function_that_completes_is_for_the_command(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr("sys.argv", ["/some/folder/knobwise"])
     assert shown(capsys, "-sc", "install=bash").endswith("hydra_bash_completion knobwise\n")
-    assert main(["--shell-completion"]) == 2
+    assert main(["-sc"]) == 2
