@@ -17,6 +17,7 @@ import polars as pl
 from knobwise.common.errors import InputError
 from knobwise.common.json_text import decoded
 from knobwise.common.progress import progress
+from knobwise.envs.readers.frames import PERCENT, as_share
 
 IDS = ("sample_id", "question_id", "image_id")
 WORDS = (*IDS, "question_type")
@@ -33,6 +34,7 @@ def read_configurations(
     keys: Sequence[str],
     columns: Mapping[str, Sequence[Sequence[str]]],
     notes: list[str],
+    accuracy_unit: str = "share",
 ) -> tuple[pl.DataFrame, list[Record]]:
     """The cells of one data set: `WORDS`, `repeat`, columns, knobs, file; and the summaries, with knobs and file.
 
@@ -78,6 +80,8 @@ def read_configurations(
     }
     notes += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
     frame = pl.concat(frames)
+    if "accuracy" in columns:
+        frame = frame.with_columns(as_share(frame["accuracy"], accuracy_unit, str(folder), notes))
     for column in columns:
         frame = in_range(frame, column)
     return frame, summaries
@@ -256,8 +260,8 @@ def in_range(frame: pl.DataFrame, column: str) -> pl.DataFrame:
     bad = frame.filter(pl.col(column).is_between(-1e-6 if top == 1 else 0, top + 1e-6).not_())
     if bad.height:
         raise InputError(
-            f"{bad['file'][0]}: {column} must be between 0 and {top:g}, is {bad[column][0]}; {bad.height} such values "
-            f"in {bad['file'].n_unique()} files. Measure again or remove those rows"
+            f"{bad['file'][0]}: {column} must be between 0 and {top:g}, is {bad[column][0]}{PERCENT * (top == 1)}; "
+            f"{bad.height} such values in {bad['file'].n_unique()} files. Measure again or remove those rows"
         )
     return frame
 

@@ -34,6 +34,7 @@ def read_exp5_exp6(
     *,
     latency: Literal["total", "prefill", "decode"] = "total",
     accuracy: str = "score",
+    accuracy_unit: str = "share",
     broadcast_latency: bool = False,
     features: str | Path | Features | None = None,
     name: str | None = None,
@@ -49,6 +50,7 @@ def read_exp5_exp6(
             the files; or are themselves a file with all configurations, as `exp5_accuracy_results.json`.
         latency: which time the budget limits, in ms.
         accuracy: which value of the exp5 rows is the accuracy, such as `soft_score`.
+        accuracy_unit: `percent` for accuracies in [0, 100].
         broadcast_latency: if a configuration has only a mean latency, give it to all its samples.
 
     Raises:
@@ -62,7 +64,9 @@ def read_exp5_exp6(
     pattern, columns = re.compile(rf"exp5_accuracy(_results)?_{SETTING}"), {"accuracy": [(accuracy,)]}
     for dataset in datasets:
         times, means = _read_exp6(exp6_dir, dataset, latency, notes)
-        scores, _ = read_configurations(exp5_dir, "exp5_accuracy", pattern, dataset, ["all_samples"], columns, notes)
+        scores, _ = read_configurations(
+            exp5_dir, "exp5_accuracy", pattern, dataset, ["all_samples"], columns, notes, accuracy_unit
+        )
         scores, times = keyed([scores, times], KNOBS, dataset, notes)
         cells = _join(scores, _broadcast(scores, times, means, broadcast_latency, notes), dataset, notes)
         joined.append(cells.with_columns(dataset=pl.lit(dataset)) if len(datasets) > 1 else cells)
@@ -216,6 +220,7 @@ def read_core_exp(
     dataset_name: str,
     *,
     latency: Literal["total", "prefill", "vision_prefill"] = "total",
+    accuracy_unit: str = "share",
     features: str | Path | Features | None = None,
     name: str | None = None,
 ) -> ProfileTable:
@@ -228,7 +233,9 @@ def read_core_exp(
     notes: list[str] = []
     pattern = re.compile(rf"{re.escape(dataset_name).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)_{SETTING}")
     columns = {"accuracy": [("accuracy",)], "latency_ms": [(stage,) for stage in CORE_STAGES[latency]]}
-    cells, _ = read_configurations(directory, "", pattern, dataset_name, ["per_sample_results"], columns, notes)
+    cells, _ = read_configurations(
+        directory, "", pattern, dataset_name, ["per_sample_results"], columns, notes, accuracy_unit
+    )
     return table_from_frame(
         whole_words(keyed([cells], CORE_KNOBS, dataset_name, notes)[0]),
         name=name or dataset_name,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -129,10 +129,26 @@ def write_features(table: ProfileTable, path: str | Path) -> None:
             pl.DataFrame({**ids, **arrays}).write_parquet(temporary)
 
 
+def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
+    """Return ids and blocks of what may be keyed by sample, {id: {block: vector}}. Ids under the name `sample_ids`, as
+    the original system wrote them, become `sample_id`. Raises ValueError: a sample lacks a block of another."""
+    if "sample_ids" in content:
+        content.setdefault("sample_id", content.pop("sample_ids"))
+    rows = list(content.values())
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        return content
+    blocks: dict[str, Any] = {"sample_id": list(content)}
+    if uneven := [key for key, row in content.items() if row.keys() != rows[0].keys()]:
+        raise ValueError(f"sample {uneven[0]} has other blocks than sample {blocks['sample_id'][0]}")
+    for name in rows[0]:
+        blocks[name] = torch.stack([torch.as_tensor(row[name]).flatten() for row in rows])
+    return blocks
+
+
 def _read_arrays(path: Path) -> dict[str, ArrayLike]:
     """Read ids and blocks of a feature file, unchecked."""
     if path.suffix in (".npz", ".pt", ".safetensors"):
-        arrays = read_arrays(path, "features")
+        arrays = _in_blocks(read_arrays(path, "features"))
         if path.suffix == ".safetensors":
             with safe_open(str(path), framework="pt") as file:
                 words = file.metadata() or {}

@@ -15,6 +15,7 @@ from typing import Any
 
 import polars as pl
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.json_text import decoded
 from knobwise.common.parquet import read_parquet
@@ -23,6 +24,7 @@ from knobwise.envs.tables.profile_table import Knob, KnobValue
 KEYS = frozenset({"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"})
 LIMIT = "KNOBWISE_UNPACKED_MB"
 """The variable that says to how many MB a gzipped table may unpack; 512 without it."""
+PERCENT = " (accuracies in per cent need accuracy_unit=percent)"
 TIERS = ("low", "medium", "high")
 NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
@@ -40,13 +42,17 @@ def read_frame(path: Path) -> pl.DataFrame:
         if name.endswith((".jsonl", ".ndjson")):
             with io.BytesIO(content) if isinstance(content, bytes) else path.open("rb") as lines:
                 return _frame([decoded(line) for line in lines if line.strip()])
+        if name.endswith(".json"):
+            return _frame(decoded(content if isinstance(content, bytes) else path.read_bytes()))
         if name.endswith((".parquet", ".pq")):
             return read_parquet(path)
     except (InputError, MemoryError):
         raise
     except Exception as error:
         raise InputError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})") from error
-    raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl and .ndjson; text may also end in .gz")
+    raise InputError(
+        f"{path}: not a table; known are .csv, .parquet, .json, .jsonl and .ndjson; text may also end in .gz"
+    )
 
 
 def _frame(rows: list[Any]) -> pl.DataFrame:
@@ -102,6 +108,21 @@ def number_column(series: pl.Series, source: str, logical: bool = True) -> pl.Se
     if series.dtype.is_numeric() or series.dtype == pl.Null or (logical and series.dtype == pl.Boolean):
         return series.cast(pl.Float64)
     raise InputError(f"{source}: column {series.name!r} holds {series.dtype}, expected numbers")
+
+
+def as_share(accuracy: pl.Series, unit: str, source: str, notes: list[str]) -> pl.Series:
+    """Return accuracies from 0 to 1; those in per cent are divided by 100, and a note says so.
+
+    Raises:
+        InputError: an unknown unit, or per cent where no value is above 1.
+    """
+    one_of("accuracy_unit", unit, ("share", "percent"))
+    if unit == "share":
+        return accuracy
+    if not (accuracy > 1).any():
+        raise InputError(f"{source}: accuracy_unit=percent, but no accuracy is above 1")
+    notes.append("accuracy is in per cent: it is divided by 100")
+    return accuracy / 100
 
 
 def name_column(series: pl.Series, source: str) -> pl.Series:

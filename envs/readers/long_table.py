@@ -21,14 +21,31 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.feature_files import Features as Features
 from knobwise.envs.readers.feature_files import attach_features as attach_features
+from knobwise.envs.readers.feature_files import features_from
 from knobwise.envs.readers.feature_files import read_features as read_features
 from knobwise.envs.readers.feature_files import write_features as write_features
-from knobwise.envs.readers.frames import KEYS, knob_column, name_column, number_column, read_frame
+from knobwise.envs.readers.frames import (
+    KEYS,
+    PERCENT,
+    as_share,
+    knob_column,
+    name_column,
+    number_column,
+    read_frame,
+)
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 
 MEASURES = frozenset(
     {"accuracy", "score", "soft_score", "pred", "prediction", "answer", "answers", "question", "repeat"}
 )
+BUDGET = "latency_budget"
+"""The column that only training examples have, see `_without_budgets`."""
+TRAINING_COLUMNS = {
+    "latency": "latency_ms",
+    "image_feature": "image_features",
+    "language_feature": "language_features",
+}
+"""Their other columns, with the names that we give them."""
 COST = "cost."
 """How the name of the column begins that holds a further cost, such as `cost.energy_j`."""
 WORD_COLUMNS = {
@@ -44,11 +61,39 @@ PARTS |= {"test": "test", "testing": "test"}
 
 
 def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any) -> ProfileTable:
-    """Read a long table from CSV, Parquet or JSON lines (by suffix; CSV and JSON lines also gzipped) as
-    `table_from_frame`; the default name is that of the file. Raises InputError as it does, or if the file is not of its
-    kind."""
+    """Read a long table from CSV, Parquet, JSON or JSON lines (by suffix; text also gzipped) as `table_from_frame`; the
+    default name is that of the file. Raises InputError as it does, or if the file is not of its kind."""
     name = name or Path(path).name.split(".")[0]
-    return table_from_frame(read_frame(Path(path)), name=name, source=str(path), **choices)
+    frame, notes = read_frame(Path(path)), list[str]()
+    if BUDGET in frame.columns:
+        try:
+            frame, features = _without_budgets(frame, str(path), notes)
+        except pl.exceptions.PolarsError as error:
+            raise InputError(f"{path}: not training data ({error})") from error
+        choices["features"] = choices.get("features") or features
+    return table_from_frame(frame, name=name, source=str(path), notes=notes, **choices)
+
+
+def _without_budgets(frame: pl.DataFrame, source: str, notes: list[str]) -> tuple[pl.DataFrame, Features | None]:
+    """Return the measurements of training examples, and the features in them.
+
+    The original system wrote `controller_training_data.json`: the examples of a cell repeat its measurement for each
+    latency budget, and hold the features of the sample; the knobs stand in `config`.
+
+    Raises:
+        InputError: features of a sample differ between its examples.
+    """
+    frame = frame.unnest(pl.selectors.struct()).rename(TRAINING_COLUMNS, strict=False)
+    vectors = [name for name in ("image_features", "language_features") if name in frame.columns]
+    features = None
+    if vectors:
+        samples = frame.select("sample_id", *vectors).unique(maintain_order=True)
+        features = features_from(samples.to_dict(as_series=False), source)
+    measured = frame.drop(BUDGET, pl.selectors.nested())
+    is_first = pl.col(BUDGET).eq_missing(pl.col(BUDGET).first().over(measured.columns))
+    once = measured.filter(frame.select(is_first).to_series())
+    notes.append(f"{len(frame) - len(once)} examples repeat a measurement for another {BUDGET}: it is read once")
+    return once, features
 
 
 def table_from_frame(
@@ -57,6 +102,7 @@ def table_from_frame(
     name: str,
     knobs: Sequence[str] | None = None,
     accuracy: str = "accuracy",
+    accuracy_unit: str = "share",
     latency: str = "latency_ms",
     unit: str = "ms",
     features: str | Path | Features | None = None,
@@ -76,6 +122,7 @@ def table_from_frame(
             `cost.NAME`, one further cost ≥ 0, known in every row.
         knobs: the columns that are knobs. By default every column that is neither a key nor a measurement (such as
             `*_ms`), nor constant inside each sample; without knobs a lone column such as `configuration` is one.
+        accuracy_unit: `percent` for accuracies in [0, 100].
         latency, unit: the column that the budget limits, a time or any other cost (energy, price), and its unit.
         source: the name of the frame in error messages, such as a file name.
 
@@ -84,7 +131,7 @@ def table_from_frame(
     """
     source, notes, score = source or name, list(notes), accuracy not in frame.columns and "score" in frame.columns
     accuracy = "score" if accuracy == "accuracy" and score else accuracy
-    frame, keys, measured = _check_columns(frame, accuracy, latency, source, notes)
+    frame, keys, measured = _check_columns(frame, accuracy, accuracy_unit, latency, source, notes)
     columns = _find_knobs(frame, keys, {accuracy, latency}, notes) if knobs is None else knobs
     _check_knobs(frame, columns, {*keys.columns, accuracy, latency, "repeat"}, source)
     settings, codes = zip(*(knob_column(frame[column], source) for column in columns), strict=True)
@@ -145,7 +192,7 @@ def write_long_table(table: ProfileTable, path: str | Path) -> None:
 
 
 def _check_columns(
-    frame: pl.DataFrame, accuracy: str, latency: str, source: str, notes: list[str]
+    frame: pl.DataFrame, accuracy: str, accuracy_unit: str, latency: str, source: str, notes: list[str]
 ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """The profiled rows, their keys (`dataset` if there is one, and `sample_id`) and their measurements: accuracy,
     latency, `repeat`, null where there is no such column, the first look, likewise 0, and the further cost if any."""
@@ -155,9 +202,8 @@ def _check_columns(
             "table needs sample_id, an accuracy and a latency: rename the columns, or give their names as accuracy=… "
             "and latency=… (on the command line profile.accuracy=… and profile.latency=…)"
         )
-    measured = pl.DataFrame(
-        {"accuracy": number_column(frame[accuracy], source), "latency": number_column(frame[latency], source, False)}
-    )
+    shares = as_share(number_column(frame[accuracy], source), accuracy_unit, source, notes)
+    measured = pl.DataFrame({"accuracy": shares, "latency": number_column(frame[latency], source, False)})
     numbered = "repeat" in frame.columns and not frame["repeat"].is_null().all()
     repeat = number_column(frame["repeat"], source, False).fill_null(0.0) if numbered else pl.lit(None, pl.Float64)
     looked = latency == "latency_ms" and "first_look_ms" in frame.columns
@@ -174,7 +220,9 @@ def _check_columns(
     if frame.is_empty():
         raise InputError(f"{source}: no row with both {accuracy} and {latency}")
     keys = pl.DataFrame([name_column(frame[c], source) for c in ("dataset", "sample_id") if c in frame.columns])
-    _refuse(measured["accuracy"].is_between(-1e-6, 1 + 1e-6).not_(), f"{accuracy} outside [0, 1]", keys, source)
+    _refuse(
+        measured["accuracy"].is_between(-1e-6, 1 + 1e-6).not_(), f"{accuracy} outside [0, 1]{PERCENT}", keys, source
+    )
     _refuse(measured["latency"].is_between(0, 3e38).not_(), f"{latency} negative, NaN or infinite", keys, source)
     _refuse(measured["first_look"].is_between(0, 3e38).not_(), "first_look_ms negative, NaN or infinite", keys, source)
     for c in costs:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -193,6 +194,19 @@ def _explaining(verb: str, words: Sequence[str]) -> Iterator[None]:
             yield
     except (HydraException, OmegaConfBaseException, OSError, TypeError, ValueError) as error:
         raise InputError(_explained(verb, words, error)) from error
+
+
+def shell_completion(verbs: Iterable[str], words: Sequence[str]) -> None:
+    """Print what Hydra's tab completion asks for by `-sc`: with `install=bash` the function for the shell; with
+    `query=bash` what may end the line in COMP_LINE, which begins with the program and the verb."""
+    _, _, line = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
+    verb, is_whole, rest = line.lstrip().partition(" ")
+    if "query=" in " ".join(words) and not is_whole:
+        print(*(name for name in verbs if name.startswith(verb)))
+        return
+    os.environ["COMP_LINE"] = f"knobwise {rest}"
+    with _explaining("train", ()):
+        GlobalHydra.instance().hydra.shell_completion(schema_of(verb, rest.split()), list(words))
 
 
 def with_variants(words: Sequence[str]) -> list[str]:

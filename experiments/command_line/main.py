@@ -132,6 +132,11 @@ def _run(words: list[str]) -> int:
         print(f"knobwise {__version__}")
         return 0
     verb, words = words[0], words[1:]
+    if verb == "-sc":
+        from knobwise.experiments.command_line.compose import shell_completion
+
+        shell_completion(VERBS, words)
+        return 0
     if verb not in VERBS:
         nearest = get_close_matches(verb, VERBS, n=1)
         listed = f"the verbs are {', '.join(VERBS)} (knobwise --help)"

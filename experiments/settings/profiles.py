@@ -56,6 +56,8 @@ class Exp5Exp6Profile:
     """The time that the budget limits: total, prefill or decode."""
     accuracy: str = "score"
     """The value in the exp5 rows that is the accuracy."""
+    accuracy_unit: str = "share"
+    """`share` (0 to 1), or `percent` (0 to 100)."""
     broadcast_latency: bool = False
     """If latency was not measured per sample, use a configuration's mean latency for all samples."""
     name: str | None = None
@@ -74,6 +76,8 @@ class CoreExpProfile:
     """Name of the data set."""
     latency: str = "total"
     """The time that the budget limits: total, prefill or vision_prefill."""
+    accuracy_unit: str = "share"
+    """`share` (0 to 1), or `percent` (0 to 100)."""
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     features_ms: float = 0.0
@@ -91,7 +95,9 @@ class LongTables:
     knobs: list[str] | None = None
     """Columns that are knobs; None for every column that has no other known meaning."""
     accuracy: str = "accuracy"
-    """Column of the accuracy, in 0..1."""
+    """Column of the accuracy."""
+    accuracy_unit: str = "share"
+    """`share` (0 to 1), or `percent` (0 to 100)."""
     latency: str = "latency_ms"
     """Column of the latency in ms, or of another non-negative cost: prefill time, energy, price."""
     unit: str = "ms"
@@ -106,7 +112,7 @@ class TableProfile(LongTables):
 
     format: str = "table"
     path: str = MISSING
-    """CSV, Parquet or JSON lines; or a complete `.safetensors` that `ProfileTable.save` wrote."""
+    """CSV, Parquet, JSON or JSON lines; or a complete `.safetensors` that `ProfileTable.save` wrote."""
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     name: str | None = None

@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from knobwise.common.errors import InputError
 from knobwise.experiments.tracking.metrics_file import Row
 
-NOT_FOR_WANDB = (
-    *("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"),
-    *("WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE"),
-)
+OF_AGENT = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
+"""What `wandb agent` sets for a job: the id of a W&B run, its sweep, and a file with the parameters. A job of ours is
+several W&B runs: that of the results, with the validation score as a mean over the seeds, is the one of the sweep."""
+NOT_FOR_WANDB = (*OF_AGENT, "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE")
 """Variables hidden from wandb: they are about a single run, and a job of ours is several; WANDB_SERVICE names the
 service process of the program that started ours, which may be gone."""
 PATIENCE_S = 20
@@ -63,6 +65,7 @@ class WandbRun:
     finished: bool = False
     """W&B has all of it; this session adds to the summary."""
     run: Any = None
+    _of_agent: Sequence[str | None] = ()
     _resumed: bool = False
     _broken: bool = False
     _sent: dict[int, set[str]] = field(default_factory=dict)
@@ -76,6 +79,7 @@ class WandbRun:
         folder = self.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         wanted = {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
+        self._of_agent = [os.environ.get(name) for name in OF_AGENT]
         with contextlib.ExitStack() as stack:
             stack.enter_context(environment({**dict.fromkeys([*empty, *NOT_FOR_WANDB]), **wanted}))
             try:
@@ -152,7 +156,8 @@ class WandbRun:
         id_file, goes_on = self.folder / "wandb" / f"{self.key}.id", self.about["job_type"] != "evaluate"
         # results are logged once, at the end: a run interrupted there has logged none
         again = not fresh and goes_on and id_file.exists()
-        identity = id_file.read_text().strip() if again else os.urandom(4).hex()
+        job, sweep, parameters = (None, None, None) if fresh or goes_on else self._of_agent
+        identity = id_file.read_text().strip() if again else (sweep and job) or os.urandom(4).hex()
         online = self.mode == "online"
         last_step = None
         if again and not online:
@@ -170,6 +175,7 @@ class WandbRun:
                     console="off",
                     init_timeout=PATIENCE_S,
                     finish_timeout=UPLOAD_S,
+                    sweep_id=sweep,
                 ),
             )
         except wandb.Error as error:
@@ -181,6 +187,9 @@ class WandbRun:
             self.mode = "offline"
             return self._start(fresh=True)  # wandb still holds the other one
         id_file.write_text(identity)
+        if sweep and parameters:  # the sweep looks for `optimiser.lr` and the like in the config
+            swept: Any = OmegaConf.load(parameters)
+            run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
         if run.resumed:
             last_step = run.summary.get("step")
         if last_step is not None:

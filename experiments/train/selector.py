@@ -94,12 +94,14 @@ class SelectorExperiment(Experiment):
 
 def _checked(config: SelectorRun) -> SelectorData:
     """What can be refused is refused before anything is written."""
-    for key in ("jobs", "shots"):
-        at_least(key, getattr(config, key), 1)
+    at_least("jobs", config.jobs, 1)
+    at_least("shots", 1 if config.shots is None else config.shots, 1)
     data = read_data(config.beams, config.encoder)
     config.reward = config.reward.resolved(data.table.fields)  # so that config.yaml says what is trained on
     check_judged(data, config.judged_shots)
     lengths = sorted(set(data.table.lengths[data.table.beam_mask].tolist()))
+    if config.shots is None:  # so that config.yaml says it, as above
+        config.shots = 2 if 2 in lengths else lengths[-1]
     if data.scorer is None and config.shots not in lengths:
         raise InputError(f"shots={config.shots}: recorded sequences have {lengths} demonstrations only")
     for name in config.variants:  # what is wrong in itself, before what these beams do not have

@@ -476,6 +476,21 @@ def put_core(root, level, scores, rank="", folder="text-vqa", dataset="text_vqa"
     return put(root / folder / f"{dataset}_imgsizetier-{level}_crops{crops}_topk8_blocks16{rank}.json", content)
 
 
+def test_accuracies_in_per_cent_are_divided_by_100_on_request(tmp_path):
+    put_exp5(tmp_path, SMALL, {0: 100.0, 1: 30.0})
+    put_exp6(tmp_path, SMALL, {0: 9.0, 1: 8.0})
+    put_core(tmp_path, "low", {0: 100.0, 1: 30.0})
+    for read_one in (read, lambda root, **choices: read_core_exp(root, "text_vqa", **choices)):
+        with pytest.raises(InputError, match=r"between 0 and 1, is 100\.0 \(accuracies in per cent need accuracy_unit"):
+            read_one(tmp_path)
+        table = read_one(tmp_path, accuracy_unit="percent")
+        assert table.accuracy.flatten().tolist() == pytest.approx([1, 0.3])
+        assert table.notes == ("accuracy is in per cent: it is divided by 100",)
+    put_core(tmp_path, "low", {0: 1.0, 1: 0.3})
+    with pytest.raises(InputError, match="no accuracy is above 1"):
+        read_core_exp(tmp_path, "text_vqa", accuracy_unit="percent")
+
+
 @pytest.mark.parametrize("spelling", [{}, {"folder": ""}, {"dataset": "text-vqa"}])
 def test_core_exp_tiers_go_from_low_to_high(tmp_path, spelling):
     for tier, score in (("high", 1.0), ("low", 0.0), ("medium", 0.5)):

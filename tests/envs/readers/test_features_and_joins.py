@@ -1,5 +1,6 @@
 """Feature files: four formats, matched to samples by id, all that can be wrong in them; and tables joined into one."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,38 @@ def test_ids_of_mixed_types_in_words_are_refused(tmp_path: Path) -> None:
             read_features(tmp_path / "f.safetensors")
     np.savez(tmp_path / "f.npz", sample_id=np.array([b"a", b"b", b"c"]), x=ROWS)
     assert read_features(tmp_path / "f.npz").sample_ids == ("a", "b", "c")
+
+
+def test_a_pt_file_may_be_keyed_by_sample(tmp_path):
+    path = tmp_path / "f.pt"
+    torch.save({7: {"x": torch.ones(1, 2)}, 3: {"x": torch.zeros(2)}}, path)
+    features = read_features(path)
+    assert (features.sample_ids, features.blocks["x"].tolist()) == (("7", "3"), [[1, 1], [0, 0]])
+    torch.save({"sample_ids": torch.tensor([3, 7]), "x": torch.ones(2, 1)}, path)
+    assert read_features(path).sample_ids == ("3", "7")
+    for other, message in (
+        ({"y": torch.ones(2)}, "sample 3 has other blocks than sample 7"),
+        ({"x": torch.ones(3)}, "size"),
+    ):
+        torch.save({7: {"x": torch.ones(2)}, 3: other}, path)
+        with pytest.raises(InputError, match=rf"f\.pt: cannot be read as features \(.*{message}"):
+            read_features(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_feature": [9.0]}, "1 ids occur more than once; keep one row of features for each sample"),
+        ({"image_feature": [1.0, 2.0]}, "cannot be read as features"),
+        ({"latency_ms": 3.0}, r"not training data \(.*latency_ms"),
+        ({"config": {"accuracy": 1}}, r"not training data \(.*accuracy"),
+        ({"latency": -1.0}, "1 rows with latency_ms negative"),
+    ],
+)
+def test_training_data_that_cannot_be_used(tmp_path, change, message):
+    config = {"max_crops": 2, "top_k": 8}
+    cell = {"sample_id": 0, "config": config, "accuracy": 1.0, "latency": 9.0, "image_feature": [0.5]}
+    examples = [{**cell, "latency_budget": 5.0}, {**cell, "latency_budget": 6.0, **change}]
+    (tmp_path / "t.json").write_text(json.dumps(examples))
+    with pytest.raises(InputError, match=rf"t\.json: .*{message}"):
+        read_long_table(tmp_path / "t.json")
