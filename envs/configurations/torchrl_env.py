@@ -46,6 +46,7 @@ class ConfigBandit(ContextEnv):
         rows: int64 [n], the samples to draw from (the training split); None for all. From M such lists contexts are
             drawn in turn, context i from list i mod M.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
+        balance: by what samples are drawn evenly, see `BalanceConfig`.
 
     Raises:
         InputError: by `step`, if an action is outside its range or of another shape, or under `unprofiled="error"`
@@ -75,8 +76,9 @@ class ConfigBandit(ContextEnv):
         full_information: bool = False,
         device: torch.device | str | None = None,
         repeats: str = "draw",
+        balance: str = "none",
     ) -> None:
-        contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed)
+        contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, balance)
         super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
         self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats)

@@ -56,7 +56,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "trained_on": PROFILES,
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
     "budget": {
-        **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "fixed")},
+        **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
         **{sense: BudgetConfig(sense=sense) for sense in ("mean", "weights")},
     },
     "reward": {
