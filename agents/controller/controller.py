@@ -93,8 +93,7 @@ class Controller(nn.Module):
         latencies_ms = table.latency_ms[rows][table.mask[rows]]
         limits = worths_range(latencies_ms) if priced else latencies_ms
         encoding = BudgetEncoding(limits, config.budget_width)
-        normaliser = FeatureNormaliser.fit(table, rows, config.project)
-        normaliser.datasets = sorted(set(table.dataset_names)) if config.dataset_input else []
+        normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
         x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
         bins = 0 < normaliser.width <= WIDEST
         cost, name = (table.weighed_cost[rows], table.cost_name) if weighs else (None, "")
@@ -158,17 +157,11 @@ class Controller(nn.Module):
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
         """The inverse of `plain`, in eval mode. Raises InputError: a setting that exists no more."""
-        state, policy = plain["state"], dict(plain["policy"])
-        if "budget_encoding" not in policy:  # of an even width earlier versions left one out
-            policy["budget_width"] -= 1 - policy["budget_width"] % 2
-        config = PolicyConfig(**policy)
-        has_missing, projection = (state.get(f"normaliser.{x}") for x in ("has_missing", "projection"))
-        normaliser = FeatureNormaliser.restored(plain["features"], has_missing, projection)
-        normaliser.datasets = plain.get("datasets", [])
+        state, config = plain["state"], PolicyConfig.restored(plain["policy"])
         controller = cls(
             [Knob(name, tuple(values)) for name, values in plain["knobs"]],
             state["configurations"],
-            normaliser,
+            FeatureNormaliser.restored(plain),
             BudgetEncoding(torch.ones(1), config.budget_width),
             config,
             plain["priced"],

@@ -170,9 +170,9 @@ class Experts(NamedTuple):
         seed: int,
         normaliser: FeatureNormaliser | None = None,
     ) -> Experts:
-        """Fit an expert of each family on `rows`, int64 [n]; `budgets_ms` [B] are the deadlines that their spreads are
-        chosen for, empty at a price; `seed` is that of folds and trees; the normaliser is fitted on the rows too unless
-        one is given."""
+        """Fit an expert of each family on `rows`, int64 [n]; `budgets_ms` [B] are the deadlines
+        that their spreads are chosen for, empty at a price; `seed` is that of folds and trees;
+        without a normaliser one is fitted on the rows too."""
         measured = Measured.from_table(table, rows, budgets_ms, seed)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
         return cls(measured, normaliser, fit_experts(table, measured, normaliser, families, seed) if families else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class FeatureNormaliser(nn.Module):
         super().__init__()
         self.sizes = {name: block.shape[-1] for name, block in blocks.items()}
         self.clip = clip
-        self.datasets: list[str] = []  # the columns of the block `dataset` where the data set is an input
+        self.datasets: list[str] = []  # the columns of the block `dataset`, if that is an input
         self.register_buffer("projection", None)
         columns = sum(self.sizes.values())
         joined = torch.cat([b.float() for b in blocks.values()], -1) if blocks else torch.zeros(1, 0)
@@ -76,11 +77,19 @@ class FeatureNormaliser(nn.Module):
         return len(self.mean) + int(self.has_missing.sum())
 
     @classmethod
-    def fit(cls, table: ProfileTable, rows: Tensor, project: int = 0) -> FeatureNormaliser:
-        """Fit on these rows (int64 [n]) of a table, with a projection onto `project` principal components or, for 0,
-        without. Raises InputError: so many components do not exist."""
+    def fit(
+        cls,
+        table: ProfileTable,
+        rows: Tensor,
+        project: int = 0,
+        dataset_input: bool = False,
+    ) -> FeatureNormaliser:
+        """Fit on these rows (int64 [n]) of a table, with a projection onto `project` principal
+        components or, for 0, without; note the table's data sets if they are an input. Raises
+        InputError: there are not so many components."""
         blocks = {name: block[rows] for name, block in table.features.items()}
         normaliser = cls(blocks)
+        normaliser.datasets = sorted(set(table.dataset_names)) if dataset_input else []
         if project:
             from sklearn.decomposition import PCA
 
@@ -88,8 +97,9 @@ class FeatureNormaliser(nn.Module):
             most = min(len(x) - 1, int((x != x[0]).any(0).sum()))
             if project > most:
                 raise InputError(
-                    f"policy.project={project}: profile {table.name!r} has at most {most} components, as many as "
-                    "features that vary, and fewer than training samples; give at most that many"
+                    f"policy.project={project}: profile {table.name!r} has at most {most} "
+                    "components: no more than features that vary in training, and fewer than "
+                    "training samples"
                 )
             fitted = PCA(project, random_state=0).fit(x.numpy())
             # a floor, because dependent features leave components without variance
@@ -99,13 +109,13 @@ class FeatureNormaliser(nn.Module):
         return normaliser
 
     @classmethod
-    def restored(
-        cls, sizes: Mapping[str, int], has_missing: Tensor, projection: Tensor | None = None
-    ) -> FeatureNormaliser:
-        """A normaliser with the shapes of a saved one, to load its buffers into."""
-        row = torch.where(has_missing, torch.nan, 0.0).unsqueeze(0)
+    def restored(cls, plain: Mapping[str, Any]) -> FeatureNormaliser:
+        """Return a normaliser with the shapes of a saved controller's, to load its buffers into."""
+        sizes, state = plain["features"], plain["state"]
+        row = torch.where(state["normaliser.has_missing"], torch.nan, 0.0).unsqueeze(0)
         normaliser = cls(dict(zip(sizes, row.split(list(sizes.values()), -1), strict=True)))
-        normaliser.projection = projection
+        normaliser.projection = state.get("normaliser.projection")
+        normaliser.datasets = plain.get("datasets", [])
         return normaliser
 
     def forward(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:

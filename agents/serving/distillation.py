@@ -124,8 +124,8 @@ def student_of(
     Under mean budgets it has no prices yet (`knobwise.agents.stack.priced_policy.taught`).
     """
     config, generator = config or StudentConfig(), torch.Generator().manual_seed(seed)
-    normaliser = stack.normaliser
-    samples = normaliser.normal({name: block[rows] for name, block in table.features.items()}, len(rows))
+    normaliser, blocks = stack.normaliser, {name: x[rows] for name, x in table.features.items()}
+    samples = normaliser.normal(blocks, len(rows))
     widths = list(normaliser.sizes.values())
     if indicators := samples.shape[1] - sum(widths):  # of missing values
         widths.append(indicators)

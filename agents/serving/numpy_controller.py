@@ -83,8 +83,8 @@ class NumpyController:
         self._shares = np.full(len(self.configurations), 1 / len(self.configurations))
         self.feature_sizes: dict[str, int] = head["features"]
         self.datasets: list[str] = head.get("datasets", [])
-        """The columns of the block `dataset`, 1 for a request's data set, all 0 for an unknown one; [] if it is none
-        of the inputs."""
+        """The columns of the block `dataset` if that is an input, else []: 1 for the data set of
+        the request, all 0 for an unknown one."""
         self.typical: tuple[Array, Array] | None = None
         """Of a controller that predicts no latency: mean and standard deviation of ln ms of each configuration over the
         training samples, float [C] each."""
@@ -505,8 +505,8 @@ EVERYTHING = slice(None)
 
 
 class _Normaliser:
-    """Imputes missing values, takes heavy tails logarithmically, standardises and clips; adds missing indicators; and
-    projects all onto few components where `policy.project` is set."""
+    """Imputes missing values, takes heavy tails logarithmically, standardises and clips; adds
+    missing indicators; projects all of them onto fewer components under `policy.project`."""
 
     def __init__(self, arrays: Arrays, clip: float) -> None:
         self.mean, self.scale, self.median = (arrays[name] for name in ("mean", "scale", "median"))
@@ -547,7 +547,8 @@ class _Encoding:
 
     def __init__(self, arrays: Arrays, head: Mapping[str, Any]) -> None:
         self.mean, self.scale = float(arrays["mean"]), float(arrays["scale"])
-        self.first = 1 - head.get("budget_width", 1) % 2  # an even width leaves the logarithm itself out
+        # an even width leaves the logarithm itself out
+        self.first = 1 - head.get("budget_width", 1) % 2
         self.frequencies = arrays["frequencies"].astype(np.float32)
         self._few = self.frequencies.tolist()
 
@@ -562,7 +563,8 @@ class _Encoding:
             return np.array([self.single(float(limits[0]))], np.float32)
         places = ((_log(limits) - self.mean) / self.scale).clip(-4, 4)[:, None]
         angle = places * self.frequencies
-        return np.concatenate([places, np.sin(angle), np.cos(angle)], 1, dtype=np.float32)[:, self.first :]
+        out = np.concatenate([places, np.sin(angle), np.cos(angle)], 1, dtype=np.float32)
+        return out[:, self.first :]
 
 
 class _UtilityNetwork:

@@ -185,10 +185,12 @@ class BudgetSampler:
 class BudgetEncoding(nn.Module):
     """Encodes budgets in ms, [*] → [*, self.width], from the standardised logarithm z = (ln budget − μ) / σ.
 
-    They are z, and sin and cos of π·2^k·z/4 for k = 0, 1, …, the encoding of "Attention Is All You Need" (Vaswani et
-    al. 2017, section 3.5) for a real-valued position. μ and σ are those of `latencies_ms`, the profiled latencies of
-    the training samples. An odd `width` is 1 + 2·frequencies, and 1 gives z alone; an even one is pairs without z. More
-    than `OCTAVES` + 1 pairs without z share these octaves evenly: single precision does not tell finer ones apart.
+    They are z, and sin and cos of π·2^k·z/4 for k = 0, 1, …, the encoding of "Attention Is All You
+    Need" (Vaswani et al. 2017, section 3.5) for a real-valued position. μ and σ are those of
+    `latencies_ms`, the profiled latencies of the training samples. An odd `width` is 1 +
+    2·frequencies, and 1 gives z alone. An even one is pairs without z; more than `OCTAVES` + 1 of
+    them divide these octaves evenly, because single precision does not tell higher frequencies
+    apart.
     """
 
     mean: Tensor

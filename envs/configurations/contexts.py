@@ -27,17 +27,19 @@ def fresh_seed() -> int:
 
 
 def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
-    """Compute how often each sample is drawn, float64 [N], 0 outside `rows`: `by` is that of `BalanceConfig`, int64 [n]
-    are the rows whose groups are counted. Raises InputError: they are all of one group."""
+    """Compute how often each sample is drawn, float64 [N], 0 outside `rows`, int64 [n], whose
+    groups are counted; `by` is that of `BalanceConfig`. Raises InputError: there is only one
+    group."""
     if by == "configuration":
         members = table.mask[rows].double()
     else:
-        names = np.array((table.dataset_names if by == "dataset" else table.question_types) or [""] * table.num_samples)
-        kinds, group = np.unique(names[rows.numpy()], return_inverse=True)
+        names = table.dataset_names if by == "dataset" else table.question_types
+        each = [names[row] for row in rows.tolist() if names]
+        kinds, group = np.unique(each, return_inverse=True)
         if len(kinds) < 2:
             raise InputError(
-                f"balance.by={by}: profile {table.name!r} has fewer than two {by}s among its training "
-                "samples, so there is nothing to balance"
+                f"balance.by={by}: the training samples of profile {table.name!r} have fewer than "
+                f"two {by}s, so there is nothing to balance"
             )
         members = torch.nn.functional.one_hot(torch.from_numpy(group)).double()
     weights = torch.zeros(table.num_samples, dtype=torch.float64)
@@ -46,8 +48,8 @@ def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
 
 
 class ContextSampler:
-    """Draws contexts: rows, uniformly or balanced, and a budget for each. All environments draw through this class, so
-    that equal seeds give equal contexts.
+    """Draws contexts: rows, uniformly or balanced, and a budget for each. All environments draw
+    through this class, so that equal seeds give equal contexts.
 
     Args:
         rows: int64 [n], the samples to draw from; None for all. From M such lists contexts are drawn in turn, context i
@@ -76,7 +78,8 @@ class ContextSampler:
         self.weights: Tensor | None = None
         if balance != "none":
             weights = row_weights(table, balance, together)
-            self.weights = torch.nn.utils.rnn.pad_sequence([weights[part] for part in lists], batch_first=True)
+            of_lists = [weights[part] for part in lists]
+            self.weights = torch.nn.utils.rnn.pad_sequence(of_lists, batch_first=True)
         self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
         self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
 
@@ -86,8 +89,8 @@ class ContextSampler:
         self.before, turn = self.generator.get_state(), torch.arange(count) % len(self.counts)
         if self.weights is not None:
             each = math.ceil(count / len(self.rows))
-            places = torch.multinomial(self.weights, each, replacement=True, generator=self.generator)
-            rows = self.rows[turn, places.T.flatten()[:count]]
+            drawn = torch.multinomial(self.weights, each, True, generator=self.generator)
+            rows = self.rows[turn, drawn.T.flatten()[:count]]
         elif len(self.rows) == 1:
             rows = self.rows[0][torch.randint(self.rows.shape[1], (count,), generator=self.generator)]
         else:

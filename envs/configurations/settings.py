@@ -36,11 +36,13 @@ class BudgetConfig:
 
 @dataclass
 class BalanceConfig:
-    """How often each sample is drawn in training. Judging, experts and students count every sample once."""
+    """How often each sample is drawn in training. Elsewhere every sample counts once."""
 
     by: str = "none"
-    """`none`: all samples evenly; `dataset` or `question_type`: small groups as often as large ones; `configuration`:
-    a sample in proportion to the sum of 1/n over its profiled configurations, each of which n samples have."""
+    """`none`: all samples evenly; `dataset` or `question_type`: small groups as often as large
+    ones; `configuration`: samples with rarely profiled configurations more often, in proportion to
+    the sum of 1/n over them, n the number of samples that have a configuration. Experts and
+    students are not affected."""
 
     def __post_init__(self) -> None:
         one_of("balance.by", self.by, ("none", "dataset", "question_type", "configuration"))

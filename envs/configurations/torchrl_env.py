@@ -43,10 +43,10 @@ class ConfigBandit(ContextEnv):
         budget, reward, unprofiled, action, repeats: see `Replay`; measurements are drawn from the generator of the
             contexts. Under `nearest`, the default, any policy may play; with `action="configuration"` and without an
             axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.
-        rows: int64 [n], the samples to draw from (the training split); None for all. From M such lists contexts are
-            drawn in turn, context i from list i mod M.
+        rows, balance: int64 [n], the samples to draw from (the training split), None for all, and
+            how, see `BalanceConfig`. From M such lists contexts are drawn in turn, context i from
+            list i mod M.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
-        balance: by what samples are drawn evenly, see `BalanceConfig`.
 
     Raises:
         InputError: by `step`, if an action is outside its range or of another shape, or under `unprofiled="error"`

@@ -67,15 +67,15 @@ def join_tables(tables: Sequence[ProfileTable], name: str = "joint", *, missing_
 
 
 def with_dataset_input(table: ProfileTable, names: Sequence[str] = ()) -> ProfileTable:
-    """Return the table with a feature block `dataset`: a column for each of these data sets, or for all
-    of the table in alphabetical order, 1 for its samples. A sample of any other data set is 0
-    everywhere. Raises InputError if there is one data set, or the table has such a block already."""
+    """Return the table with a feature block `dataset`: a column for each of these data sets, by
+    default those of the table in alphabetical order, 1 for its samples. A sample of any other data
+    set is 0 everywhere. Raises InputError if there is one data set, or such a block already."""
     names = names or sorted(set(table.dataset_names))
     if len(names) < 2 or DATASET in table.features:
         raise InputError(
-            f"policy.dataset_input=true: needs several data sets and no other feature block {DATASET!r}; "
-            f"profile {table.name!r} has the data set {', '.join(names)} and the blocks "
-            f"{', '.join(table.features) or 'none'}"
+            f"policy.dataset_input=true: needs several data sets, and no other feature block "
+            f"{DATASET!r}; profile {table.name!r} has the data sets {', '.join(names)} and the "
+            f"blocks {', '.join(table.features) or 'none'}"
         )
     block = torch.from_numpy(np.array(table.dataset_names)[:, None] == np.array(names)).float()
     note = f"the columns of the feature block {DATASET!r} are {', '.join(names)}"

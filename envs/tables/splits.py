@@ -1,4 +1,4 @@
-"""Which rows are fitted on and which are judged: by shares, in folds, or with a data set left out."""
+"""Which rows are fitted on and which are judged: by shares, in folds, or one data set left out."""
 
 from __future__ import annotations
 
@@ -156,11 +156,11 @@ def divide(
     folds: int = 0,
     number: int = 0,
 ) -> Split:
-    """Return the split described by the settings: by shares; or with a data set left out, or one of the
-    `folds`, where only the ratio of the shares counts; always without samples that show an image of the
-    test part. `number` counts the `repeats`, whose seeds rise from `seed`, or the folds. Raises InputError
-    if the data set does not exist, or a part would be empty, or if there are to be several splits and none
-    changes the test part."""
+    """Return the split described by the settings: by shares; or with a data set left out, or one of
+    `folds`, where only the ratio of the shares counts; always without samples that show an image of
+    the test part. `number` counts the `repeats`, whose seeds rise from `seed`, or the folds. Raises
+    InputError if the data set does not exist, or a part would be empty, or if there are to be
+    several splits and none changes the test part."""
     if (repeats > 1 or folds) and (leave_out is not None or table.parts):
         fixed = "split.leave_out" if leave_out is not None else f"profile {table.name!r}"
         several = f"split.folds={folds}" if folds else f"split.repeats={repeats}"
@@ -173,7 +173,8 @@ def divide(
     if folds:
         fold = (_places(table, torch.arange(table.num_samples), seed) * folds).long()
         if not fold.bincount(minlength=folds).all():
-            raise InputError(f"split.folds={folds}: profile {table.name!r} has too few samples (or images)")
+            few = f"profile {table.name!r} has too few samples (or images)"
+            raise InputError(f"split.folds={folds}: {few}")
         return _held_out(table, fold == number, share, seed)
     splits = leave_one_out(table, share, seed)
     if leave_out not in splits:

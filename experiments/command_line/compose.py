@@ -56,7 +56,8 @@ GROUPS: dict[str, dict[str, Any]] = {
     "trained_on": PROFILES,
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
     "budget": {
-        **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
+        **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "fixed")},
+        "uniform": BudgetConfig(strategy="uniform"),
         **{sense: BudgetConfig(sense=sense) for sense in ("mean", "weights")},
     },
     "reward": {

@@ -46,14 +46,16 @@ class RepeatedSplitConfig(SplitConfig):
     """Number of random splits, with the seeds `seed`, `seed` + 1 and so on. Every policy is trained and judged anew on
     each of them, and all numbers are means over the splits; the policy of the first split is deployed."""
     folds: int = 0
-    """Number of disjoint test parts that together cover all samples, of each of which the others are fitted on, in the
-    ratio of `train` and `validation`; every data set is spread evenly over them. Otherwise as `repeats`; 0 for none."""
+    """Number of disjoint test parts that together hold all samples; every data set is spread evenly
+    over them. For each of them every policy is trained and judged anew, on the other samples in the
+    ratio of `train` and `validation`; otherwise as `repeats`. 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("split.repeats", self.repeats, 1)
         if self.folds == 1 or self.folds < 0 or (self.folds and self.repeats > 1):
-            raise InputError(f"split.folds={self.folds}: must be 0 or at least 2, and without split.repeats")
+            problem = "must be 0 or at least 2, and without split.repeats"
+            raise InputError(f"split.folds={self.folds}: {problem}")
 
 
 @dataclass

@@ -160,8 +160,8 @@ def profile_of_run(checkpoint: str) -> Any:
 
 
 def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:
-    """Read the profile that a config of group `profile` names; for a controller that reads the data set,
-    `loaded`, with that as an input. Raises InputError: see the readers."""
+    """Read the profile that a config of group `profile` names; for a `loaded` controller that reads
+    the data set, with that as an input. Raises InputError: see the readers."""
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
     features_ms = settings.pop("features_ms", 0.0)
     if not 0 <= features_ms < math.inf:

@@ -77,9 +77,10 @@ class ControllerExperiment(Experiment):
             sense = f"budget={config.budget.sense}"
             if table.first_look_ms is not None:
                 raise InputError(f"{sense}: profile {table.name!r} has a first look, which needs deadlines")
-            for name in ("repeats", "folds"):
-                if getattr(config.split, name) > 1:
-                    raise InputError(f"split.{name}: is for deadlines; under {sense} there is one split")
+            several = "folds" if config.split.folds else "repeats"
+            if getattr(config.split, several) > 1:
+                problem = f"is for deadlines; under {sense} there is one split"
+                raise InputError(f"split.{several}: {problem}")
             config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
         if self.weighs:
             self.notes += ["budget=weights: the network decides alone, without experts"] * bool(config.policy.experts)
