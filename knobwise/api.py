@@ -101,7 +101,8 @@ def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int
     try:
         experiment = ControllerExperiment(read_settings("train", list(_words(options))), table)
         if experiment.others:
-            raise InputError("split.repeats: fit trains on one split; use knobwise train")
+            several = "split.repeats and split.folds"
+            raise InputError(f"{several}: fit trains on one split; use knobwise train")
         for note in experiment.notes:
             say(note)
         (trainer,) = experiment.trainers

@@ -93,7 +93,7 @@ class Controller(nn.Module):
         latencies_ms = table.latency_ms[rows][table.mask[rows]]
         limits = worths_range(latencies_ms) if priced else latencies_ms
         encoding = BudgetEncoding(limits, config.budget_width)
-        normaliser = FeatureNormaliser.fit(table, rows)
+        normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
         x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
         bins = 0 < normaliser.width <= WIDEST
         cost, name = (table.weighed_cost[rows], table.cost_name) if weighs else (None, "")
@@ -150,17 +150,18 @@ class Controller(nn.Module):
             "features": self.normaliser.sizes,
             "priced": self.priced,
             **({"cost": self.cost} if self.cost else {}),
+            "datasets": self.normaliser.datasets,
             "state": self.state_dict(),
         }
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
         """The inverse of `plain`, in eval mode. Raises InputError: a setting that exists no more."""
-        state, config = plain["state"], PolicyConfig(**plain["policy"])
+        state, config = plain["state"], PolicyConfig.restored(plain["policy"])
         controller = cls(
             [Knob(name, tuple(values)) for name, values in plain["knobs"]],
             state["configurations"],
-            FeatureNormaliser.restored(plain["features"], state["normaliser.has_missing"]),
+            FeatureNormaliser.restored(plain),
             BudgetEncoding(torch.ones(1), config.budget_width),
             config,
             plain["priced"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
@@ -44,14 +45,34 @@ class PolicyConfig:
     """Number of hidden layers."""
     dropout: float = 0.6
     """Dropout in the hidden layers during the warm-up; draws, log-probs and decisions never use it."""
+    budget_encoding: str = "sinusoidal"
+    """How a network reads the standardised log-budget: `sinusoidal`, by sines and cosines;
+    `linear`, as the number alone, one input whatever `budget_width` is."""
     budget_width: int = 9
-    """Width of the encoding of the standardised log-budget by sines and cosines: 1 + 2·frequencies; 1 is the number
-    alone."""
+    """Width of the sinusoidal encoding: an odd one is the number itself and pairs of sine and
+    cosine, an even one such as 32 is pairs alone; 1 is the number alone."""
+    project: int = 0
+    """Number of principal components that all normalised features are projected onto before the
+    first layer; 0 for none. They are fitted on the training samples, scaled to unit variance, and
+    not trained. Experts in the policy read them too, baselines do not."""
+    dataset_input: bool = False
+    """Whether the data set of a request is an input too, as a feature block `dataset` with a column
+    for each data set of the profile."""
+
+    @classmethod
+    def restored(cls, plain: dict[str, Any]) -> PolicyConfig:
+        """Return the settings in a checkpoint; of an even width earlier versions left one out."""
+        even = "budget_encoding" not in plain and plain["budget_width"] % 2 == 0
+        return cls(**plain | {"budget_width": plain["budget_width"] - even})
 
     def __post_init__(self) -> None:
         one_of("policy.structure", self.structure, ("utility", "independent"))
         for expert in self.experts:
             one_of("policy.experts", expert, EXPERTS)
+        one_of("policy.budget_encoding", self.budget_encoding, ("linear", "sinusoidal"))
+        if self.budget_encoding == "linear":
+            self.budget_width = 1
+        at_least("policy.project", self.project, 0)
         key = "structure" if self.structure != "utility" else "members"
         if self.experts and (key == "structure" or self.members < 2):
             raise InputError(

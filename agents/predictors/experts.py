@@ -161,10 +161,20 @@ class Experts(NamedTuple):
     fitted: list[Fitted]
 
     @classmethod
-    def fit(cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, families: Sequence[str], seed: int) -> Experts:
-        """Fit an expert of each family on `rows`, int64 [n]; `budgets_ms` [B] are the deadlines that their spreads are
-        chosen for, empty at a price; `seed` is that of folds and trees."""
-        measured, normaliser = Measured.from_table(table, rows, budgets_ms, seed), FeatureNormaliser.fit(table, rows)
+    def fit(
+        cls,
+        table: ProfileTable,
+        rows: Tensor,
+        budgets_ms: Tensor,
+        families: Sequence[str],
+        seed: int,
+        normaliser: FeatureNormaliser | None = None,
+    ) -> Experts:
+        """Fit an expert of each family on `rows`, int64 [n]; `budgets_ms` [B] are the deadlines
+        that their spreads are chosen for, empty at a price; `seed` is that of folds and trees;
+        without a normaliser one is fitted on the rows too."""
+        measured = Measured.from_table(table, rows, budgets_ms, seed)
+        normaliser = normaliser or FeatureNormaliser.fit(table, rows)
         return cls(measured, normaliser, fit_experts(table, measured, normaliser, families, seed) if families else [])
 
     def of_families(self, families: Sequence[str]) -> list[Fitted]:

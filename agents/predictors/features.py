@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ class FeatureNormaliser(nn.Module):
 
     Everything is fitted on the blocks (the training split) and kept in buffers, so that a checkpoint includes it.
     A column that never varies gives 0; a column with missing values in the blocks gets an indicator column.
+    `fit` can add a projection onto principal components, which comes last.
     A column with a kurtosis above `HEAVY_TAILED` (sizes, counts, times) becomes sign(x)·ln(1 + |x|/unit), where unit is
     the 10 % quantile of its magnitudes other than 0, so that the result does not depend on the column's unit.
 
@@ -37,11 +39,14 @@ class FeatureNormaliser(nn.Module):
     heavy: Tensor
     unit: Tensor
     has_missing: Tensor
+    projection: Tensor | None
 
     def __init__(self, blocks: Mapping[str, Tensor], clip: float = 5.0) -> None:
         super().__init__()
         self.sizes = {name: block.shape[-1] for name, block in blocks.items()}
         self.clip = clip
+        self.datasets: list[str] = []  # the columns of the block `dataset`, if that is an input
+        self.register_buffer("projection", None)
         columns = sum(self.sizes.values())
         joined = torch.cat([b.float() for b in blocks.values()], -1) if blocks else torch.zeros(1, 0)
         median = joined.nanmedian(0).values.nan_to_num() if columns else torch.zeros(0)
@@ -63,21 +68,66 @@ class FeatureNormaliser(nn.Module):
         least = (1e-6 * mean.abs()).clamp_min(torch.finfo(torch.float32).tiny)
         self.register_buffer("scale", torch.where(scale > least, scale, torch.inf).float())
         self.register_buffer("has_missing", joined.isnan().any(0))
-        self.width = columns + int(self.has_missing.sum())
+
+    @property
+    def width(self) -> int:
+        """How many inputs it gives a network."""
+        if self.projection is not None:
+            return self.projection.shape[1]
+        return len(self.mean) + int(self.has_missing.sum())
 
     @classmethod
-    def fit(cls, table: ProfileTable, rows: Tensor) -> FeatureNormaliser:
-        """Fit on these rows (int64 [n]) of a table."""
-        return cls({name: block[rows] for name, block in table.features.items()})
+    def fit(
+        cls,
+        table: ProfileTable,
+        rows: Tensor,
+        project: int = 0,
+        dataset_input: bool = False,
+    ) -> FeatureNormaliser:
+        """Fit on these rows (int64 [n]) of a table, with a projection onto `project` principal
+        components or, for 0, without; note the table's data sets if they are an input. Raises
+        InputError: there are not so many components."""
+        blocks = {name: block[rows] for name, block in table.features.items()}
+        normaliser = cls(blocks)
+        normaliser.datasets = sorted(set(table.dataset_names)) if dataset_input else []
+        if project:
+            from sklearn.decomposition import PCA
+
+            x = normaliser(blocks, len(rows))
+            most = min(len(x) - 1, int((x != x[0]).any(0).sum()))
+            if project > most:
+                raise InputError(
+                    f"policy.project={project}: profile {table.name!r} has at most {most} "
+                    "components: no more than features that vary in training, and fewer than "
+                    "training samples"
+                )
+            fitted = PCA(project, random_state=0).fit(x.numpy())
+            # a floor, because dependent features leave components without variance
+            variance = fitted.explained_variance_.clip(1e-6 * fitted.explained_variance_[0])
+            axes = fitted.components_.T / variance**0.5
+            normaliser.projection = torch.from_numpy(axes).contiguous()
+        return normaliser
 
     @classmethod
-    def restored(cls, sizes: Mapping[str, int], has_missing: Tensor) -> FeatureNormaliser:
-        """A normaliser with the shapes of a saved one, to load its buffers into."""
-        row = torch.where(has_missing, torch.nan, 0.0).unsqueeze(0)
-        return cls(dict(zip(sizes, row.split(list(sizes.values()), -1), strict=True)))
+    def restored(cls, plain: Mapping[str, Any]) -> FeatureNormaliser:
+        """Return a normaliser with the shapes of a saved controller's, to load its buffers into."""
+        sizes, state = plain["features"], plain["state"]
+        row = torch.where(state["normaliser.has_missing"], torch.nan, 0.0).unsqueeze(0)
+        normaliser = cls(dict(zip(sizes, row.split(list(sizes.values()), -1), strict=True)))
+        normaliser.projection = state.get("normaliser.projection")
+        normaliser.datasets = plain.get("datasets", [])
+        return normaliser
 
     def forward(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
-        """Join and normalise.
+        """Join, normalise and project. Raises InputError: see `normal`."""
+        return self.project(self.normal(blocks, *shape))
+
+    def project(self, x: Tensor) -> Tensor:
+        """Project normalised features, or leave them as they are where there is no projection."""
+        return x if self.projection is None else x @ self.projection
+
+    def normal(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
+        """Join and normalise, without a projection.
 
         Raises:
             InputError: if a block is missing or has another width than in fitting.

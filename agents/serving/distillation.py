@@ -124,11 +124,13 @@ def student_of(
     Under mean budgets it has no prices yet (`knobwise.agents.stack.priced_policy.taught`).
     """
     config, generator = config or StudentConfig(), torch.Generator().manual_seed(seed)
-    samples = stack.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    widths = list(stack.normaliser.sizes.values())
-    if indicators := stack.normaliser.width - sum(widths):  # of missing values
+    normaliser, blocks = stack.normaliser, {name: x[rows] for name, x in table.features.items()}
+    samples = normaliser.normal(blocks, len(rows))
+    widths = list(normaliser.sizes.values())
+    if indicators := samples.shape[1] - sum(widths):  # of missing values
         widths.append(indicators)
-    lessons = Lessons.of_teacher(stack, composed(samples, widths, config.requests, generator))
+    requests = composed(samples, widths, config.requests, generator)
+    lessons = Lessons.of_teacher(stack, normaliser.project(requests))
     network = _beginner(stack.network, lessons, seed)
     student = StackedController(network, [], torch.ones(1), stack.guard, stack.static, stack.held_out_worth)
     inner, weights = network.network, [weight for weight in network.parameters() if weight.requires_grad]

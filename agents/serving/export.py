@@ -70,6 +70,8 @@ def arrays_of(agent: Agent) -> Arrays:
         "structure": config.structure,
         "layers": config.layers,
         "members": config.members,
+        "budget_width": config.budget_width,
+        "datasets": network.normaliser.datasets,
         "priced": network.priced,
         "stacked": stack is not None,
         "weights": weights,

@@ -62,6 +62,8 @@ class KnobPolicy:
         agent: the controller; `agent.choose` is the same for tensors, and keeps to a mask.
         cost: the name of the further cost that it weighs, "" for none.
         features: the widths of the feature blocks that it reads, by name; empty if it sees the budget only.
+        datasets: the columns of the block `dataset` if that is an input, else []: 1 for the data
+            set of the request, all 0 for an unknown one.
         knobs, configurations: the values of each knob, and the knob values of each configuration.
         judged: how it did on test samples, as in `results.json`, if `knobwise.fit` trained it.
 
@@ -74,6 +76,7 @@ class KnobPolicy:
         if network.priced and not network.cost and not isinstance(self.agent, PricedChooser):
             raise InputError("the prices for mean budgets are not calibrated yet; let the training finish")
         self.cost, self.features = network.cost, network.normaliser.sizes
+        self.datasets = network.normaliser.datasets
         self.knobs = {knob.name: knob.values for knob in network.knobs}
         self.configurations = configurations_of(network)
         self.judged: dict[str, Any] | None = loaded.extra.get("judged")

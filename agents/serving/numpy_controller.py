@@ -82,6 +82,9 @@ class NumpyController:
         """int64 [C, K]: for each configuration the index of each knob's value."""
         self._shares = np.full(len(self.configurations), 1 / len(self.configurations))
         self.feature_sizes: dict[str, int] = head["features"]
+        self.datasets: list[str] = head.get("datasets", [])
+        """The columns of the block `dataset` if that is an input, else []: 1 for the data set of
+        the request, all 0 for an unknown one."""
         self.typical: tuple[Array, Array] | None = None
         """Of a controller that predicts no latency: mean and standard deviation of ln ms of each configuration over the
         training samples, float [C] each."""
@@ -502,7 +505,8 @@ EVERYTHING = slice(None)
 
 
 class _Normaliser:
-    """Imputes missing values, takes heavy tails logarithmically, standardises and clips; adds missing indicators."""
+    """Imputes missing values, takes heavy tails logarithmically, standardises and clips; adds
+    missing indicators; projects all of them onto fewer components under `policy.project`."""
 
     def __init__(self, arrays: Arrays, clip: float) -> None:
         self.mean, self.scale, self.median = (arrays[name] for name in ("mean", "scale", "median"))
@@ -510,8 +514,9 @@ class _Normaliser:
         self.unit = arrays["unit"][self.heavy]
         self.high = np.full_like(self.mean, clip)
         self.low = -self.high
+        self.projection = arrays.get("projection")
         # whether columns are only shifted, scaled and clipped
-        self.plain = not (self.heavy.size or self.gappy.size)
+        self.plain = not (self.heavy.size or self.gappy.size or self.projection is not None)
 
     def standardised(self, raw: Array) -> Array:
         x = raw - self.mean
@@ -533,15 +538,17 @@ class _Normaliser:
         x = self.standardised(x)
         if self.gappy.size:
             assert missing is not None
-            return np.concatenate([x, missing[:, self.gappy]], 1, dtype=np.float32)
-        return x
+            x = np.concatenate([x, missing[:, self.gappy]], 1, dtype=np.float32)
+        return x if self.projection is None else x @ self.projection
 
 
 class _Encoding:
     """The standardised logarithm of the budget, with sines and cosines of it: [n] → float32 [n, e]."""
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, head: Mapping[str, Any]) -> None:
         self.mean, self.scale = float(arrays["mean"]), float(arrays["scale"])
+        # an even width leaves the logarithm itself out
+        self.first = 1 - head.get("budget_width", 1) % 2
         self.frequencies = arrays["frequencies"].astype(np.float32)
         self._few = self.frequencies.tolist()
 
@@ -549,14 +556,15 @@ class _Encoding:
         z = (math.log(max(limit, LEAST_MS)) - self.mean) / self.scale
         z = min(max(z, -4.0), 4.0)
         angles = [z * f for f in self._few]
-        return [z, *map(math.sin, angles), *map(math.cos, angles)]
+        return [z, *map(math.sin, angles), *map(math.cos, angles)][self.first :]
 
     def __call__(self, limits: Array) -> Array:
         if len(limits) == 1:  # plain numbers are faster than short arrays
             return np.array([self.single(float(limits[0]))], np.float32)
         places = ((_log(limits) - self.mean) / self.scale).clip(-4, 4)[:, None]
         angle = places * self.frequencies
-        return np.concatenate([places, np.sin(angle), np.cos(angle)], 1, dtype=np.float32)
+        out = np.concatenate([places, np.sin(angle), np.cos(angle)], 1, dtype=np.float32)
+        return out[:, self.first :]
 
 
 class _UtilityNetwork:
@@ -565,7 +573,7 @@ class _UtilityNetwork:
     def __init__(self, arrays: Arrays, head: Mapping[str, Any]) -> None:
         self.members, self.priced = head["members"], head["priced"]
         self.sharpness = float(arrays["sharpness"])
-        self.encoding = _Encoding(_under(arrays, "encoding."))
+        self.encoding = _Encoding(_under(arrays, "encoding."), head)
         edges = arrays["edges"]
         self.binned, self.low = bool(edges.shape[1]), edges[:-1]
         self.width = np.maximum(np.diff(edges, axis=0), np.float32(1e-6))
@@ -654,7 +662,7 @@ class _KnobNetwork:
     """An MLP with a categorical for each knob: log-probs of every configuration up to a constant per request."""
 
     def __init__(self, arrays: Arrays, head: Mapping[str, Any], configurations: Array) -> None:
-        self.members, self.encoding = head["members"], _Encoding(_under(arrays, "encoding."))
+        self.members, self.encoding = head["members"], _Encoding(_under(arrays, "encoding."), head)
         self.layers = [_linear(arrays, f"layers.{n}", EVERYTHING) for n in range(head["layers"])]
         self.logits = _linear(arrays, "head.logits")
         sizes = configurations.max(0) + 1

@@ -259,7 +259,9 @@ def _fit_members(
     index of what each row's own member predicts, the one that it was held out of: [M, n, C] → [n, C].
     """
     families = config.experts if network.normaliser.width else ()
-    experts = experts or Experts.fit(table, rows, budgets_ms, families, seed)
+    if experts is None:
+        normaliser = network.normaliser if config.project else None
+        experts = Experts.fit(table, rows, budgets_ms, families, seed, normaliser)
     owner = torch.empty(len(rows), dtype=torch.int64)
     for member, (_, hold) in enumerate(folds_of(table, rows, seed, network.config.members)):
         owner[torch.from_numpy(hold)] = member

@@ -29,7 +29,7 @@ from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments, thinned, worth_pairs
-from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
@@ -72,6 +72,7 @@ class ControllerTrainer(Trainer):
         budgets_ms: Tensor | None = None,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | None = None,
+        balance: BalanceConfig | None = None,
         seed: int = 0,
         device: str = "cpu",
         **options: Any,
@@ -107,6 +108,7 @@ class ControllerTrainer(Trainer):
                 budget=budget,
                 reward=reward,
                 rows=self.member_rows,
+                balance=(balance or BalanceConfig()).by,
                 seed=seed,
                 unprofiled="error",
                 lean=True,

@@ -20,6 +20,8 @@ TIME_OUT_SHARE, TIME_OUT_RATIO = 0.01, 5
 so many times as many as have the second largest; costs that depend on the configuration alone repeat too."""
 MOST_SAMPLES = 1 << 19
 """Samples that quantiles and other statistics are taken of, so that large tables need little memory."""
+OCTAVES = 7
+"""From the lowest to the highest frequency of a budget's encoding by pairs."""
 LEAST_LATENCY_MS = 1e-9
 """Lower bound of budgets and of the arguments of logarithms; below any cost in any unit, even USD."""
 
@@ -134,7 +136,7 @@ class BudgetSampler:
     quantiles are taken from `rows`, int64 [n]; None for all. Raises InputError if the strategy is unknown, or cannot
     use the numbers, or under weights the table has no further cost."""
 
-    STRATEGIES = ("relative", "quantiles", "fixed")
+    STRATEGIES = ("relative", "quantiles", "uniform", "fixed")
 
     def __init__(self, table: ProfileTable, config: BudgetConfig, rows: Tensor | None = None) -> None:
         self.table, self.config = table, config
@@ -155,7 +157,8 @@ class BudgetSampler:
             self._numbers = torch.tensor(list(numbers))
         else:
             self._check(0 <= config.low <= config.high <= 1, "needs 0 ≤ low ≤ high ≤ 1, not", (config.low, config.high))
-            self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, 1025))
+            places = 2 if config.strategy == "uniform" else 1025
+            self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, places))
 
     def _check(self, valid: bool, needs: str, value: object) -> None:
         if not valid:
@@ -182,9 +185,12 @@ class BudgetSampler:
 class BudgetEncoding(nn.Module):
     """Encodes budgets in ms, [*] → [*, self.width], from the standardised logarithm z = (ln budget − μ) / σ.
 
-    They are z, and sin and cos of π·2^k·z/4 for k = 0 … (width − 1)/2 − 1, the encoding of "Attention Is All You Need"
-    (Vaswani et al. 2017, section 3.5) for a real-valued position. μ and σ are those of `latencies_ms`, the profiled
-    latencies of the training samples. Of `width`, 1 + 2·frequencies are used; a width of 1 gives z alone.
+    They are z, and sin and cos of π·2^k·z/4 for k = 0, 1, …, the encoding of "Attention Is All You
+    Need" (Vaswani et al. 2017, section 3.5) for a real-valued position. μ and σ are those of
+    `latencies_ms`, the profiled latencies of the training samples. An odd `width` is 1 +
+    2·frequencies, and 1 gives z alone. An even one is pairs without z; more than `OCTAVES` + 1 of
+    them divide these octaves evenly, because single precision does not tell higher frequencies
+    apart.
     """
 
     mean: Tensor
@@ -196,11 +202,12 @@ class BudgetEncoding(nn.Module):
         logs = log_measured(latencies_ms)
         self.register_buffer("mean", logs.mean())
         self.register_buffer("scale", logs.std(correction=0).clamp_min(1e-3))
-        count = (width - 1) // 2
-        self.register_buffer("frequencies", math.pi / 4 * 2.0 ** torch.arange(count))
-        self.width = 1 + 2 * count
+        count = width // 2
+        step = 1 if width % 2 else min(1, OCTAVES / max(count - 1, 1))
+        self.register_buffer("frequencies", math.pi / 4 * 2.0 ** (step * torch.arange(count)))
+        self.width = width
 
     def forward(self, budget_ms: Tensor) -> Tensor:
         z = ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4).unsqueeze(-1)
         angle = z * self.frequencies
-        return torch.cat([z, angle.sin(), angle.cos()], -1)
+        return torch.cat([z, angle.sin(), angle.cos()], -1)[..., -self.width :]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import zlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,14 +26,36 @@ def fresh_seed() -> int:
     return drawn ^ zlib.crc32(multiprocessing.current_process().name.encode())
 
 
+def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
+    """Compute how often each sample is drawn, float64 [N], 0 outside `rows`, int64 [n], whose
+    groups are counted; `by` is that of `BalanceConfig`. Raises InputError: there is only one
+    group."""
+    if by == "configuration":
+        members = table.mask[rows].double()
+    else:
+        names = table.dataset_names if by == "dataset" else table.question_types
+        each = [names[row] for row in rows.tolist() if names]
+        kinds, group = np.unique(each, return_inverse=True)
+        if len(kinds) < 2:
+            raise InputError(
+                f"balance.by={by}: the training samples of profile {table.name!r} have fewer than "
+                f"two {by}s, so there is nothing to balance"
+            )
+        members = torch.nn.functional.one_hot(torch.from_numpy(group)).double()
+    weights = torch.zeros(table.num_samples, dtype=torch.float64)
+    weights[rows] = members @ (1 / members.sum(0).clamp_min(1))
+    return weights
+
+
 class ContextSampler:
-    """Draws contexts: rows, uniformly, and a budget for each. All environments draw through this class, so that equal
-    seeds give equal contexts.
+    """Draws contexts: rows, uniformly or balanced, and a budget for each. All environments draw
+    through this class, so that equal seeds give equal contexts.
 
     Args:
         rows: int64 [n], the samples to draw from; None for all. From M such lists contexts are drawn in turn, context i
             from list i mod M.
         seed: None for a fresh one, see `fresh_seed`.
+        balance: by what, see `BalanceConfig`.
     """
 
     def __init__(
@@ -40,6 +64,7 @@ class ContextSampler:
         budget: BudgetConfig,
         rows: Tensor | Sequence[Tensor] | Sequence[int] | None,
         seed: int | None,
+        balance: str = "none",
     ) -> None:
         rows = torch.arange(table.num_samples) if rows is None else rows
         several = not isinstance(rows, Tensor) and len(rows) > 0 and isinstance(rows[0], Tensor)
@@ -48,7 +73,13 @@ class ContextSampler:
         if not lists or not self.counts.all():
             raise InputError("the environment got no samples to draw from")
         self.rows = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
-        self.budgets = BudgetSampler(table, budget, torch.cat(lists).unique() if len(lists) > 1 else lists[0])
+        together = torch.cat(lists).unique() if len(lists) > 1 else lists[0]
+        self.budgets = BudgetSampler(table, budget, together)
+        self.weights: Tensor | None = None
+        if balance != "none":
+            weights = row_weights(table, balance, together)
+            of_lists = [weights[part] for part in lists]
+            self.weights = torch.nn.utils.rnn.pad_sequence(of_lists, batch_first=True)
         self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
         self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
 
@@ -56,7 +87,11 @@ class ContextSampler:
         """`count` contexts: rows int64 [count], budgets float32 [count] in ms, under weights worths [count, 2]. Rows
         that are `chosen`, int64 [count], take the place of those drawn; their budgets are drawn as ever."""
         self.before, turn = self.generator.get_state(), torch.arange(count) % len(self.counts)
-        if len(self.rows) == 1:
+        if self.weights is not None:
+            each = math.ceil(count / len(self.rows))
+            drawn = torch.multinomial(self.weights, each, True, generator=self.generator)
+            rows = self.rows[turn, drawn.T.flatten()[:count]]
+        elif len(self.rows) == 1:
             rows = self.rows[0][torch.randint(self.rows.shape[1], (count,), generator=self.generator)]
         else:
             place = torch.randint(1 << 62, (count,), generator=self.generator) % self.counts[turn]

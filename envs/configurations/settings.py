@@ -16,13 +16,14 @@ class BudgetConfig:
     strategy: str = "quantiles"
     """`relative`: a random profiled latency of the sample itself times one of `factors` (the seeds' form);
     `quantiles`: evenly by rank between the `low` and `high` quantiles of all profiled latencies;
+    `uniform`: evenly in ms between these two;
     `fixed`: one of `values_ms`."""
     factors: tuple[float, ...] = (0.8, 1.0, 1.2)
     """Multiples of the measured latency, for `relative`."""
     low: float = 0.03
-    """Lower quantile for `quantiles`, in 0..1."""
+    """Lower quantile for `quantiles` and `uniform`, in 0..1."""
     high: float = 0.97
-    """Upper quantile for `quantiles`, in 0..1."""
+    """Upper quantile for `quantiles` and `uniform`, in 0..1."""
     values_ms: tuple[float, ...] = ()
     """The budgets for `fixed`, in ms."""
     sense: str = "deadline"
@@ -31,6 +32,20 @@ class BudgetConfig:
     rewarded by accuracy − latency/worth; the worth that gives a mean latency is calibrated on held-out samples;
     `weights`: each request has two such worths, in ms and in the unit of the profile's further cost, and the reward is
     accuracy − latency/worth − cost/worth."""
+
+
+@dataclass
+class BalanceConfig:
+    """How often each sample is drawn in training. Elsewhere every sample counts once."""
+
+    by: str = "none"
+    """`none`: all samples evenly; `dataset` or `question_type`: small groups as often as large
+    ones; `configuration`: samples with rarely profiled configurations more often, in proportion to
+    the sum of 1/n over them, n the number of samples that have a configuration. Experts and
+    students are not affected."""
+
+    def __post_init__(self) -> None:
+        one_of("balance.by", self.by, ("none", "dataset", "question_type", "configuration"))
 
 
 @dataclass

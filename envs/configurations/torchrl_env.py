@@ -43,8 +43,9 @@ class ConfigBandit(ContextEnv):
         budget, reward, unprofiled, action, repeats: see `Replay`; measurements are drawn from the generator of the
             contexts. Under `nearest`, the default, any policy may play; with `action="configuration"` and without an
             axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.
-        rows: int64 [n], the samples to draw from (the training split); None for all. From M such lists contexts are
-            drawn in turn, context i from list i mod M.
+        rows, balance: int64 [n], the samples to draw from (the training split), None for all, and
+            how, see `BalanceConfig`. From M such lists contexts are drawn in turn, context i from
+            list i mod M.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
 
     Raises:
@@ -75,8 +76,9 @@ class ConfigBandit(ContextEnv):
         full_information: bool = False,
         device: torch.device | str | None = None,
         repeats: str = "draw",
+        balance: str = "none",
     ) -> None:
-        contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed)
+        contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, balance)
         super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
         self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -12,6 +13,9 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.frames import TIERS
 from knobwise.envs.tables.profile_table import Knob, KnobValue, ProfileTable
+
+DATASET = "dataset"
+"""The feature block that says which data set a sample is from."""
 
 
 def join_tables(tables: Sequence[ProfileTable], name: str = "joint", *, missing_blocks: bool = False) -> ProfileTable:
@@ -60,6 +64,23 @@ def join_tables(tables: Sequence[ProfileTable], name: str = "joint", *, missing_
         unit=tables[0].unit,
         repeats_ms=repeats_ms,
     )
+
+
+def with_dataset_input(table: ProfileTable, names: Sequence[str] = ()) -> ProfileTable:
+    """Return the table with a feature block `dataset`: a column for each of these data sets, by
+    default those of the table in alphabetical order, 1 for its samples. A sample of any other data
+    set is 0 everywhere. Raises InputError if there is one data set, or such a block already."""
+    names = names or sorted(set(table.dataset_names))
+    if len(names) < 2 or DATASET in table.features:
+        raise InputError(
+            f"policy.dataset_input=true: needs several data sets, and no other feature block "
+            f"{DATASET!r}; profile {table.name!r} has the data sets {', '.join(names)} and the "
+            f"blocks {', '.join(table.features) or 'none'}"
+        )
+    block = torch.from_numpy(np.array(table.dataset_names)[:, None] == np.array(names)).float()
+    note = f"the columns of the feature block {DATASET!r} are {', '.join(names)}"
+    features = {**table.features, DATASET: block}
+    return replace(table, features=features, notes=(*table.notes, note))
 
 
 def rows_by_dataset(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Which rows are fitted on and which are judged: by shares, or with a data set left out."""
+"""Which rows are fitted on and which are judged: by shares, in folds, or one data set left out."""
 
 from __future__ import annotations
 
@@ -153,19 +153,30 @@ def divide(
     seed: int = 0,
     leave_out: str | None = None,
     repeats: int = 1,
+    folds: int = 0,
+    number: int = 0,
 ) -> Split:
-    """The split described by the settings: by shares, or with a data set left out, where only the ratio of the shares
-    counts; always without samples that show an image of the test part. Raises InputError if the data set does not
-    exist, or a part would be empty, or if there are to be `repeats` splits with other seeds and none changes the test
-    part."""
-    if repeats > 1 and (leave_out is not None or table.parts):
+    """Return the split described by the settings: by shares; or with a data set left out, or one of
+    `folds`, where only the ratio of the shares counts; always without samples that show an image of
+    the test part. `number` counts the `repeats`, whose seeds rise from `seed`, or the folds. Raises
+    InputError if the data set does not exist, or a part would be empty, or if there are to be
+    several splits and none changes the test part."""
+    if (repeats > 1 or folds) and (leave_out is not None or table.parts):
         fixed = "split.leave_out" if leave_out is not None else f"profile {table.name!r}"
-        raise InputError(f"split.repeats={repeats}: {fixed} fixes the test part, which all splits would share")
-    if leave_out is None:
-        return unseen(table, table.split(train, validation, seed))
+        several = f"split.folds={folds}" if folds else f"split.repeats={repeats}"
+        raise InputError(f"{several}: {fixed} fixes the test part, which all splits would share")
+    if leave_out is None and not folds:
+        return unseen(table, table.split(train, validation, seed + number))
     if not min(train, validation) > 0:
         raise InputError(f"split.train={train}, split.validation={validation}: both must be positive")
-    splits = leave_one_out(table, validation / (train + validation), seed)
+    share = validation / (train + validation)
+    if folds:
+        fold = (_places(table, torch.arange(table.num_samples), seed) * folds).long()
+        if not fold.bincount(minlength=folds).all():
+            few = f"profile {table.name!r} has too few samples (or images)"
+            raise InputError(f"split.folds={folds}: {few}")
+        return _held_out(table, fold == number, share, seed)
+    splits = leave_one_out(table, share, seed)
     if leave_out not in splits:
         raise InputError(f"split.leave_out={leave_out!r}: must be one of {', '.join(splits)}")
     return splits[leave_out]

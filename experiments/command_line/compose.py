@@ -59,6 +59,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "encoder": {"stored": StoredEncoder, "clip": ClipLora},
     "budget": {
         **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "fixed")},
+        "uniform": BudgetConfig(strategy="uniform"),
         **{sense: BudgetConfig(sense=sense) for sense in ("mean", "weights")},
     },
     "reward": {

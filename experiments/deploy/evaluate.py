@@ -61,7 +61,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
 
         shared = {name: getattr(config, name) for name in ("json", "budgets_ms")}
         missing = {name: value for name, value in shared.items() if getattr(config.stream, name) is None}
-        table, stream = read_profile(config.profile), replace(config.stream, **missing)
+        table, stream = read_profile(config.profile, loaded), replace(config.stream, **missing)
         how: dict[str, Any] = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
         model, requests = load_model(config.model, config.data, config.knobs, **how)
         return run_live(checkpoint, table, model, requests, stream)
@@ -76,7 +76,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
 
 def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """A controller beside the baselines at every budget."""
-    table, policy = read_profile(config.profile), loaded.controller
+    table, policy = read_profile(config.profile, loaded), loaded.controller
     _check_trained(loaded, table, config)
     split = _split_for(loaded, table, config)
     fitted, test = torch.cat([split.train, split.validation]), split.test

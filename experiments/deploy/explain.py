@@ -63,8 +63,8 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     """Why a controller decides as it does for one sample, beside what was measured."""
     if config.budget_ms is None or not 0 < config.budget_ms < math.inf:
         raise InputError(f"budget_ms={config.budget_ms}: say how long the answer may take, a positive number of ms")
-    table = read_profile(config.profile)
-    policy = KnobPolicy(load_checkpoint(checkpoint_at(config.checkpoint)))
+    loaded = load_checkpoint(checkpoint_at(config.checkpoint))
+    policy, table = KnobPolicy(loaded), read_profile(config.profile, loaded)
     check_fits(config.checkpoint, policy.agent, table)
     row, drift = _row_of(table, sample), _drift(config.tracker, policy)
     features, times = {name: block[row] for name, block in table.features.items()}, table.latency_ms[table.mask]

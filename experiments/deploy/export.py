@@ -44,7 +44,8 @@ def run(config: ExportRun) -> Path:
     torch.set_num_threads(config.threads)
     checkpoint = checkpoint_at(config.checkpoint)
     loaded = load_checkpoint(checkpoint)
-    agent, table, out = loaded.controller, read_profile(config.profile), Path(config.out)
+    agent, out = loaded.controller, Path(config.out)
+    table = read_profile(config.profile, loaded)
     check_fits(config.checkpoint, agent, table)
     summary: dict[str, Any] = {"checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)}}
     budgets_ms = contexts_of(agent, table)

@@ -247,7 +247,7 @@ def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
 
 def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
     """The controller for the hardware of the timed cells; print its factors by knob, and return what the cells tell."""
-    table = read_profile(config.trained_on)
+    table = read_profile(config.trained_on, loaded)
     if table.digest != loaded.profile_digest:
         raise InputError(
             f"{config.checkpoint}: was trained on profile {loaded.profile_name!r}, but trained_on is another, "

@@ -12,7 +12,7 @@ from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.checks import a_seed, at_least, one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import TrackingSettings, Training
 from knobwise.losses.settings import LossConfig
@@ -45,10 +45,17 @@ class RepeatedSplitConfig(SplitConfig):
     repeats: int = 1
     """Number of random splits, with the seeds `seed`, `seed` + 1 and so on. Every policy is trained and judged anew on
     each of them, and all numbers are means over the splits; the policy of the first split is deployed."""
+    folds: int = 0
+    """Number of disjoint test parts that together hold all samples; every data set is spread evenly
+    over them. For each of them every policy is trained and judged anew, on the other samples in the
+    ratio of `train` and `validation`; otherwise as `repeats`. 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("split.repeats", self.repeats, 1)
+        if self.folds == 1 or self.folds < 0 or (self.folds and self.repeats > 1):
+            problem = "must be 0 or at least 2, and without split.repeats"
+            raise InputError(f"split.folds={self.folds}: {problem}")
 
 
 @dataclass
@@ -66,6 +73,8 @@ class TrainRun(Training):
     reward: RewardConfig = field(default_factory=RewardConfig)
     """The reward in training. Under budget=mean it is always accuracy − latency/worth; budget=weights also subtracts
     cost/worth."""
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    """How often each sample is drawn in training."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The network, with or without experts beside it."""
     loss: LossConfig = field(default_factory=LossConfig)

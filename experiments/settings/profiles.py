@@ -15,6 +15,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.simulated.settings import SimulatedConfig
 
 if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
+    from knobwise.agents.checkpoint import Loaded
     from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -164,14 +165,21 @@ def profile_of_run(checkpoint: str) -> Any:
     raise InputError(f"{run}/config.yaml: there is no profile={section['format']} in this version; give profile=…")
 
 
-def read_profile(config: Any) -> ProfileTable:
-    """Read the profile that a config of group `profile` names. Raises InputError: see the readers."""
+def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:
+    """Read the profile that a config of group `profile` names; for a `loaded` controller that reads
+    the data set, with that as an input. Raises InputError: see the readers."""
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
     features_ms = settings.pop("features_ms", 0.0)
     if not 0 <= features_ms < math.inf:
         raise InputError(f"profile.features_ms={features_ms}: must be a time in ms")
     table = _read(config, settings)
-    return replace(table, features_ms=features_ms) if features_ms else table
+    table = replace(table, features_ms=features_ms) if features_ms else table
+    names = loaded.network.normaliser.datasets if loaded is not None else ()
+    if names:
+        from knobwise.envs.readers.joint import with_dataset_input
+
+        table = with_dataset_input(table, names)
+    return table
 
 
 def read_questions(config: Any) -> dict[str, str]:

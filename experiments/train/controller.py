@@ -29,7 +29,7 @@ from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import few_budgets, judged_budgets
 from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.envs.readers.joint import rows_by_dataset
+from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets, over_splits
@@ -56,10 +56,12 @@ class ControllerExperiment(Experiment):
 
     def __init__(self, config: TrainRun, table: ProfileTable | None = None, number: int = 0) -> None:
         super().__init__(config, config.threads)
-        self.table, self.number = read_profile(config.profile) if table is None else table, number
-        table = self.table
+        table = read_profile(config.profile) if table is None else table
+        if config.policy.dataset_input and not number:
+            table = with_dataset_input(table)
+        self.table, self.number = table, number
         self.notes = [f"{table.name}: {note}" for note in table.notes]
-        self.split = divide(table, **asdict(config.split))
+        self.split = divide(table, **asdict(config.split), number=number)
         self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean, self.weighs = (config.budget.sense == sense for sense in ("mean", "weights"))
         # a guard would hold the policy to utility
@@ -75,8 +77,10 @@ class ControllerExperiment(Experiment):
             sense = f"budget={config.budget.sense}"
             if table.first_look_ms is not None:
                 raise InputError(f"{sense}: profile {table.name!r} has a first look, which needs deadlines")
-            if config.split.repeats > 1:
-                raise InputError(f"split.repeats: is for deadlines; under {sense} there is one split")
+            several = "folds" if config.split.folds else "repeats"
+            if getattr(config.split, several) > 1:
+                problem = f"is for deadlines; under {sense} there is one split"
+                raise InputError(f"split.{several}: {problem}")
             config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
         if self.weighs:
             self.notes += ["budget=weights: the network decides alone, without experts"] * bool(config.policy.experts)
@@ -86,17 +90,17 @@ class ControllerExperiment(Experiment):
         else:
             self.budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, self.split))
         self.notes += few_budgets(self.budgets_ms) if config.budgets_ms is None and not self.weighs else []
-        names = ("policy", "loss", "optimiser", "budget", "reward", "device")
+        names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "device")
         settings = {name: getattr(config, name) for name in names}
         settings["budgets_ms"] = self.budgets_ms
         self.trainers = [ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds]
-        self.others = [self._on_split(other) for other in range(1, config.split.repeats)]
+        splits = 1 if number else max(config.split.repeats, config.split.folds)
+        self.others = [self._on_split(other) for other in range(1, splits)]
         self.notes += [note for other in self.others for note in other.notes if note not in self.notes]
 
     def _on_split(self, number: int) -> ControllerExperiment:
         """The same on another split, at the same budgets, so that rows can be averaged."""
         config = copy.deepcopy(self.config)
-        config.split.seed, config.split.repeats = self.config.split.seed + number, 1
         config.budgets_ms = self.budgets_ms.tolist()
         config.tracking = TrackingSettings(mode="disabled", tensorboard=False)
         return ControllerExperiment(config, self.table, number)
@@ -146,10 +150,11 @@ class ControllerExperiment(Experiment):
         done: Controller | StackedController | PricedChooser = network
         about = table, self.fitted, network, policy, limits
         with threadpool_limits(self.config.threads):
+            experts = None if policy.project else self.experts  # baselines read all features
             if self.mean:
-                done = price_stack(*about, self.budgets_ms, seed, self.expected_cost_ms, self.experts)
+                done = price_stack(*about, self.budgets_ms, seed, self.expected_cost_ms, experts)
             elif self.stacked:
-                done = fit_stack(*about, seed, self.expected_cost_ms, self.experts)
+                done = fit_stack(*about, seed, self.expected_cost_ms, experts)
         extra = trainer.provenance()
         if isinstance(stack := getattr(done, "chooser", done), StackedController):
             extra["validation_utility"] = stack.held_out_worth
@@ -188,7 +193,9 @@ class ControllerExperiment(Experiment):
             frames = [decisions, *(other.judge(folder / f"split{other.number}")[1] for other in self.others)]
             tests = [part.split.test for part in (self, *self.others)]
             over, decisions = over_splits(self.table, tests, self.config.seeds, frames)
-            results |= over | {"split_seeds": [part.config.split.seed for part in (self, *self.others)]}
+            config = self.config.split
+            seeds = [config.seed] * config.folds or range(config.seed, config.seed + config.repeats)
+            results |= over | {"split_seeds": list(seeds)}
         return results, decisions
 
     def judged(self, best: list[Loaded], deployed: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:

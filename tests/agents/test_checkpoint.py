@@ -21,11 +21,13 @@ from knobwise.common.errors import InputError
 
 
 @pytest.mark.parametrize("structure", ["utility", "independent"])
-@pytest.mark.parametrize("width", [1, 9])
-def test_a_loaded_controller_decides_like_the_saved_one(tmp_path: Path, structure: str, width: int) -> None:
+@pytest.mark.parametrize(("width", "project"), [(1, 0), (9, 0), (32, 3)])
+def test_a_loaded_controller_decides_like_the_saved_one(
+    tmp_path: Path, structure: str, width: int, project: int
+) -> None:
     table = small_table(50)
     table.features["image_features"][3, 1] = torch.nan
-    config = PolicyConfig(structure=structure, budget_width=width, hidden=16)
+    config = PolicyConfig(structure=structure, budget_width=width, hidden=16, project=project)
     controller = Controller.for_table(table, torch.arange(50), config).eval()
     save_checkpoint(tmp_path / "c.pt", controller, table, {"note": 1})
     loaded = load_checkpoint(tmp_path / "c.pt")
@@ -34,6 +36,22 @@ def test_a_loaded_controller_decides_like_the_saved_one(tmp_path: Path, structur
     assert loaded.controller.knobs == table.knobs
     budgets = torch.linspace(3, 30, 50)
     assert torch.equal(loaded.controller.choose(table.features, budgets), controller.choose(table.features, budgets))
+
+
+@pytest.mark.parametrize(("width", "inputs"), [(9, 9), (8, 7)])
+def test_an_earlier_checkpoint_has_the_width_that_it_was_trained_with(tmp_path: Path, width: int, inputs: int) -> None:
+    table, budgets = small_table(30), torch.linspace(3, 30, 30)
+    config = PolicyConfig(budget_width=inputs, hidden=16)
+    controller = Controller.for_table(table, torch.arange(30), config).eval()
+    save_checkpoint(tmp_path / "c.pt", controller, table, {})
+    content = torch.load(tmp_path / "c.pt", weights_only=True)
+    for name in ("budget_encoding", "project", "dataset_input"):
+        del content["controller"]["policy"][name]
+    del content["controller"]["datasets"]
+    content["controller"]["policy"]["budget_width"] = width  # of an even one it used one less
+    torch.save(content, tmp_path / "c.pt")
+    loaded = load_checkpoint(tmp_path / "c.pt").controller
+    assert torch.equal(loaded.choose(table.features, budgets), controller.choose(table.features, budgets))
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

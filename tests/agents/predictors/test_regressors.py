@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import table_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sklearn.ensemble import RandomForestRegressor
@@ -284,10 +285,37 @@ def test_other_blocks_are_not_read_and_a_missing_or_misshapen_one_is_named() -> 
 def test_a_restored_one_takes_the_buffers_of_a_saved_one() -> None:
     blocks = {"a": torch.tensor([[1.0, NAN], [2.0, 5.0], [9.0, 5.0]]), "b": torch.tensor([[1.0], [1.0], [1e9]])}
     saved = FeatureNormaliser(blocks)
-    restored = FeatureNormaliser.restored(saved.sizes, saved.has_missing)
+    state = {f"normaliser.{name}": buffer for name, buffer in saved.state_dict().items()}
+    restored = FeatureNormaliser.restored({"features": saved.sizes, "state": state})
     restored.load_state_dict(saved.state_dict())
     assert restored.width == saved.width
     assert torch.equal(restored(blocks), saved(blocks))
+
+
+def test_the_projection_is_onto_the_directions_of_most_variance_scaled_to_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    common, own = torch.randn(400, 1, generator=generator), torch.randn(400, 3, generator=generator)
+    # the first three columns nearly agree: the first component is their mean
+    x = torch.cat([common + 0.1 * own, torch.randn(400, 1, generator=generator)], 1)
+    table = table_of(torch.ones(400, 2), torch.ones(400, 2), x)
+    fitted = FeatureNormaliser.fit(table, torch.arange(400), 2)
+    assert fitted.width == 2
+    projected = fitted(table.features, 400)
+    torch.testing.assert_close(projected.T.cov(), torch.eye(2), atol=1e-3, rtol=0)
+    along = torch.corrcoef(torch.stack([projected[:, 0], common[:, 0]]))[0, 1]
+    assert along.abs() > 0.99
+    assert torch.corrcoef(torch.stack([projected[:, 1], x[:, 3]]))[0, 1].abs() > 0.99
+    plain = FeatureNormaliser.fit(table, torch.arange(400))
+    assert torch.equal(fitted.normal(table.features, 400), plain(table.features, 400))
+
+
+@pytest.mark.parametrize(("rows", "project", "most"), [(3, 3, 2), (50, 3, 2), (50, 9, 2)])
+def test_more_components_than_samples_or_features_are_refused(rows: int, project: int, most: int) -> None:
+    x = torch.cat([torch.randn(50, 2), torch.ones(50, 1)], 1)  # a column that does not vary is none
+    table = table_of(torch.ones(50, 2), torch.ones(50, 2), x)
+    with pytest.raises(InputError, match=f"policy.project={project}: profile 'by hand' has at most {most} "):
+        FeatureNormaliser.fit(table, torch.arange(rows), project)
+    assert FeatureNormaliser.fit(table, torch.arange(rows), most).width == most
 
 
 @settings(max_examples=40, deadline=None)

@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import WIDEST
+from knobwise.agents.controller.networks import BINS, WIDEST
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving import numpy_controller
+from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.export import Agent, Decide, arrays_of, export_numpy, one_by_one, parity, to_numpy
 from knobwise.agents.serving.numpy_controller import Array, NumpyController
 from knobwise.agents.stack.guard import Guard
@@ -114,6 +115,28 @@ def test_every_structure(structure: str, members: int, name: str) -> None:
     table = TABLES[name]()
     config = PolicyConfig(structure=structure, members=members, hidden=12, layers=3)
     assert_same(driven_apart(table, config), table)
+
+
+@pytest.mark.parametrize("name", ["small", "gappy"])
+@pytest.mark.parametrize(("structure", "members"), [("utility", 1), ("utility", 2), ("independent", 1)])
+def test_projected_features_and_a_wide_encoding(structure: str, members: int, name: str) -> None:
+    table = TABLES[name]()
+    config = PolicyConfig(structure=structure, members=members, hidden=12, project=3, budget_width=32)
+    controller = driven_apart(table, config)
+    assert_same(controller, table)
+    assert_same(controller, table, one_by_one(to_numpy(controller)), 20)
+    assert arrays_of(controller)["normaliser.projection"].shape[1] == 3
+
+
+def test_a_student_and_experts_read_projected_features() -> None:
+    table, rows = small_table(90), torch.arange(90)
+    stack = stack_of(table, project=3)
+    stack.weights.copy_(torch.ones(len(stack.weights)) / len(stack.weights))
+    assert_same(stack, table)
+    student = student_of(stack, table, rows, 0, StudentConfig(requests=64, steps=10))
+    assert student.network.network.skip.weight.shape[1] == 3 * (1 + BINS * student.network.network.reads_bins)
+    assert_same(student, table)
+    assert_same(student, table, one_by_one(to_numpy(student)), 20)
 
 
 @pytest.mark.parametrize("name", TABLES)

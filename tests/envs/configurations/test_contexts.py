@@ -1,6 +1,7 @@
 """Budgets, how they are encoded, and the contexts that are drawn with them."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,14 @@ def test_quantiles_follows_the_latencies_between_its_ends() -> None:
     assert drawn.max() <= 2
 
 
+def test_uniform_is_even_in_ms_between_two_quantiles() -> None:
+    table = of_latencies(torch.linspace(0, 10, 1001).square().reshape(1001, 1))
+    rows = torch.zeros(20_000, dtype=torch.int64)
+    drawn = draw(table, rows, strategy="uniform", low=0.2, high=0.8)  # between 2² and 8²
+    quarters = drawn.quantile(torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]))
+    torch.testing.assert_close(quarters, torch.tensor([4.0, 19, 34, 49, 64]), rtol=0, atol=0.8)
+
+
 @pytest.mark.parametrize("strategy", BudgetSampler.STRATEGIES)
 def test_one_seed_gives_one_sequence(strategy: str) -> None:
     table, rows = small_table(holes=0.3), torch.arange(60)
@@ -108,7 +117,7 @@ def test_worths_are_drawn_evenly_in_logarithm() -> None:
     ("settings", "words"),
     [
         ({"sense": "median"}, "budget.sense='median': must be one of deadline, mean"),
-        ({"strategy": "best"}, "relative, quantiles, fixed"),
+        ({"strategy": "best"}, "relative, quantiles, uniform, fixed"),
         ({"strategy": "relative", "factors": ()}, "factors must hold at least one number, all positive, not"),
         ({"strategy": "relative", "factors": (1.0, 0.0)}, "factors must hold at least one number, all positive, not"),
         (
@@ -199,7 +208,7 @@ def test_encodings_by_hand() -> None:
     torch.testing.assert_close(result, torch.tensor([1.0, half, 1.0, half, 0.0]), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("wanted", "width"), [(1, 1), (9, 9), (8, 7)])
+@pytest.mark.parametrize(("wanted", "width"), [(1, 1), (9, 9), (17, 17)])
 def test_encodings_have_the_width_they_say_and_rise_with_the_budget(wanted: int, width: int) -> None:
     table = small_table()
     encoding = BudgetEncoding(table.latency_ms[table.mask], wanted)
@@ -209,6 +218,18 @@ def test_encodings_have_the_width_they_say_and_rise_with_the_budget(wanted: int,
     assert result.abs().max() <= 4
     first = result[..., 0].flatten()
     assert (first.diff() > 0).all()
+
+
+def test_an_even_width_is_pairs_of_sine_and_cosine_without_the_number() -> None:
+    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), 4)
+    half = math.sqrt(0.5)
+    result = encoding(torch.tensor(math.e**2))  # z = 1: angles π/4 and π/2
+    torch.testing.assert_close(result, torch.tensor([half, 1.0, half, 0.0]), atol=1e-6, rtol=0)
+    encoding = BudgetEncoding(small_table().latency_ms.flatten(), 32)
+    assert encoding(torch.ones(3)).shape == (3, 32)
+    octaves = encoding.frequencies.log2().diff()  # 16 pairs divide seven octaves evenly
+    torch.testing.assert_close(octaves, torch.full((15,), 7 / 15), atol=1e-5, rtol=0)
+    torch.testing.assert_close(encoding.frequencies[[0, -1]], math.pi / 4 * torch.tensor([1.0, 128.0]))
 
 
 def test_encoding_survives_latencies_that_never_vary_and_zeros() -> None:
@@ -221,6 +242,37 @@ LISTS = [torch.tensor([3, 5, 7, 9, 11]), torch.tensor([0]), torch.tensor([2, 4])
 
 def sampler(rows: torch.Tensor | list[torch.Tensor] | None, seed: int = 0, **budget: object) -> ContextSampler:
     return ContextSampler(small_table(), BudgetConfig(**budget), rows, seed)  # type: ignore[arg-type]
+
+
+def shares_drawn(table: ProfileTable, by: str, rows: list[torch.Tensor]) -> torch.Tensor:
+    """Of the samples of a table, [N], for each list of rows."""
+    contexts = ContextSampler(table, BudgetConfig(), rows, 0, by)
+    drawn, _ = contexts(6000 * len(rows))
+    return torch.stack([drawn[m :: len(rows)].bincount(minlength=table.num_samples) / 6000 for m in range(len(rows))])
+
+
+def test_balanced_groups_are_drawn_as_often_as_each_other() -> None:
+    # a, a, a, b, and another a that is not drawn from; each list is balanced by the sizes of both together
+    table = replace(small_table(5), datasets=("a", "a", "a", "b", "a"), question_types=tuple("xyyyx"))
+    shares = shares_drawn(table, "dataset", [torch.tensor([0, 1, 2, 3])])
+    expected = torch.tensor([[1 / 6, 1 / 6, 1 / 6, 1 / 2, 0]])
+    torch.testing.assert_close(shares, expected, atol=0.025, rtol=0)
+    shares = shares_drawn(table, "question_type", [torch.tensor([0, 1, 2]), torch.tensor([3])])
+    expected = torch.tensor([[3 / 5, 1 / 5, 1 / 5, 0, 0], [0, 0, 0, 1, 0]])  # of 1, 1/3, 1/3
+    torch.testing.assert_close(shares, expected, atol=0.025, rtol=0)
+
+
+def test_samples_with_rare_configurations_are_drawn_more_often() -> None:
+    nan = math.nan
+    table = of_latencies(torch.tensor([[1.0, 2.0], [1.0, nan], [1.0, nan]]))
+    shares = shares_drawn(table, "configuration", [torch.arange(3)])  # of 1/3 + 1, 1/3, 1/3
+    torch.testing.assert_close(shares, torch.tensor([[2 / 3, 1 / 6, 1 / 6]]), atol=0.025, rtol=0)
+
+
+@pytest.mark.parametrize("by", ["dataset", "question_type"])
+def test_nothing_to_balance_is_refused(by: str) -> None:
+    with pytest.raises(InputError, match=f"balance.by={by}: .*'small' have fewer than two"):
+        ContextSampler(small_table(), BudgetConfig(), None, 0, by)
 
 
 def test_rows_are_drawn_evenly_from_those_given() -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.feature_files import Features, attach_features, read_features, write_features
-from knobwise.envs.readers.joint import join_tables, rows_by_dataset
+from knobwise.envs.readers.joint import join_tables, rows_by_dataset, with_dataset_input
 from knobwise.envs.readers.long_table import read_long_table, write_long_table
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.experiments.command_line.compose import read_settings
@@ -360,3 +360,13 @@ def test_training_data_that_cannot_be_used(tmp_path, change, message):
     (tmp_path / "t.json").write_text(json.dumps(examples))
     with pytest.raises(InputError, match=rf"t\.json: .*{message}"):
         read_long_table(tmp_path / "t.json")
+
+
+def test_the_data_set_is_a_block_with_a_column_for_each_and_zeros_for_others():
+    table = bare(3, datasets=("b", "a", "b"))
+    block = with_dataset_input(table).features["dataset"]
+    assert block.tolist() == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
+    assert with_dataset_input(table, ["c", "b"]).features["dataset"].tolist() == [[0, 1], [0, 0], [0, 1]]
+    for one in (bare(3), with_dataset_input(table)):
+        with pytest.raises(InputError, match=r"policy\.dataset_input=true: needs several data sets"):
+            with_dataset_input(one)

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -275,6 +276,33 @@ def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
     assert len(torch.cat(leave_one_out(replace(table, features=unknown))["set 0"][:2])) == 20
     with pytest.raises(InputError, match="so none is left to fit on"):
         leave_one_out(coco(ids, ids, 20))
+
+
+def test_folds_are_disjoint_cover_all_and_spread_every_data_set_evenly() -> None:
+    table = three(20, 40)
+    splits = [divide(table, seed=3, folds=4, number=number) for number in range(4)]
+    for split in splits:
+        disjoint(split, 60)
+        counted = Counter(table.dataset_names[row] for row in split.test.tolist())
+        assert counted == {"set 0": 5, "set 1": 10}
+        # of the other 45 samples a quarter, in each data set
+        assert len(split.validation) == 11
+    assert torch.cat([split.test for split in splits]).sort().values.tolist() == list(range(60))
+    again = divide(table, seed=4, folds=4)
+    assert not torch.equal(again.test, splits[0].test)
+    with pytest.raises(InputError, match=r"split\.folds=21: .* has too few samples"):
+        divide(three(20, 20), folds=21)
+
+
+def test_an_image_is_in_one_fold_and_not_trained_on_there() -> None:
+    images = tuple(str(row // 3) for row in range(30))
+    table = replace(small_table(30), image_ids=images)
+    for number in range(5):
+        split = divide(table, folds=5, number=number)
+        shown = [{images[row] for row in part.tolist()} for part in split]
+        assert len(split.test) == 6
+        assert shown[2].isdisjoint(shown[0] | shown[1])
+        assert shown[0].isdisjoint(shown[1])
 
 
 def test_settings_say_which() -> None:

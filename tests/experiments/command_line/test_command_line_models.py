@@ -375,7 +375,12 @@ TRAIN = ["train", *QUICK]
         ([*TRAIN, "profile=simulated", "profile.datasets=[gqa]"], "must be some of text_vqa, coco_vqa, okvqa"),
         ([*TRAIN, "profile=simulated", "profile.grid=99"], "profile.grid='99': must be one of 240, 27, tiers"),
         ([*TRAIN, "profile=simulated", "profile.signal=2"], "profile.signal=2.0"),
-        ([*TRAIN, *FIRST, "balance.by=dataset"], "balance.by=dataset: there is no such option"),
+        ([*TRAIN, *FIRST, "balance.by=dataset"], "have fewer than two datasets, so there is nothing to balance"),
+        ([*TRAIN, *FIRST, "balance.by=length"], "balance.by='length': must be one of none, dataset, question_type"),
+        ([*TRAIN, *FIRST, "policy.dataset_input=true"], "policy.dataset_input=true: needs several data sets"),
+        ([*TRAIN, *FIRST, "policy.project=99"], "policy.project=99: profile 'first' has at most "),
+        ([*TRAIN, *FIRST, "policy.project=-1"], "policy.project=-1: must be at least 0"),
+        ([*TRAIN, *FIRST, "policy.budget_encoding=cosine"], "must be one of linear, sinusoidal"),
         ([*TRAIN, *FIRST, "runs=files/occupied"], "files/occupied is a file, not a folder"),
     ],
 )

@@ -89,7 +89,7 @@ def test_the_first_split_is_deployed_and_reported(folder: Path) -> None:
     assert same(*(each.controller.state_dict() for each in weights))
     assert_frame_equal(*(pl.read_csv(RUNS / name / "metrics.csv") for name in ("three", "split1")))
     page = (RUNS / "three" / "report.html").read_text()
-    for words in ("test parts of 3 random splits (36 samples)", "means over 3 random splits", "and the splits"):
+    for words in ("test parts of 3 splits (36 samples)", "means over 3 splits", "and the splits"):
         assert words in page, words
         assert words not in (RUNS / "split1" / "report.html").read_text()
 
@@ -153,6 +153,12 @@ def test_a_comparison_shows_such_a_run_but_does_not_test_it(folder: Path, capsys
         (["split.repeats=2", "split.leave_out=small"], "split.repeats=2: split.leave_out fixes the test part"),
         (["split.repeats=2", "profile.path=fixed.parquet"], "split.repeats=2: profile 'fixed' fixes the test part"),
         (["split.repeats=2", "budget=mean", "policy=utility"], "split.repeats: is for deadlines"),
+        (["split.folds=2", "budget=mean", "policy=utility"], "split.folds: is for deadlines"),
+        (["split.folds=1"], "split.folds=1: must be 0 or at least 2"),
+        (["split.folds=2", "split.repeats=2"], "split.folds=2: must be 0 or at least 2, and without split.repeats"),
+        (["split.folds=2", "split.leave_out=small"], "split.folds=2: split.leave_out fixes the test part"),
+        (["split.folds=2", "profile.path=fixed.parquet"], "split.folds=2: profile 'fixed' fixes the test part"),
+        (["split.folds=61"], "split.folds=61: profile 't' has too few samples"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused(folder: Path, words: list[str], message: str, capsys: Capture) -> None:
@@ -163,5 +169,5 @@ def test_what_cannot_be_repeated_is_refused(folder: Path, words: list[str], mess
 
 
 def test_fit_takes_one_split() -> None:
-    with pytest.raises(InputError, match=r"split\.repeats: fit trains on one split"):
+    with pytest.raises(InputError, match=r"split\.repeats and split\.folds: fit trains on one split"):
         knobwise.fit(small_table(60), policy="independent", **{"split.repeats": 2})
