@@ -160,4 +160,6 @@ class RegressionLoss(LossModule):
         means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in losses]
         reduced = [self._reduce_loss(mean, tensordict) for mean in means]
         # not `out_keys`, which `select_out_keys` shortens
-        return TensorDict(dict(zip(("loss_accuracy", "loss_latency", "loss_cost"), reduced)), batch_size=[])
+        return TensorDict(
+            dict(zip(("loss_accuracy", "loss_latency", "loss_cost"), reduced, strict=False)), batch_size=[]
+        )

@@ -13,7 +13,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Unbounded
 
-from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.context_env import ContextEnv
 from knobwise.envs.configurations.contexts import ContextSampler, limit_key
@@ -32,10 +31,11 @@ class ConfigBandit(ContextEnv):
     `full_information=True` also `reward_per_configuration` float32 [P, C], means over repeated measurements, NaN if not
     profiled.
 
-    Action: `action` int64 [P, G, K], for each knob the index of its value; under `action_keys="knobs"` each knob has
-    its own key (`max_crops`, …), int64 [P, G]; under `action="configuration"` `action` is [P, G], the index of a
-    configuration. Reward: float32 [P, G]. With `group_size=None` actions and outcomes have no axis G, and
-    the reward is [P, 1]. Where a context has one decision, actions may have that axis or lack it.
+    Action: `action` int64 [P, G, K], for each knob the index of its value; under `action_keys="knobs"` a key a knob
+    (`max_crops`, …), int64 [P, G] each, as `make_actor(…, separate=True)` draws them; under `action="configuration"`
+    `action` is [P, G], the index of a configuration. Reward: float32 [P, G]. With `group_size=None` actions and
+    outcomes have no axis G, and the reward is [P, 1]. Where a context has one decision, actions may have that axis or
+    lack it.
 
     A step decides for the contexts in the tensordict; where rows or limits are missing, for those of the last reset,
     or before any reset for new ones. Inside TorchRL's wrappers (`TransformedEnv`, `SerialEnv`, …) the rows of the last
@@ -43,10 +43,10 @@ class ConfigBandit(ContextEnv):
 
     Args:
         batch_size, group_size: P, G.
-        budget, reward, unprofiled, action, repeats: see `Replay`; measurements are drawn from the generator of the
-            contexts. Under `nearest`, the default, any policy may play; with `action="configuration"` and without an
-            axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.
-        action_keys: `action` for one tensor, or `knobs` for a key a knob. `make_actor(…, separate=True)` draws these.
+        budget, reward, unprofiled, action, action_keys, repeats: see `Replay`; measurements are drawn from the
+            generator of the contexts. Under `nearest`, the default, any policy may play; with `action="configuration"`
+            and without an axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones draw profiled
+            configurations only.
         rows: int64 [n], the samples to draw from (the training split); None for all. From M such lists contexts are
             drawn in turn, context i from list i mod M.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
@@ -85,18 +85,14 @@ class ConfigBandit(ContextEnv):
         contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed)
         super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
-        self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats)
+        self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats, action_keys)
         self.rewards = self.replay.rewards
         p, c, sizes = batch_size, table.num_configurations, table.knob_sizes
         self.outcome_shape = (p,) if group_size is None else (p, group_size)
         knobs = (len(sizes),) if action == "knobs" else ()
         self.decisions = (p, group_size or 1)
         self._set_outcome_specs(*self.decisions)
-        self.knob_keys: list[str] = []
-        one_of("action_keys", action_keys, ("action", "knobs"))
-        if action_keys == "knobs":
-            one_of("action_keys=knobs: action", action, ["knobs"])
-            self.knob_keys = [knob.name for knob in table.knobs]
+        if self.replay.knob_keys:
             each = {
                 knob.name: Categorical(len(knob.values), shape=self.outcome_shape, dtype=torch.int64, device=device)
                 for knob in table.knobs
@@ -125,8 +121,15 @@ class ConfigBandit(ContextEnv):
             self.outcomes = ("accuracy", "latency_ms", *(["cost"] if table.cost is not None else []))
             observation |= {name: Unbounded(shape=self.outcome_shape, device=device) for name in self.outcomes}
         self.observation_spec = Composite(observation, shape=(p,), device=device)
-        if taken := {*observation, "reward", "done", "terminated"} & {*self.knob_keys}:
+        if taken := {*observation, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
             raise InputError(f"action_keys=knobs: knob {min(taken)} is called like another key; use action_keys=action")
+
+    def _about(self) -> str:
+        table = self.table
+        budget = self.contexts.budgets.config
+        limits = budget.strategy if budget.sense == "deadline" else budget.sense
+        size = f"{table.num_samples} samples × {table.num_configurations} configurations"
+        return f"{table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
@@ -136,15 +139,14 @@ class ConfigBandit(ContextEnv):
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
         drawn = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
         action = self.table.configurations[drawn] if self.replay.action == "knobs" else drawn
-        if self.knob_keys:
+        if self.replay.knob_keys:
             columns = action.to(rows.device).view(*self.outcome_shape, -1).unbind(-1)
-            return out.update(dict(zip(self.knob_keys, columns, strict=True)))
+            return out.update(dict(zip(self.replay.knob_keys, columns, strict=True)))
         return out.set("action", action.view(self.action_spec.shape).to(rows.device))
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows, limits = self.current["row"], self.current[self.limit_key]
-        columns = [tensordict[key] for key in self.knob_keys]
-        action = torch.stack(columns, -1) if columns else tensordict["action"]
+        action = self.replay.side_by_side(tensordict) if self.replay.knob_keys else tensordict["action"]
         action = self.replay.grouped(action, *self.decisions)
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         changed = self._described()
