@@ -97,6 +97,16 @@ class ActorLoss(LossModule):
             return dist.log_prob(tensordict.select(*keys).auto_batch_size_())
 
     @staticmethod
+    def _log_probs(dist: Any) -> Any:
+        """ln π of all configurations."""
+        if not hasattr(dist, "log_probs"):
+            raise InputError(
+                f"{type(dist).__name__}: its configurations are not known; take make_actor(…, separate=True), or "
+                "objective=sampled and recorded=True, which need only draws"
+            )
+        return dist.log_probs
+
+    @staticmethod
     @set_composite_lp_aggregate(True)
     def _entropy(dist: Any) -> Any:
         return dist.entropy()

@@ -157,7 +157,7 @@ class GRPOLoss(ActorLoss):
             weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
             return dist, log_prob, old, reference, reward, weight
         reward, old = tensordict.get(keys.reward_per_configuration), tensordict.get(keys.behaviour_log_probs)
-        log_prob, reference = dist.log_probs, tensordict.get(keys.reference_log_probs, None)
+        log_prob, reference = self._log_probs(dist), tensordict.get(keys.reference_log_probs, None)
         # what is masked has weight 0; finite numbers in its place keep 0 · ∞ out of values and gradients
         impossible, weight = old == -torch.inf, old.exp().detach()
         if finite:  # the objective alone can do with log π = −∞

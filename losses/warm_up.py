@@ -83,7 +83,7 @@ class RCELoss(ActorLoss):
         if self.recorded:
             log_probs, mask = self._log_prob(dist, tensordict), tensordict.get(keys.group_mask)
         else:
-            log_probs, mask = dist.log_probs, ~rewards.isnan()
+            log_probs, mask = self._log_probs(dist), ~rewards.isnan()
         loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, mask)
         out = {"loss_rce": self._reduce_loss(loss, tensordict)}
         if self.diagnostics:
