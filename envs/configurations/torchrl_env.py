@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Unbounded
+from torchrl.data import Binary, Categorical, Composite, Unbounded
 
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.context_env import ContextEnv
+from knobwise.envs.configurations.context_env import ContextEnv, action_spec
 from knobwise.envs.configurations.contexts import ContextSampler, limit_key
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
@@ -87,27 +87,11 @@ class ConfigBandit(ContextEnv):
         self.table, self.lean, self.full_information = table, lean, full_information
         self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats, action_keys)
         self.rewards = self.replay.rewards
-        p, c, sizes = batch_size, table.num_configurations, table.knob_sizes
+        p, c = batch_size, table.num_configurations
         self.outcome_shape = (p,) if group_size is None else (p, group_size)
-        knobs = (len(sizes),) if action == "knobs" else ()
         self.decisions = (p, group_size or 1)
         self._set_outcome_specs(*self.decisions)
-        if self.replay.knob_keys:
-            each = {
-                knob.name: Categorical(len(knob.values), shape=self.outcome_shape, dtype=torch.int64, device=device)
-                for knob in table.knobs
-            }
-            self.action_spec = Composite(each, shape=(p,), device=device)
-        elif action == "knobs":
-            self.action_spec = MultiCategorical(
-                torch.tensor(sizes),
-                shape=(*self.outcome_shape, *knobs),
-                dtype=torch.int64,
-                remove_singleton=False,
-                device=device,
-            )
-        else:
-            self.action_spec = Categorical(c, shape=self.outcome_shape, dtype=torch.int64, device=device)
+        self.action_spec = action_spec(self.replay, self.outcome_shape, device)
         observation: dict[str, Unbounded | Binary | Categorical] = {
             "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64, device=device),
             self.limit_key: Unbounded(shape=(p, 2) if self.limit_key == "worths" else (p,), device=device),
@@ -124,13 +108,6 @@ class ConfigBandit(ContextEnv):
         if taken := {*observation, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
             raise InputError(f"action_keys=knobs: knob {min(taken)} is called like another key; use action_keys=action")
 
-    def _about(self) -> str:
-        table = self.table
-        budget = self.contexts.budgets.config
-        limits = budget.strategy if budget.sense == "deadline" else budget.sense
-        size = f"{table.num_samples} samples × {table.num_configurations} configurations"
-        return f"{table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
-
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
         out = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
@@ -139,9 +116,9 @@ class ConfigBandit(ContextEnv):
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
         drawn = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
         action = self.table.configurations[drawn] if self.replay.action == "knobs" else drawn
-        if self.replay.knob_keys:
-            columns = action.to(rows.device).view(*self.outcome_shape, -1).unbind(-1)
-            return out.update(dict(zip(self.replay.knob_keys, columns, strict=True)))
+        if keys := self.replay.knob_keys:
+            columns = action.to(rows.device).view(*self.outcome_shape, len(keys)).unbind(-1)
+            return out.update(dict(zip(keys, columns, strict=True)))
         return out.set("action", action.view(self.action_spec.shape).to(rows.device))
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -1,8 +1,7 @@
-import os
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -478,32 +477,30 @@ def test_make_vec_takes_every_reset_mode(mode: AutoresetMode, vectorization: str
     env.close()
 
 
-def two_in_processes(context: str) -> None:
-    """The built-in profile in two processes, where whatever hangs is an error."""
-    env = gymnasium.make_vec(ID, num_envs=2, vectorization_mode="async", vector_kwargs={"context": context})
+def play_in_processes(context: str, count: int) -> None:
+    """The built-in profile in some processes, where whatever hangs is an error."""
+    options = {"num_envs": count, "vectorization_mode": "async", "vector_kwargs": {"context": context}}
+    env = gymnasium.make_vec("knobwise/ConfigBandit-v0", **options)
     env.reset_async(seed=0, options={"row": 3})
     observations, _ = env.reset_wait(timeout=60)
     assert env.observation_space.contains(observations)
     env.step_async(env.action_space.sample())
     _, _, ended, _, infos = env.step_wait(timeout=60)
     assert ended.all()
-    assert infos["row"].tolist() == [3, 3]
+    assert infos["row"].tolist() == [3] * count
     env.close()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
 def test_make_vec_in_forked_processes() -> None:
     # from a process of its own, with threads: a fork of this one may keep a lock of one of its threads for ever
-    words = (
-        f"import test_gym_bandit; test_gym_bandit.torch.set_num_threads(2); test_gym_bandit.{two_in_processes.__name__}"
-    )
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
-    subprocess.run([sys.executable, "-c", f"{words}('fork')"], env=environment, check=True, timeout=150)
+    code = "import gymnasium, knobwise, torch; torch.set_num_threads(2)"
+    code = f"{code}\n{inspect.getsource(play_in_processes)}\nplay_in_processes('fork', 2)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
 
 
-def test_make_vec_in_spawned_processes() -> None:
-    two_in_processes("spawn")
+def test_make_vec_in_a_spawned_process() -> None:
+    play_in_processes("spawn", 1)
 
 
 @pytest.mark.parametrize("action", ["knobs", "configuration"])

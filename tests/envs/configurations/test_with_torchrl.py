@@ -206,7 +206,7 @@ def test_knobs_under_their_own_keys_get_what_one_tensor_gets(group: int | None) 
     env = make(group_size=group, action_keys="knobs", unprofiled="error", seed=0)
     for contiguous in (True, False):
         check_env_specs(env, return_contiguous=contiguous)
-        check_env_specs(SerialEnv(2, lambda: make(action_keys="knobs", group_size=group)), return_contiguous=contiguous)
+    check_env_specs(SerialEnv(2, lambda: make(action_keys="knobs", group_size=group)))
     assert env.action_keys == sorted(knob.name for knob in SPARSE.knobs)
     out = env.rollout(1)  # of random actions, all profiled
     together = torch.stack([out[knob.name] for knob in SPARSE.knobs], -1)
