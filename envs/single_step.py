@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,13 @@ class SingleStepEnv(EnvBase):
     def _set_outcome_specs(self, contexts: int, group: int) -> None:
         self.reward_spec = Unbounded(shape=(contexts, group), device=self.device)
         self.done_spec = Binary(shape=(contexts, 1), dtype=torch.bool, device=self.device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._about()}, batch {self.batch_size.numel()}, group {self.group_size})"
+
+    @abstractmethod
+    def _about(self) -> str:
+        """Describe the table, the budgets and the reward."""
 
     @property
     def group_size(self) -> int:
@@ -41,6 +49,10 @@ class SingleStepEnv(EnvBase):
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """A step and the contexts after it; every episode ends here, so there is no need to check `done`."""
         return tensordict.set("next", self._step(tensordict)), self._reset()
+
+    def rollout(self, *args: Any, break_when_any_done: bool | None = None, **options: Any) -> TensorDictBase:
+        """Play as many steps as are asked for; TorchRL's default, to stop when an episode ends, would play one."""
+        return super().rollout(*args, break_when_any_done=bool(break_when_any_done), **options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in `nn.Module`; an empty state, which a collector saves of an environment without transforms, fits too."""

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams
+from tensordict.nn import (
+    CompositeDistribution,
+    ProbabilisticTensorDictSequential,
+    TensorDictParams,
+    set_composite_lp_aggregate,
+)
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import LossModule
+
+from knobwise.common.errors import InputError
+
+Keys: TypeAlias = NestedKey | list[NestedKey]
+"""A key, or of a `CompositeDistribution` a list of them."""
 
 
 class ActorLoss(LossModule):
     """A loss of one actor.
 
+    The actor may draw the parts of an action under keys of their own, by a `CompositeDistribution`. As in TorchRL's
+    losses the keys of draws and of log-probs are then lists, read from the actor or set by `set_keys(action=[…],
+    sample_log_prob=[…])`; the key of the summed log-prob may stand for its list.
+
     Args:
         actor_network: a module with `get_dist(tensordict)`.
         reduction: `mean`, `sum` or `none` over contexts; None for `mean`.
         functional: keep the parameters apart from the module, as TorchRL does (needed under vmap); off is faster.
+
+    Raises:
+        InputError: an actor of a policy that decides without probabilities, from which no gradient comes.
 
     Attributes:
         diagnostics: whether `forward` also gives diagnostics; without them it is faster.
@@ -35,6 +52,11 @@ class ActorLoss(LossModule):
         self, actor_network: ProbabilisticTensorDictSequential, *, reduction: str | None = None, functional: bool = True
     ) -> None:
         super().__init__()
+        if not getattr(actor_network, "trainable", True):
+            raise InputError(
+                "actor_network: this policy decides without probabilities, so it cannot be trained; train the network "
+                "inside, make_actor(load_checkpoint(path).network)"
+            )
         self._forward_pre_hooks.clear()  # TorchRL looks there for target networks that nobody updates; we have none
         self.functional, self.reduction, self.diagnostics = functional, reduction or "mean", True
         if functional:
@@ -42,9 +64,14 @@ class ActorLoss(LossModule):
         else:
             self.actor_network = actor_network
             self.actor_network_params = None
+        drawn = getattr(actor_network, "dist_sample_keys", ["action"])
+        if drawn != ["action"]:
+            self.tensor_keys.action = drawn
+            self.tensor_keys.sample_log_prob = actor_network.log_prob_keys
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        self.in_keys = list(dict.fromkeys([*self.actor_network.in_keys, *self._loss_keys()]))
+        keys = [key for keys in self._loss_keys() for key in _listed(keys)]
+        self.in_keys = list(dict.fromkeys([*self.actor_network.in_keys, *keys]))
 
     def reset_parameters_recursive(self) -> None:
         """Draw the actor's parameters anew."""
@@ -54,12 +81,45 @@ class ActorLoss(LossModule):
             self.actor_network.reset_parameters_recursive()
 
     @abstractmethod
-    def _loss_keys(self) -> list[NestedKey]:
+    def _loss_keys(self) -> list[Keys]:
         """The keys that the loss reads beside those of the actor."""
 
     def _distribution(self, tensordict: TensorDictBase) -> Any:
         with self.actor_network_params.to_module(self.actor_network) if self.functional else nullcontext():
             return self.actor_network.get_dist(tensordict)
+
+    def _log_prob(self, dist: Any, tensordict: TensorDictBase) -> Any:
+        """ln π of the draws in the tensordict."""
+        keys = _listed(self.tensor_keys.action)
+        if not isinstance(dist, CompositeDistribution):
+            return dist.log_prob(tensordict.get(keys[0]))
+        with set_composite_lp_aggregate(True):
+            return dist.log_prob(tensordict.select(*keys).auto_batch_size_())
+
+    @staticmethod
+    def _log_probs(dist: Any) -> Any:
+        """ln π of all configurations."""
+        if not hasattr(dist, "log_probs"):
+            raise InputError(
+                f"{type(dist).__name__}: its configurations are not known; take make_actor(…, separate=True), or "
+                "objective=sampled and recorded=True, which need only draws"
+            )
+        return dist.log_probs
+
+    @staticmethod
+    @set_composite_lp_aggregate(True)
+    def _entropy(dist: Any) -> Any:
+        return dist.entropy()
+
+    @staticmethod
+    def _summed(tensordict: TensorDictBase, keys: Keys) -> Any:
+        """Sum what is under these keys; None if any is missing."""
+        each = [tensordict.get(key, None) for key in _listed(keys)]
+        return None if any(part is None for part in each) else sum(each[1:], each[0])
+
+
+def _listed(keys: Keys) -> list[NestedKey]:
+    return keys if isinstance(keys, list) else [keys]
 
 
 def is_zero(coefficient: Tensor) -> bool:

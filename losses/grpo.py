@@ -11,7 +11,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import ActorLoss, is_zero
+from knobwise.losses.actor_loss import ActorLoss, Keys, is_zero
 from knobwise.losses.functional import (
     AdvantageFunction,
     clipped_surrogate,
@@ -35,7 +35,8 @@ class GRPOLoss(ActorLoss):
 
     Args:
         actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_prob(action)` [P, G] for
-            actions [P, G, K], `entropy()` [P], and, for `exact`, `log_probs` [P, C] (−inf where masked).
+            actions [P, G, K], `entropy()` [P], and, for `exact`, `log_probs` [P, C] (−inf where masked); or a
+            `CompositeDistribution` of draws [P, G] under several keys.
         objective: `sampled` or `exact`.
         clip_epsilon: ε.
         entropy_coeff: η.
@@ -75,25 +76,25 @@ class GRPOLoss(ActorLoss):
         """Keys of the tensordict.
 
         Attributes:
-            action: int64 [P, G, K].
-            configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read, and
-                the distribution is asked for `log_prob_of_index`.
+            action: int64 [P, G, K], or of a composite a list of keys, [P, G] each.
+            configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read
+                unless it is a list, and the distribution is asked for `log_prob_of_index`.
             reward: float [P, G], of each draw.
             group_mask: bool [P, G], for `masked`: which draws there are. A group of one or of none teaches nothing.
-            sample_log_prob: float [P, G], of the draws under the behaviour policy. Draws without a group axis, [P]
-                with rewards [P, 1], are groups of one, which teach only under `unnormalised`.
+            sample_log_prob: float [P, G], of the draws under the behaviour policy; of a list of keys the sum. Draws
+                without a group axis, [P] with rewards [P, 1], are groups of one, which teach only under `unnormalised`.
             reference_log_prob: the same under the reference policy; may be missing when β = 0.
             reward_per_configuration: float [P, C], for `exact`; anything where not profiled.
             behaviour_log_probs: float [P, C], for `exact`: the behaviour policy's, −inf where masked.
             reference_log_probs: float [P, C], for `exact`; may be missing when β = 0.
         """
 
-        action: NestedKey = "action"
+        action: Keys = "action"
         configuration: NestedKey = "configuration"
         reward: NestedKey = ("next", "reward")
         group_mask: NestedKey = "group_mask"
-        sample_log_prob: NestedKey = "action_log_prob"
-        reference_log_prob: NestedKey = "reference_log_prob"
+        sample_log_prob: Keys = "action_log_prob"
+        reference_log_prob: Keys = "reference_log_prob"
         reward_per_configuration: NestedKey = "reward_per_configuration"
         behaviour_log_probs: NestedKey = "behaviour_log_probs"
         reference_log_probs: NestedKey = "reference_log_probs"
@@ -136,7 +137,7 @@ class GRPOLoss(ActorLoss):
         self.register_buffer("kl_to_ref_coeff", torch.tensor(float(kl_to_ref_coeff)))
         self._forward_value_estimator_keys()
 
-    def _loss_keys(self) -> list[NestedKey]:
+    def _loss_keys(self) -> list[Keys]:
         keys = self.tensor_keys
         if self.objective == "exact":
             return [keys.reward_per_configuration, keys.behaviour_log_probs, keys.reference_log_probs]
@@ -149,19 +150,19 @@ class GRPOLoss(ActorLoss):
         """The distribution, log π, log π_old, log π_ref, rewards, all [P, J], and weights [P, J] or None."""
         keys, dist = self.tensor_keys, self._distribution(tensordict)
         if self.objective == "sampled":
-            reward, old = tensordict.get(keys.reward), tensordict.get(keys.sample_log_prob)
+            reward, old = tensordict.get(keys.reward), self._summed(tensordict, keys.sample_log_prob)
             if reward.shape not in (old.shape, (*old.shape, 1)):  # groups of one may lack their axis
                 shapes = f"rewards are {tuple(reward.shape)} and log-probs of draws {tuple(old.shape)}"
                 raise ValueError(f"{shapes}; both must be [contexts, group]: give env and policy the same group_size")
-            index = tensordict.get(keys.configuration, None)
-            log_prob = dist.log_prob(tensordict.get(keys.action)) if index is None else dist.log_prob_of_index(index)
+            index = None if isinstance(keys.action, list) else tensordict.get(keys.configuration, None)
+            log_prob = self._log_prob(dist, tensordict) if index is None else dist.log_prob_of_index(index)
             log_prob, old = log_prob.view_as(reward), old.view_as(reward)
-            reference = tensordict.get(keys.reference_log_prob, None)
+            reference = self._summed(tensordict, keys.reference_log_prob)
             reference = None if reference is None else reference.view_as(reward)
             weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
             return dist, log_prob, old, reference, reward, weight
         reward, old = tensordict.get(keys.reward_per_configuration), tensordict.get(keys.behaviour_log_probs)
-        log_prob, reference = dist.log_probs, tensordict.get(keys.reference_log_probs, None)
+        log_prob, reference = self._log_probs(dist), tensordict.get(keys.reference_log_probs, None)
         # what is masked has weight 0; finite numbers in its place keep 0 · ∞ out of values and gradients
         impossible, weight = old == -torch.inf, old.exp().detach()
         if finite:  # the objective alone can do with log π = −∞
@@ -182,7 +183,7 @@ class GRPOLoss(ActorLoss):
         out = {"loss_objective": self._reduce_loss(-expectation(surrogate, learned), tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         if not is_zero(self.entropy_coeff):
-            out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * dist.entropy(), tensordict)
+            out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * self._entropy(dist), tensordict)
         behaviour, policy = old.detach() if self.objective == "exact" else None, log_prob.detach()
         if reference is None:
             reference = torch.where(self.kl_to_ref_coeff == 0, policy, torch.nan) if penalised else policy
@@ -196,7 +197,7 @@ class GRPOLoss(ActorLoss):
                 used = advantage if learned is None else advantage * (learned > 0)
                 mean, square = (expectation(power, weight).mean() for power in (advantage, advantage.square()))
                 out |= {
-                    "entropy": dist.entropy().mean(),
+                    "entropy": self._entropy(dist).mean(),
                     "kl_to_ref": expected_k3(log_prob, reference, behaviour, weight).mean(),
                     "kl_approx": -expectation(log_ratio, weight).mean(),
                     "clip_fraction": expectation(cut.to(log_prob.dtype), weight).mean(),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchrl.objectives import LossModule
 
-from knobwise.losses.actor_loss import ActorLoss
+from knobwise.losses.actor_loss import ActorLoss, Keys
 from knobwise.losses.functional import gaussian_nll, reward_weighted_cross_entropy
 
 
@@ -25,7 +25,7 @@ class RCELoss(ActorLoss):
 
     Args:
         actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs` [P, C], or with
-            `recorded` with `log_prob(action)` [P, G].
+            `recorded` with `log_prob(action)` [P, G]; or a `CompositeDistribution`, see `ActorLoss`.
         recorded: imitate `action` instead of every configuration.
         temperature: τ, in units of reward; may be changed between steps (it falls during the warm-up); infinite for
             a plain mean, supervised fine-tuning.
@@ -40,13 +40,13 @@ class RCELoss(ActorLoss):
 
         Attributes:
             reward_per_configuration: float [P, C], NaN where not profiled.
-            action: with `recorded`, the actions of the group, [P, G, …].
+            action: with `recorded`, the actions of the group, [P, G, …], or of a composite a list of keys.
             reward: with `recorded`, float [P, G].
             group_mask: with `recorded`, bool [P, G], which of them exist.
         """
 
         reward_per_configuration: NestedKey = "reward_per_configuration"
-        action: NestedKey = "action"
+        action: Keys = "action"
         reward: NestedKey = ("next", "reward")
         group_mask: NestedKey = "group_mask"
 
@@ -70,7 +70,7 @@ class RCELoss(ActorLoss):
         self.register_buffer("temperature", torch.tensor(float(temperature)))
         self._forward_value_estimator_keys()
 
-    def _loss_keys(self) -> list[NestedKey]:
+    def _loss_keys(self) -> list[Keys]:
         keys = self.tensor_keys
         return [keys.action, keys.reward, keys.group_mask] if self.recorded else [keys.reward_per_configuration]
 
@@ -81,14 +81,14 @@ class RCELoss(ActorLoss):
         rewards = tensordict.get(keys.reward if self.recorded else keys.reward_per_configuration)
         dist = self._distribution(tensordict)
         if self.recorded:
-            log_probs, mask = dist.log_prob(tensordict.get(keys.action)), tensordict.get(keys.group_mask)
+            log_probs, mask = self._log_prob(dist, tensordict), tensordict.get(keys.group_mask)
         else:
-            log_probs, mask = dist.log_probs, ~rewards.isnan()
+            log_probs, mask = self._log_probs(dist), ~rewards.isnan()
         loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, mask)
         out = {"loss_rce": self._reduce_loss(loss, tensordict)}
         if self.diagnostics:
             with torch.no_grad():
-                out["entropy"] = dist.entropy().mean()
+                out["entropy"] = self._entropy(dist).mean()
         return TensorDict(out, batch_size=[])
 
 
@@ -153,10 +153,13 @@ class RegressionLoss(LossModule):
         variance = None if variance is None else variance.nan_to_num()
         off = gaussian_nll(log_latency.nan_to_num(), predicted.get("log_latency"), predicted.get("spread"), variance)
         losses = [wrong, off]
-        if "loss_cost" in self.out_keys:
+        if "log_cost" in self.predictor.out_keys:
             cost, log_cost = tensordict.get(self.tensor_keys.cost).nan_to_num(), predicted.get("log_cost")
             scale = (cost.sum() / profiled.sum()).clamp_min(torch.finfo(cost.dtype).tiny)
             losses.append(functional.poisson_nll_loss(log_cost, cost, reduction="none") / scale)
         means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in losses]
         reduced = [self._reduce_loss(mean, tensordict) for mean in means]
-        return TensorDict(dict(zip(self.out_keys, reduced, strict=True)), batch_size=[])
+        # not `out_keys`, which `select_out_keys` shortens
+        return TensorDict(
+            dict(zip(("loss_accuracy", "loss_latency", "loss_cost"), reduced, strict=False)), batch_size=[]
+        )

@@ -110,6 +110,43 @@ def test_c2_the_bandit_replays_the_profile_and_is_stepped_by_hand() -> None:
 # -- C3: three categorical actions under three keys --------------------------------------------------------------------
 
 
+def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser() -> None:
+    import torch
+    from helpers import driven_apart, small_table
+    from tensordict.nn import CompositeDistribution
+    from torchrl.collectors import Collector
+    from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+    from knobwise.agents import PolicyConfig, make_actor
+    from knobwise.envs import ConfigBandit
+    from knobwise.losses import GRPOLoss, RCELoss
+
+    table, knobs = small_table(holes=0.5), ["max_crops", "top_k", "num_active_blocks"]
+    options = {"action_keys": "knobs", "unprofiled": "error", "full_information": True, "seed": 0}
+    env = ConfigBandit(table, batch_size=64, group_size=8, **options)
+    policy = make_actor(driven_apart(table, PolicyConfig(hidden=16)), table, 8, separate=True)
+    assert issubclass(policy[-1].distribution_class, CompositeDistribution)
+    grpo, rce = GRPOLoss(policy, functional=False), RCELoss(policy, temperature=0.2, functional=False)
+    assert (set(env.action_keys), policy.dist_sample_keys, grpo.tensor_keys.action) == (set(knobs), knobs, knobs)
+    collector = Collector(env, policy, frames_per_batch=64, total_frames=64 * 40, auto_register_policy_transforms=False)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=64)
+    optimiser = torch.optim.Adam(policy.parameters(), lr=0.01)
+    torch.manual_seed(0)
+    rewards = []
+    for number, batch in enumerate(collector):
+        buffer.extend(batch.flatten())
+        rewards.append(float(batch["next", "reward"].mean()))
+        optimiser.zero_grad()
+        data = buffer.sample()
+        (rce(data)["loss_rce"] if number < 20 else grpo(data)["loss_objective"]).backward()
+        optimiser.step()
+    collector.shutdown()
+    before, warmed_up, after = (sum(rewards[i : i + 5]) / 5 for i in (0, 20, 35))
+    assert before + 0.05 < warmed_up < after
+    chosen = torch.stack([batch.flatten()[name] for name in knobs], -1)
+    assert table.mask[batch.flatten()["row"].unsqueeze(1), table.find(chosen)].all()
+
+
 # -- C4: what GRPO trains is what is deployed --------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ In training contexts are row numbers of a table; stepping by hand and in deploym
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,99 +14,25 @@ from tensordict.nn import (
     ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictModuleBase,
+    composite_lp_aggregate,
 )
 from torch import Tensor, nn
-from torch.distributions import Distribution, constraints
+from torch.distributions import Distribution
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.distributions import ConfigurationCategorical, KnobCategoricals
 from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.replay import ACTIONS
-from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
-from knobwise.losses.functional import entropy
+from knobwise.envs.tables.profile_table import ProfileTable
 
 if TYPE_CHECKING:
+    from knobwise.agents.serving.knob_policy import KnobPolicy
     from knobwise.agents.stack.priced_policy import PricedChooser
     from knobwise.agents.stack.stacked_controller import StackedController
 OUTCOMES = "outcomes"
 """Where a tensordict may hold the `Outcomes` that were predicted for its rows, as a non-tensor."""
-
-
-class ConfigurationCategorical(Distribution):
-    """A categorical over the C configurations that exist, whose values are actions (a value index for each knob).
-
-    Args:
-        log_probs: [*, C], −inf where a configuration must not be chosen; `normalised` if they are known to sum to 1.
-        configurations: int64 [C, K], the action of each configuration; `index` finds them by action. Or int64 [C],
-            where an action is a single number; values then lack the axis K.
-        group_size: G draws belong to one context: `sample` gives [*, G, K] and `log_prob` of it [*, G]. None for no
-            group axis: [*, K] and [*].
-    """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}
-    support = constraints.integer_interval(0, torch.iinfo(torch.int64).max)
-
-    def __init__(
-        self,
-        log_probs: Tensor,
-        configurations: Tensor,
-        group_size: int | None = None,
-        index: ActionIndex | None = None,
-        normalised: bool = False,
-    ) -> None:
-        self.log_probs = log_probs if normalised else log_probs.log_softmax(-1)
-        self.configurations, self.group_size = configurations, group_size
-        self.index = index or self._match
-        self._group = torch.Size(() if group_size is None else (group_size,))
-        super().__init__(log_probs.shape[:-1], self._group + configurations.shape[1:], validate_args=False)
-
-    def _match(self, value: Tensor) -> Tensor:
-        """Actions → configuration indices, −1 for actions that do not exist; slower than an `ActionIndex`."""
-        actions = self.configurations.reshape(len(self.configurations), -1)
-        same = (value.reshape(*value.shape[: value.ndim + 1 - self.configurations.ndim], 1, -1) == actions).all(-1)
-        return torch.where(same.any(-1), same.int().argmax(-1), -1)
-
-    def sample_index(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Draw configuration indices, int64 [*sample_shape, *batch, (G)]."""
-        count = torch.Size(sample_shape).numel()
-        flat = self.log_probs.reshape(-1, self.log_probs.shape[-1]).exp()
-        drawn = torch.multinomial(flat, count * self._group.numel(), replacement=True)
-        drawn = drawn.reshape(*self.batch_shape, count, *self._group)
-        return drawn.movedim(len(self.batch_shape), 0).reshape((*sample_shape, *self.batch_shape, *self._group))
-
-    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        with torch.no_grad():
-            return self.configurations[self.sample_index(sample_shape)]
-
-    rsample = sample
-    """Draws of a discrete distribution carry no gradient; the name is there because collectors ask for it."""
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log-probability of actions; −inf for those that do not exist."""
-        index = self.index(value)
-        return self.log_prob_of_index(index.clamp_min(0)).masked_fill(index < 0, -torch.inf)
-
-    def log_prob_of_index(self, index: Tensor) -> Tensor:
-        """Log-probability of configuration indices, int64 [*sample_shape, *batch, (G)], in the same shape."""
-        if self.group_size is None:
-            return self.log_probs.expand(*index.shape, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        samples = index.shape[: -1 - len(self.batch_shape)]
-        return (self.log_probs.expand(*samples, *self.log_probs.shape) if samples else self.log_probs).gather(-1, index)
-
-    def entropy(self) -> Tensor:
-        """[*batch], in nats."""
-        return entropy(self.log_probs)
-
-    @property
-    def mode(self) -> Tensor:
-        """The most probable action: [*batch, K], or repeated along the group axis."""
-        best = self.configurations[self.log_probs.argmax(-1)]
-        if self.group_size is None:
-            return best
-        return best.unsqueeze(len(self.batch_shape)).expand(*self.batch_shape, *self.event_shape)
-
-    deterministic_sample = mode
 
 
 class _FromBlocks(nn.Module):
@@ -203,7 +128,11 @@ class OutcomesOfRows(TensorDictModuleBase):
 
 class Actor(ProbabilisticTensorDictSequential):
     """Encodes and draws. Asked for a distribution alone, as in training, it writes nothing down on the way; and where
-    the tensordict holds `OUTCOMES`, the network does not predict them again."""
+    the tensordict holds `OUTCOMES`, the network does not predict them again.
+
+    `trainable` is False of a policy that decides without probabilities."""
+
+    trainable = True
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         encode, draw = self.module
@@ -252,11 +181,12 @@ class Behaviour(TensorDictModuleBase):
 
 
 def make_actor(
-    agent: Controller | StackedController | PricedChooser,
+    agent: Controller | StackedController | PricedChooser | KnobPolicy,
     table: ProfileTable | None = None,
     group_size: int | None = None,
     *,
     action: str = "knobs",
+    separate: bool = False,
 ) -> Actor:
     """A controller, also `load_checkpoint(path).controller`, as a TensorDict policy that writes `log_probs`, `action`
     and `action_log_prob`.
@@ -264,7 +194,7 @@ def make_actor(
     It draws under `ExplorationType.RANDOM`, and otherwise takes the most probable. A `StackedController` decides
     without a distribution, by `choose`: its policy is deterministic (`log_probs` are 0 and −inf) and writes no log-prob
     of the action. Of a `PricedChooser` it is the policy inside, at the worth of each request; calibrated prices and the
-    guard are for mean budgets.
+    guard are for mean budgets. Of what `knobwise.load` gives it is the controller inside.
 
     Args:
         table: when given, the policy reads `row` and the limit (`budget_ms`, `worth_ms` or `worths`), looks features up
@@ -273,25 +203,49 @@ def make_actor(
             to it; all members decide together (stepping by hand, deployment).
         group_size: G, number of draws for each context; None for one without a group axis.
         action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the environment.
+        separate: in place of `action`, each knob under its own key (`max_crops`, …), int64 [*, (G)], as in the
+            environment under `action_keys="knobs"`. The distribution is a `CompositeDistribution`, see
+            `KnobCategoricals`. Log-probs are `max_crops_log_prob`, …; where `set_composite_lp_aggregate(True)` is set
+            when this is called and when the policy draws, there is also their sum, `action_log_prob`.
+
+    Raises:
+        InputError: an agent that is not a controller, `separate` where an action is a configuration.
     """
     one_of("action", action, ACTIONS)
-    policy: Any = getattr(agent, "chooser", agent)
+    if separate and action != "knobs":
+        raise InputError(f"separate=True: gives each knob its own key; leave out action={action}")
+    policy: Any = agent
+    for inner in ("agent", "chooser"):
+        policy = getattr(policy, inner, policy)
+    if not hasattr(policy, "limit_key"):
+        kind = type(policy).__name__
+        raise InputError(f"make_actor: {kind} is not a controller; give what knobwise.load or load_checkpoint returns")
     drawn, by_knobs, limit = isinstance(policy, Controller), action == "knobs", policy.limit_key
     encoder = _FromRows(policy, table) if drawn and table is not None else _FromBlocks(policy, table)
     keys = [limit, *policy.normaliser.sizes, "mask"] if table is None else ["row", limit]
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])
     configurations = policy.configurations
+    distribution: type[Distribution] = ConfigurationCategorical
+    out_keys = ["action"]
+    named = {}
+    if separate:
+        distribution = KnobCategoricals
+        out_keys = [knob.name for knob in policy.knobs]
+        named = {"names": out_keys}
     draw = ProbabilisticTensorDictModule(
         in_keys=["log_probs"],
-        out_keys=["action"],
-        distribution_class=ConfigurationCategorical,
+        out_keys=out_keys,
+        distribution_class=distribution,
         distribution_kwargs={
             "configurations": configurations if by_knobs else torch.arange(len(configurations)).to(configurations),
             "group_size": group_size,
             "index": policy.index if by_knobs else None,
             "normalised": True,
+            **named,
         },
         return_log_prob=drawn,
-        log_prob_key="action_log_prob",
+        log_prob_key=None if separate and not composite_lp_aggregate() else "action_log_prob",
     )
-    return Actor(encode, draw)
+    actor = Actor(encode, draw)
+    actor.trainable = drawn
+    return actor

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.data import Categorical, Composite, MultiCategorical, TensorSpec
 
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import ContextSampler
+from knobwise.envs.configurations.replay import Replay
+from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.single_step import SingleStepEnv
+from knobwise.envs.tables.profile_table import ProfileTable
 
 
 class ContextEnv(SingleStepEnv):
@@ -21,11 +25,20 @@ class ContextEnv(SingleStepEnv):
     wrappers call `_step`: there a transform may have changed the limits, so that the rows kept keep theirs.
     """
 
+    table: ProfileTable
+    rewards: RewardTable
+
     def __init__(self, contexts: ContextSampler, limit_key: str, **options: Any) -> None:
         super().__init__(**options)
         self.contexts, self.limit_key = contexts, limit_key
         self.current: dict[str, Tensor] = {}  # the contexts to decide for
         self.limits_change = False  # whether a transform was seen to change or remove limits
+
+    def _about(self) -> str:
+        budget = self.contexts.budgets.config
+        limits = budget.strategy if budget.sense == "deadline" else budget.sense
+        size = f"{self.table.num_samples} samples × {self.table.num_configurations} configurations"
+        return f"{self.table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
 
     @abstractmethod
     def _contexts(self, rows: Tensor, limits: Tensor) -> dict[str, Tensor]:
@@ -96,6 +109,20 @@ class ContextEnv(SingleStepEnv):
             )
         elif not same:
             self.current = self._contexts(rows, current[self.limit_key] if limits is None else limits)
+
+
+def action_spec(replay: Replay, shape: tuple[int, ...], device: torch.device | str | None) -> TensorSpec:
+    """Return the spec of what is decided for contexts, of shape [P] or [P, G]."""
+    table = replay.table
+    options: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    if replay.knob_keys:
+        each = zip(replay.knob_keys, table.knob_sizes, strict=True)
+        knobs = {name: Categorical(size, shape=shape, **options) for name, size in each}
+        return Composite(knobs, shape=shape[:1], device=device)
+    if replay.action == "knobs":
+        sizes = torch.tensor(table.knob_sizes)
+        return MultiCategorical(sizes, shape=(*shape, len(sizes)), remove_singleton=False, **options)
+    return Categorical(table.num_configurations, shape=shape, **options)
 
 
 def _same(first: Tensor, second: Tensor | None) -> bool:

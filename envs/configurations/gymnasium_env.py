@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import os
 import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +32,7 @@ Observation = dict[str, NDArray[Any]]
 Info = dict[str, NDArray[Any]]
 Inputs = Callable[[str], tuple[str, Any]]
 """Sample id → its question, and its picture as a PIL image or an array (None if there is none)."""
+_PROCESS = os.getpid()
 
 
 class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
@@ -42,6 +45,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         in the unit of the profile's further cost, and the reward is accuracy − latency/worth − cost/worth.
     Action space:
         `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its value; under
+        `action_keys="knobs"` a `Dict` of one `Discrete` for each knob, by name; under
         `action="configuration"` `Discrete(C)`, a configuration of `env.unwrapped.table.configurations`.
     Observation space:
         `Dict` of one `Box` per feature block (`image_features`, `language_features`, …; a missing value is the
@@ -61,11 +65,13 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         the knobs allows the profiled configurations only). After a step also `accuracy`, `latency_ms`, `violation`
         (only under deadlines), `cost` where the profile has a further one, `configuration` (the knob values that were
         replayed, by name), and the same with the prefix `oracle_` for the best configuration (its median latency, where
-        it was measured repeatedly).
+        it was measured repeatedly). With `numeric_infos` numbers alone, as in `ConfigBanditVectorEnv`.
     Arguments:
-        table: the profile; None for the built-in one. budget, reward, unprofiled, action, repeats: as `Replay` takes
-        them. rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi"
+        table: the profile; None for the built-in one. budget, reward, unprofiled, action, action_keys, repeats: as
+        `Replay` takes them. rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi"
         (words) or "rgb_array" (uint8 [520, 900, 3]), which `gymnasium.make` shows in a window for "human".
+        numeric_infos: leave out what is not a number, and write configurations as value indices; TorchRL wants it of
+        environments that `SyncVectorEnv` or `AsyncVectorEnv` puts side by side.
         inputs: sample id → question and picture, for rendering; a text `module:function` names such a function for the
         built-in profile alone.
 
@@ -85,12 +91,14 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         action: str = "knobs",
         inputs: Inputs | str | None = None,
         repeats: str = "draw",
+        action_keys: str = "action",
+        numeric_infos: bool = False,
     ) -> None:
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
-        options = {"unprofiled": unprofiled, "action": action, "repeats": repeats}
+        options = {"unprofiled": unprofiled, "action": action, "repeats": repeats, "action_keys": action_keys}
         self._batch = ConfigBanditVectorEnv(1, table, budget, reward, rows, **options)
-        self.table, self.render_mode = self._batch.table, render_mode
+        self.table, self.render_mode, self.numeric_infos = self._batch.table, render_mode, numeric_infos
         self.observation_space = self._batch.single_observation_space
         self.action_space = self._batch.single_action_space
         self._inputs = inputs if self.table.name == "builtin" or callable(inputs) else None
@@ -129,6 +137,8 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         # copies, because an observation must not share memory with the next one
         observation = {name: np.array(block[0]) for name, block in observations.items()}
         info = {name: np.array(value[0]) if value.ndim > 1 else value[0].item() for name, value in infos.items()}
+        # after a step TorchRL looks for the parts of a Dict observation in the infos
+        numbers = dict(info) if reward is None else {**info, **observation}
         key, mask = self._batch.limit_key, observation["mask"].astype(bool)
         info |= {"sample_id": self.table.sample_ids[info["row"]], key: observation[key].tolist(), "mask": mask}
         info.setdefault("action_mask", self._knob_masks(mask))
@@ -136,13 +146,16 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
             values = zip(self.table.knobs, info[name], strict=True)
             info[name] = {knob.name: knob.values[value] for knob, value in values}
         self._last = dict(info), reward  # a copy, because the caller may change theirs
-        return observation, info
+        return observation, numbers if self.numeric_infos else info
 
-    def _knob_masks(self, mask: NDArray[np.bool_]) -> tuple[NDArray[np.int8], ...] | None:
+    def _knob_masks(self, mask: NDArray[np.bool_]) -> Any:
         """For each knob which of its values were profiled, if all their combinations were: their product."""
         columns = zip(self.table.configurations.numpy()[mask].T, self.table.knob_sizes, strict=True)
         masks = tuple((np.bincount(values, minlength=size) > 0).astype(np.int8) for values, size in columns)
-        return masks if math.prod(int(knob.sum()) for knob in masks) == mask.sum() else None
+        if math.prod(int(knob.sum()) for knob in masks) != mask.sum():
+            return None
+        names = self._batch.knob_keys
+        return dict(zip(names, masks, strict=True)) if names else masks
 
 
 class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
@@ -176,11 +189,12 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         inputs: Inputs | str | None = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
         repeats: str = "draw",
+        action_keys: str = "action",
     ) -> None:
-        if table is None:
-            from knobwise.envs.readers.builtin import builtin_profile
-
-            table = builtin_profile()
+        if os.getpid() != _PROCESS:
+            # this process was forked off: threads of torch would be waited for, and they stayed behind
+            torch.set_num_threads(1)
+        table = _builtin() if table is None else table
         if not isinstance(table, ProfileTable):
             raise InputError(f"table={table!r}: must be a ProfileTable; knobwise.read(FILE) reads it")
         self.table, self.num_envs, self.render_mode = table, num_envs, render_mode
@@ -188,7 +202,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self.limit_key = limit_key(budget)
         self._repeats, self._pair = repeats, (2,) if self.limit_key == "worths" else ()
-        self._replay = Replay(table, budget, reward, unprofiled, action, repeats=repeats)
+        self._replay = Replay(table, budget, reward, unprofiled, action, None, repeats, action_keys)
         self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=None)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
         self._features = {
@@ -201,7 +215,11 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             | {"mask": spaces.MultiBinary(table.num_configurations)}
         )
         self.single_action_space: Any = spaces.MultiDiscrete(table.knob_sizes)
-        if action == "configuration":
+        self.knob_keys = self._replay.knob_keys
+        if self.knob_keys:
+            each = zip(self.knob_keys, table.knob_sizes, strict=True)
+            self.single_action_space = spaces.Dict({name: spaces.Discrete(size) for name, size in each})
+        elif action == "configuration":
             self.single_action_space = spaces.Discrete(table.num_configurations)
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
@@ -273,7 +291,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if self._context is None or self._over.any():
             raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
         rows, limits = self._context
-        grouped = self._replay.grouped(torch.from_numpy(np.array(actions)), self.num_envs)
+        knobs = self._replay.side_by_side(actions) if self.knob_keys else torch.from_numpy(np.array(actions))
+        grouped = self._replay.grouped(knobs, self.num_envs)
         replayed = self._replay(rows, grouped, limits, self._contexts.generator)
         priced = self.limit_key != "budget_ms"
         best = oracle(self.table, rows, limits, priced, self._repeats).unsqueeze(1)
@@ -299,6 +318,14 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if self._replay.action == "configuration":
             info["action_mask"] = mask.copy()
         return {**blocks, self.limit_key: limits.numpy().copy(), "mask": mask}, info
+
+
+@functools.cache
+def _builtin() -> ProfileTable:
+    """The built-in profile, read once: a process that is forked off has it, and must not use the threads of polars."""
+    from knobwise.envs.readers.builtin import builtin_profile
+
+    return builtin_profile()
 
 
 def _box(block: Tensor) -> spaces.Box:

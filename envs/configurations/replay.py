@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,12 +47,14 @@ class Replay:
             `penalty`: the same as `nearest`, but the accuracy is 0 and the reward is 1 below that of the sample's worst
             profiled configuration.
         action: one of `ACTIONS`.
+        action_keys: `action` for one tensor; `knobs` for a key a knob, its name.
         repeats: which of a cell's measurements a decision gets. `draw`: one of them at random; `median`: the median
             latency. Accuracies are means in either case.
         device: where decisions arrive; None for where the table is.
 
     Raises:
-        InputError: a setting that does not exist, or a reward that does not go with the sense of the budget.
+        InputError: a setting that does not exist, a reward that does not go with the sense of the budget, or
+            `action_keys="knobs"` with `action="configuration"`.
     """
 
     def __init__(
@@ -63,11 +66,17 @@ class Replay:
         action: str = "knobs",
         device: torch.device | str | None = None,
         repeats: str = "draw",
+        action_keys: str = "action",
     ) -> None:
+        one_of("action_keys", action_keys, ("action", "knobs"))
         one_of("repeats", repeats, REPEATS)
         one_of("unprofiled", unprofiled, UNPROFILED)
         one_of("action", action, ACTIONS)
         self.table, self.unprofiled, self.action = table, unprofiled, action
+        self.knob_keys: list[str] = []
+        if action_keys == "knobs":
+            one_of("action_keys=knobs: action", action, ["knobs"])
+            self.knob_keys = [knob.name for knob in table.knobs]
         self.rewards = RewardTable(table, reward_under(budget, reward), device, repeats)
         self.find = table.find if device is None else ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)
@@ -98,6 +107,10 @@ class Replay:
         if not ((configuration.amin() < 0) | reward.sum().isnan()):
             return Outcome(configuration, reward, None, repeat)
         return self._with_unprofiled(rows, action, configuration, limits, repeat)
+
+    def side_by_side(self, actions: Mapping[str, Any] | Any) -> Tensor:
+        """Stack the values of knobs that have their own keys, [*] each → [*, K]."""
+        return torch.stack([torch.as_tensor(actions[key]) for key in self.knob_keys], -1)
 
     def grouped(self, action: Tensor, contexts: int, group: int = 1) -> Tensor:
         """Actions with all axes that decisions have, of which those of length 1 may be missing. Raises InputError for

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Unbounded
+from torchrl.data import Binary, Categorical, Composite, Unbounded
 
-from knobwise.envs.configurations.context_env import ContextEnv
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.context_env import ContextEnv, action_spec
 from knobwise.envs.configurations.contexts import ContextSampler, limit_key
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
@@ -30,9 +31,11 @@ class ConfigBandit(ContextEnv):
     `full_information=True` also `reward_per_configuration` float32 [P, C], means over repeated measurements, NaN if not
     profiled.
 
-    Action: `action` int64 [P, G, K], for each knob the index of its value; under `action="configuration"` [P, G], the
-    index of a configuration. Reward: float32 [P, G]. With `group_size=None` actions and outcomes have no axis G, and
-    the reward is [P, 1]. Where a context has one decision, actions may have that axis or lack it.
+    Action: `action` int64 [P, G, K], for each knob the index of its value; under `action_keys="knobs"` a key a knob
+    (`max_crops`, …), int64 [P, G] each, as `make_actor(…, separate=True)` draws them; under `action="configuration"`
+    `action` is [P, G], the index of a configuration. Reward: float32 [P, G]. With `group_size=None` actions and
+    outcomes have no axis G, and the reward is [P, 1]. Where a context has one decision, actions may have that axis or
+    lack it.
 
     A step decides for the contexts in the tensordict; where rows or limits are missing, for those of the last reset,
     or before any reset for new ones. Inside TorchRL's wrappers (`TransformedEnv`, `SerialEnv`, …) the rows of the last
@@ -40,16 +43,17 @@ class ConfigBandit(ContextEnv):
 
     Args:
         batch_size, group_size: P, G.
-        budget, reward, unprofiled, action, repeats: see `Replay`; measurements are drawn from the generator of the
-            contexts. Under `nearest`, the default, any policy may play; with `action="configuration"` and without an
-            axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.
-        rows, balance: int64 [n], the samples to draw from (the training split), None for all, and
-            how, see `BalanceConfig`. From M such lists contexts are drawn in turn, context i from
-            list i mod M.
+        budget, reward, unprofiled, action, action_keys, repeats: see `Replay`; measurements are drawn from the
+            generator of the contexts. Under `nearest`, the default, any policy may play; with `action="configuration"`
+            and without an axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones draw profiled
+            configurations only.
+        rows, balance: int64 [n], the samples to draw from (the training split), None for all, and how, see
+            `BalanceConfig`. From M such lists contexts are drawn in turn, context i from list i mod M.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
 
     Raises:
-        InputError: by `step`, if an action is outside its range or of another shape, or under `unprofiled="error"`
+        InputError: `action_keys="knobs"` with `action="configuration"`, or with a knob that is called like another key;
+            by `step`, if an action is outside its range or of another shape, or under `unprofiled="error"`
             was never profiled for its sample; also if the tensordict has other rows than the last reset, and a
             transform changes or removes the limits.
 
@@ -72,6 +76,7 @@ class ConfigBandit(ContextEnv):
         seed: int | None = None,
         unprofiled: str = "nearest",
         action: str = "knobs",
+        action_keys: str = "action",
         lean: bool = False,
         full_information: bool = False,
         device: torch.device | str | None = None,
@@ -81,23 +86,13 @@ class ConfigBandit(ContextEnv):
         contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, balance)
         super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
-        self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats)
+        self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats, action_keys)
         self.rewards = self.replay.rewards
-        p, c, sizes = batch_size, table.num_configurations, table.knob_sizes
+        p, c = batch_size, table.num_configurations
         self.outcome_shape = (p,) if group_size is None else (p, group_size)
-        knobs = (len(sizes),) if action == "knobs" else ()
         self.decisions = (p, group_size or 1)
         self._set_outcome_specs(*self.decisions)
-        if action == "knobs":
-            self.action_spec = MultiCategorical(
-                torch.tensor(sizes),
-                shape=(*self.outcome_shape, *knobs),
-                dtype=torch.int64,
-                remove_singleton=False,
-                device=device,
-            )
-        else:
-            self.action_spec = Categorical(c, shape=self.outcome_shape, dtype=torch.int64, device=device)
+        self.action_spec = action_spec(self.replay, self.outcome_shape, device)
         observation: dict[str, Unbounded | Binary | Categorical] = {
             "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64, device=device),
             self.limit_key: Unbounded(shape=(p, 2) if self.limit_key == "worths" else (p,), device=device),
@@ -111,6 +106,8 @@ class ConfigBandit(ContextEnv):
             self.outcomes = ("accuracy", "latency_ms", *(["cost"] if table.cost is not None else []))
             observation |= {name: Unbounded(shape=self.outcome_shape, device=device) for name in self.outcomes}
         self.observation_spec = Composite(observation, shape=(p,), device=device)
+        if taken := {*observation, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
+            raise InputError(f"action_keys=knobs: knob {min(taken)} is called like another key; use action_keys=action")
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
@@ -120,11 +117,15 @@ class ConfigBandit(ContextEnv):
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
         drawn = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
         action = self.table.configurations[drawn] if self.replay.action == "knobs" else drawn
+        if keys := self.replay.knob_keys:
+            columns = action.to(rows.device).view(*self.outcome_shape, len(keys)).unbind(-1)
+            return out.update(dict(zip(keys, columns, strict=True)))
         return out.set("action", action.view(self.action_spec.shape).to(rows.device))
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows, limits = self.current["row"], self.current[self.limit_key]
-        action = self.replay.grouped(tensordict["action"], *self.decisions)
+        action = self.replay.side_by_side(tensordict) if self.replay.knob_keys else tensordict["action"]
+        action = self.replay.grouped(action, *self.decisions)
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         changed = self._described()
         if not self.lean:

@@ -180,6 +180,10 @@ class DemonstrationBandit(SingleStepEnv):
             self.without_demonstrations = torch.full((table.num_queries,), torch.nan, device=device)
         self._set_specs(batch_size, () if group_size is None else (int(group_size),))
 
+    def _about(self) -> str:
+        table = self.table
+        return f"{table.name!r}: {table.num_queries} queries, shots {self.shots}, reward {self.reward_config.mode}"
+
     def _set_specs(self, p: int, group: tuple[int, ...]) -> None:
         table, device, (n, d) = self.table, self.device, (self.pool.shape[1], self.queries.shape[1])
         observation: dict[str, Unbounded | Binary | Bounded | Categorical] = {

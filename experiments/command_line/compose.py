@@ -37,7 +37,7 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
 from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
-from knobwise.experiments.settings.profiles import PROFILES, profile_of_run
+from knobwise.experiments.settings.profiles import PROFILES, of_run, profile_of_run
 from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams, ClipLora, StoredEncoder
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.losses.settings import LossConfig
@@ -150,7 +150,8 @@ def question_of(experiment: str) -> str:
 
 def read_settings(verb: str, words: Sequence[str]) -> Any:
     """The settings of a verb, as an instance of its dataclass. A profile that is not given is that of the checkpoint's
-    run. Raises InputError: an unknown key or group, a value of the wrong type or a missing one, an option of sweeps."""
+    run, which also says whether there are baselines. Raises InputError: an unknown key or group, a value of the wrong
+    type or a missing one, an option of sweeps."""
     for word in words:
         if re.match(ABOUT_HYDRA, word):
             raise InputError(
@@ -169,6 +170,8 @@ def read_settings(verb: str, words: Sequence[str]) -> Any:
         is_named = any(re.match(rf"{group}[=.]", word) for word in words) or getattr(settings, group) is None
         if hasattr(settings, "checkpoint") and not is_named:
             setattr(settings, group, profile_of_run(settings.checkpoint) or getattr(settings, group))
+    if verb == "evaluate" and not any(word.startswith("baselines=") for word in words):
+        settings.baselines = of_run(settings.checkpoint, "baselines") is not False
     return settings
 
 

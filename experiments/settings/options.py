@@ -181,7 +181,7 @@ class EvaluateRun:
     reward: RewardConfig = field(default_factory=RewardConfig)
     """The reward that the column `reward` shows."""
     baselines: bool = True
-    """Compare with every simple policy."""
+    """Compare with every simple policy; a run that was trained with `baselines=false` needs the word again."""
     own_cost: bool = True
     """Charge each policy for the time of its decisions and features. This time is measured, so figures differ slightly
     from call to call; false compares the decisions alone, and figures are then exact."""

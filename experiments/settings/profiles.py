@@ -153,16 +153,30 @@ def profile_of_run(checkpoint: str) -> Any:
     Raises:
         InputError: it names one that does not exist, as a run of another version may.
     """
-    path = Path(checkpoint)
-    run = next((folder for folder in (path, *path.parents) if (folder / "config.yaml").is_file()), path)
+    section = of_run(checkpoint, "profile")
     try:
-        section = OmegaConf.select(OmegaConf.load(run / "config.yaml"), "profile")
         schema = PROFILES.get(section["format"])
         if schema is not None:
             return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), section))
+    except (OmegaConfBaseException, LookupError, TypeError, ValueError):
+        return None
+    raise InputError(
+        f"{_config_of(checkpoint)}: there is no profile={section['format']} in this version; give profile=…"
+    )
+
+
+def of_run(checkpoint: str, key: str) -> Any:
+    """Read a setting from the `config.yaml` of the run that a folder or a file in it belongs to; None without one."""
+    try:
+        return OmegaConf.select(OmegaConf.load(_config_of(checkpoint)), key)
     except (YAMLError, OmegaConfBaseException, OSError, LookupError, TypeError, ValueError, RecursionError):
         return None
-    raise InputError(f"{run}/config.yaml: there is no profile={section['format']} in this version; give profile=…")
+
+
+def _config_of(checkpoint: str) -> Path:
+    path = Path(checkpoint)
+    run = next((folder for folder in (path, *path.parents) if (folder / "config.yaml").is_file()), path)
+    return run / "config.yaml"
 
 
 def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:

@@ -161,3 +161,5 @@ def test_leading_axes_are_free_keys_can_be_renamed_and_keywords_taken() -> None:
     wanted = plain(BY_HAND)
     assert torch.equal(loss(renamed)["loss_accuracy"], wanted["loss_accuracy"])
     assert all(map(torch.equal, plain(**BY_HAND.to_dict()), wanted.values()))
+    plain.select_out_keys("loss_latency")
+    assert torch.equal(plain(**BY_HAND.to_dict()), wanted["loss_latency"])

@@ -7,12 +7,21 @@ import torch
 from actors import actor_of, certain_actor, expected_reward, real_actor
 from helpers import small_table
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictSequential
+from tensordict.nn import (
+    CompositeDistribution,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    set_composite_lp_aggregate,
+)
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.objectives import ClipPPOLoss
 
-from knobwise.losses import GRPOLoss, grpo
+from knobwise.agents.controller.distributions import KnobCategoricals
+from knobwise.common.errors import InputError
+from knobwise.losses import GRPOLoss, RCELoss, grpo
 
 both_objectives = pytest.mark.parametrize("objective", ["sampled", "exact"])
 GRID = torch.cartesian_prod(torch.arange(3), torch.arange(2))
@@ -310,3 +319,100 @@ def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient() -> None:
     sum(value for key, value in out.items() if key.startswith("loss_")).backward()
     assert out["loss_kl_to_ref"] == 0
     assert all(p.grad.isfinite().all() for p in actor.parameters())
+
+
+# -- parts of an action under keys of their own ------------------------------------------------------------------------
+
+KNOBS = ["crops", "blocks"]
+
+
+def separate_actor(group_size: int | None) -> ProbabilisticTensorDictSequential:
+    """The same policy as `linear_actor` with each knob under its own key."""
+    net = linear_actor(group_size)[0]
+    draw = ProbabilisticTensorDictModule(
+        in_keys=["log_probs"],
+        out_keys=KNOBS,
+        distribution_class=KnobCategoricals,
+        distribution_kwargs={"names": KNOBS, "configurations": GRID, "group_size": group_size},
+        return_log_prob=True,
+    )
+    return ProbabilisticTensorDictSequential(net, draw)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "masked", "exact", "rce", "recorded"])
+@pytest.mark.parametrize("aggregate", [False, True])
+@pytest.mark.parametrize("functional", [False, True])
+def test_knobs_under_their_own_keys_have_the_losses_and_gradients_of_whole_actions(
+    kind: str, aggregate: bool, functional: bool
+) -> None:
+    data = drawn(linear_actor(4, seed=1), 8, 4)
+    data["group_mask"] = torch.arange(4) < torch.arange(8).unsqueeze(1)
+    data["reference_log_prob"] = data["action_log_prob"] - 0.1
+    data["reference_log_probs"] = data["behaviour_log_probs"].roll(1, -1)
+    parts = data.exclude("action")
+    for name, column in zip(KNOBS, data["action"].unbind(-1), strict=True):
+        parts[name], parts[f"{name}_log_prob"] = column, data["action_log_prob"] / 2
+    parts["sample_log_prob"] = data["action_log_prob"]
+    make: Any = RCELoss if kind in ("rce", "recorded") else GRPOLoss
+    options: dict[str, Any] = {"recorded": kind == "recorded"}
+    if make is GRPOLoss:
+        options = {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01, "masked": kind == "masked"}
+        options["objective"] = "exact" if kind == "exact" else "sampled"
+    with set_composite_lp_aggregate(aggregate):
+        whole = make(linear_actor(4), functional=functional, **options)
+        loss = make(separate_actor(4), functional=functional, **options)
+        if kind == "sampled":
+            wanted_keys = ["sample_log_prob"] if aggregate else [f"{name}_log_prob" for name in KNOBS]
+            assert loss.tensor_keys.sample_log_prob == wanted_keys
+            assert {*KNOBS, *wanted_keys} <= set(loss.in_keys)
+            loss.set_keys(action=KNOBS[::-1])  # names say which is which, not their order
+        wanted, out = whole(data.clone()), loss(parts.clone())
+    gradients = []
+    for module, outcome in ((whole, wanted), (loss, out)):
+        summed = sum(value for name, value in outcome.items() if name.startswith("loss_"))
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(summed, list(module.parameters()))]))
+    for name, value in wanted.items():
+        torch.testing.assert_close(out[name], value)
+    torch.testing.assert_close(*gradients)
+
+
+class Heads(nn.Module):
+    """Logits of two knobs for each draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 5).double()
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(observation).split([3, 2], -1)
+
+
+def test_a_composite_distribution_of_torchrl_gives_what_its_ppo_gives() -> None:
+    nested: list[Any] = [("knobs", "crops"), ("knobs", "blocks")]
+    draw = ProbabilisticTensorDictModule(
+        in_keys=["params"],
+        distribution_class=CompositeDistribution,
+        distribution_kwargs={"distribution_map": dict.fromkeys(nested, Categorical)},
+        return_log_prob=True,
+    )
+    heads = TensorDictModule(Heads(), ["observation"], [("params", *name, "logits") for name in nested])
+    actor = ProbabilisticTensorDictSequential(heads, draw)
+    flat = TensorDict({"observation": torch.randn(12, 3, dtype=torch.float64)}, [12])
+    with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
+        flat = actor(flat)
+    flat["knobs", "crops_log_prob"] -= 0.1
+    reward = torch.rand(4, 3, dtype=torch.float64)
+    flat["advantage"] = (reward - reward.mean(-1, keepdim=True)).reshape(-1, 1)
+    stock = ClipPPOLoss(actor, None, critic_coeff=None, entropy_coeff=0.02, functional=False)
+    ours = GRPOLoss(actor, advantage="centred", entropy_coeff=0.02, functional=False)
+    assert ours.tensor_keys.action == stock.tensor_keys.action == nested
+    groups = flat.reshape(4, 3).set(("next", "reward"), reward)
+    groups.batch_size = [4]
+    wanted, out = stock(flat), ours(groups)
+    for name in ("loss_objective", "loss_entropy"):
+        torch.testing.assert_close(out[name], wanted[name])
+    with pytest.raises(InputError, match="CompositeDistribution: its configurations are not known"):
+        RCELoss(actor)(groups.set("reward_per_configuration", torch.rand(4, 6)))
+    with pytest.raises(KeyError, match="crops"):
+        ours(groups.exclude(("knobs", "crops")))

@@ -13,6 +13,7 @@ from helpers import driven_apart, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tensordict.nn import set_composite_lp_aggregate
 from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -20,7 +21,9 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from knobwise.agents.checkpoint import Agent, load_checkpoint, save_checkpoint
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.distributions import KnobCategoricals
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.common.errors import InputError
@@ -28,7 +31,7 @@ from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.losses import GRPOLoss
+from knobwise.losses import GRPOLoss, RCELoss
 
 ALL = torch.arange(60)
 both_ways = pytest.mark.parametrize("how", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
@@ -124,6 +127,103 @@ def test_an_action_may_be_the_index_of_a_configuration() -> None:
     assert by_index.get_dist(data).log_prob(torch.full((60, 4), 12)).isneginf().all()  # there are 12: 0 to 11
     with pytest.raises(InputError, match="action"):
         make_actor(agent, action="index")
+
+
+# -- each knob under its own key ---------------------------------------------------------------------------------------
+
+
+def by_hand(probabilities: list[float], group_size: int | None = None) -> KnobCategoricals:
+    """Two knobs of two values each: (0, 0), (0, 1), (1, 0), (1, 1)."""
+    grid = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+    log_probs = torch.tensor([probabilities]).log()
+    return KnobCategoricals(log_probs, ["a", "b"], group_size=group_size, configurations=grid, normalised=True)
+
+
+def test_conditionals_by_hand() -> None:
+    policy = by_hand([0.1, 0.3, 0.6, 0.0], group_size=3)
+    draws = TensorDict({"a": torch.tensor([[0, 0, 1]]), "b": torch.tensor([[0, 1, 0]])}, [1, 3])
+    each = policy.log_prob(draws)
+    # p(a) = .4, .4, .6; p(b | a) = .1/.4, .3/.4, 1
+    torch.testing.assert_close(each["a_log_prob"].exp(), torch.tensor([[0.4, 0.4, 0.6]]))
+    torch.testing.assert_close(each["b_log_prob"].exp(), torch.tensor([[0.25, 0.75, 1.0]]))
+    torch.testing.assert_close(policy["a"].probs, torch.tensor([0.4, 0.6]).expand(1, 3, 2))
+    torch.testing.assert_close(policy["b"].probs, torch.tensor([0.7, 0.3]).expand(1, 3, 2))
+    # H(a), and H(b | a) = .4·H(¼)
+    entropies = [-sum(p * math.log(p) for p in each) for each in ((0.4, 0.6), (0.25, 0.75))]
+    assert policy.entropy()["a_entropy"].tolist() == [pytest.approx([entropies[0]] * 3)]
+    assert policy.entropy()["b_entropy"].tolist() == [pytest.approx([0.4 * entropies[1]] * 3)]
+    assert policy.mode["a"].tolist() == [[1, 1, 1]]
+    assert policy.mode["b"].tolist() == [[0, 0, 0]]
+    with set_composite_lp_aggregate(True):
+        torch.testing.assert_close(policy.log_prob(draws).exp(), torch.tensor([[0.1, 0.3, 0.6]]))
+        assert policy.entropy().tolist() == pytest.approx([entropies[0] + 0.4 * entropies[1]])
+
+
+def test_where_all_is_possible_they_are_the_categoricals_of_the_heads() -> None:
+    table, agent = agent_of("controller", 0.0)
+    data = requests(table, agent)
+    dist = make_actor(agent, separate=True).get_dist(data)
+    head = agent.network.head.logits
+    hidden = {}
+    head.register_forward_hook(lambda _module, _inputs, out: hidden.update(logits=out[0]))
+    make_actor(agent).get_dist(data)
+    for knob, logits in zip(table.knobs, hidden["logits"].split(table.knob_sizes, -1), strict=True):
+        torch.testing.assert_close(dist[knob.name].probs, logits.softmax(-1))
+        values = torch.zeros(60, dtype=torch.int64)
+        each = dist.log_prob(TensorDict({k.name: values for k in table.knobs}, [60]))
+        torch.testing.assert_close(each[f"{knob.name}_log_prob"], logits.log_softmax(-1)[:, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group_size", [None, 1, 3])
+@pytest.mark.parametrize("aggregate", [False, True])
+def test_separate_knobs_are_the_masked_policy_over_configurations(
+    kind: str, group_size: int | None, aggregate: bool
+) -> None:
+    table, agent = agent_of(kind)
+    names, data = [knob.name for knob in table.knobs], requests(table, agent)
+    with set_composite_lp_aggregate(aggregate), set_exploration_type(ExplorationType.RANDOM):
+        together = make_actor(agent, group_size=group_size)
+        separate = make_actor(agent, group_size=group_size, separate=True)
+        assert separate.dist_sample_keys == names
+        torch.manual_seed(0)
+        out = separate(data.clone())
+        assert set(separate.out_keys) <= set(out.keys())
+        dist = separate.get_dist(data)
+        entropy = dist.entropy() if aggregate else sum(dist.entropy().values())
+        torch.manual_seed(0)
+        assert torch.equal(torch.stack([out[name] for name in names], -1), together(data.clone())["action"])
+    if "stack" in kind:
+        assert not any(str(key).endswith("_log_prob") for key in list(out.keys()))
+        return
+    action = torch.stack([out[name] for name in names], -1)
+    assert table.mask.gather(1, table.find(action).view(60, -1)).all()
+    wanted = together.get_dist(data)
+    torch.testing.assert_close(sum(out[f"{name}_log_prob"] for name in names), wanted.log_prob(action))
+    if aggregate:
+        torch.testing.assert_close(out["action_log_prob"], wanted.log_prob(action))
+    torch.testing.assert_close(entropy.view(60, -1)[:, 0], wanted.entropy())
+    for part in (dist.mode, dist.sample((5,))):
+        assert part[names[0]].shape == (*part.shape,)
+
+
+def test_what_cannot_be_a_policy_or_be_separate_is_refused() -> None:
+    agent = agent_of("controller")[1]
+    with pytest.raises(InputError, match=r"separate=True: .*leave out action=configuration"):
+        make_actor(agent, action="configuration", separate=True)
+    with pytest.raises(InputError, match="NumpyController is not a controller"):
+        make_actor(to_numpy(agent))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["stack", "priced stack"])
+@pytest.mark.parametrize("loss", [GRPOLoss, RCELoss])
+def test_a_policy_that_only_decides_is_not_trained_but_its_network_is(kind: str, loss: Any) -> None:
+    table, agent = agent_of(kind)
+    with pytest.raises(
+        InputError, match=r"decides without probabilities.*make_actor\(load_checkpoint\(path\)\.network"
+    ):
+        loss(make_actor(agent, table, 4))
+    loss(make_actor(getattr(agent, "chooser", agent).network, table, 4))
 
 
 # -- however the requests come -----------------------------------------------------------------------------------------

@@ -1,9 +1,13 @@
+import inspect
+import subprocess
+import sys
 from dataclasses import replace
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from helpers import small_table, table_of
@@ -473,17 +477,68 @@ def test_make_vec_takes_every_reset_mode(mode: AutoresetMode, vectorization: str
     env.close()
 
 
-SPAWN = {"context": "spawn"}  # a fork of this process may keep a lock of one of its threads for ever
-
-
-def test_make_vec_in_processes() -> None:
-    env = gymnasium.make_vec(ID, num_envs=1, vectorization_mode="async", table=small_table(8), vector_kwargs=SPAWN)
-    observations, _ = env.reset(seed=0, options={"row": 3})
+def play_in_processes(context: str, count: int) -> None:
+    """The built-in profile in some processes, where whatever hangs is an error."""
+    options = {"num_envs": count, "vectorization_mode": "async", "vector_kwargs": {"context": context}}
+    env = gymnasium.make_vec("knobwise/ConfigBandit-v0", **options)
+    env.reset_async(seed=0, options={"row": 3})
+    observations, _ = env.reset_wait(timeout=60)
     assert env.observation_space.contains(observations)
-    _, _, ended, _, infos = env.step(env.action_space.sample())
+    env.step_async(env.action_space.sample())
+    _, _, ended, _, infos = env.step_wait(timeout=60)
     assert ended.all()
-    assert infos["row"].tolist() == [3]
+    assert infos["row"].tolist() == [3] * count
     env.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
+def test_make_vec_in_forked_processes() -> None:
+    # from a process of its own, with threads: a fork of this one may keep a lock of one of its threads for ever
+    code = "import gymnasium, knobwise, torch; torch.set_num_threads(2)"
+    code = f"{code}\n{inspect.getsource(play_in_processes)}\nplay_in_processes('fork', 2)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
+
+
+def test_make_vec_in_a_spawned_process() -> None:
+    play_in_processes("spawn", 1)
+
+
+@pytest.mark.parametrize("action", ["knobs", "configuration"])
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_torchrl_wraps_several_single_environments_whose_infos_are_numbers(mode: AutoresetMode, action: str) -> None:
+    table = TABLES["sparse"]
+    options = {"table": table, "numeric_infos": True, "action": action}
+    many = SyncVectorEnv([lambda: gymnasium.make(ID, **options)] * 3, autoreset_mode=mode)
+    env = GymWrapper(many, categorical_action_encoding=True)
+    check_env_specs(env)
+    played = env.rollout(4, break_when_any_done=False)
+    for name in ("budget_ms", "mask", *table.features):  # after the decision the context is still the same one
+        assert torch.equal(played["next", name], played[name])
+    assert len(played["budget_ms"].unique()) >= 8
+    many.reset(seed=0)
+    infos = many.step(many.action_space.sample())[-1]
+    assert all(values.dtype != object for values in infos.get("final_info", infos).values())
+
+
+def test_knobs_under_their_own_keys_are_a_dict_of_actions() -> None:
+    table = TABLES["full"]
+    env = gymnasium.make(ID, table=table, action_keys="knobs")
+    assert env.action_space == spaces.Dict({knob.name: spaces.Discrete(len(knob.values)) for knob in table.knobs})
+    check_env(env.unwrapped, skip_render_check=True)
+    wrapped = GymWrapper(env, categorical_action_encoding=True)
+    check_env_specs(wrapped)
+    assert wrapped.action_keys == sorted(knob.name for knob in table.knobs)
+    _, info = env.reset(seed=0)
+    chosen = env.action_space.sample(info["action_mask"])
+    *_, info = env.step(chosen)
+    assert info["configuration"] == {knob.name: knob.values[chosen[knob.name]] for knob in table.knobs}
+    many = ConfigBanditVectorEnv(3, table, action_keys="knobs")
+    many.reset(seed=0)
+    actions = many.action_space.sample()
+    final = many.step(actions)[-1]["final_info"]
+    assert final["configuration"].tolist() == [
+        list(row) for row in zip(*(actions[k.name] for k in table.knobs), strict=True)
+    ]
 
 
 def test_a_vector_wrapper_of_gymnasium_works_on_it() -> None:

@@ -4,6 +4,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ from torchrl.envs import (
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.reward import RewardTable
-from knobwise.envs.configurations.settings import TRAINING_REWARD
+from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 
 FULL, SPARSE = small_table(), small_table(holes=0.68)
@@ -198,6 +199,46 @@ def test_specs_hold_in_every_form(form: dict[str, Any], contiguous: bool) -> Non
         # without this TorchRL compares three steps with one, also of other environments whose episodes are one step
         check_env_specs(env, return_contiguous=contiguous, break_when_any_done=False)
     check_env_specs(SerialEnv(2, lambda: make(**form)), return_contiguous=contiguous, break_when_any_done=False)
+
+
+@pytest.mark.parametrize("group", [None, 1, 3])
+def test_knobs_under_their_own_keys_get_what_one_tensor_gets(group: int | None) -> None:
+    env = make(group_size=group, action_keys="knobs", unprofiled="error", seed=0)
+    for contiguous in (True, False):
+        check_env_specs(env, return_contiguous=contiguous)
+    check_env_specs(SerialEnv(2, lambda: make(action_keys="knobs", group_size=group)))
+    assert env.action_keys == sorted(knob.name for knob in SPARSE.knobs)
+    out = env.rollout(1)  # of random actions, all profiled
+    together = torch.stack([out[knob.name] for knob in SPARSE.knobs], -1)
+    context = {name: out[name].squeeze(1) for name in ("row", "budget_ms")}
+    other = make(group_size=group).step(TensorDict({**context, "action": together.squeeze(1)}, [4]))
+    assert torch.equal(other["next", "reward"], out["next", "reward"].squeeze(1))
+
+
+def test_keys_of_knobs_that_cannot_be_are_refused() -> None:
+    with pytest.raises(InputError, match="action_keys=knobs: action='configuration'"):
+        make(action_keys="knobs", action="configuration")
+    with pytest.raises(InputError, match="action_keys='knob'"):
+        make(action_keys="knob")
+    named = replace(FULL, knobs=(replace(FULL.knobs[0], name="mask"), *FULL.knobs[1:]))
+    assert ConfigBandit(named).action_keys == ["action"]
+    with pytest.raises(InputError, match="knob mask is called like another key"):
+        ConfigBandit(named, action_keys="knobs")
+
+
+def test_a_rollout_goes_on_unless_it_is_told_to_stop_when_an_episode_ends() -> None:
+    env = make(seed=0)
+    for contiguous in (True, False):
+        check_env_specs(env, return_contiguous=contiguous)
+    assert env.rollout(3).shape == (4, 3)
+    assert env.rollout(3, break_when_any_done=True).shape == env.rollout(3, break_when_all_done=True).shape == (4, 1)
+
+
+def test_an_environment_prints_its_table_and_settings_on_a_line() -> None:
+    size = "'small': 60 samples × 12 configurations"
+    assert repr(make(group_size=3)) == f"ConfigBandit({size}, budget quantiles, reward utility, batch 4, group 3)"
+    priced = make(budget=BudgetConfig(sense="mean"))
+    assert repr(priced) == f"ConfigBandit({size}, budget mean, reward priced, batch 4, group 1)"
 
 
 @pytest.mark.parametrize("reset", [True, False])

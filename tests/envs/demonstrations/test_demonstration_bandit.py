@@ -215,7 +215,7 @@ def test_the_environment_makes_its_observation_itself(live: bool, words: dict[st
         torch.testing.assert_close(result.to_dict(), whole.to_dict(), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(env.rand_step()["next", "row"], context["row"])
     for contiguous in (False, True):
-        check_env_specs(env, return_contiguous=contiguous, break_when_any_done=False)
+        check_env_specs(env, return_contiguous=contiguous)
 
 
 @pytest.mark.parametrize("live", [False, True])

@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+import torch
 from commands import OPTIMISER, TABLE, Capture, Patch, refused, write_table
 from page_parts import charts_of, svg_of
+from tensordict import TensorDict
 
 import knobwise
 from knobwise.__main__ import main
+from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import read_long_table
+from knobwise.losses import GRPOLoss
 
 QUICK = ["train", *TABLE, *OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "baselines=false"]
 RUN, MEAN, HEAD = (f"runs/controller/{name}" for name in ("deadlines", "mean", "head"))
@@ -76,6 +81,26 @@ def test_a_decision_is_explained_beside_what_was_measured(capsys: Capture) -> No
     late = "late" if table.latency_ms[4, chosen] > 12 else "on time"
     assert f"What the profile measured: accuracy {table.accuracy[4, chosen]:.2f} in" in text
     assert f"{late}.\n" in text
+
+
+def test_a_run_without_baselines_is_evaluated_without_them_until_the_word_is_typed() -> None:
+    words = ["evaluate", f"checkpoint={HEAD}", "own_cost=false", "json=e.json"]
+    policies = []
+    for more in ([], ["baselines=true"]):
+        assert main([*words, *more]) == 0
+        policies.append({row["policy"] for row in json.loads(Path("e.json").read_text())["rows"]})
+    assert "random_forest" not in policies[0]
+    assert policies[1] >= policies[0] | {"random_forest", "ridge", "knn"}
+
+
+def test_what_a_run_deploys_becomes_an_actor() -> None:
+    table, policy = read_long_table("t.parquet", features="f.npz"), knobwise.load(HEAD)
+    limits = torch.full((60,), 10.0)
+    drawn = make_actor(policy)(TensorDict({"budget_ms": limits, **table.features}, [60]))
+    assert torch.equal(table.find(drawn["action"]), policy.agent.choose(table.features, limits))
+    GRPOLoss(make_actor(policy, table, 4))
+    with pytest.raises(InputError, match="decides without probabilities"):
+        GRPOLoss(make_actor(knobwise.load(RUN), table, 4))
 
 
 def test_what_a_tracker_has_learned_changes_the_decision(capsys: Capture) -> None:
