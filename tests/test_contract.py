@@ -105,6 +105,28 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # -- S6: a start from a checkpoint -------------------------------------------------------------------------------------
 
 
+def test_s6_a_checkpoint_takes_the_place_of_the_sft_policy() -> None:
+    import torch
+    from commands import REPLAY
+    from helpers import small_beams
+
+    from knobwise.__main__ import main
+    from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+    from knobwise.agents.selector.selector import Selector
+    from knobwise.agents.selector.settings import SelectorConfig
+
+    table, _ = small_beams(60)
+    table.save("b.safetensors")
+    start = Selector.fitted(SelectorConfig(width=16, heads=2), table.queries, table.candidates)
+    save_checkpoint("sft.pt", start, table, {"fitted": []})
+    words = [*REPLAY, "grpo.epochs=1", "variants.shuffled_recorded=null", "judged_shots=[2]"]
+    assert main([*words, "sft.epochs=0", "init_from=sft.pt", "name=run"]) == 0
+    last = load_checkpoint("runs/selector_replay/run/checkpoints/seed0/grpo_recorded/last.pt")
+    reference = last.extra["training"]["reference"]  # what the KL is taken to
+    for name, values in start.state_dict().items():
+        assert torch.equal(values, reference[f"selector.{name}"])
+
+
 # -- S7: the curriculum, the temperature by KL, conditional GRPO, rank advantages --------------------------------------
 
 

@@ -11,16 +11,17 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, started_from
 from knobwise.agents.controller.actor import Behaviour, OutcomesOfRows, make_actor
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import UtilityNetwork
+from knobwise.agents.controller.networks import KnobNetwork, UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.evaluation import LOGGED, drawn_metrics, for_all, judge
 from knobwise.agents.predictors.folds import rows_of_members
@@ -28,6 +29,7 @@ from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
+from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments, thinned, worth_pairs
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
@@ -51,6 +53,8 @@ class ControllerTrainer(Trainer):
         reward: under a mean budget and weights it is always `priced`.
         budgets_ms: float [B], what is judged on validation; None for the default budgets. Under a mean budget and
             weights worths are judged instead.
+        init_from: a checkpoint whose weights training starts from, with the statistics that its inputs are
+            standardised by (`started_from`); None for fresh weights. Samples that it was trained on count as seen.
         seed, device, **options: see `Trainer`, which also takes `folder` and `log`.
     """
 
@@ -58,7 +62,7 @@ class ControllerTrainer(Trainer):
     env: ConfigBandit
     table: ProfileTable
     loss: LossConfig
-    trained_on = "on another profile or with another policy"
+    trained_on = "on another profile, with another policy or from other weights"
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class ControllerTrainer(Trainer):
         budgets_ms: Tensor | None = None,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | None = None,
+        init_from: str | Path | None = None,
         seed: int = 0,
         device: str = "cpu",
         **options: Any,
@@ -91,9 +96,9 @@ class ControllerTrainer(Trainer):
         settings, exact = optimiser or OptimiserConfig(), self.loss.objective == "exact"
         group, shape = 1 if exact else self.loss.group_size, (settings.contexts, self.policy.members)
         with seeded(seed, device):
-            agent = self._first_network().to(device).eval()
+            agent = self._first_network(init_from).to(device).eval()
             self._with_bins: dict[str, Tensor] = {}
-            if isinstance(agent.network, UtilityNetwork) and agent.network.edges.numel():
+            if init_from is None and isinstance(agent.network, UtilityNetwork) and agent.network.edges.numel():
                 self._with_bins = copy.deepcopy(agent.state_dict())
                 agent.network.leave_out_bins()
             reference = copy.deepcopy(agent).requires_grad_(False)
@@ -116,8 +121,13 @@ class ControllerTrainer(Trainer):
             options |= {"stored": stored - {"action"}, "shape": shape, "seed": seed, "device": device}
             super().__init__(agent, reference, env, self.behaviour, stages, settings, **options)
 
-    def _first_network(self) -> Controller:
+    def _first_network(self, init_from: str | Path | None) -> Controller:
         """What training starts from; notes which samples are fitted and which are held out."""
+        self.fold_seed = self.seed
+        self.seen_before: list[str] = []
+        if init_from is not None:
+            start = load_checkpoint(init_from)
+            self._note_samples_of(start, init_from)
         self.member_rows, held_out = self.divide()
         self.fitted, self.judged_rows = torch.cat(self.member_rows).unique(), torch.cat(held_out)
         # row i, member m of a block is the i-th sample held out of m, the last one repeated to the end
@@ -125,17 +135,45 @@ class ControllerTrainer(Trainer):
         self.held_out = torch.stack([torch.cat([r, r[-1:].expand(longest - len(r))]) for r in held_out], 1)
         self.places = torch.cat([torch.arange(len(r)) * members + m for m, r in enumerate(held_out)])
         masks = torch.stack([torch.isin(self.fitted, rows) for rows in self.member_rows])
-        return Controller.for_table(self.table, self.fitted, self.policy, self.priced, masks, bool(self.cost))
+        fresh = Controller.for_table(self.table, self.fitted, self.policy, self.priced, masks, bool(self.cost))
+        self.start_sums = None
+        if init_from is None:
+            return fresh
+        controller = started_from(init_from, start, fresh)
+        self.start_sums = [float(values.double().sum()) for values in controller.state_dict().values()]
+        network = controller.network
+        if isinstance(network, UtilityNetwork):
+            network.sharpen(0.0)
+        elif isinstance(fresh.network, KnobNetwork):
+            network.typical.copy_(fresh.network.typical)  # of this table; decisions do not read it
+        return controller
+
+    def _note_samples_of(self, start: Loaded, path: str | Path) -> None:
+        """Note what a checkpoint was trained on, and take over its folds if profile and split are the same: what was
+        held out of a member stays held out of it.
+
+        Raises:
+            InputError: test samples are among them.
+        """
+        self.seen_before = start.extra.get("seen", [])
+        same_rows = torch.equal(start.extra.get("test_rows", self.split.train), self.split.test)
+        if same_rows and start.profile_digest == self.table.digest:
+            self.fold_seed = start.extra.get("fold_seed", self.seed)
+        elif count := len({*self.seen_before} & {*self.table.fingerprints(self.split.test)}):
+            raise InputError(
+                f"init_from={path}: was trained on {count} of the test samples of profile {self.table.name!r}; "
+                "split the profile as its run did (split.seed=…)"
+            )
 
     @functools.cached_property
     def seen(self) -> list[str]:
-        """Fingerprints of the samples that were fitted or chosen on."""
+        """Fingerprints of the samples that were fitted or chosen on, also by what training started from."""
         seen = self.table.fingerprints(torch.cat([self.split.train, self.split.validation]))
-        return list(dict.fromkeys(seen))
+        return list(dict.fromkeys([*seen, *self.seen_before]))
 
     def divide(self) -> tuple[list[Tensor], list[Tensor]]:
         """The rows that each member is fitted on, and those that it is judged on."""
-        fitted, judged = rows_of_members(self.table, self.split, self.policy.members, self.seed)
+        fitted, judged = rows_of_members(self.table, self.split, self.policy.members, self.fold_seed)
         return fitted, [thinned(rows, MOST_JUDGED) for rows in judged]
 
     # -- stages --------------------------------------------------------------------------------------------------------
@@ -291,6 +329,7 @@ class ControllerTrainer(Trainer):
             "validation_utility": self.best["score"],
             "iteration": self.best["iteration"],
             "seen": self.seen,
+            "fold_seed": self.fold_seed,
             "grpo": self._gained(),
             **rows,
         }
@@ -305,9 +344,14 @@ class ControllerTrainer(Trainer):
         start = max(before) if self.policy.structure == "utility" else before[-1]  # as `_begin_grpo`
         return {"start": start, "best": max(after), "last": after[-1]}
 
+    def training_state(self) -> dict[str, Any]:
+        return super().training_state() | {"start": self.start_sums}
+
     def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
         network = loaded.network
         if (network.config, network.priced, network.cost) != (self.policy, self.priced, self.cost):
+            return False
+        if state.get("start") != self.start_sums:
             return False
         self.agent.load_state_dict(network.state_dict())
         return True
