@@ -84,6 +84,25 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # -- K17: PPO with a value network -------------------------------------------------------------------------------------
 
 
+def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo() -> None:
+    import json
+
+    import polars as pl
+    from commands import OPTIMISER, SIMULATED
+
+    from knobwise.__main__ import main
+    from knobwise.experiments.command_line.sweep import jobs_of
+
+    words = ["experiment=ppo", *SIMULATED, *OPTIMISER, "seeds=[0]", "baselines=false", "name=run"]
+    assert main(["train", *words, "optimiser.warmup_iterations=0"]) == 0
+    values = pl.read_csv("runs/ppo/run/metrics.csv")["Train/Value_Loss"].drop_nulls()
+    assert len(values) == 2
+    assert values[1] < values[0]
+    assert json.loads(Path("runs/ppo/run/results.json").read_text())["training"]["method"] == "PPO"
+    jobs = jobs_of("train", ["experiment=ppo"])  # what -m runs
+    assert [[word for word in job if word.startswith("loss")] for job in jobs] == [["loss=sampled"], ["loss=ppo"]]
+
+
 # -- K18: updates, other hardware, explanations ------------------------------------------------------------------------
 
 

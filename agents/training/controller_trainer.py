@@ -1,4 +1,5 @@
-"""The training of a controller: RCE first, or regression for a network that predicts outcomes, then GRPO.
+"""The training of a controller: RCE first, or regression for a network that predicts outcomes, then GRPO or
+PPO.
 
 Of an ensemble all members are trained side by side, each on contexts of its own samples: a batch is [contexts,
 members]. The loop is that of `knobwise.agents.training.loop`.
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
+from torchrl.objectives import ClipPPOLoss
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, started_from
-from knobwise.agents.controller.actor import Behaviour, OutcomesOfRows, make_actor
+from knobwise.agents.controller.actor import Behaviour, OutcomesOfRows, make_actor, make_critic
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import KnobNetwork, UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
@@ -103,7 +105,8 @@ class ControllerTrainer(Trainer):
                 agent.network.leave_out_bins()
             reference = copy.deepcopy(agent).requires_grad_(False)
             self.actor, frozen = (make_actor(each, table, group).to(device) for each in (agent, reference))
-            self.behaviour = Behaviour(self.actor, frozen, self.loss.objective)
+            self.critic = make_critic(agent, table) if self.loss.objective == "ppo" else None
+            self.behaviour = Behaviour(self.actor, frozen, self.loss.objective, self.critic)
             env = ConfigBandit(
                 table,
                 batch_size=math.prod(shape),
@@ -117,9 +120,12 @@ class ControllerTrainer(Trainer):
                 device=torch.device(device),
             )
             stages = self._stages(settings, env)
-            stored = {*self.rce.in_keys, *self.grpo.in_keys, "configuration", ("next", "reward")}
+            stored = {*self.rce.in_keys, *self.grpo.in_keys, "configuration", "state_value", ("next", "reward")}
             options |= {"stored": stored - {"action"}, "shape": shape, "seed": seed, "device": device}
             super().__init__(agent, reference, env, self.behaviour, stages, settings, **options)
+            if self.critic is not None:
+                self.learned = nn.ModuleList([agent, self.critic])
+                self.optimiser = self._new_optimiser()
 
     def _first_network(self, init_from: str | Path | None) -> Controller:
         """What training starts from; notes which samples are fitted and which are held out."""
@@ -179,13 +185,20 @@ class ControllerTrainer(Trainer):
     # -- stages --------------------------------------------------------------------------------------------------------
 
     def _stages(self, settings: OptimiserConfig, env: ConfigBandit) -> list[Stage]:
-        """The warm-up and GRPO."""
+        """The warm-up, and GRPO or PPO."""
         self.rce = RCELoss(self.actor, functional=False).to(env.device)
         settings_of_loss = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
-        self.grpo = GRPOLoss(self.actor, **settings_of_loss, functional=False).to(env.device)
+        if self.critic is None:
+            method = "GRPO"
+            self.grpo: Any = GRPOLoss(self.actor, **settings_of_loss, functional=False).to(env.device)
+        else:
+            method = "PPO"
+            self.grpo = self._ppo().to(env.device)
         name, warm_up, grpo = "RCE", self._with_rewards(self.rce), self.grpo.__call__
         if self.loss.objective == "exact":
             grpo = self._with_rewards(self.grpo)
+        elif self.loss.objective == "ppo":
+            grpo = self._with_advantages
         if self.policy.structure == "utility":
             self.predictor = OutcomesOfRows(self.actor)
             self.regression = RegressionLoss(self.predictor)
@@ -202,11 +215,40 @@ class ControllerTrainer(Trainer):
             first,
             *([with_bins] if self._with_bins else []),
             Stage(
-                *("GRPO", grpo, settings.iterations, settings.lr, self._prepare_grpo, self._begin_grpo),
+                *(method, grpo, settings.iterations, settings.lr, self._prepare_grpo, self._begin_grpo),
                 patience=settings.patience,
                 retreat=settings.retreat,
             ),
         ]
+
+    def _ppo(self) -> ClipPPOLoss:
+        """PPO (Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 9)."""
+        return ClipPPOLoss(
+            self.actor,
+            self.critic,
+            clip_epsilon=self.loss.clip_epsilon,
+            entropy_coeff=self.loss.entropy_coeff,
+            critic_coeff=self.loss.value_coeff,
+            loss_critic_type="l2",
+            functional=False,
+        )
+
+    def _with_advantages(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """PPO's loss of a minibatch.
+
+        An episode is one step, so the return of a draw is its reward, and its advantage is reward − V with the V of
+        the moment of collection. V is fitted to the mean over the draws of a context, which has the same gradient as
+        fitting it to each of them.
+        """
+        contexts = minibatch.copy()
+        rewards = contexts["next", "reward"]  # [P, M, G]
+        contexts["action"] = self.agent.configurations[contexts["configuration"]]
+        contexts["value_target"] = rewards.mean(-1, keepdim=True)
+        advantage = rewards - contexts["state_value"]
+        if self.loss.advantage == "zscore":
+            advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(self.loss.advantage_std_floor)
+        contexts["advantage"] = advantage.unsqueeze(-1)
+        return self.grpo(contexts).apply(torch.mean)  # some diagnostics have a number for each draw
 
     def _prepare_warm_up(self, share: float, watched: bool) -> None:
         start, end, behaviour = self.loss.temperature_start, self.loss.temperature_end, self.behaviour
@@ -235,7 +277,7 @@ class ControllerTrainer(Trainer):
             self.reference.network.sharpen(share)  # else the KL would count the sharpness
         self.grpo.diagnostics, self.behaviour.with_log_probs = watched, True
         self.behaviour.with_reference = watched or self.kl_coeff > 0
-        self.behaviour.drawing = watched or self.loss.objective == "sampled"
+        self.behaviour.drawing = watched or self.loss.objective != "exact"
 
     def _with_rewards(self, loss: Callable[[TensorDictBase], TensorDictBase]) -> Callable[..., TensorDictBase]:
         """A loss on the rewards of all configurations: looked up here, not stored in the buffer."""
@@ -316,7 +358,7 @@ class ControllerTrainer(Trainer):
         budgets_ms = None if self.priced else data["budget_ms"]
         metrics = drawn_metrics(self.table, data["row"], data["configuration"], data["next", "reward"], budgets_ms)
         metrics |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
-        if self.stage.name != "GRPO":  # another kind of loss, which has an axis of its own
+        if self.stage is not self.stages[-1]:  # another kind of loss, which has an axis of its own
             metrics[f"{'RCE' if self.stage.name == 'RCE' else 'Regression'}_Loss"] = metrics.pop("Loss")
         return {f"Train/{name}": value for name, value in metrics.items()} | {"Train/LR": self._learning_rate()}
 
@@ -345,7 +387,8 @@ class ControllerTrainer(Trainer):
         return {"start": start, "best": max(after), "last": after[-1]}
 
     def training_state(self) -> dict[str, Any]:
-        return super().training_state() | {"start": self.start_sums}
+        critic = None if self.critic is None else self.critic.state_dict()
+        return super().training_state() | {"start": self.start_sums, "critic": critic}
 
     def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
         network = loaded.network
@@ -354,4 +397,6 @@ class ControllerTrainer(Trainer):
         if state.get("start") != self.start_sums:
             return False
         self.agent.load_state_dict(network.state_dict())
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
         return True

@@ -202,7 +202,9 @@ class ControllerExperiment(Experiment):
         results |= held_out_choices(best)
         results["validation_utility"], results["best_seed"] = scores, config.seeds[scores.index(max(scores))]
         iterations = config.optimiser.iterations
-        results["training"] = {"warmup_iterations": self.trainers[0].total - iterations, "iterations": iterations}
+        first = self.trainers[0]
+        results["training"] = {"warmup_iterations": first.total - iterations, "iterations": iterations}
+        results["training"]["method"] = first.stages[-1].name
         return results, decisions
 
     def _judged(self, controllers: list[Any], teachers: list[Any]) -> tuple[dict[str, Any], pl.DataFrame]:

@@ -187,7 +187,7 @@ def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption(folder: 
     start = state("runs/controller/warm/checkpoints/best.pt")
     assert same(load_checkpoint(f"{runs[0]}/checkpoints/last.pt").extra["training"]["reference"], start)
     results = json.loads(Path(runs[0], "results.json").read_text())
-    assert results["training"] == {"warmup_iterations": 0, "iterations": 9}
+    assert results["training"] == {"warmup_iterations": 0, "iterations": 9, "method": "GRPO"}
 
 
 def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder: Path, tmp_path: Path) -> None:
