@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,7 +20,11 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 FORMAT = "knobwise.Controller/2"
 Agent = Controller | StackedController | PricedChooser | Selector
+Trained = TypeVar("Trained", Controller, Selector)
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector)}
+
+OUTSIDE_THE_NETWORK = ("dropout", "experts", "guard", "level", "level_cost", "confidence", "deploy")
+"""Settings of a policy or selector in which a training may differ from the checkpoint that it starts from."""
 
 
 class Loaded(NamedTuple):
@@ -133,3 +138,48 @@ def _check_decides(agent: Any) -> None:
     elif guard is not None:
         limits = guard.budgets_ms.float()
     module.choose({name: torch.zeros(len(limits), size) for name, size in sizes.items()}, limits)
+
+
+# -- to start a training from (`init_from=PATH`) -----------------------------------------------------------------------
+
+
+def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
+    """Return an agent with the weights of a checkpoint and the settings of a fresh agent, in eval mode.
+
+    The statistics that features, embeddings and limits are standardised by come along with the weights: on inputs that
+    are standardised otherwise these weights would decide otherwise. Of a stack it takes the network.
+
+    Raises:
+        InputError: one is a controller and the other a selector; knobs, configurations, features, limits or settings
+            of the network differ; or it does not say what it was trained on.
+    """
+    selects = isinstance(fresh, Selector)
+    group = "selector" if selects else "policy"
+    try:
+        start: Any = loaded.selector if selects else loaded.network
+    except InputError as error:
+        raise InputError(f"init_from={path}: {error}") from error
+    if not {"seen", "fitted"} & loaded.extra.keys():
+        raise InputError(f"init_from={path}: does not say what it was trained on; use a best.pt")
+    saved = _described(start, group)
+    wanted = _described(fresh, group)
+    for name in wanted | saved:
+        if saved.get(name) != wanted.get(name):
+            values = f"{saved.get(name)} in the checkpoint and {wanted.get(name)} in this training"
+            raise InputError(f"init_from={path}: {name} is {values}")
+    return type(fresh).restored(start.plain() | {group: fresh.plain()[group]})
+
+
+def _described(agent: Controller | Selector, group: str) -> dict[str, Any]:
+    """What must be the same where weights are taken over, by its name in a message."""
+    plain = agent.plain()
+    parts = {f"{group}.{key}": value for key, value in plain[group].items() if key not in OUTSIDE_THE_NETWORK}
+    if isinstance(agent, Selector):
+        return parts | {"the width of the embeddings": agent.features}
+    parts |= {f"knob {knob.name}": knob.values for knob in agent.knobs}
+    parts |= {f"the width of feature block {name}": width for name, width in agent.normaliser.sizes.items()}
+    parts["the limit of a request"] = agent.limit_key
+    configurations = agent.configurations
+    checksum = zlib.crc32(configurations.numpy().tobytes())
+    parts["the number of configurations and their checksum"] = len(configurations), checksum
+    return parts

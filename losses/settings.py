@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from knobwise.common.checks import at_least, band, one_of, positive, share
+from knobwise.common.errors import InputError
 
 ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
 
@@ -60,14 +61,27 @@ class LossConfig(GRPOConfig):
     """What is minimised after the warm-up. The reference policy is that of the end of the warm-up."""
 
     objective: str = "exact"
-    """`exact`: the expectation over all configurations; `sampled`: over `group_size` draws."""
+    """`exact`: GRPO in expectation over all configurations; `sampled`: over `group_size` draws; `ppo`: TorchRL's
+    ClipPPOLoss on as many draws, with the advantage reward − V, where V is what a value network expected of the context
+    before. With advantage=zscore these are standardised over the draws of a step."""
+    value_coeff: float = 1.0
+    """Weight of the value network's squared error, for `ppo`."""
     regression_coeff: float = 0.5
     """Weight of the regression on measured accuracy and latency beside GRPO, for a `utility` structure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("loss.objective", self.objective, ("exact", "sampled"))
+        one_of("loss.objective", self.objective, ("exact", "sampled", "ppo"))
         at_least("loss.regression_coeff", self.regression_coeff, 0)
+        positive("loss.value_coeff", self.value_coeff)
+        if self.objective == "ppo":
+            one_of("loss.advantage", self.advantage, ("centred", "zscore"))
+            if self.kl_to_ref_coeff:
+                raise InputError(
+                    f"loss.kl_to_ref_coeff={self.kl_to_ref_coeff}: PPO has no reference policy; leave it out"
+                )
+            if self.kl_band is not None:
+                raise InputError("loss.kl_band: PPO has no reference policy; leave it out")
 
 
 @dataclass

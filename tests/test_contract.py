@@ -616,6 +616,25 @@ def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros() -> None:
 # -- K17: PPO with a value network -------------------------------------------------------------------------------------
 
 
+def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo() -> None:
+    import json
+
+    import polars as pl
+    from commands import OPTIMISER, SIMULATED
+
+    from knobwise.__main__ import main
+    from knobwise.experiments.command_line.sweep import jobs_of
+
+    words = ["experiment=ppo", *SIMULATED, *OPTIMISER, "seeds=[0]", "baselines=false", "name=run"]
+    assert main(["train", *words, "optimiser.warmup_iterations=0"]) == 0
+    values = pl.read_csv("runs/ppo/run/metrics.csv")["Train/Value_Loss"].drop_nulls()
+    assert len(values) == 2
+    assert values[1] < values[0]
+    assert json.loads(Path("runs/ppo/run/results.json").read_text())["training"]["method"] == "PPO"
+    jobs = jobs_of("train", ["experiment=ppo"])  # what -m runs
+    assert [[word for word in job if word.startswith("loss")] for job in jobs] == [["loss=sampled"], ["loss=ppo"]]
+
+
 # -- K18: updates, other hardware, explanations ------------------------------------------------------------------------
 
 
@@ -795,6 +814,28 @@ def test_s5_sft_then_rce_with_falling_temperature_then_grpo(three_shots: Path) -
 
 
 # -- S6: a start from a checkpoint -------------------------------------------------------------------------------------
+
+
+def test_s6_a_checkpoint_takes_the_place_of_the_sft_policy() -> None:
+    import torch
+    from commands import REPLAY
+    from helpers import small_beams
+
+    from knobwise.__main__ import main
+    from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+    from knobwise.agents.selector.selector import Selector
+    from knobwise.agents.selector.settings import SelectorConfig
+
+    table, _ = small_beams(60)
+    table.save("b.safetensors")
+    start = Selector.fitted(SelectorConfig(width=16, heads=2), table.queries, table.candidates)
+    save_checkpoint("sft.pt", start, table, {"fitted": []})
+    words = [*REPLAY, "grpo.epochs=1", "variants.shuffled_recorded=null", "judged_shots=[2]"]
+    assert main([*words, "sft.epochs=0", "init_from=sft.pt", "name=run"]) == 0
+    last = load_checkpoint("runs/selector_replay/run/checkpoints/seed0/grpo_recorded/last.pt")
+    reference = last.extra["training"]["reference"]  # what the KL is taken to
+    for name, values in start.state_dict().items():
+        assert torch.equal(values, reference[f"selector.{name}"])
 
 
 # -- S7: the curriculum, the temperature by KL, conditional GRPO, rank advantages --------------------------------------

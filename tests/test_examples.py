@@ -41,6 +41,7 @@ def test_every_example_is_here() -> None:
         "rewards",
         "advantages",
         "further_cost",
+        "ppo",
     }
     assert {path.stem for path in EXAMPLES} == names
 
@@ -84,6 +85,13 @@ def test_the_loop_fits_on_a_page_and_is_as_good_as_the_heads_of_the_experiments(
 def test_torchrls_trainer_learns() -> None:
     torch.manual_seed(0)
     before, after = example("train_with_torchrl_trainer").main(iterations=100)
+    assert after > before + 0.1
+
+
+def test_ppo_by_torchrl_alone_learns() -> None:
+    assert len((ROOT / "examples" / "ppo.py").read_text().splitlines()) <= 60
+    torch.manual_seed(0)
+    before, after = example("ppo").main(iterations=15, contexts=512)
     assert after > before + 0.1
 
 

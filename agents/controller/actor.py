@@ -5,6 +5,7 @@ In training contexts are row numbers of a table; stepping by hand and in deploym
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributions import Distribution
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.distributions import ConfigurationCategorical, KnobCategoricals
-from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
+from knobwise.agents.controller.networks import KnobNetwork, Outcomes, UtilityNetwork, ValueHead
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.replay import ACTIONS
@@ -146,7 +147,8 @@ class Behaviour(TensorDictModuleBase):
     """The policy that collects: draws, and writes down what `GRPOLoss` has to know of the moment of drawing.
 
     Writes `action` int64 [P, G, K], `configuration` int64 [P, G], and for `sampled` `action_log_prob` and
-    `reference_log_prob` [P, G], for `exact` `behaviour_log_probs` and `reference_log_probs` [P, C].
+    `reference_log_prob` [P, G], for `exact` `behaviour_log_probs` and `reference_log_probs` [P, C]; with a `critic`
+    also `state_value` [P, 1].
 
     Attributes:
         with_reference: whether the reference is asked at all; off where neither a penalty nor a log needs it is faster.
@@ -154,10 +156,11 @@ class Behaviour(TensorDictModuleBase):
         drawing: off where no loss and no log needs draws; the action is then the first that was profiled.
     """
 
-    def __init__(self, actor: Actor, reference: Actor, objective: str) -> None:
+    def __init__(self, actor: Actor, reference: Actor, objective: str, critic: TensorDictModule | None = None) -> None:
         super().__init__()
         self.in_keys, self.out_keys = actor.in_keys, ["action"]
         self.actor, self.reference, self.objective = actor, reference, objective
+        self.critic = critic
         self.with_reference = self.with_log_probs = self.drawing = True
 
     @torch.no_grad()
@@ -177,7 +180,23 @@ class Behaviour(TensorDictModuleBase):
         tensordict["action"], tensordict["configuration"] = configurations[index], index
         for key, policy in policies.items():
             tensordict[key] = policy.log_probs if exact else policy.log_prob_of_index(index)
-        return tensordict
+        return tensordict if self.critic is None else self.critic(tensordict)
+
+
+def make_critic(agent: Controller, table: ProfileTable) -> TensorDictModule:
+    """Return a value network that reads `row` and the limit, as the actor does, and writes `state_value` [*, 1].
+
+    It has layers of its own, which begin as a copy of the agent's.
+
+    Raises:
+        InputError: an agent that is not a categorical for each knob.
+    """
+    critic = copy.deepcopy(agent)
+    if not isinstance(critic.network, KnobNetwork):
+        raise InputError("loss=ppo: trains a categorical for each knob; give policy=independent")
+    critic.network.head = ValueHead(agent.config.members, agent.config.hidden)
+    rows = _FromRows(critic.to(agent.configurations.device), table)
+    return TensorDictModule(rows, in_keys=["row", agent.limit_key], out_keys=["state_value"])
 
 
 def make_actor(

@@ -69,6 +69,16 @@ class IndependentHead(nn.Module):
         return masked_log_softmax(self.logits(hidden) @ self.places, mask)
 
 
+class ValueHead(MemberLinear):
+    """Expects the reward of a context, V(s), in the place of a head over the knobs: [M, n, H] → [M, n, 1]."""
+
+    def __init__(self, members: int, hidden: int) -> None:
+        super().__init__(members, hidden, 1, zero=True)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(hidden)
+
+
 class KnobNetwork(nn.Module):
     """A plain MLP with a head over the knobs.
 

@@ -1,4 +1,5 @@
-"""The training of a controller: RCE first, or regression for a network that predicts outcomes, then GRPO.
+"""The training of a controller: RCE first, or regression for a network that predicts outcomes, then GRPO or
+PPO.
 
 Of an ensemble all members are trained side by side, each on contexts of its own samples: a batch is [contexts,
 members]. The loop is that of `knobwise.agents.training.loop`.
@@ -11,16 +12,18 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
+from torchrl.objectives import ClipPPOLoss
 
-from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.controller.actor import Behaviour, OutcomesOfRows, make_actor
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, started_from
+from knobwise.agents.controller.actor import Behaviour, OutcomesOfRows, make_actor, make_critic
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import UtilityNetwork
+from knobwise.agents.controller.networks import KnobNetwork, UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.evaluation import LOGGED, drawn_metrics, for_all, judge
 from knobwise.agents.predictors.folds import rows_of_members
@@ -28,6 +31,7 @@ from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
+from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments, thinned, worth_pairs
 from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
@@ -52,6 +56,8 @@ class ControllerTrainer(Trainer):
         reward: under a mean budget and weights it is always `priced`.
         budgets_ms: float [B], what is judged on validation; None for the default budgets. Under a mean budget and
             weights worths are judged instead.
+        init_from: a checkpoint whose weights training starts from, with the statistics that its inputs are
+            standardised by (`started_from`); None for fresh weights. Samples that it was trained on count as seen.
         seed, device, **options: see `Trainer`, which also takes `folder` and `log`.
     """
 
@@ -59,7 +65,7 @@ class ControllerTrainer(Trainer):
     env: ConfigBandit
     table: ProfileTable
     loss: LossConfig
-    trained_on = "on another profile or with another policy"
+    trained_on = "on another profile, with another policy or from other weights"
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class ControllerTrainer(Trainer):
         budget: BudgetConfig | None = None,
         reward: RewardConfig | None = None,
         balance: BalanceConfig | None = None,
+        init_from: str | Path | None = None,
         seed: int = 0,
         device: str = "cpu",
         **options: Any,
@@ -93,14 +100,15 @@ class ControllerTrainer(Trainer):
         settings, exact = optimiser or OptimiserConfig(), self.loss.objective == "exact"
         group, shape = 1 if exact else self.loss.group_size, (settings.contexts, self.policy.members)
         with seeded(seed, device):
-            agent = self._first_network().to(device).eval()
+            agent = self._first_network(init_from).to(device).eval()
             self._with_bins: dict[str, Tensor] = {}
-            if isinstance(agent.network, UtilityNetwork) and agent.network.edges.numel():
+            if init_from is None and isinstance(agent.network, UtilityNetwork) and agent.network.edges.numel():
                 self._with_bins = copy.deepcopy(agent.state_dict())
                 agent.network.leave_out_bins()
             reference = copy.deepcopy(agent).requires_grad_(False)
             self.actor, frozen = (make_actor(each, table, group).to(device) for each in (agent, reference))
-            self.behaviour = Behaviour(self.actor, frozen, self.loss.objective)
+            self.critic = make_critic(agent, table) if self.loss.objective == "ppo" else None
+            self.behaviour = Behaviour(self.actor, frozen, self.loss.objective, self.critic)
             env = ConfigBandit(
                 table,
                 batch_size=math.prod(shape),
@@ -115,12 +123,20 @@ class ControllerTrainer(Trainer):
                 device=torch.device(device),
             )
             stages = self._stages(settings, env)
-            stored = {*self.rce.in_keys, *self.grpo.in_keys, "configuration", ("next", "reward")}
+            stored = {*self.rce.in_keys, *self.grpo.in_keys, "configuration", "state_value", ("next", "reward")}
             options |= {"stored": stored - {"action"}, "shape": shape, "seed": seed, "device": device}
             super().__init__(agent, reference, env, self.behaviour, stages, settings, **options)
+            if self.critic is not None:
+                self.learned = nn.ModuleList([agent, self.critic])
+                self.optimiser = self._new_optimiser()
 
-    def _first_network(self) -> Controller:
+    def _first_network(self, init_from: str | Path | None) -> Controller:
         """What training starts from; notes which samples are fitted and which are held out."""
+        self.fold_seed = self.seed
+        self.seen_before: list[str] = []
+        if init_from is not None:
+            start = load_checkpoint(init_from)
+            self._note_samples_of(start, init_from)
         self.member_rows, held_out = self.divide()
         self.fitted, self.judged_rows = torch.cat(self.member_rows).unique(), torch.cat(held_out)
         # row i, member m of a block is the i-th sample held out of m, the last one repeated to the end
@@ -128,30 +144,65 @@ class ControllerTrainer(Trainer):
         self.held_out = torch.stack([torch.cat([r, r[-1:].expand(longest - len(r))]) for r in held_out], 1)
         self.places = torch.cat([torch.arange(len(r)) * members + m for m, r in enumerate(held_out)])
         masks = torch.stack([torch.isin(self.fitted, rows) for rows in self.member_rows])
-        return Controller.for_table(self.table, self.fitted, self.policy, self.priced, masks, bool(self.cost))
+        fresh = Controller.for_table(self.table, self.fitted, self.policy, self.priced, masks, bool(self.cost))
+        self.start_sums = None
+        if init_from is None:
+            return fresh
+        controller = started_from(init_from, start, fresh)
+        self.start_sums = [float(values.double().sum()) for values in controller.state_dict().values()]
+        network = controller.network
+        if isinstance(network, UtilityNetwork):
+            network.sharpen(0.0)
+        elif isinstance(fresh.network, KnobNetwork):
+            network.typical.copy_(fresh.network.typical)  # of this table; decisions do not read it
+        return controller
+
+    def _note_samples_of(self, start: Loaded, path: str | Path) -> None:
+        """Note what a checkpoint was trained on, and take over its folds if profile and split are the same: what was
+        held out of a member stays held out of it.
+
+        Raises:
+            InputError: test samples are among them.
+        """
+        self.seen_before = start.extra.get("seen", [])
+        same_rows = torch.equal(start.extra.get("test_rows", self.split.train), self.split.test)
+        if same_rows and start.profile_digest == self.table.digest:
+            self.fold_seed = start.extra.get("fold_seed", self.seed)
+        elif count := len({*self.seen_before} & {*self.table.fingerprints(self.split.test)}):
+            raise InputError(
+                f"init_from={path}: was trained on {count} of the test samples of profile {self.table.name!r}; "
+                "split the profile as its run did (split.seed=…)"
+            )
 
     @functools.cached_property
     def seen(self) -> list[str]:
-        """Fingerprints of the samples that were fitted or chosen on."""
+        """Fingerprints of the samples that were fitted or chosen on, also by what training started from."""
         seen = self.table.fingerprints(torch.cat([self.split.train, self.split.validation]))
-        return list(dict.fromkeys(seen))
+        return list(dict.fromkeys([*seen, *self.seen_before]))
 
     def divide(self) -> tuple[list[Tensor], list[Tensor]]:
         """The rows that each member is fitted on, and those that it is judged on."""
-        fitted, judged = rows_of_members(self.table, self.split, self.policy.members, self.seed)
+        fitted, judged = rows_of_members(self.table, self.split, self.policy.members, self.fold_seed)
         return fitted, [thinned(rows, MOST_JUDGED) for rows in judged]
 
     # -- stages --------------------------------------------------------------------------------------------------------
 
     def _stages(self, settings: OptimiserConfig, env: ConfigBandit) -> list[Stage]:
-        """The warm-up and GRPO."""
+        """The warm-up, and GRPO or PPO."""
         self.rce = RCELoss(self.actor, functional=False).to(env.device)
         band = self.loss.kl_band
         settings_of_loss = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
-        self.grpo = GRPOLoss(self.actor, **settings_of_loss, functional=False).to(env.device)
+        if self.critic is None:
+            method = "GRPO"
+            self.grpo: Any = GRPOLoss(self.actor, **settings_of_loss, functional=False).to(env.device)
+        else:
+            method = "PPO"
+            self.grpo = self._ppo().to(env.device)
         name, warm_up, grpo = "RCE", self._with_rewards(self.rce), self.grpo.__call__
         if self.loss.objective == "exact":
             grpo = self._with_rewards(self.grpo)
+        elif self.loss.objective == "ppo":
+            grpo = self._with_advantages
         if self.policy.structure == "utility":
             self.predictor = OutcomesOfRows(self.actor)
             self.regression = RegressionLoss(self.predictor)
@@ -168,12 +219,41 @@ class ControllerTrainer(Trainer):
             first,
             *([with_bins] if self._with_bins else []),
             Stage(
-                *("GRPO", grpo, settings.iterations, settings.lr, self._prepare_grpo, self._begin_grpo),
+                *(method, grpo, settings.iterations, settings.lr, self._prepare_grpo, self._begin_grpo),
                 kl_controls=[weight_control(self.grpo.kl_to_ref_coeff, band)] if band else [],
                 patience=settings.patience,
                 retreat=settings.retreat,
             ),
         ]
+
+    def _ppo(self) -> ClipPPOLoss:
+        """PPO (Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 9)."""
+        return ClipPPOLoss(
+            self.actor,
+            self.critic,
+            clip_epsilon=self.loss.clip_epsilon,
+            entropy_coeff=self.loss.entropy_coeff,
+            critic_coeff=self.loss.value_coeff,
+            loss_critic_type="l2",
+            functional=False,
+        )
+
+    def _with_advantages(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """PPO's loss of a minibatch.
+
+        An episode is one step, so the return of a draw is its reward, and its advantage is reward − V with the V of
+        the moment of collection. V is fitted to the mean over the draws of a context, which has the same gradient as
+        fitting it to each of them.
+        """
+        contexts = minibatch.copy()
+        rewards = contexts["next", "reward"]  # [P, M, G]
+        contexts["action"] = self.agent.configurations[contexts["configuration"]]
+        contexts["value_target"] = rewards.mean(-1, keepdim=True)
+        advantage = rewards - contexts["state_value"]
+        if self.loss.advantage == "zscore":
+            advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(self.loss.advantage_std_floor)
+        contexts["advantage"] = advantage.unsqueeze(-1)
+        return self.grpo(contexts).apply(torch.mean)  # some diagnostics have a number for each draw
 
     def _prepare_warm_up(self, share: float, watched: bool) -> None:
         start, end, behaviour = self.loss.temperature_start, self.loss.temperature_end, self.behaviour
@@ -202,7 +282,7 @@ class ControllerTrainer(Trainer):
             self.reference.network.sharpen(share)  # else the KL would count the sharpness
         self.grpo.diagnostics, self.behaviour.with_log_probs = watched, True
         self.behaviour.with_reference = watched or self.kl_coeff > 0
-        self.behaviour.drawing = watched or self.loss.objective == "sampled"
+        self.behaviour.drawing = watched or self.loss.objective != "exact"
 
     def _with_rewards(self, loss: Callable[[TensorDictBase], TensorDictBase]) -> Callable[..., TensorDictBase]:
         """A loss on the rewards of all configurations: looked up here, not stored in the buffer."""
@@ -285,7 +365,7 @@ class ControllerTrainer(Trainer):
         metrics |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
         if self.stage.kl_controls:
             metrics["Beta"] = float(self.grpo.kl_to_ref_coeff)
-        if self.stage.name != "GRPO":  # another kind of loss, which has an axis of its own
+        if self.stage is not self.stages[-1]:  # another kind of loss, which has an axis of its own
             metrics[f"{'RCE' if self.stage.name == 'RCE' else 'Regression'}_Loss"] = metrics.pop("Loss")
         return {f"Train/{name}": value for name, value in metrics.items()} | {"Train/LR": self._learning_rate()}
 
@@ -298,6 +378,7 @@ class ControllerTrainer(Trainer):
             "validation_utility": self.best["score"],
             "iteration": self.best["iteration"],
             "seen": self.seen,
+            "fold_seed": self.fold_seed,
             "grpo": self._gained(),
             **rows,
         }
@@ -312,9 +393,17 @@ class ControllerTrainer(Trainer):
         start = max(before) if self.policy.structure == "utility" else before[-1]  # as `_begin_grpo`
         return {"start": start, "best": max(after), "last": after[-1]}
 
+    def training_state(self) -> dict[str, Any]:
+        critic = None if self.critic is None else self.critic.state_dict()
+        return super().training_state() | {"start": self.start_sums, "critic": critic}
+
     def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
         network = loaded.network
         if (network.config, network.priced, network.cost) != (self.policy, self.priced, self.cost):
             return False
+        if state.get("start") != self.start_sums:
+            return False
         self.agent.load_state_dict(network.state_dict())
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
         return True

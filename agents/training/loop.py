@@ -78,6 +78,7 @@ class Trainer(ABC):
         device: str = "cpu",
     ) -> None:
         self.agent: Any = agent
+        self.learned = agent
         self.reference, self.env = reference, env
         self.stages, self.settings = stages, settings
         self.seed, self.folder, self.log = seed, folder, log
@@ -172,7 +173,7 @@ class Trainer(ABC):
         return self._logged or bool(self.stage.kl_controls)
 
     def _new_optimiser(self) -> torch.optim.Optimizer:
-        learned = [(name, p) for name, p in self.agent.named_parameters() if p.requires_grad]
+        learned = [(name, p) for name, p in self.learned.named_parameters() if p.requires_grad]
         weights = [p for name, p in learned if not name.endswith("bias")]
         biases = [p for name, p in learned if name.endswith("bias")]
         decayed: dict[str, Any] = {"params": weights, "weight_decay": self.settings.weight_decay}
@@ -259,7 +260,7 @@ class Trainer(ABC):
                 total = functools.reduce(torch.add, (value for value in out.values() if value.requires_grad))
                 self.optimiser.zero_grad()
                 total.backward()
-                norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.settings.clip_grad)
+                norm = nn.utils.clip_grad_norm_(self.learned.parameters(), self.settings.clip_grad)
                 self.optimiser.step()
                 if self._watched:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))

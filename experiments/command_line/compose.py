@@ -72,7 +72,7 @@ GROUPS: dict[str, dict[str, Any]] = {
         "utility": _POLICY,
         "independent": PolicyConfig(),
     },
-    "loss": {name: LossConfig(objective=name) for name in ("exact", "sampled")},
+    "loss": {name: LossConfig(objective=name) for name in ("exact", "sampled", "ppo")},
     # what suits each structure, under its name
     "optimiser": {
         **{name: OptimiserConfig(**_OPTIMISER) for name in ("auto", "utility")},

@@ -78,7 +78,7 @@ class TrainRun(Training):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The network, with or without experts beside it."""
     loss: LossConfig = field(default_factory=LossConfig)
-    """What GRPO minimises."""
+    """What GRPO, or PPO, minimises."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     """The settings that suit each policy, under its name."""
     budgets_ms: list[float] | None = None

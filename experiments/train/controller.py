@@ -35,7 +35,7 @@ from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets, over_splits
 from knobwise.experiments.results.explanation import Explained, explain_policy
 from knobwise.experiments.results.fronts import judge_fronts
-from knobwise.experiments.results.run_folder import STUDENT
+from knobwise.experiments.results.run_folder import STUDENT, checkpoint_at
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
@@ -93,6 +93,7 @@ class ControllerExperiment(Experiment):
         names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "device")
         settings = {name: getattr(config, name) for name in names}
         settings["budgets_ms"] = self.budgets_ms
+        settings["init_from"] = config.init_from and checkpoint_at(config.init_from, "teacher")
         self.trainers = [ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds]
         splits = 1 if number else max(config.split.repeats, config.split.folds)
         self.others = [self._on_split(other) for other in range(1, splits)]
@@ -146,7 +147,7 @@ class ControllerExperiment(Experiment):
     def completed(self, trainer: ControllerTrainer, network: Controller) -> Loaded:
         """What a training ends in, from its best network: experts and a guard around an ensemble that predicts
         outcomes, and under mean budgets the price of each. Any other network stays as it is."""
-        table, policy, limits, seed = self.table, self.config.policy, trainer.limits, trainer.seed
+        table, policy, limits, seed = self.table, self.config.policy, trainer.limits, trainer.fold_seed
         done: Controller | StackedController | PricedChooser = network
         about = table, self.fitted, network, policy, limits
         with threadpool_limits(self.config.threads):
@@ -208,7 +209,9 @@ class ControllerExperiment(Experiment):
         results |= held_out_choices(best)
         results["validation_utility"], results["best_seed"] = scores, config.seeds[scores.index(max(scores))]
         iterations = config.optimiser.iterations
-        results["training"] = {"warmup_iterations": self.trainers[0].total - iterations, "iterations": iterations}
+        first = self.trainers[0]
+        results["training"] = {"warmup_iterations": first.total - iterations, "iterations": iterations}
+        results["training"]["method"] = first.stages[-1].name
         return results, decisions
 
     def _judged(self, controllers: list[Any], teachers: list[Any]) -> tuple[dict[str, Any], pl.DataFrame]:

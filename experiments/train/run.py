@@ -132,7 +132,8 @@ def train_seeds(
                 with tracker as trainer.log:
                     trainer.run()
             grpo, (best, score) = trainer.stages[-1].iterations, (trainer.best["iteration"], trainer.best["score"])
-            where = " (before GRPO)" if best <= trainer.total - grpo else " (during GRPO)"
+            when = "before" if best <= trainer.total - grpo else "during"
+            where = f" ({when} {trainer.stages[-1].name})"
             words = f"best validation {trainer.judged_by} {score:.4f} at iteration {best} of {trainer.total}"
             say(f"{trainer.title}: {words}{where if grpo else ''}")
             complete(trainer, folder / "checkpoints" / f"seed{trainer.seed}")

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, started_from
 from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.clip_encoder import ClipEncoder, as_read
@@ -28,6 +28,7 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import AUTO, USUAL, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.results.problem import UPPER
+from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import SelectorData, check_judged, hide, read_data, stored_embeddings
 from knobwise.experiments.settings.selector_options import SelectorRun
@@ -165,7 +166,7 @@ class SelectorStages:
         """Refuse what a stage cannot be trained on, such as a reward that what was recorded does not hold. Raises
         InputError: naming what is missing."""
         table, settings = self.data.table, {"config": getattr(self.config, stage), "reward": reward, "groups": groups}
-        start = Selector.fitted(self.config.selector, table.queries, table.candidates)
+        start = self.begin(Selector.fitted(self.config.selector, table.queries, table.candidates))
         if learned is not None:
             recorded_answers(table, self.data.split.train, learned.recorded)
             settings["reward_model"] = RewardModel(learned, start.mean, start.scale)
@@ -192,8 +193,32 @@ class SelectorStages:
                 encoder = ClipEncoder(self.config.encoder.model, self.data.items)
             queries = table.queries[self.data.split.train]
             start = Selector.fitted(self.config.selector, queries, table.candidates, encoder)
+        start = start if prefix else self.begin(start)
         sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
         return sft, self.stage(f"{prefix}rce", "rce", table, sft)
+
+    def begin(self, fresh: Selector) -> Selector:
+        """Take the weights of `init_from`, if it is set, in place of fresh ones.
+
+        Raises:
+            InputError: they do not fit, or were trained on queries of these beams that this run holds out.
+        """
+        if self.config.init_from is None:
+            return fresh
+        path = checkpoint_at(self.config.init_from)
+        loaded = load_checkpoint(path)
+        selector = started_from(path, loaded, fresh)
+        table = self.data.table
+        stored_embeddings(table, loaded)
+        fitted = {table.query_ids[row] for part in self.data.split[:2] for row in part.tolist()}
+        # beams that draws of a policy were added to have another digest, and the same name
+        same = table.name == loaded.profile_name or table.digest == loaded.profile_digest
+        if same and not fitted.issuperset(loaded.extra.get("fitted", ())):
+            raise InputError(
+                f"init_from={path}: was trained on queries of {table.name!r} that this run holds out; use the same "
+                "beams.train, beams.validation and beams.split_seed"
+            )
+        return selector
 
     def _variant(self, name: str, table: BeamTable, sft: Selector, rce: Selector) -> None:
         variant, stage, reward, loss, learned = self.config.plan(name)

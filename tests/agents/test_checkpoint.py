@@ -5,19 +5,25 @@ import operator
 import pickle
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import equal_states, small_beams, small_table, table_of
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint, started_from
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.stack.stacked_controller import fit_stack
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.settings import BudgetConfig
+from knobwise.envs.tables.profile_table import ProfileTable
 
 
 @pytest.mark.parametrize("structure", ["utility", "independent"])
@@ -154,3 +160,131 @@ def test_what_cannot_decide_is_refused_on_loading(
     with pytest.raises(InputError, match=r"c\.pt: ") as refused:
         load_checkpoint(tmp_path / "c.pt")
     assert "\n" not in str(refused.value)
+
+
+# -- training that starts from a checkpoint ----------------------------------------------------------------------------
+
+WARM = OptimiserConfig(warmup_iterations=8, iterations=0, contexts=16, minibatch=16, evaluate_every=4)
+GRPO = replace(WARM, warmup_iterations=0, iterations=8)
+POLICIES = {
+    "RCE": PolicyConfig(hidden=16, dropout=0.0),
+    "regression": PolicyConfig(structure="utility", members=2, hidden=16, dropout=0.0),
+}
+OTHER = small_table(50, seed=5)
+CUT = {name: getattr(TABLE, name)[:, :11] for name in ("accuracy", "latency_ms", "mask")}
+FEWER = replace(TABLE, configurations=TABLE.configurations[:11], **CUT)
+
+
+def trainer(how: str, table: ProfileTable = TABLE, **settings: Any) -> ControllerTrainer:
+    options = {"policy": POLICIES[how], "optimiser": GRPO, "split": table.split()} | settings
+    return ControllerTrainer(table, **options)
+
+
+@pytest.fixture(scope="module")
+def starts(stack: Path) -> Path:
+    """A folder with the best and the last checkpoint of RCE, with a stack, and with a selector."""
+    folder = stack.parent
+    trainer("RCE", optimiser=WARM, folder=folder / "RCE").run()
+    table, _ = small_beams()
+    selector = Selector.fitted(SelectorConfig(width=16, heads=2), table.queries, table.candidates)
+    save_checkpoint(folder / "selector.pt", selector, table, {"fitted": []})
+    return folder
+
+
+def weights(agent: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """But for the sharpness, which GRPO sets by its own schedule, and what no decision reads."""
+    state = agent.state_dict()
+    return {name: state[name].clone() for name in state if not name.endswith(("sharpness", "typical"))}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("table", [TABLE, OTHER], ids=["its profile", "another profile"])
+@pytest.mark.parametrize(("file", "how"), [("RCE/best.pt", "RCE"), ("stack.pt", "regression")])
+def test_grpo_starts_from_weights_and_from_their_statistics(
+    starts: Path, file: str, how: str, table: ProfileTable
+) -> None:
+    student = trainer(how, table, init_from=starts / file)
+    start = weights(load_checkpoint(starts / file).network)
+    assert same(start, weights(student.agent))
+    mean = load_checkpoint(starts / file).network.normaliser.mean
+    assert torch.equal(student.agent.normaliser.mean, mean)
+    assert torch.equal(trainer(how, table).agent.normaliser.mean, mean) == (table is TABLE)
+    assert [stage.iterations for stage in student.stages] == [0, 8]
+    student.run()
+    assert same(start, weights(student.reference))
+
+
+def test_what_is_typical_of_latencies_is_that_of_the_new_profile(starts: Path) -> None:
+    student = trainer("RCE", OTHER, init_from=starts / "RCE" / "best.pt")
+    assert torch.equal(student.agent.network.typical, trainer("RCE", OTHER).agent.network.typical)
+
+
+def test_what_the_start_has_seen_is_not_forgotten(starts: Path) -> None:
+    first = load_checkpoint(starts / "stack.pt").extra
+    again = trainer("regression", init_from=starts / "stack.pt", seed=3)
+    # the folds are those of the start, so what is held out of a member never was its training data
+    assert (again.fold_seed, first["fold_seed"]) == (0, 0)
+    assert set(again.provenance()["seen"]) == set(first["seen"])
+    other = trainer("regression", OTHER, init_from=starts / "stack.pt", seed=3)
+    assert other.fold_seed == 3
+    assert set(first["seen"]) < set(other.provenance()["seen"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": PolicyConfig(hidden=8)}, r"policy\.hidden is 16 in the checkpoint and 8 in this training"),
+        ({"policy": PolicyConfig("utility", hidden=16)}, r"policy\.structure is independent in the .* and utility"),
+        ({"policy": PolicyConfig(hidden=16, members=2)}, r"policy\.members is 1 in the checkpoint and 2"),
+        (
+            {"policy": POLICIES["regression"], "budget": BudgetConfig(sense="mean"), "init_from": "stack.pt"},
+            "the limit of a request is budget_ms in the checkpoint and worth_ms",
+        ),
+        (
+            {"table": small_table(60, features=False)},
+            "the width of feature block image_features is 4 in the checkpoint and None",
+        ),
+        ({"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)}, r"knob size is None .* and \(0, 1\)"),
+        ({"table": FEWER}, r"the number of configurations .* is \(12, \d+\) in the checkpoint and \(11, \d+\)"),
+        ({"init_from": "selector.pt"}, "holds a selector"),
+        ({"init_from": "none.pt"}, "no such checkpoint"),
+        ({"init_from": "RCE/last.pt"}, "does not say what it was trained on; use a best.pt"),
+        ({"split": TABLE.split(seed=7)}, r"was trained on \d+ of the test samples of profile 'small'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_started_from_is_refused(starts: Path, settings: dict[str, Any], message: str) -> None:
+    settings = {"init_from": "RCE/best.pt"} | settings
+    settings["init_from"] = starts / settings["init_from"]
+    with pytest.raises(InputError, match=message) as refused:
+        trainer("RCE", **settings)
+    assert str(settings["init_from"]) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_selector_starts_from_a_selector_of_the_same_network(starts: Path) -> None:
+    path, config = starts / "selector.pt", SelectorConfig(width=16, heads=2)
+    loaded = load_checkpoint(path)
+    fresh = Selector(replace(config, dropout=0.5), 4)
+    selector = started_from(path, loaded, fresh)
+    assert equal_states(selector, loaded.selector)
+    assert not equal_states(selector, fresh)
+    assert selector.config.dropout == 0.5
+    with pytest.raises(InputError, match="the width of the embeddings is 4 in the checkpoint and 5 in this"):
+        started_from(path, loaded, Selector(config, 5))
+    with pytest.raises(InputError, match=r"selector\.width is 16 in the checkpoint and 32 in this"):
+        started_from(path, loaded, Selector(replace(config, width=32), 4))
+    with pytest.raises(InputError, match="holds a controller"):
+        started_from(path, load_checkpoint(starts / "stack.pt"), fresh)
+
+
+def test_a_training_that_began_with_other_weights_is_not_resumed(starts: Path, tmp_path: Path) -> None:
+    trainer("RCE", init_from=starts / "RCE" / "best.pt", folder=tmp_path).run()
+    assert trainer("RCE", init_from=starts / "RCE" / "best.pt", folder=tmp_path).resume(tmp_path / "last.pt")
+    with pytest.raises(InputError, match="from other weights"):
+        trainer("RCE", folder=tmp_path).resume(tmp_path / "last.pt")
+    with pytest.raises(InputError, match="from other weights"):
+        trainer("RCE", init_from=tmp_path / "best.pt", folder=tmp_path).resume(tmp_path / "last.pt")

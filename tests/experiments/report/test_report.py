@@ -119,13 +119,13 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_training_curves_say_where_grpo_begins(run: Path) -> None:
-    assert "where GRPO begins" not in write_report(run).read_text()
+    assert "where the warm-up ends" not in write_report(run).read_text()
     training = {"warmup_iterations": 600, "iterations": 400}
     text = report_of(run, results() | {"training": training})
-    assert "Dashed: where GRPO begins." in text
+    assert "Dashed: where the warm-up ends." in text
     drawn = [spec for spec in charts_of(text) if "training step" in json.dumps(spec)]
     assert [(svg_of(spec).count('stroke-dasharray="5,4"'), spec["title"]) for spec in drawn] == [(1, "KL"), (1, "loss")]
-    assert "where GRPO begins" not in report_of(run, results() | {"training": training | {"iterations": 0}})
+    assert "where the warm-up ends" not in report_of(run, results() | {"training": training | {"iterations": 0}})
 
 
 def test_grpo_has_a_curve_of_its_own(run: Path) -> None:

@@ -1,19 +1,23 @@
-"""What the stages of a run start from, and what they learn from."""
+"""What runs and their stages start from, and what they learn from."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import Patch
+from commands import REPLAY, TABLE, Capture, Patch, ctrl_c, refused, same, write_table
 from helpers import MatchScorer, equal_states, small_beams
 
+from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.settings import StageConfig
+from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
 from knobwise.experiments.settings.beams import SelectorData
 from knobwise.experiments.settings.selector_options import SelectorRun
@@ -129,3 +133,107 @@ def test_the_kept_epoch_is_judged(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
     assert before["epochs"] == {"sft": [1], "rce": [1], "warm": [1]}
     assert {row["policy"] for row in before["votes"]} == {"sft", "rce", "warm"}
+
+
+# -- runs that start from a checkpoint, through the command line -------------------------------------------------------
+
+TRAIN = [
+    *("train", *TABLE, "policy=independent", "seeds=[0]", "optimiser.warmup_iterations=0", "optimiser.iterations=9"),
+    *("policy.hidden=16", "policy.dropout=0", "baselines=false", "tracking=disabled", "optimiser.contexts=32"),
+    "optimiser.evaluate_every=3",
+]
+START = "init_from=runs/controller/warm"
+SFT = "checkpoints/seed0/sft/best.pt"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a profile, beams, a finished run of a controller, and the stages of a selector."""
+    folder = tmp_path_factory.mktemp("starts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_table()
+        beams = small_beams(60)
+        beams[0].save("b.safetensors")
+        SelectorStages(run_of({"warm": {}}), data_of(*beams), 0, folder).all()
+        assert main([*TRAIN, "optimiser.warmup_iterations=30", "optimiser.iterations=0", "name=warm"]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, monkeypatch: Patch) -> Path:
+    monkeypatch.chdir(made)
+    return made
+
+
+def state(path: str) -> dict[str, Any]:
+    return dict(load_checkpoint(path).agent.state_dict())
+
+
+def interrupted(words: list[str], iteration: int, stage: str) -> None:
+    """Run the command until Ctrl-C in this iteration of a stage, then again."""
+    with ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration)):
+        assert main(words) == 130
+    assert main(words) == 0
+
+
+def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption(folder: Path) -> None:
+    assert main([*TRAIN, START, "name=whole"]) == 0
+    interrupted([*TRAIN, START, "name=killed"], 7, "GRPO")
+    runs = [f"runs/controller/{name}" for name in ("whole", "killed")]
+    for name in ("best.pt", "last.pt"):
+        assert same(*(state(f"{run}/checkpoints/{name}") for run in runs))
+    assert Path(runs[0], "metrics.csv").read_bytes() == Path(runs[1], "metrics.csv").read_bytes()
+    start = state("runs/controller/warm/checkpoints/best.pt")
+    assert same(load_checkpoint(f"{runs[0]}/checkpoints/last.pt").extra["training"]["reference"], start)
+    results = json.loads(Path(runs[0], "results.json").read_text())
+    assert results["training"] == {"warmup_iterations": 0, "iterations": 9, "method": "GRPO"}
+
+
+def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder: Path, tmp_path: Path) -> None:
+    config, data = run_of({"warm": {}, "blind": {"hidden": ["liar"]}}, init_from=SFT), data_of(*small_beams(60))
+    config.sft = replace(STAGE, epochs=0)
+    SelectorStages(config, data, 0, tmp_path / "whole").all()
+    with (
+        ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == ("rce", 2)),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        SelectorStages(config, data, 0, tmp_path / "killed").all()
+    SelectorStages(config, data, 0, tmp_path / "killed").all()
+    seeds = [tmp_path / name / "checkpoints" / "seed0" for name in ("whole", "killed")]
+    start = state(SFT)
+    assert same(start, state(f"{seeds[0]}/sft/best.pt"))
+    reference = load_checkpoint(seeds[0] / "warm" / "last.pt").extra["training"]["reference"]
+    assert same(start, {name.removeprefix("selector."): values for name, values in reference.items()})
+    for name in ("rce", "warm"):
+        assert same(*(state(f"{seed}/{name}/last.pt") for seed in seeds))
+    # what must not see a block does not start from weights that have seen it
+    assert not same(start, state(f"{seeds[0]}/hidden_sft/best.pt"))
+    # another start is another training
+    config.init_from = str(seeds[0] / "warm" / "best.pt")
+    with pytest.raises(InputError, match="was trained on other beams or with other settings"):
+        SelectorStages(config, data, 0, tmp_path / "whole").all()
+
+
+def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(folder: Path, tmp_path: Path) -> None:
+    SelectorStages(run_of({}, init_from=SFT), data_of(*small_beams(60)), 0, tmp_path).all()
+    more = tmp_path / "checkpoints" / "seed0" / "sft"
+    assert same(state(SFT), state(f"{more}/epoch0.pt"))
+    assert not same(state(SFT), state(f"{more}/epoch1.pt"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*TRAIN, START, "policy.hidden=8"], "policy.hidden is 16 in the checkpoint and 8"),
+        ([*TRAIN, "init_from=nowhere/none.pt"], "nowhere/none.pt: no such checkpoint"),
+        ([*TRAIN, START, "split.seed=5"], "of the test samples of profile"),
+        ([*REPLAY, START], "holds a controller"),
+        ([*REPLAY, "init_from=nowhere/none.pt"], "nowhere/none.pt: no such checkpoint"),
+        ([*REPLAY, f"init_from={SFT}", "beams.split_seed=3"], "that this run holds out"),
+    ],
+)
+def test_what_differs_is_one_line_and_nothing_is_written(
+    folder: Path, words: list[str], message: str, capsys: Capture
+) -> None:
+    assert message in refused([*words, "name=refused"], capsys)

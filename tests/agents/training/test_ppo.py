@@ -1,0 +1,154 @@
+"""PPO: TorchRL's loss with a value network, in the place of GRPO."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Lines, equal_states, small_table
+from tensordict import TensorDict
+from torchrl.objectives import ClipPPOLoss
+
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.controller.actor import make_actor
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.common.errors import InputError
+from knobwise.losses.settings import LossConfig
+
+PPO = LossConfig(objective="ppo", group_size=4)
+SHORT = OptimiserConfig(warmup_iterations=4, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=4)
+POLICY = PolicyConfig(hidden=16, dropout=0.0)
+
+
+def trainer(samples: int = 60, **settings: Any) -> ControllerTrainer:
+    table = small_table(samples, holes=0.2)
+    return ControllerTrainer(table, table.split(), **{"policy": POLICY, "loss": PPO, "optimiser": SHORT, **settings})
+
+
+def collected(student: ControllerTrainer) -> TensorDict:
+    """The contexts of one iteration of PPO, after which weights are no longer those that they were drawn with."""
+    student._prepare_grpo(0.5, True)
+    next(iter(student.collector))
+    data = student.buffer[:]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in student.learned.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return data
+
+
+@pytest.mark.parametrize("advantage", ["centred", "zscore"])
+@pytest.mark.parametrize("members", [1, 3])
+def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(members: int, advantage: str) -> None:
+    loss = dataclasses.replace(PPO, value_coeff=0.7, entropy_coeff=0.01, advantage=advantage)
+    student = trainer(policy=dataclasses.replace(POLICY, members=members), loss=loss)
+    assert student.critic is not None
+    data = collected(student)
+    with torch.no_grad():
+        out = student.stages[-1].loss(data)
+        dist = student.actor.get_dist(data)
+        now = student.critic(data.copy())["state_value"]
+    # by hand
+    reward, value = data["next", "reward"], data["state_value"]
+    assert reward.shape == (32, members, 4)
+    assert value.shape == (32, members, 1)
+    assert (value == 0).all()  # the head of a fresh value network is 0
+    advantages = reward - value
+    if advantage == "zscore":
+        advantages = (advantages - advantages.mean()) / advantages.std()
+    ratio = (dist.log_probs.gather(-1, data["configuration"]) - data["action_log_prob"]).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    assert (ratio < 0.8).any()
+    assert (ratio > 1.2).any()
+    assert float(out["loss_objective"]) == pytest.approx(-float(surrogate.mean()), rel=1e-4)
+    error = (now - reward.mean(-1, keepdim=True)).square().mean()
+    assert float(out["loss_critic"]) == pytest.approx(0.7 * float(error), rel=1e-4)
+    assert float(out["loss_entropy"]) == pytest.approx(-0.01 * float(dist.entropy().mean()), rel=1e-4)
+    assert (data["state_value"] == 0).all()
+
+
+def test_a_group_of_draws_teaches_what_torchrl_learns_from_single_rows() -> None:
+    student = trainer()
+    data = collected(student)
+    out = student.stages[-1].loss(data)
+    (out["loss_objective"] + out["loss_critic"]).backward()
+    grouped = [p.grad.clone() for p in student.learned.parameters() if p.grad is not None]
+    student.learned.zero_grad()
+    draws = data["next", "reward"].flatten()
+    contexts = data.select("row", "budget_ms", "state_value").flatten()
+    rows = contexts[torch.arange(32).repeat_interleave(4)]
+    rows["action"] = student.table.configurations[data["configuration"].flatten()]
+    rows["action_log_prob"] = data["action_log_prob"].flatten()
+    rows["value_target"] = draws.unsqueeze(-1)
+    rows["advantage"] = rows["value_target"] - rows["state_value"]
+    actor = make_actor(student.agent, student.table)
+    loss = ClipPPOLoss(actor, student.critic, entropy_coeff=0.0, loss_critic_type="l2", functional=False)
+    out = loss(rows)
+    (out["loss_objective"] + out["loss_critic"]).backward()
+    single = [p.grad for p in student.learned.parameters() if p.grad is not None]
+    assert len(grouped) == len(single) == len(list(student.learned.parameters()))
+    for first, second in zip(grouped, single, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-6)
+
+
+def test_the_value_network_learns_and_is_not_deployed(tmp_path: Path) -> None:
+    lines = Lines()
+    optimiser = OptimiserConfig(warmup_iterations=0, iterations=61, contexts=128, patience=0)
+    student = trainer(400, log=lines, optimiser=optimiser, folder=tmp_path)
+    agent = student.run()
+    explained = lines.values("Train/Explained_Variance")
+    assert explained[0] == pytest.approx(0, abs=1e-4)
+    assert explained[-1] > 0.05
+    names = ("Loss", "Policy_Loss", "Value_Loss", "Entropy", "Clip_Fraction", "ESS", "Ratio_Mean", "Grad_Norm", "LR")
+    assert all(len(lines.values(f"Train/{name}")) == 4 for name in names)
+    assert lines.values("Train/Reward_Mean")[-1] > lines.values("Train/Reward_Mean")[0]
+    plain = trainer(400, loss=LossConfig()).agent
+    assert agent.state_dict().keys() == plain.state_dict().keys()
+    assert equal_states(agent, load_checkpoint(tmp_path / "best.pt").controller)
+
+
+@pytest.mark.parametrize("stopped", [6, 10])
+def test_a_stopped_training_ends_as_without_the_stop(tmp_path: Path, stopped: int) -> None:
+    whole, first, again = (trainer(folder=tmp_path / name, seed=3) for name in "abb")
+    whole.run()
+    learn = first._learn
+
+    def killed(data: Any) -> Any:
+        if first.iteration == stopped:
+            raise KeyboardInterrupt
+        return learn(data)
+
+    first._learn = killed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    assert again.resume(tmp_path / "b" / "last.pt")
+    assert again.iteration == stopped - 2
+    again.run()
+    assert whole.critic is not None
+    assert again.critic is not None
+    assert equal_states(whole.critic, again.critic)
+    assert whole.critic.state_dict()["module.controller.network.head.weight"].abs().sum() > 0
+    states = [load_checkpoint(tmp_path / name / "last.pt") for name in "ab"]
+    assert equal_states(*(loaded.controller for loaded in states))
+    assert whole.scores == again.scores
+    moments = [loaded.extra["training"]["optimiser"]["state"] for loaded in states]
+    assert len(moments[0]) == len(list(whole.learned.parameters()))
+    for number, moment in moments[0].items():
+        assert all(torch.equal(values, moments[1][number][name]) for name, values in moment.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_to_ref_coeff": 0.1}, r"loss\.kl_to_ref_coeff=0\.1: PPO has no reference policy"),
+        ({"advantage": "unnormalised"}, r"loss\.advantage='unnormalised': must be one of centred, zscore"),
+        ({"value_coeff": 0.0}, r"loss\.value_coeff"),
+    ],
+)
+def test_what_ppo_does_not_have_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        LossConfig(objective="ppo", **settings)
