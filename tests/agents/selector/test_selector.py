@@ -133,6 +133,14 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
     assert torch.equal(result.log_prob(wanted.mode), wanted.log_prob(wanted.mode))
 
 
+def test_a_selector_of_an_earlier_version_is_still_read() -> None:
+    plain = selector(CONFIGS[0]).plain()
+    older = {name: value for name, value in plain["selector"].items() if name != "version"} | {"layers": 1}
+    restored = Selector.restored({key: plain[key] for key in ("features", "stage", "state")} | {"selector": older})
+    assert torch.equal(restored.choose(*batch(), 3), selector(CONFIGS[0]).choose(*batch(), 3))
+    assert restored.config.version == "v2"
+
+
 def test_weights_of_another_network_are_refused() -> None:
     plain = selector(CONFIGS[0]).plain()
     for state in ({**plain["state"], "other": torch.ones(1)}, dict(list(plain["state"].items())[1:])):
