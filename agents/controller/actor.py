@@ -18,7 +18,6 @@ from tensordict.nn import (
     composite_lp_aggregate,
 )
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.distributions import ConfigurationCategorical, KnobCategoricals
@@ -222,10 +221,9 @@ def make_actor(
             to it; all members decide together (stepping by hand, deployment).
         group_size: G, number of draws for each context; None for one without a group axis.
         action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the environment.
-        separate: in place of `action`, each knob under its own key (`max_crops`, …), int64 [*, (G)], as in the
-            environment under `action_keys="knobs"`. The distribution is a `CompositeDistribution`, see
-            `KnobCategoricals`. Log-probs are `max_crops_log_prob`, …; where `set_composite_lp_aggregate(True)` is set
-            when this is called and when the policy draws, there is also their sum, `action_log_prob`.
+        separate: each knob under its own key (`max_crops`, …), int64 [*, (G)], in place of `action`, as in the
+            environment under `action_keys="knobs"`; see `KnobCategoricals`. Log-probs are `max_crops_log_prob`, …;
+            if `composite_lp_aggregate` is on here and where it draws, there is their sum too, `action_log_prob`.
 
     Raises:
         InputError: an agent that is not a controller, `separate` where an action is a configuration.
@@ -233,34 +231,23 @@ def make_actor(
     one_of("action", action, ACTIONS)
     if separate and action != "knobs":
         raise InputError(f"separate=True: gives each knob its own key; leave out action={action}")
-    policy: Any = agent
-    for inner in ("agent", "chooser"):
-        policy = getattr(policy, inner, policy)
-    if not hasattr(policy, "limit_key"):
-        kind = type(policy).__name__
-        raise InputError(f"make_actor: {kind} is not a controller; give what knobwise.load or load_checkpoint returns")
+    policy = _decider(agent)
     drawn, by_knobs, limit = isinstance(policy, Controller), action == "knobs", policy.limit_key
     encoder = _FromRows(policy, table) if drawn and table is not None else _FromBlocks(policy, table)
     keys = [limit, *policy.normaliser.sizes, "mask"] if table is None else ["row", limit]
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])
     configurations = policy.configurations
-    distribution: type[Distribution] = ConfigurationCategorical
-    out_keys = ["action"]
-    named = {}
-    if separate:
-        distribution = KnobCategoricals
-        out_keys = [knob.name for knob in policy.knobs]
-        named = {"names": out_keys}
+    names = [knob.name for knob in policy.knobs]
     draw = ProbabilisticTensorDictModule(
         in_keys=["log_probs"],
-        out_keys=out_keys,
-        distribution_class=distribution,
+        out_keys=names if separate else ["action"],
+        distribution_class=KnobCategoricals if separate else ConfigurationCategorical,
         distribution_kwargs={
             "configurations": configurations if by_knobs else torch.arange(len(configurations)).to(configurations),
             "group_size": group_size,
             "index": policy.index if by_knobs else None,
             "normalised": True,
-            **named,
+            **({"names": names} if separate else {}),
         },
         return_log_prob=drawn,
         log_prob_key=None if separate and not composite_lp_aggregate() else "action_log_prob",
@@ -268,3 +255,13 @@ def make_actor(
     actor = Actor(encode, draw)
     actor.trainable = drawn
     return actor
+
+
+def _decider(agent: Any) -> Any:
+    """Return the controller or stack inside an agent. Raises InputError: there is none."""
+    for inner in ("agent", "chooser"):
+        agent = getattr(agent, inner, agent)
+    if not hasattr(agent, "limit_key"):
+        kind = type(agent).__name__
+        raise InputError(f"make_actor: {kind} is not a controller; give what knobwise.load or load_checkpoint returns")
+    return agent

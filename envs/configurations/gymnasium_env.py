@@ -98,7 +98,8 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
             one_of("render_mode", render_mode, self.metadata["render_modes"])
         options = {"unprofiled": unprofiled, "action": action, "repeats": repeats, "action_keys": action_keys}
         self._batch = ConfigBanditVectorEnv(1, table, budget, reward, rows, **options)
-        self.table, self.render_mode, self.numeric_infos = self._batch.table, render_mode, numeric_infos
+        self.table, self.render_mode = self._batch.table, render_mode
+        self.numeric_infos = numeric_infos
         self.observation_space = self._batch.single_observation_space
         self.action_space = self._batch.single_action_space
         self._inputs = inputs if self.table.name == "builtin" or callable(inputs) else None

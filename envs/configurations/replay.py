@@ -109,8 +109,12 @@ class Replay:
         return self._with_unprofiled(rows, action, configuration, limits, repeat)
 
     def side_by_side(self, actions: Mapping[str, Any] | Any) -> Tensor:
-        """Stack the values of knobs that have their own keys, [*] each → [*, K]."""
-        return torch.stack([torch.as_tensor(actions[key]) for key in self.knob_keys], -1)
+        """Stack the values of knobs that have their own keys, [*] each → [*, K]. Raises InputError: not every knob has
+        a value, or they differ in shape."""
+        try:
+            return torch.stack([torch.as_tensor(actions[key]) for key in self.knob_keys], -1)
+        except (IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise InputError(f"action: must have {', '.join(self.knob_keys)}, all of one shape; {error}") from error
 
     def grouped(self, action: Tensor, contexts: int, group: int = 1) -> Tensor:
         """Actions with all axes that decisions have, of which those of length 1 may be missing. Raises InputError for

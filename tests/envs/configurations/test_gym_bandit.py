@@ -1,4 +1,7 @@
+import contextlib
 import inspect
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -496,7 +499,12 @@ def test_make_vec_in_forked_processes() -> None:
     # from a process of its own, with threads: a fork of this one may keep a lock of one of its threads for ever
     code = "import gymnasium, knobwise, torch; torch.set_num_threads(2)"
     code = f"{code}\n{inspect.getsource(play_in_processes)}\nplay_in_processes('fork', 2)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        assert process.wait(150) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it forked
 
 
 def test_make_vec_in_a_spawned_process() -> None:
@@ -532,6 +540,10 @@ def test_knobs_under_their_own_keys_are_a_dict_of_actions() -> None:
     chosen = env.action_space.sample(info["action_mask"])
     *_, info = env.step(chosen)
     assert info["configuration"] == {knob.name: knob.values[chosen[knob.name]] for knob in table.knobs}
+    env.reset()
+    for wrong in ([0, 0, 0], {"max_crops": 0}, {**chosen, "top_k": [0, 1]}):
+        with pytest.raises(InputError, match="action: must have max_crops, top_k, num_active_blocks"):
+            env.unwrapped.step(wrong)
     many = ConfigBanditVectorEnv(3, table, action_keys="knobs")
     many.reset(seed=0)
     actions = many.action_space.sample()
