@@ -258,8 +258,13 @@ def test_balanced_groups_are_drawn_as_often_as_each_other() -> None:
     expected = torch.tensor([[1 / 6, 1 / 6, 1 / 6, 1 / 2, 0]])
     torch.testing.assert_close(shares, expected, atol=0.025, rtol=0)
     shares = shares_drawn(table, "question_type", [torch.tensor([0, 1, 2]), torch.tensor([3])])
-    expected = torch.tensor([[3 / 5, 1 / 5, 1 / 5, 0, 0], [0, 0, 0, 1, 0]])  # of 1, 1/3, 1/3
+    expected = torch.tensor([[3 / 5, 1 / 5, 1 / 5, 0, 0], [0, 0, 0, 1, 0]])  # of 1/1, 1/3, 1/3
     torch.testing.assert_close(shares, expected, atol=0.025, rtol=0)
+    contexts = ContextSampler(table, BudgetConfig(), None, 0, "dataset")
+    contexts(7)
+    drawn = contexts(9)
+    contexts.set_back(contexts.before)  # as a training that is resumed does
+    assert all(map(torch.equal, contexts(9), drawn))
 
 
 def test_samples_with_rare_configurations_are_drawn_more_often() -> None:
