@@ -155,8 +155,8 @@ class SelectorRun(Training):
     variants: dict[str, Any] = field(default_factory=dict)
     """The ways to post-train, by name; see `knobwise.experiments.settings.selector_options.Variant`. null leaves one
     out."""
-    shots: int | None = None
-    """Number of demonstrations in a sequence, in training; None takes what recorded sequences have: 2 if some
+    shots: int = 0
+    """Number of demonstrations in a sequence, in training; 0 takes what recorded sequences have: 2 if some
     have 2, else that of the longest."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Numbers of demonstrations in a sequence to judge at."""

@@ -96,12 +96,12 @@ class SelectorExperiment(Experiment):
 def _checked(config: SelectorRun) -> SelectorData:
     """What can be refused is refused before anything is written."""
     at_least("jobs", config.jobs, 1)
-    at_least("shots", 1 if config.shots is None else config.shots, 1)
+    at_least("shots", config.shots, 0)
     data = read_data(config.beams, config.encoder)
     config.reward = config.reward.resolved(data.table.fields)  # so that config.yaml says what is trained on
     check_judged(data, config.judged_shots)
     lengths = sorted(set(data.table.lengths[data.table.beam_mask].tolist()))
-    if config.shots is None:  # so that config.yaml says it, as above
+    if config.shots == 0:  # so that config.yaml says it, as above
         config.shots = 2 if 2 in lengths else lengths[-1]
     if data.scorer is None and config.shots not in lengths:
         raise InputError(f"shots={config.shots}: recorded sequences have {lengths} demonstrations only")
