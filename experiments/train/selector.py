@@ -4,6 +4,7 @@ on queries and candidates never seen beside every simple way."""
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,10 @@ class SelectorStages:
         """Refuse what a stage cannot be trained on, such as a reward that what was recorded does not hold. Raises
         InputError: naming what is missing."""
         table, settings = self.data.table, {"config": getattr(self.config, stage), "reward": reward, "groups": groups}
-        start = self.begin(Selector.fitted(self.config.selector, table.queries, table.candidates))
+        if self.config.init_from is None:
+            start = Selector.fitted(self.config.selector, table.queries, table.candidates)
+        else:
+            start = self.first
         if learned is not None:
             recorded_answers(table, self.data.split.train, learned.recorded)
             settings["reward_model"] = RewardModel(learned, start.mean, start.scale)
@@ -187,15 +191,23 @@ class SelectorStages:
 
     def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
         """SFT and RCE, which every variant starts from. What hides blocks must not start from what has seen them."""
+        start = self.fresh(table) if prefix else self.first
+        sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
+        return sft, self.stage(f"{prefix}rce", "rce", table, sft)
+
+    def fresh(self, table: BeamTable) -> Selector:
+        """Draw the weights of a selector for this table."""
         with seeded(self.seed, "cpu"):
             encoder = None
             if self.data.items is not None:
                 encoder = ClipEncoder(self.config.encoder.model, self.data.items)
             queries = table.queries[self.data.split.train]
-            start = Selector.fitted(self.config.selector, queries, table.candidates, encoder)
-        start = start if prefix else self.begin(start)
-        sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
-        return sft, self.stage(f"{prefix}rce", "rce", table, sft)
+            return Selector.fitted(self.config.selector, queries, table.candidates, encoder)
+
+    @functools.cached_property
+    def first(self) -> Selector:
+        """What SFT starts from, where nothing is hidden."""
+        return self.begin(self.fresh(self.data.table))
 
     def begin(self, fresh: Selector) -> Selector:
         """Take the weights of `init_from`, if it is set, in place of fresh ones.
@@ -207,9 +219,11 @@ class SelectorStages:
             return fresh
         path = checkpoint_at(self.config.init_from)
         loaded = load_checkpoint(path)
-        selector = started_from(path, loaded, fresh)
         table = self.data.table
-        stored_embeddings(table, loaded)
+        stored_embeddings(table, loaded, self.data.items)
+        selector = started_from(path, loaded, fresh)
+        if selector.encoder is not None:
+            selector.encoder.items = self.data.items
         fitted = {table.query_ids[row] for part in self.data.split[:2] for row in part.tolist()}
         # beams that draws of a policy were added to have another digest, and the same name
         same = table.name == loaded.profile_name or table.digest == loaded.profile_digest

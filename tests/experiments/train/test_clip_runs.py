@@ -111,6 +111,15 @@ def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(folde
     assert "was trained with encoder=stored" in line
 
 
+def test_a_run_with_clip_starts_from_a_checkpoint_with_clip_alone(folder: Path, capsys: Capture) -> None:
+    start = f"init_from={SEED}/sft/best.pt"
+    assert main([*TRAIN, start, "sft.epochs=0", "rce.epochs=0"]) == 0
+    saved, taken = lora_of(SEED / "sft"), lora_of(Path("runs/latest/checkpoints/seed0/sft"))
+    assert commands.same(taken, saved)
+    line = mistake([*commands.REPLAY, *SHORT, start], capsys)
+    assert "was trained with encoder=clip" in line
+
+
 def test_items_are_those_of_the_rows_in_json_and_those_of_the_ids_in_a_table(folder: Path) -> None:
     lines = Path("queries.jsonl").read_text().splitlines()
     Path("turned.jsonl").write_text("\n".join(lines[::-1]))
