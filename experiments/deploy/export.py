@@ -1,4 +1,4 @@
-"""Export a trained controller as a file that decides with NumPy alone, compared with it and timed."""
+"""Export a trained controller as files that decide without knobwise, compared with it and timed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint, network_of
 from knobwise.agents.serving import numpy_controller
-from knobwise.agents.serving.export import Agent, contexts_of, export_numpy, one_by_one, parity
+from knobwise.agents.serving.export import (
+    Agent,
+    configurations_of,
+    contexts_of,
+    export_numpy,
+    one_by_one,
+    parity,
+)
 from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, quantise, write_onnx
 from knobwise.common.checks import at_least
 from knobwise.common.files import write_text, written_whole
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -31,14 +39,15 @@ from knobwise.experiments.settings.profiles import read_profile
 
 CALLS = 300
 """Timed decisions, and samples whose requests are also decided one by one."""
+GRAPHS = "controller.onnx", "controller.int8.onnx"
 
 
 def run(config: ExportRun) -> Path:
-    """Write controller.npz, numpy_controller.py and export.json; returns their folder.
+    """Write controller.npz, numpy_controller.py, export.json and the graphs asked for; returns their folder.
 
     Raises:
         InputError: if there is no such checkpoint, the profile has other configurations or features, the controller
-            cannot be exported, or the file makes a different decision.
+            cannot be exported, or a file other than that of 8 bits makes a different decision.
     """
     at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
@@ -46,6 +55,7 @@ def run(config: ExportRun) -> Path:
     loaded = load_checkpoint(checkpoint)
     agent, table, out = loaded.controller, read_profile(config.profile), Path(config.out)
     check_fits(config.checkpoint, agent, table)
+    deployed = Deployed(agent) if config.onnx else None
     summary: dict[str, Any] = {"checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)}}
     budgets_ms = contexts_of(agent, table)
     summary |= {
@@ -57,8 +67,10 @@ def run(config: ExportRun) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
         with threadpool_limits(config.threads):
-            summary |= _make(agent, table, budgets_ms, made / "controller.npz")
+            summary |= _make(config, agent, deployed, table, budgets_ms, made)
         shutil.copy(numpy_controller.__file__, made)
+        for name in GRAPHS:  # they may be of another controller
+            (out / name).unlink(missing_ok=True)
         summary["files"] = {}
         for path in sorted(made.iterdir()):
             summary["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
@@ -66,37 +78,69 @@ def run(config: ExportRun) -> Path:
                 shutil.copyfile(path, temporary)
     write_text(out / "export.json", json.dumps(summary, indent=1))
     header = ["requests", "same decision", "rounding", "of contexts"]
-    rows = [
-        [name, *(str(summary[key][count]) for count in ("same", "rounding", "contexts"))]
-        for name, key in (("together", "parity"), ("one at a time", "parity_one_by_one"))
-    ]
+    names = {"together": "parity", "one at a time": "parity_one_by_one", "ONNX": "onnx", "INT8": "int8"}
+    compared = {name: summary[key] for name, key in names.items() if key in summary}
+    counts = "same", "rounding", "contexts"
+    rows = [[name, *(str(result[count]) for count in counts)] for name, result in compared.items()]
     print_table(Console(), header, rows, range(len(header)))
-    print_lines(Console(), [f"median decision: {summary['decision_us_p50']:.0f} µs", f"exported: {out}"])
+    times = [f"median decision: {summary['decision_us_p50']:.0f} µs"]
+    times += [
+        f"median decision by {name}: {result['decision_us_p50']:.0f} µs"
+        for name, result in compared.items()
+        if "decision_us_p50" in result
+    ]
+    print_lines(Console(), [*times, f"exported: {out}"])
     return out
 
 
-def _make(agent: Agent, table: ProfileTable, budgets_ms: Tensor, path: Path) -> dict[str, Any]:
-    """Write the controller's file; returns how its decisions compare with the controller's, and their median time."""
+def _make(
+    config: ExportRun,
+    agent: Agent,
+    deployed: Deployed | None,
+    table: ProfileTable,
+    budgets_ms: Tensor,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write the controller's files; returns how their decisions compare with the controller's, and their times."""
+    path = folder / "controller.npz"
     controller = export_numpy(agent, path)
     # single requests run other code, and take longer to compare
     alone = f"{path.name}, one request at a time"
-    return {
+    compared: dict[str, Any] = {
         "parity": parity(agent, controller.choose, table, budgets_ms, path.name),
         "parity_one_by_one": parity(agent, one_by_one(controller), table, budgets_ms, alone, CALLS),
-        "decision_us_p50": _median_us(controller, table, budgets_ms),
     }
+    forms: dict[str, NumpyController | OnnxController] = {"numpy": controller}
+    if deployed is not None:
+        graph, small = (folder / name for name in GRAPHS)
+        write_onnx(deployed, deployed.sizes, configurations_of(agent), graph)
+        forms["onnx"] = OnnxController(graph, config.threads)
+        if config.int8:
+            quantise(graph, small)
+            forms["int8"] = OnnxController(small, config.threads)
+        for form, name in zip(list(forms)[1:], GRAPHS, strict=False):
+            about = agent, forms[form].choose, table, budgets_ms, name
+            compared[form] = parity(*about, reference=controller.choose, exact=form == "onnx")
+    micros = _median_us(forms, table, budgets_ms)
+    compared["decision_us_p50"] = micros.pop("numpy")
+    for form, median in micros.items():
+        compared[form]["decision_us_p50"] = median
+    return compared
 
 
-def _median_us(controller: NumpyController, table: ProfileTable, budgets_ms: Tensor) -> float:
-    """The median time of `CALLS` decisions, in µs."""
-    micros = []
+def _median_us(
+    forms: dict[str, NumpyController | OnnxController], table: ProfileTable, budgets_ms: Tensor
+) -> dict[str, float]:
+    """The median time of `CALLS` decisions for each form, in µs. The forms take turns."""
+    micros: dict[str, list[float]] = {name: [] for name in forms}
     for i in range(CALLS):
         row = {name: block[i % table.num_samples].numpy() for name, block in table.features.items()}
         limit = float(budgets_ms[i % len(budgets_ms)])
-        start = time.perf_counter_ns()
-        controller.decide(row, limit)
-        micros.append((time.perf_counter_ns() - start) / 1e3)
-    return statistics.median(micros)
+        for name, form in forms.items():
+            start = time.perf_counter_ns()
+            form.decide_index(row, limit)
+            micros[name].append((time.perf_counter_ns() - start) / 1e3)
+    return {name: statistics.median(times) for name, times in micros.items()}
 
 
 def _digest(path: Path) -> str:

@@ -1,0 +1,161 @@
+"""Export a controller for deadlines as an ONNX graph that decides alone, guard included.
+
+Only `Deployed` depends on what kind of controller it is; everything else works for any torch module that turns feature
+blocks and budgets into configurations.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from knobwise.agents.checkpoint import network_of
+from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.serving.export import Agent, arrays_of_static
+from knobwise.agents.stack.stacked_controller import MemberPredictions, StackedController
+from knobwise.common.errors import InputError
+
+PACKAGES = "onnx", "onnxscript", "onnxruntime"
+CONFIGURATIONS = "configurations"
+"""The name of the knob values of each configuration, JSON, in a file's metadata."""
+
+
+class Steps(nn.Module):
+    """Choose what budget-aware static chooses, as a step function of the budget, which can be traced."""
+
+    starts: Tensor
+    choices: Tensor
+
+    def __init__(self, static: BudgetAwareStatic) -> None:
+        super().__init__()
+        steps = arrays_of_static(static)
+        # the first step begins at −inf, so that no budget is below it
+        self.register_buffer("starts", torch.from_numpy(steps["starts"][1:]))
+        self.register_buffer("choices", torch.from_numpy(steps["choices"]))
+
+    def choose(self, features: Mapping[str, Tensor], limits: Tensor) -> Tensor:
+        """Return configurations int64 [n] for budgets [n] in ms."""
+        return self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
+
+
+class Deployed(nn.Module):
+    """Decide as a controller for deadlines does: feature blocks [n, d] and budgets [n] in ms → configurations [n].
+
+    `sizes` holds the width of each block by name, in the order of the inputs.
+
+    Raises:
+        InputError: a controller for mean budgets or weights, a stack with experts, or missing packages.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        if missing := [name for name in PACKAGES if find_spec(name) is None]:
+            raise InputError(f"onnx=true: needs {', '.join(missing)}; pip install 'knobwise[onnx]'")
+        network = network_of(agent)
+        if network.priced:
+            raise InputError(
+                "onnx=true: the controller is for worths or a mean over requests; leave onnx=true out, or train one "
+                "with budget=quantiles"
+            )
+        self.agent: Any = copy.deepcopy(agent).eval()
+        self.sizes = network.normaliser.sizes
+        if isinstance(agent, StackedController):
+            if agent.weights[1:].any():
+                raise InputError(
+                    "onnx=true: the experts of a stack (trees, neighbours …) have no graph; give a run that was "
+                    "trained with policy.deploy=auto, which deploys a student without experts"
+                )
+            if agent.static is not None:
+                self.agent.static = Steps(agent.static)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Decide, given the blocks and then the budgets."""
+        *blocks, limits = inputs
+        x = self.agent.features(dict(zip(self.sizes, blocks, strict=True)), limits.shape[0])
+        if isinstance(self.agent, StackedController):
+            view = MemberPredictions.from_features(self.agent.network, [], [1.0], x).view(limits)
+            return self.agent.preference(view, limits).argmax(1)
+        scores: Tensor = self.agent(x, limits)
+        return scores.argmax(1)
+
+
+def write_onnx(module: nn.Module, sizes: Mapping[str, int], configurations: list[dict[str, Any]], path: Path) -> None:
+    """Write a module as an ONNX graph.
+
+    Its inputs are the blocks by name, float32 [n, d], and `budget_ms`, float32 [n]; its output is `configuration`,
+    int64 [n], an index into `configurations`, which the file holds as JSON in its metadata.
+    """
+    inputs = (*(torch.zeros(2, size) for size in sizes.values()), torch.ones(2))
+    several = {0: torch.export.Dim.DYNAMIC}
+    with _quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            module,
+            inputs,
+            input_names=[*sizes, "budget_ms"],
+            output_names=["configuration"],
+            dynamic_shapes=((several,) * len(inputs),),
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    program.model.metadata_props[CONFIGURATIONS] = json.dumps(configurations)
+    program.save(path)
+
+
+def quantise(source: Path, path: Path) -> None:
+    """Write a graph with the weights of its matrix products in 8 bits (onnxruntime's dynamic quantisation)."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    with _quiet():
+        quantize_dynamic(source, path)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the advice that these libraries log and warn about."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class OnnxController:
+    """Decides by a file that `write_onnx` wrote, on the CPU, as `NumpyController` does."""
+
+    def __init__(self, path: Path, threads: int = 1) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        # the graph has no input for what it does not read
+        self._names = [value.name for value in self._session.get_inputs()]
+        properties = self._session.get_modelmeta().custom_metadata_map
+        self.configurations: list[dict[str, Any]] = json.loads(properties[CONFIGURATIONS])
+
+    def choose(self, blocks: Mapping[str, NDArray[Any]], limits: NDArray[Any]) -> NDArray[np.int64]:
+        """Return configurations int64 [n]: blocks [n, d], budgets [n] in ms."""
+        requested = {**blocks, "budget_ms": limits}
+        feed = {name: requested[name].astype(np.float32, copy=False) for name in self._names}
+        (chosen,) = self._session.run(None, feed)
+        return chosen
+
+    def decide_index(self, features: Mapping[str, NDArray[Any]], budget_ms: float) -> int:
+        """Return the configuration for one request: blocks [d]."""
+        blocks = {name: block[None] for name, block in features.items()}
+        return int(self.choose(blocks, np.array([budget_ms]))[0])
