@@ -12,7 +12,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +22,19 @@ from torch import Tensor, nn
 
 from knobwise.agents.checkpoint import network_of
 from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.serving.export import Agent, arrays_of_static
+from knobwise.agents.serving.export import Agent, arrays_of_static, configurations_of
 from knobwise.agents.stack.stacked_controller import MemberPredictions, StackedController
 from knobwise.common.errors import InputError
 
-PACKAGES = "onnx", "onnxscript", "onnxruntime"
-CONFIGURATIONS = "configurations"
-"""The name of the knob values of each configuration, JSON, in a file's metadata."""
 
-
-class Steps(nn.Module):
+class Steps:
     """Choose what budget-aware static chooses, as a step function of the budget, which can be traced."""
 
-    starts: Tensor
-    choices: Tensor
-
     def __init__(self, static: BudgetAwareStatic) -> None:
-        super().__init__()
         steps = arrays_of_static(static)
         # the first step begins at −inf, so that no budget is below it
-        self.register_buffer("starts", torch.from_numpy(steps["starts"][1:]))
-        self.register_buffer("choices", torch.from_numpy(steps["choices"]))
+        self.starts = torch.from_numpy(steps["starts"][1:])
+        self.choices = torch.from_numpy(steps["choices"])
 
     def choose(self, features: Mapping[str, Tensor], limits: Tensor) -> Tensor:
         """Return configurations int64 [n] for budgets [n] in ms."""
@@ -53,7 +44,7 @@ class Steps(nn.Module):
 class Deployed(nn.Module):
     """Decide as a controller for deadlines does: feature blocks [n, d] and budgets [n] in ms → configurations [n].
 
-    `sizes` holds the width of each block by name, in the order of the inputs.
+    `sizes` holds the width of each block by name, in the order of the inputs, and `configurations` their knob values.
 
     Raises:
         InputError: a controller for mean budgets or weights, a stack with experts, or missing packages.
@@ -61,8 +52,12 @@ class Deployed(nn.Module):
 
     def __init__(self, agent: Agent) -> None:
         super().__init__()
-        if missing := [name for name in PACKAGES if find_spec(name) is None]:
-            raise InputError(f"onnx=true: needs {', '.join(missing)}; pip install 'knobwise[onnx]'")
+        try:
+            import onnx  # noqa: F401
+            import onnxruntime  # noqa: F401
+            import onnxscript  # noqa: F401
+        except ImportError as error:
+            raise InputError(f"onnx=true: {error}; pip install 'knobwise[onnx]'") from error
         network = network_of(agent)
         if network.priced:
             raise InputError(
@@ -71,6 +66,7 @@ class Deployed(nn.Module):
             )
         self.agent: Any = copy.deepcopy(agent).eval()
         self.sizes = network.normaliser.sizes
+        self.configurations = configurations_of(network)
         if isinstance(agent, StackedController):
             if agent.weights[1:].any():
                 raise InputError(
@@ -91,26 +87,26 @@ class Deployed(nn.Module):
         return scores.argmax(1)
 
 
-def write_onnx(module: nn.Module, sizes: Mapping[str, int], configurations: list[dict[str, Any]], path: Path) -> None:
-    """Write a module as an ONNX graph.
+def write_onnx(deployed: Deployed, path: Path) -> None:
+    """Write an ONNX graph.
 
     Its inputs are the blocks by name, float32 [n, d], and `budget_ms`, float32 [n]; its output is `configuration`,
-    int64 [n], an index into `configurations`, which the file holds as JSON in its metadata.
+    int64 [n]. The knob values of each configuration are in its metadata as `configurations`, JSON.
     """
-    inputs = (*(torch.zeros(2, size) for size in sizes.values()), torch.ones(2))
+    inputs = (*(torch.zeros(2, size) for size in deployed.sizes.values()), torch.ones(2))
     several = {0: torch.export.Dim.DYNAMIC}
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
-            module,
+            deployed,
             inputs,
-            input_names=[*sizes, "budget_ms"],
+            input_names=[*deployed.sizes, "budget_ms"],
             output_names=["configuration"],
             dynamic_shapes=((several,) * len(inputs),),
             dynamo=True,
             verbose=False,
         )
     assert program is not None
-    program.model.metadata_props[CONFIGURATIONS] = json.dumps(configurations)
+    program.model.metadata_props["configurations"] = json.dumps(deployed.configurations)
     program.save(path)
 
 
@@ -127,8 +123,7 @@ def _quiet() -> Iterator[None]:
     """Silence the advice that these libraries log and warn about."""
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(logging.NOTSET)
@@ -145,8 +140,6 @@ class OnnxController:
         self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         # the graph has no input for what it does not read
         self._names = [value.name for value in self._session.get_inputs()]
-        properties = self._session.get_modelmeta().custom_metadata_map
-        self.configurations: list[dict[str, Any]] = json.loads(properties[CONFIGURATIONS])
 
     def choose(self, blocks: Mapping[str, NDArray[Any]], limits: NDArray[Any]) -> NDArray[np.int64]:
         """Return configurations int64 [n]: blocks [n, d], budgets [n] in ms."""

@@ -18,14 +18,7 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint, network_of
 from knobwise.agents.serving import numpy_controller
-from knobwise.agents.serving.export import (
-    Agent,
-    configurations_of,
-    contexts_of,
-    export_numpy,
-    one_by_one,
-    parity,
-)
+from knobwise.agents.serving.export import Agent, contexts_of, export_numpy, one_by_one, parity
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, quantise, write_onnx
 from knobwise.common.checks import at_least
@@ -39,7 +32,7 @@ from knobwise.experiments.settings.profiles import read_profile
 
 CALLS = 300
 """Timed decisions, and samples whose requests are also decided one by one."""
-GRAPHS = "controller.onnx", "controller.int8.onnx"
+GRAPHS = {"onnx": "controller.onnx", "int8": "controller.int8.onnx"}
 
 
 def run(config: ExportRun) -> Path:
@@ -55,7 +48,6 @@ def run(config: ExportRun) -> Path:
     loaded = load_checkpoint(checkpoint)
     agent, table, out = loaded.controller, read_profile(config.profile), Path(config.out)
     check_fits(config.checkpoint, agent, table)
-    deployed = Deployed(agent) if config.onnx else None
     summary: dict[str, Any] = {"checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)}}
     budgets_ms = contexts_of(agent, table)
     summary |= {
@@ -67,9 +59,9 @@ def run(config: ExportRun) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
         with threadpool_limits(config.threads):
-            summary |= _make(config, agent, deployed, table, budgets_ms, made)
+            summary |= _make(config, agent, table, budgets_ms, made)
         shutil.copy(numpy_controller.__file__, made)
-        for name in GRAPHS:  # they may be of another controller
+        for name in GRAPHS.values():  # they may be of another controller
             (out / name).unlink(missing_ok=True)
         summary["files"] = {}
         for path in sorted(made.iterdir()):
@@ -78,54 +70,42 @@ def run(config: ExportRun) -> Path:
                 shutil.copyfile(path, temporary)
     write_text(out / "export.json", json.dumps(summary, indent=1))
     header = ["requests", "same decision", "rounding", "of contexts"]
-    names = {"together": "parity", "one at a time": "parity_one_by_one", "ONNX": "onnx", "INT8": "int8"}
-    compared = {name: summary[key] for name, key in names.items() if key in summary}
-    counts = "same", "rounding", "contexts"
-    rows = [[name, *(str(result[count]) for count in counts)] for name, result in compared.items()]
-    print_table(Console(), header, rows, range(len(header)))
-    times = [f"median decision: {summary['decision_us_p50']:.0f} µs"]
-    times += [
-        f"median decision by {name}: {result['decision_us_p50']:.0f} µs"
-        for name, result in compared.items()
-        if "decision_us_p50" in result
+    names = {"parity": "together", "parity_one_by_one": "one at a time", "onnx": "ONNX", "int8": "INT8"}
+    rows = [
+        [name, *(str(summary[key][count]) for count in ("same", "rounding", "contexts"))]
+        for key, name in names.items()
+        if key in summary
     ]
-    print_lines(Console(), [*times, f"exported: {out}"])
+    print_table(Console(), header, rows, range(len(header)))
+    times = [f"{name} {micros:.0f} µs" for name, micros in summary["decisions_us_p50"].items()]
+    print_lines(Console(), [f"median decision: {', '.join(times)}", f"exported: {out}"])
     return out
 
 
-def _make(
-    config: ExportRun,
-    agent: Agent,
-    deployed: Deployed | None,
-    table: ProfileTable,
-    budgets_ms: Tensor,
-    folder: Path,
-) -> dict[str, Any]:
+def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tensor, folder: Path) -> dict[str, Any]:
     """Write the controller's files; returns how their decisions compare with the controller's, and their times."""
+    deployed = Deployed(agent) if config.onnx else None  # refuses first
     path = folder / "controller.npz"
     controller = export_numpy(agent, path)
+    forms: dict[str, NumpyController | OnnxController] = {"numpy": controller}
     # single requests run other code, and take longer to compare
     alone = f"{path.name}, one request at a time"
     compared: dict[str, Any] = {
         "parity": parity(agent, controller.choose, table, budgets_ms, path.name),
         "parity_one_by_one": parity(agent, one_by_one(controller), table, budgets_ms, alone, CALLS),
     }
-    forms: dict[str, NumpyController | OnnxController] = {"numpy": controller}
     if deployed is not None:
-        graph, small = (folder / name for name in GRAPHS)
-        write_onnx(deployed, deployed.sizes, configurations_of(agent), graph)
-        forms["onnx"] = OnnxController(graph, config.threads)
-        if config.int8:
-            quantise(graph, small)
-            forms["int8"] = OnnxController(small, config.threads)
-        for form, name in zip(list(forms)[1:], GRAPHS, strict=False):
-            about = agent, forms[form].choose, table, budgets_ms, name
-            compared[form] = parity(*about, reference=controller.choose, exact=form == "onnx")
+        write_onnx(deployed, folder / GRAPHS["onnx"])
+    if config.int8:
+        quantise(folder / GRAPHS["onnx"], folder / GRAPHS["int8"])
+    for form, name in GRAPHS.items():
+        if not (folder / name).exists():
+            continue
+        graph = forms[form] = OnnxController(folder / name, config.threads)
+        about = agent, graph.choose, table, budgets_ms, name
+        compared[form] = parity(*about, reference=controller.choose, exact=form == "onnx")
     micros = _median_us(forms, table, budgets_ms)
-    compared["decision_us_p50"] = micros.pop("numpy")
-    for form, median in micros.items():
-        compared[form]["decision_us_p50"] = median
-    return compared
+    return compared | {"decision_us_p50": micros["numpy"], "decisions_us_p50": micros}
 
 
 def _median_us(
