@@ -235,15 +235,14 @@ class AdaptiveModel(FirstStages):
             return list(map(self.answer, requests, budgets, moments))
         if not all(0 < budget < math.inf for budget in budgets):
             raise InputError(f"runtime: budgets_ms={budgets}: all must be positive, in ms")
-        ready = [self._prepared(request) for request in requests]
         with self._lock, self._clocked:
             self._follow()
-            begun = [early or self._take(each) for early, each in zip(ready, requests, strict=True)]
-            return self._generate(begun, budgets, moments)
+            return self._generate(requests, budgets, moments)
 
     def _generate(
-        self, prepared: Sequence[Prepared], budgets: list[float], moments: Sequence[float | None]
+        self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
     ) -> list[Result]:
+        prepared = [self._take(request) for request in requests]
         stages = [each.stage for each in prepared]
         start = self._now()
         # when each would have begun had it come alone
@@ -278,7 +277,7 @@ class AdaptiveModel(FirstStages):
         if self.log is not None:
             for i, stage in enumerate(stages):
                 self._note(results[i], stage, drawn[i])
-        return [results[i] for i in range(len(stages))]
+        return [results[i] for i in range(len(requests))]
 
     def _explored(
         self, stages: Sequence[FirstStage], limits: Sequence[float], drift: Drift | None, best: Sequence[Expected]
@@ -341,9 +340,8 @@ class AdaptiveModel(FirstStages):
         total = overhead + answer.total_ms - prepared.ahead_ms
         waited = 0.0 if arrived is None else _positive((done - arrived) * 1e3 - total)
         total += waited
-        timed = total, waited, overhead, decision_ms * 1e3
-        fixed = answer, configuration, choice, budget, limit, drift, expected[1:]
-        return Result(*fixed, *timed, prepared_ms=prepared.ahead_ms)
+        timed = total, waited, overhead, decision_ms * 1e3, None, prepared.ahead_ms
+        return Result(answer, configuration, choice, budget, limit, drift, expected[1:], *timed)
 
     def _limit(self, latest: Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float) -> float:
         """The rest of a budget for the answer, without the overhead of the latest decisions and what the first stage,

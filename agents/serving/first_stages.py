@@ -140,8 +140,8 @@ class FirstStages:
         return expected
 
     def prefetch(self, request: Request) -> None:
-        """Begin the first stage of a request in the background, in one thread; `answer` and `generate` go on from it,
-        for this object. It runs beside the answer in progress if the model says so (`first_stage_overlaps = True`),
+        """Begin the first stage of a request in the background, in one thread; `answer` goes on from it, for this
+        object. It runs beside the answer in progress if the model says so (`first_stage_overlaps = True`),
         else between answers. A mistake in it is raised by `answer`. `close`, or leaving a `with`, ends the thread.
 
         Raises:
@@ -169,8 +169,7 @@ class FirstStages:
         return prepared._replace(before_ms=total_ms, ahead_ms=max(total_ms - waited_ms, 0.0))
 
     def close(self) -> None:
-        """End the thread of `prefetch`, and drop what nobody asked for."""
-        self._pending.clear()
+        """End the thread of `prefetch`."""
         self._worker.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Self:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +62,7 @@ class Deployed(nn.Module):
                 "onnx=true: the controller is for worths or a mean over requests; leave onnx=true out, or train one "
                 "with budget=quantiles"
             )
-        self.agent: Any = copy.deepcopy(agent).eval()
+        self.agent: Any = copy.deepcopy(agent)
         self.sizes = network.normaliser.sizes
         self.configurations = configurations_of(network)
         if isinstance(agent, StackedController):
@@ -83,8 +81,7 @@ class Deployed(nn.Module):
         if isinstance(self.agent, StackedController):
             view = MemberPredictions.from_features(self.agent.network, [], [1.0], x).view(limits)
             return self.agent.preference(view, limits).argmax(1)
-        scores: Tensor = self.agent(x, limits)
-        return scores.argmax(1)
+        return self.agent(x, limits).argmax(1)
 
 
 def write_onnx(deployed: Deployed, path: Path) -> None:
@@ -94,18 +91,15 @@ def write_onnx(deployed: Deployed, path: Path) -> None:
     int64 [n]. The knob values of each configuration are in its metadata as `configurations`, JSON.
     """
     inputs = (*(torch.zeros(2, size) for size in deployed.sizes.values()), torch.ones(2))
-    several = {0: torch.export.Dim.DYNAMIC}
-    with _quiet(), torch.no_grad():
-        program = torch.onnx.export(
-            deployed,
-            inputs,
-            input_names=[*deployed.sizes, "budget_ms"],
-            output_names=["configuration"],
-            dynamic_shapes=((several,) * len(inputs),),
-            dynamo=True,
-            verbose=False,
-        )
-    assert program is not None
+    program: Any = torch.onnx.export(
+        deployed.eval(),
+        inputs,
+        input_names=[*deployed.sizes, "budget_ms"],
+        output_names=["configuration"],
+        dynamic_shapes=(({0: torch.export.Dim.DYNAMIC},) * len(inputs),),
+        dynamo=True,
+        verbose=False,
+    )
     program.model.metadata_props["configurations"] = json.dumps(deployed.configurations)
     program.save(path)
 
@@ -114,17 +108,9 @@ def quantise(source: Path, path: Path) -> None:
     """Write a graph with the weights of its matrix products in 8 bits (onnxruntime's dynamic quantisation)."""
     from onnxruntime.quantization import quantize_dynamic
 
-    with _quiet():
-        quantize_dynamic(source, path)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the advice that these libraries log and warn about."""
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # it logs advice
     try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
+        quantize_dynamic(source, path)
     finally:
         logging.disable(logging.NOTSET)
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from knobwise.agents.checkpoint import load_checkpoint, network_of
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.export import Agent, contexts_of, export_numpy, one_by_one, parity
-from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, quantise, write_onnx
 from knobwise.common.checks import at_least
 from knobwise.common.files import write_text, written_whole
@@ -32,7 +31,7 @@ from knobwise.experiments.settings.profiles import read_profile
 
 CALLS = 300
 """Timed decisions, and samples whose requests are also decided one by one."""
-GRAPHS = {"onnx": "controller.onnx", "int8": "controller.int8.onnx"}
+GRAPH = "controller.onnx"
 
 
 def run(config: ExportRun) -> Path:
@@ -61,8 +60,8 @@ def run(config: ExportRun) -> Path:
         with threadpool_limits(config.threads):
             summary |= _make(config, agent, table, budgets_ms, made)
         shutil.copy(numpy_controller.__file__, made)
-        for name in GRAPHS.values():  # they may be of another controller
-            (out / name).unlink(missing_ok=True)
+        for stale in out.glob("controller*.onnx"):  # it may be of another controller
+            stale.unlink()
         summary["files"] = {}
         for path in sorted(made.iterdir()):
             summary["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
@@ -70,47 +69,42 @@ def run(config: ExportRun) -> Path:
                 shutil.copyfile(path, temporary)
     write_text(out / "export.json", json.dumps(summary, indent=1))
     header = ["requests", "same decision", "rounding", "of contexts"]
-    names = {"parity": "together", "parity_one_by_one": "one at a time", "onnx": "ONNX", "int8": "INT8"}
+    compared = {"together": summary["parity"], "one at a time": summary["parity_one_by_one"], **summary["graphs"]}
     rows = [
-        [name, *(str(summary[key][count]) for count in ("same", "rounding", "contexts"))]
-        for key, name in names.items()
-        if key in summary
+        [name, *(str(result[count]) for count in ("same", "rounding", "contexts"))] for name, result in compared.items()
     ]
     print_table(Console(), header, rows, range(len(header)))
-    times = [f"{name} {micros:.0f} µs" for name, micros in summary["decisions_us_p50"].items()]
-    print_lines(Console(), [f"median decision: {', '.join(times)}", f"exported: {out}"])
+    times = [f"median decision: {micros:.0f} µs by {name}" for name, micros in summary["decisions_us_p50"].items()]
+    print_lines(Console(), [*times, f"exported: {out}"])
     return out
 
 
 def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tensor, folder: Path) -> dict[str, Any]:
     """Write the controller's files; returns how their decisions compare with the controller's, and their times."""
-    deployed = Deployed(agent) if config.onnx else None  # refuses first
+    if config.onnx or config.int8:  # first, since some controllers have no graph
+        write_onnx(Deployed(agent), folder / GRAPH)
+    if config.int8:
+        quantise(folder / GRAPH, folder / "controller.int8.onnx")
     path = folder / "controller.npz"
     controller = export_numpy(agent, path)
-    forms: dict[str, NumpyController | OnnxController] = {"numpy": controller}
     # single requests run other code, and take longer to compare
     alone = f"{path.name}, one request at a time"
     compared: dict[str, Any] = {
         "parity": parity(agent, controller.choose, table, budgets_ms, path.name),
         "parity_one_by_one": parity(agent, one_by_one(controller), table, budgets_ms, alone, CALLS),
+        "graphs": {},
     }
-    if deployed is not None:
-        write_onnx(deployed, folder / GRAPHS["onnx"])
-    if config.int8:
-        quantise(folder / GRAPHS["onnx"], folder / GRAPHS["int8"])
-    for form, name in GRAPHS.items():
-        if not (folder / name).exists():
-            continue
-        graph = forms[form] = OnnxController(folder / name, config.threads)
-        about = agent, graph.choose, table, budgets_ms, name
-        compared[form] = parity(*about, reference=controller.choose, exact=form == "onnx")
+    forms: dict[str, Any] = {path.name: controller}
+    for path in sorted(folder.glob("*.onnx"), reverse=True):
+        graph = forms[path.name] = OnnxController(path, config.threads)
+        # of 8 bits some decisions may differ
+        about = agent, graph.choose, table, budgets_ms, path.name
+        compared["graphs"][path.name] = parity(*about, None, controller.choose, path.name == GRAPH)
     micros = _median_us(forms, table, budgets_ms)
-    return compared | {"decision_us_p50": micros["numpy"], "decisions_us_p50": micros}
+    return compared | {"decision_us_p50": micros["controller.npz"], "decisions_us_p50": micros}
 
 
-def _median_us(
-    forms: dict[str, NumpyController | OnnxController], table: ProfileTable, budgets_ms: Tensor
-) -> dict[str, float]:
+def _median_us(forms: dict[str, Any], table: ProfileTable, budgets_ms: Tensor) -> dict[str, float]:
     """The median time of `CALLS` decisions for each form, in µs. The forms take turns."""
     micros: dict[str, list[float]] = {name: [] for name in forms}
     for i in range(CALLS):

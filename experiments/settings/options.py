@@ -266,14 +266,10 @@ class ExportRun:
     onnx: bool = False
     """Write controller.onnx too, a graph for deadlines; needs the packages of knobwise[onnx]."""
     int8: bool = False
-    """With `onnx`: write controller.int8.onnx too, with weights of 8 bits. Some decisions may differ; export.json says
-    how many."""
+    """Write both controller.onnx and controller.int8.onnx, with weights of 8 bits. Some of its decisions may differ;
+    export.json says how many."""
     threads: int = 1
     """Threads of torch, NumPy and ONNX Runtime."""
-
-    def __post_init__(self) -> None:
-        if self.int8 and not self.onnx:
-            raise InputError("int8=true: quantises the ONNX graph; add onnx=true")
 
 
 @dataclass
