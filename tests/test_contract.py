@@ -553,9 +553,57 @@ def test_k12_a_decision_is_a_dict_of_the_three_knobs_and_does_not_vary(seeds_run
 
 
 # -- K13: ONNX and INT8 ------------------------------------------------------------------------------------------------
+def test_k13_what_is_deployed_is_exported_as_onnx_and_int8(capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    from commands import TABLE, refused, write_table
+    from helpers import driven_apart
+
+    from knobwise.__main__ import main
+    from knobwise.agents.checkpoint import save_checkpoint
+    from knobwise.agents.controller.settings import PolicyConfig
+    from knobwise.experiments.settings.profiles import TableProfile, read_profile
+
+    words = ["onnx=true", "int8=true"]
+    assert "nowhere" in refused(["export", "checkpoint=nowhere/at_all.pt", *words], capsys)
+    write_table()
+    table = read_profile(TableProfile(path="t.parquet", features="f.npz"))
+    save_checkpoint("c.pt", driven_apart(table, PolicyConfig(structure="independent", hidden=8)), table, {})
+    assert main(["export", "checkpoint=c.pt", *TABLE, *words]) == 0
+    exported = json.loads(Path("exported/export.json").read_text())
+    exact, small = (exported["graphs"][f"controller.{form}"] for form in ("onnx", "int8.onnx"))
+    assert exact["same"] + exact["rounding"] == exact["contexts"] == 60 * 5
+    assert 200 < small["same"] <= small["contexts"] == 60 * 5
+    files = {"controller.npz", "controller.onnx", "controller.int8.onnx"}
+    assert exported["decisions_us_p50"].keys() == files
+    assert all(micros > 0 for micros in exported["decisions_us_p50"].values())
+    assert files < exported["files"].keys()
 
 
 # -- K14: cached features and decisions, the first stage in the background ---------------------------------------------
+def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_background() -> None:
+    import torch
+    from helpers import driven_apart
+
+    from knobwise.agents import AdaptiveModel
+    from knobwise.agents.controller.settings import PolicyConfig
+    from knobwise.envs import builtin_profile
+    from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
+
+    torch.set_num_threads(1)
+    requests = [ElasticRequests().request(str(number)) for number in (0, 1, 0, 1)]
+    controller = driven_apart(builtin_profile(), PolicyConfig(structure="utility", hidden=8))
+    plain = AdaptiveModel(ElasticAdaptive(), controller, tracker=False)
+    wanted = [plain.answer(request, 9e3) for request in requests]
+    with AdaptiveModel(ElasticAdaptive(), controller, tracker=False, cache=2) as model:
+        for request, expected in zip(requests, wanted, strict=True):
+            model.prefetch(request)
+            result = model.answer(request, 9e3)
+            assert (result.choice, result.answer.text) == (expected.choice, expected.answer.text)
+    for recent in (model.cached_features, model.cached_decisions):
+        summary = recent.summary()
+        assert (summary["hits"], summary["misses"]) == (2, 2)
+        assert summary["hit_us"] > 0
 
 
 # -- K15: the knobs of a running model ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ and the rest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -119,7 +120,7 @@ class Controller(nn.Module):
         Of several members the mean of the log-probs counts.
         """
         members, shape = self.config.members, self.requests(limit)
-        n, pair = shape.numel(), limit.shape[len(shape) :]
+        n, pair = math.prod(shape), limit.shape[len(shape) :]
         allowed = None if mask is None else mask.reshape(n, -1).expand(members, -1, -1)
         x = features.reshape(n, features.shape[-1]).expand(members, -1, -1)
         log_probs = self.network(x, limit.reshape(n, *pair).expand(members, n, *pair), allowed)

@@ -202,7 +202,7 @@ class UtilityNetwork(nn.Module):
         hidden = functional.dropout(hidden, self.dropout, self.training)
         logits, log_latency, log_spread, *cost = self.outcome_head(hidden).chunk(3 + self.weighs, -1)
         more_logits, more_latency, *more_cost = self.skip(x).chunk(2 + self.weighs, -1)
-        spread = log_spread.clamp(-5, 1.5).exp()
+        spread = log_spread.clamp(-5.0, 1.5).exp()
         logits, log_latency = logits + more_logits, log_latency + more_latency
         return Outcomes(logits, log_latency, spread, hidden, cost[0] + more_cost[0] if self.weighs else None)
 

@@ -10,10 +10,7 @@ setting knobs, learning from the answer's time, and, where arrivals are known, a
 from __future__ import annotations
 
 import math
-import statistics
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ import torch
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.serving.exploration import Drawn, Exploration, Turn
 from knobwise.agents.serving.export import configurations_of, to_numpy
+from knobwise.agents.serving.first_stages import FirstStages, Overhead, Prepared
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.serving.numpy_controller import Drift, Expected, NumpyController
 from knobwise.agents.serving.request_log import RequestLog, Result, row_of
@@ -31,6 +29,7 @@ from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.serving.versions import Watched
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
@@ -44,25 +43,8 @@ from knobwise.profiling.measuring.adaptive_model import (
     clocked_by,
 )
 
-DECISIONS_KEPT = 64
-"""How many of the latest decisions count: the next is charged their median time, knobs included, before it is made."""
 
-
-class _Overhead:
-    """Medians of what the latest decisions took, and the calls around them, in ms; 0 before the first."""
-
-    def __init__(self) -> None:
-        self._latest: deque[tuple[float, float]] = deque(maxlen=DECISIONS_KEPT)
-        self._count, self.decision_ms, self.beyond_ms = 0, 0.0, 0.0
-
-    def add(self, decision_ms: float, beyond_ms: float) -> None:
-        self._latest.append((decision_ms, beyond_ms))
-        self._count += 1
-        if self._count < 8 or self._count % DECISIONS_KEPT == 0:  # the medians take time too
-            self.decision_ms, self.beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
-
-
-class AdaptiveModel:
+class AdaptiveModel(FirstStages):
     """A model that sets its own knobs, request by request.
 
     Threads may share it: one lock is held from the first stage to the last answer.
@@ -80,6 +62,9 @@ class AdaptiveModel:
             `explore_loss` utility, see `Exploration`. A log without any shows the outcomes of the controller's choices
             only.
         seed: of the draws.
+        cache: for how many requests features and decisions are kept (`cached_features`, `cached_decisions`), the least
+            recently used leave first. Requests with equal images and questions are equal. A decision is used again only
+            under the same budget, and while neither the controller nor the tracker has changed.
 
     Raises:
         InputError: a controller for mean budgets, one whose configurations the model cannot run, the tracker of another
@@ -98,7 +83,9 @@ class AdaptiveModel:
         explore: float = 0.0,
         explore_loss: float = 0.05,
         seed: int | None = None,
+        cache: int = 0,
     ) -> None:
+        at_least("cache", cache, 0)
         controller = controller.agent if isinstance(controller, KnobPolicy) else controller
         exported = getattr(controller, "header", {})
         if isinstance(controller, PricedChooser) or getattr(controller, "priced", exported.get("priced", False)):
@@ -110,7 +97,8 @@ class AdaptiveModel:
             controller = to_numpy(controller)  # the same decisions, several times faster
         self.controller: NumpyController = controller
         exported = getattr(controller, "header", {})
-        self.model, self.clock = model, clock
+        super().__init__(model, cache)
+        self.clock = clock
         self._clocked = clocked_by(clock)  # entered with the lock only
         self._now: Callable[[], float] = time.thread_time if clock == "cpu" else time.perf_counter
         self.configurations = configurations_of(controller)
@@ -127,8 +115,7 @@ class AdaptiveModel:
         if explore and not self._explains:
             raise InputError("runtime: explore needs a controller that predicts outcomes, from policy=auto or utility")
         self._watched: Watched | None = None
-        self._lock = threading.Lock()
-        self._decided, self._fallen_back = _Overhead(), _Overhead()
+        self._decided, self._fallen_back = Overhead(), Overhead()
 
     @property
     def decision_us(self) -> float:
@@ -181,7 +168,7 @@ class AdaptiveModel:
         """
         if not 0 < budget_ms < math.inf:
             raise InputError(f"runtime: budget_ms={budget_ms}: must be positive, in ms")
-        now = self._now
+        now, prepared = self._now, self._prepared(request)
         # right after the model has run every line costs microseconds: keep only what one request needs
         with self._lock, self._clocked:
             self._follow()
@@ -192,11 +179,12 @@ class AdaptiveModel:
             expected = controller.fall_back(limit, drift)
             seen = expected is None
             took = now() - begun
-            stage = self.model.first_stage(request, seen or turn == "explore")
+            prepared = prepared or self._take(request, seen or turn == "explore")
+            stage = prepared.stage
             if expected is None:
                 latest, start = self._decided, now()
                 limit = self._limit(latest, stage.extra_ms, budget_ms, arrived, begun)
-                expected = controller.decide_expected(stage.features, limit, drift)
+                expected = self._decide(controller, prepared, budget_ms, limit, drift)
                 took += now() - start
             about = self.controller, stage.features if seen else None, limit, drift
             if turn == "explore":
@@ -208,9 +196,9 @@ class AdaptiveModel:
             decision_ms = _positive(took * 1e3)
             # what is neither in the answer nor counted yet: calls, clocks, setting knobs, tracking
             work_ms = answer.total_ms + stage.extra_ms + stage.unused_ms(self.configurations[expected[0]])
-            beyond_ms = _positive((done - begun) * 1e3 - work_ms - decision_ms)
+            beyond_ms = _positive((done - begun) * 1e3 + prepared.before_ms - work_ms - decision_ms)
             latest.add(decision_ms, beyond_ms)
-            facts = stage, budget_ms, limit, drift, arrived
+            facts = prepared, budget_ms, limit, drift, arrived
             result = self._result(facts, expected, answer, decision_ms, beyond_ms, done)
             if self.log is not None:
                 if drawn is None and (candidate is not None or self._exploration.share):
@@ -254,7 +242,8 @@ class AdaptiveModel:
     def _generate(
         self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
     ) -> list[Result]:
-        stages = [self.model.first_stage(request) for request in requests]
+        prepared = [self._take(request) for request in requests]
+        stages = [each.stage for each in prepared]
         start = self._now()
         # when each would have begun had it come alone
         begun = [start - stage.total_ms / 1e3 for stage in stages]
@@ -283,7 +272,7 @@ class AdaptiveModel:
             beyond_ms = _positive((done - before) * 1e3 - sum(work))
             self._decided.add(decision_ms, beyond_ms)
             for i, answer in zip(members, answers, strict=True):
-                about = stages[i], budgets[i], limits[i], drift, moments[i]
+                about = prepared[i], budgets[i], limits[i], drift, moments[i]
                 results[i] = self._result(about, each[i], answer, decision_ms, beyond_ms, done)
         if self.log is not None:
             for i, stage in enumerate(stages):
@@ -335,7 +324,7 @@ class AdaptiveModel:
 
     def _result(
         self,
-        about: tuple[FirstStage, float, float, Drift | None, float | None],
+        about: tuple[Prepared, float, float, Drift | None, float | None],
         expected: Expected,
         answer: Answer,
         decision_ms: float,
@@ -343,17 +332,18 @@ class AdaptiveModel:
         done: float,
     ) -> Result:
         """`about`: first stage, budget, limit, drift, arrival."""
-        stage, budget, limit, drift, arrived = about
+        prepared, budget, limit, drift, arrived = about
+        stage = prepared.stage
         choice = expected[0]
         configuration = self.configurations[choice]
         overhead = stage.extra_ms + stage.unused_ms(configuration) + decision_ms + beyond_ms
-        total = overhead + answer.total_ms
+        total = overhead + answer.total_ms - prepared.ahead_ms
         waited = 0.0 if arrived is None else _positive((done - arrived) * 1e3 - total)
         total += waited
-        timed = total, waited, overhead, decision_ms * 1e3
+        timed = total, waited, overhead, decision_ms * 1e3, None, prepared.ahead_ms
         return Result(answer, configuration, choice, budget, limit, drift, expected[1:], *timed)
 
-    def _limit(self, latest: _Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float) -> float:
+    def _limit(self, latest: Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float) -> float:
         """The rest of a budget for the answer, without the overhead of the latest decisions and what the first stage,
         which began at `begun`, took for features."""
         left = budget - extra_ms - latest.decision_ms - latest.beyond_ms

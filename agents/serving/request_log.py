@@ -50,7 +50,7 @@ class Result:
     expected: tuple[float, float]
     """The predicted mean and standard deviation of the configuration's ln ms, without drift."""
     total_ms: float
-    """waited_ms + overhead_ms + answer.total_ms."""
+    """waited_ms + overhead_ms + answer.total_ms − prepared_ms."""
     waited_ms: float
     """Time since its arrival without its own work; 0 if the arrival is unknown."""
     overhead_ms: float
@@ -60,6 +60,8 @@ class Result:
     """The part of the overhead that the decision took, for the whole batch."""
     request_id: str | None = None
     """Of its row in the log; None without a log."""
+    prepared_ms: float = 0.0
+    """The part of the first stage that was over before the request was asked for, see `AdaptiveModel.prefetch`."""
 
     @property
     def met(self) -> bool:

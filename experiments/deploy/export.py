@@ -1,4 +1,4 @@
-"""Export a trained controller as a file that decides with NumPy alone, compared with it and timed."""
+"""Export a trained controller as files that decide without knobwise, compared with it and timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import load_checkpoint, network_of
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.export import Agent, contexts_of, export_numpy, one_by_one, parity
-from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, quantise, write_onnx
 from knobwise.common.checks import at_least
 from knobwise.common.files import write_text, written_whole
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -31,14 +31,15 @@ from knobwise.experiments.settings.profiles import read_profile
 
 CALLS = 300
 """Timed decisions, and samples whose requests are also decided one by one."""
+GRAPH = "controller.onnx"
 
 
 def run(config: ExportRun) -> Path:
-    """Write controller.npz, numpy_controller.py and export.json; returns their folder.
+    """Write controller.npz, numpy_controller.py, export.json and the graphs asked for; returns their folder.
 
     Raises:
         InputError: if there is no such checkpoint, the profile has other configurations or features, the controller
-            cannot be exported, or the file makes a different decision.
+            cannot be exported, or a file other than that of 8 bits makes a different decision.
     """
     at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
@@ -58,8 +59,10 @@ def run(config: ExportRun) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
         with threadpool_limits(config.threads):
-            summary |= _make(agent, table, budgets_ms, made / "controller.npz")
+            summary |= _make(config, agent, table, budgets_ms, made)
         shutil.copy(numpy_controller.__file__, made)
+        for stale in out.glob("controller*.onnx"):  # it may be of another controller
+            stale.unlink()
         summary["files"] = {}
         for path in sorted(made.iterdir()):
             summary["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
@@ -67,37 +70,52 @@ def run(config: ExportRun) -> Path:
                 shutil.copyfile(path, temporary)
     write_text(out / "export.json", json.dumps(summary, indent=1))
     header = ["requests", "same decision", "rounding", "of contexts"]
+    compared = {"together": summary["parity"], "one at a time": summary["parity_one_by_one"], **summary["graphs"]}
     rows = [
-        [name, *(str(summary[key][count]) for count in ("same", "rounding", "contexts"))]
-        for name, key in (("together", "parity"), ("one at a time", "parity_one_by_one"))
+        [name, *(str(result[count]) for count in ("same", "rounding", "contexts"))] for name, result in compared.items()
     ]
     print_table(Console(), header, rows, range(len(header)))
-    print_lines(Console(), [f"median decision: {summary['decision_us_p50']:.0f} µs", f"exported: {out}"])
+    times = [f"median decision: {micros:.0f} µs by {name}" for name, micros in summary["decisions_us_p50"].items()]
+    print_lines(Console(), [*times, f"exported: {out}"])
     return out
 
 
-def _make(agent: Agent, table: ProfileTable, budgets_ms: Tensor, path: Path) -> dict[str, Any]:
-    """Write the controller's file; returns how its decisions compare with the controller's, and their median time."""
+def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tensor, folder: Path) -> dict[str, Any]:
+    """Write the controller's files; returns how their decisions compare with the controller's, and their times."""
+    if config.onnx or config.int8:  # first, since some controllers have no graph
+        write_onnx(Deployed(agent), folder / GRAPH)
+    if config.int8:
+        quantise(folder / GRAPH, folder / "controller.int8.onnx")
+    path = folder / "controller.npz"
     controller = export_numpy(agent, path)
     # single requests run other code, and take longer to compare
     alone = f"{path.name}, one request at a time"
-    return {
+    compared: dict[str, Any] = {
         "parity": parity(agent, controller.choose, table, budgets_ms, path.name),
         "parity_one_by_one": parity(agent, one_by_one(controller), table, budgets_ms, alone, CALLS),
-        "decision_us_p50": _median_us(controller, table, budgets_ms),
+        "graphs": {},
     }
+    forms: dict[str, Any] = {path.name: controller}
+    for path in sorted(folder.glob("*.onnx"), reverse=True):
+        graph = forms[path.name] = OnnxController(path, config.threads)
+        # of 8 bits some decisions may differ
+        about = agent, graph.choose, table, budgets_ms, path.name
+        compared["graphs"][path.name] = parity(*about, None, controller.choose, path.name == GRAPH)
+    micros = _median_us(forms, table, budgets_ms)
+    return compared | {"decision_us_p50": micros["controller.npz"], "decisions_us_p50": micros}
 
 
-def _median_us(controller: NumpyController, table: ProfileTable, budgets_ms: Tensor) -> float:
-    """The median time of `CALLS` decisions, in µs."""
-    micros = []
+def _median_us(forms: dict[str, Any], table: ProfileTable, budgets_ms: Tensor) -> dict[str, float]:
+    """The median time of `CALLS` decisions for each form, in µs. The forms take turns."""
+    micros: dict[str, list[float]] = {name: [] for name in forms}
     for i in range(CALLS):
         row = {name: block[i % table.num_samples].numpy() for name, block in table.features.items()}
         limit = float(budgets_ms[i % len(budgets_ms)])
-        start = time.perf_counter_ns()
-        controller.decide(row, limit)
-        micros.append((time.perf_counter_ns() - start) / 1e3)
-    return statistics.median(micros)
+        for name, form in forms.items():
+            start = time.perf_counter_ns()
+            form.decide_index(row, limit)
+            micros[name].append((time.perf_counter_ns() - start) / 1e3)
+    return {name: statistics.median(times) for name, times in micros.items()}
 
 
 def _digest(path: Path) -> str:

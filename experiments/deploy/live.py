@@ -28,8 +28,9 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, averages
-from knobwise.agents.serving.adaptive_model import DECISIONS_KEPT, AdaptiveModel
+from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.export import arrays_of_static, to_numpy
+from knobwise.agents.serving.first_stages import DECISIONS_KEPT
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.common.errors import InputError

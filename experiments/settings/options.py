@@ -274,8 +274,13 @@ class ExportRun:
     configurations and features."""
     out: str = "exported"
     """Folder for the files."""
+    onnx: bool = False
+    """Write controller.onnx too, a graph for deadlines; needs the packages of knobwise[onnx]."""
+    int8: bool = False
+    """Write both controller.onnx and controller.int8.onnx, with weights of 8 bits. Some of its decisions may differ;
+    export.json says how many."""
     threads: int = 1
-    """Threads of torch and NumPy."""
+    """Threads of torch, NumPy and ONNX Runtime."""
 
 
 @dataclass

@@ -56,6 +56,8 @@ class ElasticAdaptive:
 
     def __init__(self, model: ElasticVLM | None = None, name: str = "elastic") -> None:
         self.model, self.name = model or shipped_model(), name
+        self.first_stage_overlaps = True
+        """It reads no knob and sets none, so that it may run beside an answer in another thread."""
         size, full = self.model.size, self.model.full
         self.knobs = (
             KnobSupport("max_crops", full.max_crops, 1, size.max_crops, "16-pixel tiles of the image, at most"),

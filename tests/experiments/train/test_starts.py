@@ -41,6 +41,7 @@ def run_of(variants: dict[str, Any], **settings: Any) -> SelectorRun:
         rce=STAGE,
         grpo=STAGE,
         variants=variants,
+        shots=2,
         seeds=[0],
         judged_shots=[2],
         tracking=TrackingSettings(mode="disabled", tensorboard=False),

@@ -1,0 +1,192 @@
+"""The first stages of an `AdaptiveModel`: features and decisions of equal requests are kept, and the stage of a request
+to come is prepared in the background."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import statistics
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor
+
+from knobwise.agents.serving.numpy_controller import Drift, Expected, NumpyController
+from knobwise.common.errors import InputError
+from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request, clock_ms
+
+DECISIONS_KEPT = 64
+"""How many of the latest decisions count: the next is charged their median time, knobs included, before it is made."""
+CLOSE = 0.01
+"""A decision is reused if the rest of the budget differs by at most this share from the one it was made under."""
+
+
+class Prepared(NamedTuple):
+    """A request that has gone through the first stage."""
+
+    stage: FirstStage
+    content: bytes | None
+    """What equal requests have in common; None where nothing is kept."""
+    before_ms: float = 0.0
+    """The time of the stage if it was prepared in the background, else 0."""
+    ahead_ms: float = 0.0
+    """The part of it that had passed before anyone waited for it."""
+
+
+class Overhead:
+    """Medians of what the latest decisions took, and the calls around them, in ms; 0 before the first."""
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[float, float]] = deque(maxlen=DECISIONS_KEPT)
+        self._count, self.decision_ms, self.beyond_ms = 0, 0.0, 0.0
+
+    def add(self, decision_ms: float, beyond_ms: float) -> None:
+        self._latest.append((decision_ms, beyond_ms))
+        self._count += 1
+        if self._count < 8 or self._count % DECISIONS_KEPT == 0:  # the medians take time too
+            self.decision_ms, self.beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
+
+
+class Recent(OrderedDict[Hashable, Any]):
+    """Keeps the latest values by key, the least recently used leave first, and counts hits and misses."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self._lock = threading.Lock()
+        self._counts = Counter[bool]()
+        self._hits: deque[float] = deque(maxlen=DECISIONS_KEPT)
+        self._misses: deque[float] = deque(maxlen=DECISIONS_KEPT)
+
+    def put(self, key: Hashable, value: Any) -> None:
+        """Keep a value as the one used last; threads may do so at once."""
+        with self._lock:
+            self[key] = value
+            self.move_to_end(key)
+            if len(self) > self.size:
+                self.popitem(last=False)
+
+    def note(self, hit: bool, took_ms: float) -> None:
+        """Count a hit or a miss, and what it took, the look-up included."""
+        with self._lock:
+            self._counts[hit] += 1
+        (self._hits if hit else self._misses).append(took_ms * 1e3)
+
+    def summary(self) -> dict[str, float]:
+        """Return how many hits and misses there were, and the median times of the latest in µs, 0 before the first."""
+        return {
+            "hits": self._counts[True],
+            "misses": self._counts[False],
+            "hit_us": statistics.median(self._hits or [0.0]),
+            "miss_us": statistics.median(self._misses or [0.0]),
+        }
+
+
+class FirstStages:
+    """Takes requests through a model's first stage, with a cache and in the background.
+
+    Attributes:
+        cached_features, cached_decisions: what is kept of the latest `cache` requests; `summary` says what that brings.
+    """
+
+    clock: str
+
+    def __init__(self, model: AdaptiveVLM, cache: int) -> None:
+        self.model = model
+        self.cached_features = Recent(cache)
+        self.cached_decisions = Recent(cache)
+        self._lock = threading.Lock()
+        """Held while the model answers."""
+        self._worker = ThreadPoolExecutor(1)  # begins its thread with the first request
+        self._pending: dict[int, tuple[Request, Future[Prepared]]] = {}
+
+    def _take(self, request: Request, features: bool = True) -> Prepared:
+        """Run the first stage. If the features of an equal request are kept, the model leaves them out."""
+        if not (self.cached_features.size and features):
+            return Prepared(self.model.first_stage(request, features), None)
+        start = clock_ms()
+        content = content_of(request)
+        kept = self.cached_features.get(content)
+        took_ms = clock_ms() - start
+        stage = self.model.first_stage(request, kept is None)
+        # the look-up is charged like the features that it stands for
+        stage.extra_ms += took_ms
+        stage.total_ms += took_ms
+        self.cached_features.note(kept is not None, stage.extra_ms)
+        stage.features = kept or stage.features
+        self.cached_features.put(content, stage.features)
+        return Prepared(stage, content)
+
+    def _decide(
+        self, controller: NumpyController, prepared: Prepared, budget_ms: float, limit: float, drift: Drift | None
+    ) -> Expected:
+        """Return the decision, or the one for an equal request with the same budget, controller and drift."""
+        if prepared.content is None:
+            return controller.decide_expected(prepared.stage.features, limit, drift)
+        start = clock_ms()
+        key = prepared.content, budget_ms, controller.digest
+        before, under, expected = self.cached_decisions.get(key, (0.0, None, None))
+        # a tracker replaces its drift with each answer that it learns from
+        hit = expected is not None and under is drift and abs(before - limit) <= CLOSE * before
+        if not hit:
+            before, expected = limit, controller.decide_expected(prepared.stage.features, limit, drift)
+        self.cached_decisions.put(key, (before, drift, expected))
+        self.cached_decisions.note(hit, clock_ms() - start)
+        return expected
+
+    def prefetch(self, request: Request) -> None:
+        """Begin the first stage of a request in the background, in one thread; `answer` goes on from it, for this
+        object. It runs beside the answer in progress if the model says so (`first_stage_overlaps = True`),
+        else between answers. A mistake in it is raised by `answer`. `close`, or leaving a `with`, ends the thread.
+
+        Raises:
+            InputError: with the CPU clock, which does not count another thread.
+        """
+        if self.clock == "cpu":
+            raise InputError("runtime: prefetch needs clock=wall; clock=cpu does not count other threads")
+        self._pending[id(request)] = request, self._worker.submit(self._in_background, request)
+
+    def _in_background(self, request: Request) -> Prepared:
+        # most models set knobs in the first stage too, so that it waits for the answer in progress
+        with nullcontext() if getattr(self.model, "first_stage_overlaps", False) else self._lock:
+            return self._take(request)
+
+    def _prepared(self, request: Request) -> Prepared | None:
+        """Return what the background prepared, waiting for it if it has begun; None if it has not. What the model
+        raised there is raised here. The lock must be free, since the background may need it."""
+        _, future = self._pending.pop(id(request), (None, None))
+        if future is None or future.cancel():
+            return None
+        start = time.perf_counter()
+        prepared = future.result()
+        waited_ms = (time.perf_counter() - start) * 1e3
+        total_ms = prepared.stage.total_ms
+        return prepared._replace(before_ms=total_ms, ahead_ms=max(total_ms - waited_ms, 0.0))
+
+    def close(self) -> None:
+        """End the thread of `prefetch`."""
+        self._worker.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def content_of(request: Request) -> bytes:
+    """Return a digest of a request's content, SHA-256: equal for equal images (or arrays) and questions.
+
+    Raises:
+        InputError: an image or a question that cannot be pickled, or a tensor on a GPU.
+    """
+    try:
+        parts = [part.numpy() if isinstance(part, Tensor) else part for part in (request.image, request.question)]
+        return hashlib.sha256(pickle.dumps(parts)).digest()
+    except Exception as error:
+        raise InputError(f"cache: requests of this kind cannot be compared ({error}); leave cache out") from error

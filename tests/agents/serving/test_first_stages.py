@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_runtime import REQUESTS, ByFeatures, ByLimit, Noting, requests_of, vlm
+
+from knobwise.agents.serving.adaptive_model import AdaptiveModel
+from knobwise.agents.serving.first_stages import Recent, content_of
+from knobwise.common.errors import InputError
+from knobwise.profiling.elastic.adapter import ElasticAdaptive
+from knobwise.profiling.measuring.adaptive_model import FirstStage, Request
+
+__all__ = ["vlm"]
+
+
+class Counting(ByFeatures):
+    """Counts its decisions."""
+
+    decisions = 0
+
+    def decide_expected(self, features: Mapping[str, Any], limit: float, drift: Any) -> tuple[int, float, float]:
+        self.decisions += 1
+        return super().decide_expected(features, limit, drift)
+
+
+def counts(recent: Recent) -> tuple[float, float]:
+    summary = recent.summary()
+    return summary["hits"], summary["misses"]
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def test_equal_requests_share_features_and_decisions_and_get_the_same_answers(vlm: ElasticAdaptive) -> None:
+    controller = Counting()
+    model = AdaptiveModel(vlm, controller, tracker=False, cache=3)
+    plain = AdaptiveModel(vlm, ByFeatures(), tracker=False)
+    copies = [Request(request.image.clone(), request.question.clone()) for request in REQUESTS[:3]]
+    for request in (*REQUESTS[:3], *copies):
+        result, wanted = model.answer(request, 9e3), plain.answer(request, 9e3)
+        assert (result.choice, result.answer.text) == (wanted.choice, wanted.answer.text)
+    assert controller.decisions == 3
+    assert counts(model.cached_features) == counts(model.cached_decisions) == (3, 3)
+    for recent in (model.cached_features, model.cached_decisions):
+        assert 0 < recent.summary()["hit_us"] < 1e5
+        assert 0 < recent.summary()["miss_us"] < 1e5
+    model.answer(REQUESTS[0], 8e3)  # another budget
+    assert controller.decisions == 4
+    assert counts(model.cached_features) == (4, 3)
+
+
+def test_the_least_recently_used_leaves_first(vlm: ElasticAdaptive) -> None:
+    model = AdaptiveModel(vlm, ByFeatures(), cache=2)
+    for place in (0, 1, 0, 2, 0, 1):  # the last has left for 2
+        model.answer(REQUESTS[place], 50.0)
+    assert counts(model.cached_features) == (2, 4)
+    assert len(model.cached_features) == 2
+
+
+def test_a_decision_is_made_anew_when_what_it_followed_from_has_changed() -> None:
+    controller = Counting()
+    model = AdaptiveModel(Noting(), controller, cache=4)
+    (request,) = requests_of("a")
+    for _ in range(3):  # the tracker learns from each answer
+        model.answer(request, 9e3)
+    assert (controller.decisions, counts(model.cached_features)) == (3, (2, 1))
+    still = AdaptiveModel(Noting(), controller, tracker=False, cache=4)
+    still.answer(request, 9e3)
+    still.answer(request, 9e3)
+    assert controller.decisions == 4
+    still.tracker.warm_start([0] * 20, [0.3] * 20)
+    still.answer(request, 9e3)
+    controller.digest = "a new controller"
+    still.answer(request, 9e3)
+    now = time.perf_counter()
+    still.answer(request, 9e3, arrived=now - 0.5)  # 8.5 s are left instead of 9 s
+    assert controller.decisions == 7
+
+
+def test_kept_features_cost_less_than_those_that_are_computed() -> None:
+    class Pooling(Noting):
+        def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+            stage = super().first_stage(request, features)
+            return replace(stage, total_ms=21.0, extra_ms=20.0) if features else stage
+
+    model = AdaptiveModel(Pooling(), ByLimit(), tracker=False, cache=4)
+    first, again = (model.answer(requests_of("a")[0], 90.0) for _ in range(2))
+    assert first.overhead_ms > 20
+    assert again.overhead_ms < 20
+    assert first.limit_ms < 70 < again.limit_ms
+    together = model.generate(requests_of("a", "b"), 90.0)
+    assert together[0].overhead_ms + 15 < together[1].overhead_ms  # the kept features serve batches too
+
+
+def test_content_tells_requests_apart() -> None:
+    gray = Image.new("L", (2, 2), 7)
+    requests = [
+        Request(torch.zeros(2, 3), "a"),
+        Request(torch.zeros(3, 2), "a"),
+        Request(torch.zeros(2, 3, dtype=torch.int64), "a"),
+        Request(torch.zeros(2, 3), "b"),
+        Request(gray, "a"),
+        Request(gray.convert("RGB"), "a"),
+        Request(Image.new("L", (2, 2), 8), "a"),
+    ]
+    assert len({content_of(request) for request in requests}) == len(requests)
+    assert content_of(Request(gray.copy(), "a")) == content_of(Request(gray, "a"))
+    array = np.zeros((2, 3), np.float32)
+    assert content_of(Request(array, "a")) == content_of(requests[0])
+    with pytest.raises(InputError, match="cannot be compared"):
+        content_of(Request(lambda: 0, "a"))
+    with pytest.raises(InputError, match="cache"):
+        AdaptiveModel(Noting(), ByLimit(), cache=-1)
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+def test_answers_from_prepared_stages_are_those_without(vlm: ElasticAdaptive) -> None:
+    plain = AdaptiveModel(vlm, ByFeatures(), tracker=False)
+    wanted = [plain.answer(request, 9e3) for request in REQUESTS]
+    for cache in (0, 20):
+        with AdaptiveModel(vlm, ByFeatures(), tracker=False, cache=cache) as model:
+            for number, request in enumerate(REQUESTS):
+                if number + 1 < len(REQUESTS):
+                    model.prefetch(REQUESTS[number + 1])  # its first stage runs beside this answer
+                result = model.answer(request, 9e3)
+                assert (result.choice, result.answer.text) == (wanted[number].choice, wanted[number].answer.text)
+        assert not any(thread.is_alive() for thread in model._worker._threads)
+
+
+class Stepping(Noting):
+    """Notes when first stages begin and end; they take 30 ms. Fails on request."""
+
+    def __init__(self, overlaps: bool) -> None:
+        super().__init__()
+        self.first_stage_overlaps, self.beside = overlaps, False
+
+    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+        if request.question == "no picture":
+            raise InputError("no picture")
+        time.sleep(0.03)
+        self.beside |= bool(self.running)
+        return replace(super().first_stage(request, features), total_ms=30.0)
+
+    def answer(self, stages: Any, configuration: Any) -> Any:
+        with self.set_knobs(configuration):
+            time.sleep(0.06)
+        return super().answer(stages, configuration)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_stage_is_prepared_beside_an_answer_only_if_the_model_allows_it(overlaps: bool) -> None:
+    noting = Stepping(overlaps)
+    first, second = requests_of("a", "b")
+    with AdaptiveModel(noting, ByLimit(), tracker=False) as model:
+        answering = threading.Thread(target=model.answer, args=(first, 900.0))
+        answering.start()
+        while not noting.running:
+            time.sleep(0.001)
+        model.prefetch(second)
+        answering.join()
+        time.sleep(0.05)
+        result = model.answer(second, 900.0)
+    assert noting.beside == overlaps
+    assert result.prepared_ms == pytest.approx(30, abs=20)
+    assert result.total_ms == pytest.approx(result.overhead_ms + 3 - result.prepared_ms)
+    assert result.answer.text == "to b"
+
+
+def test_a_mistake_in_the_background_is_raised_by_the_answer_and_close_ends_the_thread() -> None:
+    model = AdaptiveModel(Stepping(True), ByLimit())
+    wrong, right = requests_of("no picture", "a")
+    with model:
+        model.prefetch(wrong)
+        time.sleep(0.01)
+        with pytest.raises(InputError, match="no picture"):
+            model.answer(wrong, 90.0)
+        assert model.answer(right, 90.0).prepared_ms == 0
+    with pytest.raises(RuntimeError, match="shutdown"):
+        model.prefetch(right)
+    with pytest.raises(InputError, match="clock=wall"):
+        AdaptiveModel(Noting(), ByLimit(), clock="cpu").prefetch(right)
