@@ -9,7 +9,7 @@ and the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,24 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.agents.controller.networks import WIDEST, KnobNetwork, UtilityNetwork
+from knobwise.agents.controller.parts import AT_ONCE, in_parts
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import BudgetEncoding, thinned, worths_range
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
-
-AT_ONCE = 1 << 14
-"""Requests that are decided together, so that many of them need little memory."""
-
-
-def in_parts(
-    choose: Callable[..., Tensor], features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None
-) -> Tensor:
-    """What `choose(features, limits, mask)` gives for many requests, part by part."""
-    parts = [slice(first, first + AT_ONCE) for first in range(0, len(limits), AT_ONCE)]
-    blocks = [{name: block[part] for name, block in features.items()} for part in parts]
-    masks = [None if mask is None else mask[part] for part in parts]
-    chosen = [choose(b, limits[part], m) for b, part, m in zip(blocks, parts, masks, strict=True)]
-    return torch.cat(chosen)
 
 
 class Controller(nn.Module):

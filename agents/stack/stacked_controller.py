@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.controller.controller import AT_ONCE, Controller, in_parts
+from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import Outcomes, UtilityNetwork, masked_log_softmax
+from knobwise.agents.controller.parts import AT_ONCE, in_parts
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.predictors.experts import Expert, Experts, Fitted, Measured, Prediction, pick

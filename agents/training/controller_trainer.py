@@ -28,6 +28,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.evaluation import LOGGED, drawn_metrics, for_all, judge
 from knobwise.agents.predictors.folds import rows_of_members
 from knobwise.agents.training.loop import Trainer
+from knobwise.agents.training.optimiser import adamw
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
@@ -128,7 +129,7 @@ class ControllerTrainer(Trainer):
             super().__init__(agent, reference, env, self.behaviour, stages, settings, **options)
             if self.critic is not None:
                 self.learned = nn.ModuleList([agent, self.critic])
-                self.optimiser = self._new_optimiser()
+                self.optimiser = adamw(self.learned, self.settings.weight_decay)
 
     def _first_network(self, init_from: str | Path | None) -> Controller:
         """What training starts from; notes which samples are fitted and which are held out."""

@@ -27,6 +27,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 from torchrl.envs import EnvBase
 
 from knobwise.agents.checkpoint import Loaded, load_if_whole, save_checkpoint
+from knobwise.agents.training.optimiser import adamw, learning_rate
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Log, Stage
@@ -35,7 +36,6 @@ from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.losses.kl_control import KLControl
 
 PREVIOUS = "previous.pt"
 """The `last.pt` before the present one."""
@@ -79,6 +79,7 @@ class Trainer(ABC):
     ) -> None:
         self.agent: Any = agent
         self.learned = agent
+        self.kl_controls = [control for stage in stages for control in stage.kl_controls]
         self.reference, self.env = reference, env
         self.stages, self.settings = stages, settings
         self.seed, self.folder, self.log = seed, folder, log
@@ -109,7 +110,7 @@ class Trainer(ABC):
             track_traj_ids=False,
             auto_register_policy_transforms=False,
         )
-        self.optimiser = self._new_optimiser()
+        self.optimiser = adamw(self.learned, self.settings.weight_decay)
         self._random = random_state(self.device)
 
     @abstractmethod
@@ -151,10 +152,6 @@ class Trainer(ABC):
         return self.stages[number], starts[number]
 
     @property
-    def _kl_controls(self) -> list[KLControl]:
-        return [control for stage in self.stages for control in stage.kl_controls]
-
-    @property
     def stage(self) -> Stage:
         return self._stage_and_start()[0]
 
@@ -172,18 +169,8 @@ class Trainer(ABC):
         """Whether the diagnostics of this iteration are read."""
         return self._logged or bool(self.stage.kl_controls)
 
-    def _new_optimiser(self) -> torch.optim.Optimizer:
-        learned = [(name, p) for name, p in self.learned.named_parameters() if p.requires_grad]
-        weights = [p for name, p in learned if not name.endswith("bias")]
-        biases = [p for name, p in learned if name.endswith("bias")]
-        decayed: dict[str, Any] = {"params": weights, "weight_decay": self.settings.weight_decay}
-        return torch.optim.AdamW([decayed, {"params": biases}], lr=0.0, weight_decay=0.0, fused=True)
-
     def _learning_rate(self) -> float:
-        lr, share, rise = self.stage.lr * self.slower, self._share(), self.settings.rise
-        if self.settings.schedule == "constant":
-            return lr
-        return lr * (share + 1e-2) / rise if share + 1e-2 < rise else lr * 0.5 * (1 + math.cos(math.pi * share))
+        return learning_rate(self.stage.lr * self.slower, self._share(), self.settings)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +222,7 @@ class Trainer(ABC):
         stage, begins = self.stage, self._share() == 0
         if begins or self.below >= stage.retreat > 0:
             stage.begin() if begins else self.agent.load_state_dict(self.best["state"])
-            self.optimiser = self._new_optimiser()
+            self.optimiser = adamw(self.learned, self.settings.weight_decay)
             self.below, self.slower = 0, 1.0 if begins else self.slower / 2
         return True
 
@@ -335,7 +322,7 @@ class Trainer(ABC):
             "best": self.best,
             "reference": self.reference.state_dict(),
             "optimiser": self.optimiser.state_dict(),
-            "coefficients": [float(control.coefficient) for control in self._kl_controls],
+            "coefficients": [float(control.coefficient) for control in self.kl_controls],
             "evaluated": (self.scores, self.below, self.slower),
             "logged": self.logged,
             "contexts": self.env.contexts.before,
@@ -357,7 +344,7 @@ class Trainer(ABC):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
         self.reference.load_state_dict(state["reference"])
         self.optimiser.load_state_dict(state["optimiser"])
-        for control, value in zip(self._kl_controls, state.get("coefficients", ()), strict=False):
+        for control, value in zip(self.kl_controls, state.get("coefficients", ()), strict=False):
             control.coefficient.fill_(value)
         self.scores, self.below, self.slower = state["evaluated"]
         self.env.contexts.set_back(state["contexts"])

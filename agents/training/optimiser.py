@@ -1,0 +1,30 @@
+"""The optimiser of a stage, and its learning rate."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from knobwise.agents.training.settings import OptimiserConfig
+
+
+def adamw(module: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
+    """Return a fresh AdamW for the parameters that learn; biases do not decay."""
+    weights = []
+    biases = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            (biases if name.endswith("bias") else weights).append(parameter)
+    decayed = {"params": weights, "weight_decay": weight_decay}
+    return torch.optim.AdamW([decayed, {"params": biases}], lr=0.0, weight_decay=0.0, fused=True)
+
+
+def learning_rate(highest: float, share: float, settings: OptimiserConfig) -> float:
+    """Return the learning rate when a share (0 to 1) of a stage is done: a linear rise, then a cosine to 0."""
+    if settings.schedule == "constant":
+        return highest
+    if share + 1e-2 < settings.rise:
+        return highest * (share + 1e-2) / settings.rise
+    return highest * 0.5 * (1 + math.cos(math.pi * share))
