@@ -49,6 +49,7 @@ SPLITS = ["split.repeats=2", "seeds=[0]"]
 RUNS = {
     "guarded": ["policy=utility", "policy.members=2", *TABLE, *SHORT],
     "sampled": ["policy=independent", "loss=sampled", "baselines=false", *TABLE, *SHORT, *SPLITS],
+    "ppo": ["experiment=ppo", "baselines=false", *TABLE, *SHORT, "seeds=[0]"],
     "data_sets": ["policy=utility", "policy.members=2", *JOINT, *SHORT, "seeds=[0]"],
     "weights": ["experiment=weights", "policy.members=2", *TABLE[:1], "profile.path=energy.csv", *SHORT, "seeds=[0]"],
     "mean": ["budget=mean", "policy=utility", "policy.members=2", *TABLE, *SHORT, "seeds=[0]"],

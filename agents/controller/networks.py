@@ -92,7 +92,7 @@ class KnobNetwork(nn.Module):
         self.encoding, self.dropout, members = encoding, config.dropout, config.members
         widths = [features + encoding.width] + [config.hidden] * config.layers
         self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
-        self.head = IndependentHead(config.hidden, configurations, members)
+        self.head: IndependentHead | ValueHead = IndependentHead(config.hidden, configurations, members)
         self.register_buffer("typical", torch.zeros(2, len(configurations)))
 
     def start_from(self, accuracy: Tensor, latency_ms: Tensor) -> None:

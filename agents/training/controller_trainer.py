@@ -66,7 +66,7 @@ class ControllerTrainer(Trainer):
     env: ConfigBandit
     table: ProfileTable
     loss: LossConfig
-    trained_on = "on another profile, with another policy or from other weights"
+    trained_on = "on another profile or with another policy, or from other weights"
 
     def __init__(
         self,
