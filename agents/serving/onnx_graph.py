@@ -72,7 +72,7 @@ class Deployed(nn.Module):
                     "trained with policy.deploy=auto, which deploys a student without experts"
                 )
             if agent.static is not None:
-                self.agent.static = Steps(agent.static)
+                self.agent.static = Steps(agent.static)  # type: ignore[union-attr]
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Decide, given the blocks and then the budgets."""
