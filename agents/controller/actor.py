@@ -193,7 +193,7 @@ def make_critic(agent: Controller, table: ProfileTable) -> TensorDictModule:
     critic = copy.deepcopy(agent)
     if not isinstance(critic.network, KnobNetwork):
         raise InputError("loss=ppo: trains a categorical for each knob; give policy=independent")
-    critic.network.head = ValueHead(agent.config.members, agent.config.hidden)  # type: ignore[assignment]
+    critic.network.head = ValueHead(agent.config.members, agent.config.hidden)
     rows = _FromRows(critic.to(agent.configurations.device), table)
     return TensorDictModule(rows, in_keys=["row", agent.limit_key], out_keys=["state_value"])
 

@@ -102,10 +102,7 @@ class ControllerTrainer(Trainer):
         group, shape = 1 if exact else self.loss.group_size, (settings.contexts, self.policy.members)
         with seeded(seed, device):
             agent = self._first_network(init_from).to(device).eval()
-            self._with_bins: dict[str, Tensor] = {}
-            if init_from is None and isinstance(agent.network, UtilityNetwork) and agent.network.edges.numel():
-                self._with_bins = copy.deepcopy(agent.state_dict())
-                agent.network.leave_out_bins()
+            self._with_bins = {} if init_from is not None else self._leave_out_bins(agent)
             reference = copy.deepcopy(agent).requires_grad_(False)
             self.actor, frozen = (make_actor(each, table, group).to(device) for each in (agent, reference))
             self.critic = make_critic(agent, table) if self.loss.objective == "ppo" else None
@@ -157,6 +154,15 @@ class ControllerTrainer(Trainer):
         elif isinstance(fresh.network, KnobNetwork):
             network.typical.copy_(fresh.network.typical)  # of this table; decisions do not read it
         return controller
+
+    @staticmethod
+    def _leave_out_bins(agent: Controller) -> dict[str, Tensor]:
+        """Make a fresh network one without bins; gives its weights with them, nothing where it has none."""
+        if not isinstance(agent.network, UtilityNetwork) or not agent.network.edges.numel():
+            return {}
+        weights = copy.deepcopy(agent.state_dict())
+        agent.network.leave_out_bins()
+        return weights
 
     def _note_samples_of(self, start: Loaded, path: str | Path) -> None:
         """Note what a checkpoint was trained on, and take over its folds if profile and split are the same: what was

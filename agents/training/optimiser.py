@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,12 +13,12 @@ from knobwise.agents.training.settings import OptimiserConfig
 
 def adamw(module: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
     """Return a fresh AdamW for the parameters that learn; biases do not decay."""
-    weights = []
-    biases = []
+    weights: list[nn.Parameter] = []
+    biases: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             (biases if name.endswith("bias") else weights).append(parameter)
-    decayed = {"params": weights, "weight_decay": weight_decay}
+    decayed: dict[str, Any] = {"params": weights, "weight_decay": weight_decay}
     return torch.optim.AdamW([decayed, {"params": biases}], lr=0.0, weight_decay=0.0, fused=True)
 
 
