@@ -31,12 +31,13 @@ from knobwise.experiments.train import run
 SWEPT = {
     "group_size": [["loss.group_size=5"], ["loss.group_size=8"], ["loss.group_size=16"], ["loss.group_size=64"]],
     "objective": [["loss=exact"], ["loss=sampled"]],
-    "advantages": [[f"loss.advantage={name}"] for name in ("zscore", "centred", "unnormalised")],
+    "advantages": [[f"loss.advantage={name}"] for name in ("zscore", "centred", "rank", "unnormalised")],
     "heads": [[f"policy={name}"] for name in ("utility", "independent")],
     "reward_coefficients": [[f"reward.beta={b}", f"reward.gamma={g}"] for b in ("0", "0.5") for g in (0, 1, 10)],
     "miss": [["reward.miss=0"], ["reward.miss=0.2"], ["reward.miss=0.5"]],
     "kl": [[f"loss.kl_to_ref_coeff={weight}"] for weight in ("0", "0.02", "0.1", "0.5")],
     "clip": [[f"loss.clip_epsilon={width}"] for width in ("0.1", "0.2", "0.4")],
+    "ppo": [["loss=sampled"], ["loss=ppo"]],
     "leave_one_out": [[f"split.leave_out={name}"] for name in ("text_vqa", "coco_vqa", "okvqa")],
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -102,7 +103,7 @@ def test_several_experiments_each_with_its_own_sweep() -> None:
     [
         (["policy.hidden=range(8,24,8)"], [["policy.hidden=8"], ["policy.hidden=16"]]),
         (["policy.hidden=choice(8,16)"], [["policy.hidden=8"], ["policy.hidden=16"]]),
-        (["loss=glob(*)"], [["loss=exact"], ["loss=sampled"]]),
+        (["loss=glob(*)"], [["loss=exact"], ["loss=ppo"], ["loss=sampled"]]),
         (["seeds=[0],[1]", "loss=exact"], [["seeds=[0]", "loss=exact"], ["seeds=[1]", "loss=exact"]]),
         (["profile.path='a,b.csv','c d.csv'"], [["profile.path='a,b.csv'"], ["profile.path='c d.csv'"]]),
         (["+hydra.sweeper.params.seeds='[0],[1]'"], [["seeds=[0]"], ["seeds=[1]"]]),

@@ -159,7 +159,8 @@ def run(experiment: str, utility: float, variant: str = "", default: bool = True
 
 
 def lines_of(*finished: StudyRun) -> list[str]:
-    return results_page(STUDY, finished, [0, 1]).splitlines()
+    """Of the page, without what was measured before, which stands at its end."""
+    return results_page(STUDY, finished, [0, 1]).partition("## Measured before")[0].splitlines()
 
 
 def only(lines: list[str], start: str) -> str:
