@@ -5,9 +5,57 @@ Rows C are the project as a whole, K the controller, S the selector. CONTRIBUTIN
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
+from configparser import ConfigParser
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
+import gymnasium
+import numpy as np
+import polars as pl
 import pytest
+import torch
+import yaml
+from commands import BEAMS, OPTIMISER, REPLAY, SIMULATED, TABLE, refused, write_table
+from helpers import driven_apart, equal_states, few_demonstrations, small_beams, small_table
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensordict.nn import CompositeDistribution
+from torch.nn.functional import cosine_similarity
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+from wandb.sdk.lib.config_util import save_config_file_from_dict
+from wandb_stub import forget_wandb, offline_runs
+
+import knobwise
+from knobwise.__main__ import main
+from knobwise.agents import AdaptiveModel, PolicyConfig, make_actor
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.common.errors import InputError
+from knobwise.envs import ConfigBandit, builtin_profile
+from knobwise.envs.configurations.budgets import BudgetSampler
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.reward import demonstration_reward
+from knobwise.envs.demonstrations.settings import METHODS
+from knobwise.envs.readers.exp_files import write_exp5_exp6
+from knobwise.envs.readers.long_table import long_frame, write_long_table
+from knobwise.experiments.command_line.compose import CONF, read_settings
+from knobwise.experiments.command_line.sweep import jobs_of
+from knobwise.experiments.results.decisions import read_decisions
+from knobwise.experiments.settings.beams import read_data
+from knobwise.experiments.settings.profiles import TableProfile, read_profile
+from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses.functional import clipped_surrogate, group_advantage, k3
+from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 
 
 @pytest.fixture(autouse=True)
@@ -19,11 +67,6 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def seeds_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of `experiment=seeds` on a tiny table, as a job of a W&B sweep, offline. Only the learning rate
     and the sizes differ from the experiment's, so that a few iterations learn something."""
-    from commands import TABLE, write_table
-    from wandb.sdk.lib.config_util import save_config_file_from_dict
-    from wandb_stub import forget_wandb
-
-    from knobwise.__main__ import main
 
     folder = tmp_path_factory.mktemp("seeds")
     small = ["optimiser.iterations=20", "optimiser.evaluate_every=4", "optimiser.lr=0.01", "policy.hidden=16"]
@@ -44,11 +87,6 @@ def seeds_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def three_shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of `experiment=selector_seeds` on a file of ten queries with five beams of three shots, each of
     which ends with the id of its query. Nothing says that there are three."""
-    import json
-
-    import numpy as np
-
-    from knobwise.__main__ import main
 
     folder = tmp_path_factory.mktemp("three_shots")
     rng = np.random.default_rng(0)
@@ -72,8 +110,6 @@ def three_shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_c1_the_folders_are_packages_of_the_libraries_that_were_named() -> None:
-    from configparser import ConfigParser
-    from importlib import import_module
 
     root = Path(__file__).parents[1]
     for folder in ("envs", "agents", "losses", "experiments"):
@@ -89,10 +125,6 @@ def test_c1_the_folders_are_packages_of_the_libraries_that_were_named() -> None:
 
 
 def test_c2_the_bandit_replays_the_profile_and_is_stepped_by_hand() -> None:
-    import gymnasium
-    from helpers import small_table
-
-    from knobwise.envs import ConfigBandit
 
     table = small_table()
     env = gymnasium.make("knobwise/ConfigBandit-v0", table=table)
@@ -111,15 +143,6 @@ def test_c2_the_bandit_replays_the_profile_and_is_stepped_by_hand() -> None:
 
 
 def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser() -> None:
-    import torch
-    from helpers import driven_apart, small_table
-    from tensordict.nn import CompositeDistribution
-    from torchrl.collectors import Collector
-    from torchrl.data import LazyTensorStorage, ReplayBuffer
-
-    from knobwise.agents import PolicyConfig, make_actor
-    from knobwise.envs import ConfigBandit
-    from knobwise.losses import GRPOLoss, RCELoss
 
     table, knobs = small_table(holes=0.5), ["max_crops", "top_k", "num_active_blocks"]
     options = {"action_keys": "knobs", "unprofiled": "error", "full_information": True, "seed": 0}
@@ -152,10 +175,6 @@ def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser(
 
 def test_c4_the_weights_that_grpo_trained_are_the_deployed_ones(seeds_run: Path) -> None:
     """Under policy=independent. What other policies deploy is a student, see docs/how_it_works.md."""
-    from helpers import equal_states
-
-    import knobwise
-    from knobwise.agents.checkpoint import load_checkpoint
 
     best = load_checkpoint(seeds_run / "checkpoints/best.pt")
     assert best.extra["iteration"] > 0
@@ -166,9 +185,6 @@ def test_c4_the_weights_that_grpo_trained_are_the_deployed_ones(seeds_run: Path)
 
 
 def test_c5_experiment_files_are_launched_and_compared_in_wandb(seeds_run: Path) -> None:
-    from wandb_stub import offline_runs
-
-    from knobwise.experiments.command_line.sweep import jobs_of
 
     jobs = jobs_of("train", ["-m", "experiment=group_size"])
     assert ["loss.group_size=64" in job for job in jobs].count(True) == 1
@@ -188,13 +204,6 @@ def test_c5_experiment_files_are_launched_and_compared_in_wandb(seeds_run: Path)
 
 def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run: Path) -> None:
     """W&B ships its schema of sweeps in another package, so what our file uses of it stands here."""
-    import json
-
-    import yaml
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
-    from wandb_stub import offline_runs
-
-    from knobwise.experiments.command_line.compose import CONF, read_settings
 
     sweep = yaml.safe_load((CONF / "wandb_sweep.yaml").read_text())
     assert sweep.keys() == {"program", "name", "method", "run_cap", "metric", "parameters", "command"}
@@ -230,15 +239,6 @@ def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run: Path) -
 
 
 def test_k1_exp5_with_exp6_core_exp_and_long_tables_are_read() -> None:
-    import json
-
-    import torch
-    from helpers import small_table
-
-    from knobwise.envs.readers.exp_files import write_exp5_exp6
-    from knobwise.envs.readers.long_table import long_frame, write_long_table
-    from knobwise.experiments.command_line.compose import read_settings
-    from knobwise.experiments.settings.profiles import read_profile
 
     table = small_table(6)
     write_long_table(table, "t.csv")
@@ -274,14 +274,6 @@ def test_k1_exp5_with_exp6_core_exp_and_long_tables_are_read() -> None:
 
 
 def test_k2_per_cent_features_by_sample_and_the_original_training_data_are_read() -> None:
-    import json
-
-    import polars as pl
-    import torch
-
-    from knobwise.common.errors import InputError
-    from knobwise.experiments.command_line.compose import read_settings
-    from knobwise.experiments.settings.profiles import read_profile
 
     def read(*words: str):
         return read_profile(read_settings("inspect", ["profile=table", *words]).profile)
@@ -324,14 +316,6 @@ def test_k2_per_cent_features_by_sample_and_the_original_training_data_are_read(
 
 # -- K3: image and language features, a budget encoding, three heads ---------------------------------------------------
 def test_k3_the_budget_is_read_as_one_number_or_by_32_sines_and_cosines() -> None:
-    import numpy as np
-    import torch
-    from commands import OPTIMISER, TABLE, write_table
-    from helpers import small_table
-
-    from knobwise.__main__ import main
-    from knobwise.agents.controller.controller import Controller
-    from knobwise.experiments.command_line.compose import read_settings
 
     write_table()
     words = ["train", *TABLE, *OPTIMISER, "policy=independent", "seeds=[0]", "baselines=false", "own_cost=false"]
@@ -348,11 +332,6 @@ def test_k3_the_budget_is_read_as_one_number_or_by_32_sines_and_cosines() -> Non
 
 # -- K4: features reduced before the first layer -----------------------------------------------------------------------
 def test_k4_features_are_projected_before_the_first_layer() -> None:
-    import torch
-    from commands import OPTIMISER, TABLE, write_table
-
-    from knobwise.__main__ import main
-    from knobwise.agents.checkpoint import load_checkpoint
 
     write_table()
     words = ["train", *TABLE, *OPTIMISER, "policy=utility", "seeds=[0]", "baselines=false", "own_cost=false"]
@@ -369,12 +348,6 @@ def test_k4_features_are_projected_before_the_first_layer() -> None:
 
 
 def test_k5_the_shaped_reward_has_its_five_coefficients() -> None:
-    import math
-
-    import gymnasium
-    from helpers import small_table
-
-    from knobwise.experiments.command_line.compose import read_settings
 
     reward = read_settings("train", ["reward=shaped"]).reward
     assert (reward.alpha, reward.beta, reward.gamma, reward.delta, reward.epsilon) == (1, 0.5, 10, 0.1, 0.05)
@@ -391,11 +364,6 @@ def test_k5_the_shaped_reward_has_its_five_coefficients() -> None:
 
 # -- K6: relative budgets, and budgets drawn from a range --------------------------------------------------------------
 def test_k6_budgets_are_relative_or_uniform() -> None:
-    import torch
-    from helpers import small_table
-
-    from knobwise.envs.configurations.budgets import BudgetSampler
-    from knobwise.experiments.command_line.compose import read_settings
 
     table, rows = small_table(), torch.zeros(4000, dtype=torch.int64)
     relative = BudgetSampler(table, read_settings("train", ["budget=relative"]).budget)(rows)
@@ -412,11 +380,6 @@ def test_k6_budgets_are_relative_or_uniform() -> None:
 
 
 def test_k7_groups_of_draws_have_z_scores_a_clip_and_a_kl(seeds_run: Path) -> None:
-    import polars as pl
-    import torch
-
-    from knobwise.experiments.command_line.compose import read_settings
-    from knobwise.losses.functional import clipped_surrogate, group_advantage, k3
 
     words = ["loss=sampled", "loss.group_size=8", "loss.advantage=zscore"]
     loss = read_settings("train", [*words, "loss.kl_to_ref_coeff=0.1"]).loss
@@ -441,10 +404,6 @@ def test_k7_groups_of_draws_have_z_scores_a_clip_and_a_kl(seeds_run: Path) -> No
 
 
 def test_k8_the_weight_of_the_kl_follows_the_kl() -> None:
-    import polars as pl
-    from commands import OPTIMISER, SIMULATED
-
-    from knobwise.__main__ import main
 
     words = [*SIMULATED, *OPTIMISER, "policy=independent", "seeds=[0]", "baselines=false", "own_cost=false"]
     assert main(["train", *words, "loss=sampled", "loss.kl_band=[0,1e-9]", "optimiser.evaluate_every=2"]) == 0
@@ -455,13 +414,6 @@ def test_k8_the_weight_of_the_kl_follows_the_kl() -> None:
 
 # -- K9: balanced sampling, k-fold splits ------------------------------------------------------------------------------
 def test_k9_small_data_sets_are_drawn_as_often_as_large_ones() -> None:
-    from dataclasses import replace
-
-    import torch
-    from helpers import small_table
-
-    from knobwise.agents.training.controller_trainer import ControllerTrainer
-    from knobwise.experiments.command_line.compose import read_settings
 
     table = replace(small_table(60), datasets=("large",) * 50 + ("small",) * 10)
     settings = read_settings("train", ["balance.by=dataset"])
@@ -472,12 +424,6 @@ def test_k9_small_data_sets_are_drawn_as_often_as_large_ones() -> None:
 
 
 def test_k9_five_folds_judge_every_sample_once() -> None:
-    import json
-
-    from commands import OPTIMISER, TABLE, write_table
-
-    from knobwise.__main__ import main
-    from knobwise.experiments.results.decisions import read_decisions
 
     write_table()
     words = ["train", *TABLE, *OPTIMISER, "policy=independent", "seeds=[0]", "baselines=false", "own_cost=false"]
@@ -494,10 +440,6 @@ def test_k9_five_folds_judge_every_sample_once() -> None:
 
 
 def test_k10_the_settings_of_the_original_training(seeds_run: Path) -> None:
-    import polars as pl
-
-    from knobwise.agents.checkpoint import load_checkpoint
-    from knobwise.experiments.command_line.compose import read_settings
 
     settings = read_settings("train", ["experiment=seeds"])
     optimiser = settings.optimiser
@@ -516,8 +458,6 @@ def test_k10_the_settings_of_the_original_training(seeds_run: Path) -> None:
 
 
 def test_k11_tensorboard_and_wandb_have_the_names_of_the_original(seeds_run: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from wandb_stub import offline_runs
 
     means = [f"{what}_{of}" for what in ("Reward", "Accuracy", "Latency") for of in ("Mean", "Std")]
     wanted = {f"{part}/{name}" for part in ("Train", "Val") for name in ("Loss", *means, "Budget_Violation_Rate")}
@@ -533,11 +473,6 @@ def test_k11_tensorboard_and_wandb_have_the_names_of_the_original(seeds_run: Pat
 
 
 def test_k12_a_decision_is_a_dict_of_the_three_knobs_and_does_not_vary(seeds_run: Path) -> None:
-    import torch
-    from helpers import small_table
-
-    import knobwise
-    from knobwise.agents.checkpoint import load_checkpoint
 
     table, policy = small_table(), knobwise.load(seeds_run)
     greedy = load_checkpoint(seeds_run / "checkpoints/best.pt").controller.choose(
@@ -554,15 +489,6 @@ def test_k12_a_decision_is_a_dict_of_the_three_knobs_and_does_not_vary(seeds_run
 
 # -- K13: ONNX and INT8 ------------------------------------------------------------------------------------------------
 def test_k13_what_is_deployed_is_exported_as_onnx_and_int8(capsys: pytest.CaptureFixture[str]) -> None:
-    import json
-
-    from commands import TABLE, refused, write_table
-    from helpers import driven_apart
-
-    from knobwise.__main__ import main
-    from knobwise.agents.checkpoint import save_checkpoint
-    from knobwise.agents.controller.settings import PolicyConfig
-    from knobwise.experiments.settings.profiles import TableProfile, read_profile
 
     words = ["onnx=true", "int8=true"]
     assert "nowhere" in refused(["export", "checkpoint=nowhere/at_all.pt", *words], capsys)
@@ -582,13 +508,6 @@ def test_k13_what_is_deployed_is_exported_as_onnx_and_int8(capsys: pytest.Captur
 
 # -- K14: cached features and decisions, the first stage in the background ---------------------------------------------
 def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_background() -> None:
-    import torch
-    from helpers import driven_apart
-
-    from knobwise.agents import AdaptiveModel
-    from knobwise.agents.controller.settings import PolicyConfig
-    from knobwise.envs import builtin_profile
-    from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 
     torch.set_num_threads(1)
     requests = [ElasticRequests().request(str(number)) for number in (0, 1, 0, 1)]
@@ -610,13 +529,6 @@ def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_
 
 
 def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage() -> None:
-    import json
-
-    from knobwise.__main__ import main
-    from knobwise.agents.checkpoint import save_checkpoint
-    from knobwise.agents.controller.controller import Controller
-    from knobwise.agents.controller.settings import PolicyConfig
-    from knobwise.envs.readers.builtin import builtin_profile
 
     table = builtin_profile()
     split = table.split()
@@ -635,12 +547,6 @@ def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage() -> 
 
 # -- K16: several data sets --------------------------------------------------------------------------------------------
 def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros() -> None:
-    import torch
-    from commands import OPTIMISER, write_table
-
-    import knobwise
-    from knobwise.__main__ import main
-    from knobwise.agents.serving.numpy_controller import NumpyController
 
     for number, name in enumerate("abc"):
         write_table(40, seed=number, prefix=name)
@@ -665,13 +571,6 @@ def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros() -> None:
 
 
 def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo() -> None:
-    import json
-
-    import polars as pl
-    from commands import OPTIMISER, SIMULATED
-
-    from knobwise.__main__ import main
-    from knobwise.experiments.command_line.sweep import jobs_of
 
     words = ["experiment=ppo", *SIMULATED, *OPTIMISER, "seeds=[0]", "baselines=false", "name=run"]
     assert main(["train", *words, "optimiser.warmup_iterations=0"]) == 0
@@ -687,13 +586,6 @@ def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo() -> None:
 
 
 def test_k18_a_controller_is_updated_for_other_hardware_and_explained() -> None:
-    import json
-
-    import polars as pl
-    from commands import OPTIMISER, TABLE, write_table
-
-    from knobwise.__main__ import main
-    from knobwise.agents.checkpoint import load_checkpoint
 
     write_table()
     policy = ["policy=utility", "policy.members=2", "policy.deploy=teacher", "seeds=[0]", "baselines=false", "name=x"]
@@ -712,16 +604,6 @@ def test_k18_a_controller_is_updated_for_other_hardware_and_explained() -> None:
 
 
 def test_s1_beams_are_read_in_every_format_with_three_shots(three_shots: Path) -> None:
-    import json
-
-    import numpy as np
-    import torch
-    from omegaconf import OmegaConf
-
-    from knobwise.__main__ import main
-    from knobwise.envs.demonstrations.beam_table import BeamTable
-    from knobwise.experiments.command_line.compose import read_settings
-    from knobwise.experiments.settings.beams import read_data
 
     assert OmegaConf.load(three_shots / "config.yaml").shots == 3
     folder = three_shots.parents[2]
@@ -752,12 +634,6 @@ def test_s1_beams_are_read_in_every_format_with_three_shots(three_shots: Path) -
 
 
 def test_s2_beams_are_generated_from_four_kinds_of_pools() -> None:
-    import torch
-    from torch.nn.functional import cosine_similarity
-
-    from knobwise.__main__ import main
-    from knobwise.envs.demonstrations.beam_table import BeamTable
-    from knobwise.envs.demonstrations.settings import METHODS
 
     small = ["model=learner", "learner.queries=4", "learner.candidates=40", "beams.json=false", "pool.size=6"]
     for sampler, parts in {
@@ -786,14 +662,6 @@ def test_s2_beams_are_generated_from_four_kinds_of_pools() -> None:
 
 @pytest.mark.parametrize("version", ["v0", "v1", "v2", "v3"])
 def test_s3_every_version_of_the_selector_is_trained_and_gives_probabilities(version: str) -> None:
-    import itertools
-
-    import torch
-    from commands import BEAMS
-    from helpers import small_beams
-
-    from knobwise.__main__ import main
-    from knobwise.agents.checkpoint import load_checkpoint
 
     table, _ = small_beams(pool=4)
     table.save("b.safetensors")
@@ -812,15 +680,8 @@ def test_s3_every_version_of_the_selector_is_trained_and_gives_probabilities(ver
 
 
 def test_s4_clip_learns_along_by_its_lora_weights_alone() -> None:
-    import json
 
-    import torch
-    from commands import REPLAY
-    from helpers import small_beams
     from tiny_models import picture, tiny_clip
-
-    from knobwise.__main__ import main
-    from knobwise.agents.checkpoint import load_checkpoint
 
     small_beams(32)[0].save("b.safetensors")
     picture(0, 8, 12).save("dog.png")
@@ -847,9 +708,6 @@ def test_s4_clip_learns_along_by_its_lora_weights_alone() -> None:
 
 
 def test_s5_sft_then_rce_with_falling_temperature_then_grpo(three_shots: Path) -> None:
-    import polars as pl
-
-    from knobwise.agents.checkpoint import load_checkpoint
 
     metrics = pl.read_csv(three_shots / "metrics.csv")
     first = {}
@@ -865,14 +723,6 @@ def test_s5_sft_then_rce_with_falling_temperature_then_grpo(three_shots: Path) -
 
 
 def test_s6_a_checkpoint_takes_the_place_of_the_sft_policy() -> None:
-    import torch
-    from commands import REPLAY
-    from helpers import small_beams
-
-    from knobwise.__main__ import main
-    from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
-    from knobwise.agents.selector.selector import Selector
-    from knobwise.agents.selector.settings import SelectorConfig
 
     table, _ = small_beams(60)
     table.save("b.safetensors")
@@ -890,11 +740,6 @@ def test_s6_a_checkpoint_takes_the_place_of_the_sft_policy() -> None:
 
 
 def test_s7_curriculum_conditional_rank_and_temperature_by_kl() -> None:
-    import polars as pl
-    from commands import REPLAY
-    from helpers import small_beams
-
-    from knobwise.__main__ import main
 
     small_beams(40)[0].save("b.safetensors")
     words = ["sft.epochs=1", "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=2", "judged_shots=[2]"]
@@ -913,12 +758,6 @@ def test_s7_curriculum_conditional_rank_and_temperature_by_kl() -> None:
 
 
 def test_s8_the_epoch_of_the_lowest_kl_is_kept() -> None:
-    import polars as pl
-    from commands import REPLAY
-    from helpers import small_beams
-
-    from knobwise.__main__ import main
-    from knobwise.agents.checkpoint import load_checkpoint
 
     small_beams(40)[0].save("b.safetensors")
     words = ["sft.epochs=1", "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=3", "judged_shots=[2]"]
@@ -946,10 +785,6 @@ def test_s8_the_epoch_of_the_lowest_kl_is_kept() -> None:
     ],
 )
 def test_s9_reward_modes_and_weights(options: list[str], wanted: float) -> None:
-    import torch
-
-    from knobwise.envs.demonstrations.reward import demonstration_reward
-    from knobwise.experiments.command_line.compose import read_settings
 
     settings = read_settings("train_selector", options)
     fields = {"vqa_correct": 1.0, "vqa_acc_score": 0.9, "beam_score": 0.02, "coherence": 0.0, "diversity": 0.0}
@@ -970,11 +805,6 @@ def test_s9_reward_modes_and_weights(options: list[str], wanted: float) -> None:
     ],
 )
 def test_s10_the_planned_experiments(experiment: str, planned: list[object]) -> None:
-    from commands import BEAMS
-    from helpers import small_beams
-
-    from knobwise.__main__ import main
-    from knobwise.experiments.command_line.compose import read_settings
 
     small_beams(40)[0].save("b.safetensors")
     settings = read_settings("train_selector", [f"experiment={experiment}"])
@@ -998,9 +828,6 @@ def test_s10_the_planned_experiments(experiment: str, planned: list[object]) -> 
 
 
 def test_s11_losses_advantages_beta_and_temperature_are_logged(three_shots: Path) -> None:
-    import math
-
-    import polars as pl
 
     metrics = pl.read_csv(three_shots / "metrics.csv")
     train = ("Policy_Loss", "KL_Loss", "Advantage_Mean", "Advantage_Std", "KL", "Beta")
@@ -1016,11 +843,6 @@ def test_s11_losses_advantages_beta_and_temperature_are_logged(three_shots: Path
 
 
 def test_s12_a_learned_reward_scores_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
-
-    from helpers import few_demonstrations
-
-    from knobwise.__main__ import main
 
     few_demonstrations(monkeypatch, 60, 20)
     small = [
