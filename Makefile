@@ -9,7 +9,8 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 # as a folder on Python's path: a script beside a clone named knobwise would else import the clone's folder, not the package
-PIP := --quiet --disable-pip-version-check --constraint constraints.txt --config-settings editable_mode=compat
+# modules are compiled when they are first imported, not all of them now
+PIP := --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --config-settings editable_mode=compat
 INSTALLED := $(VENV)/.knobwise
 
 .PHONY: run quick test lint docs bench campaign clean
@@ -43,9 +44,11 @@ $(INSTALLED): setup.cfg constraints.txt
 	$(BIN)/python -m pip install $(PIP) --editable .
 	touch $@
 
-$(INSTALLED)-test: $(INSTALLED)
+# with everything that $(INSTALLED) has
+$(INSTALLED)-test: setup.cfg constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP) --editable ".[test]"
-	touch $@
+	touch $(INSTALLED) $@
 
 $(INSTALLED)-docs: $(INSTALLED)
 	$(BIN)/python -m pip install $(PIP) --editable ".[docs]"
