@@ -58,6 +58,7 @@ def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
     """
     if weight is None:
         weight = torch.full_like(reward, 1 / reward.shape[-1])
+    reward = reward.contiguous()  # else searchsorted copies it, and warns
     ordered, order = reward.sort(-1)
     below = functional.pad(weight.gather(-1, order).cumsum(-1), (1, 0))
     worse = below.gather(-1, torch.searchsorted(ordered, reward))

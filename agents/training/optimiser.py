@@ -16,8 +16,12 @@ def adamw(module: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
     weights: list[nn.Parameter] = []
     biases: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            (biases if name.endswith("bias") else weights).append(parameter)
+        if not parameter.requires_grad:
+            continue
+        if name.endswith("bias"):
+            biases.append(parameter)
+        else:
+            weights.append(parameter)
     decayed: dict[str, Any] = {"params": weights, "weight_decay": weight_decay}
     return torch.optim.AdamW([decayed, {"params": biases}], lr=0.0, weight_decay=0.0, fused=True)
 

@@ -39,7 +39,7 @@ def demonstration_reward(
         if name not in fields:
             raise InputError(f"reward.mode={config.mode} needs {name}, which is not recorded; choose another mode")
     exists = mask.unsqueeze(-1)
-    values = torch.stack([_signal(name, fields, config) for name in config.used], -1).where(exists, 0.0)
+    values = torch.stack([_signal(name, fields, config) for name in config.signal_names], -1).where(exists, 0.0)
     weights = _weights(values, config)
     for shots in config.by_shots:
         weights = _weights(values, config, shots).where((lengths == shots).unsqueeze(-1), weights)
@@ -58,7 +58,7 @@ def _signal(name: str, fields: Mapping[str, Tensor], config: DemonstrationReward
 def _weights(values: Tensor, config: DemonstrationRewardConfig, shots: int | None = None) -> Tensor:
     """Return the factors of the signals, in the shape of their values, [*, G, K]."""
     signals = config.signals(shots)
-    return values.new_tensor([signals[name] for name in config.used]).expand_as(values)
+    return values.new_tensor([signals[name] for name in config.signal_names]).expand_as(values)
 
 
 def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class DemonstrationRewardConfig:
         return MODES[mode](weights)
 
     @property
-    def used(self) -> tuple[str, ...]:
+    def signal_names(self) -> tuple[str, ...]:
         """The signals with a factor above 0 for some number of demonstrations."""
         every = [self.signals(shots) for shots in (None, *self.by_shots)]
         return tuple(name for name in every[0] if any(signals[name] for signals in every))
@@ -140,7 +140,7 @@ class DemonstrationRewardConfig:
     @property
     def needs(self) -> tuple[str, ...]:
         """The fields that must be recorded, names in `FIELDS`."""
-        names = [self.information if name.endswith("information") else name for name in self.used]
+        names = [self.information if name.endswith("information") else name for name in self.signal_names]
         return tuple(name for name in names if name not in LEVELS)
 
 

@@ -302,7 +302,7 @@ class DemonstrationBandit(SingleStepEnv):
                     "sequences, or choose another mode"
                 )
         fields = dict(table.fields)
-        if not set(LEVELS).isdisjoint(config.used):
+        if not set(LEVELS).isdisjoint(config.signal_names):
             # a part of the queries at a time: the embeddings of all sequences may need more memory than there is
             parts = zip(table.pool.split(256), table.sequences.split(256), strict=True)
             levels = [self._levels(table.candidates, pool, sequences) for pool, sequences in parts]
@@ -361,7 +361,7 @@ class DemonstrationBandit(SingleStepEnv):
             fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
         if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
             fields["beam_score"] = fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
-        if not set(LEVELS).isdisjoint(config.used):
+        if not set(LEVELS).isdisjoint(config.signal_names):
             fields |= self._levels(self.candidates, pool, sequences)
         reward = demonstration_reward(fields, used.sum(-1), mask, config)
         if reward.isnan().any():
