@@ -32,6 +32,7 @@ from knobwise.experiments.settings.profiles import read_profile
 CALLS = 300
 """Timed decisions, and samples whose requests are also decided one by one."""
 GRAPH = "controller.onnx"
+GRAPH_OF_8_BITS = "controller.int8.onnx"
 
 
 def run(config: ExportRun) -> Path:
@@ -61,8 +62,8 @@ def run(config: ExportRun) -> Path:
         with threadpool_limits(config.threads):
             summary |= _make(config, agent, table, budgets_ms, made)
         shutil.copy(numpy_controller.__file__, made)
-        for stale in out.glob("controller*.onnx"):  # it may be of another controller
-            stale.unlink()
+        for name in (GRAPH, GRAPH_OF_8_BITS):  # what is left there may be of another controller
+            (out / name).unlink(missing_ok=True)
         summary["files"] = {}
         for path in sorted(made.iterdir()):
             summary["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
@@ -85,7 +86,7 @@ def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tens
     if config.onnx or config.int8:  # first, since some controllers have no graph
         write_onnx(Deployed(agent), folder / GRAPH)
     if config.int8:
-        quantise(folder / GRAPH, folder / "controller.int8.onnx")
+        quantise(folder / GRAPH, folder / GRAPH_OF_8_BITS)
     path = folder / "controller.npz"
     controller = export_numpy(agent, path)
     # single requests run other code, and take longer to compare
