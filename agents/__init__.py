@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     from knobwise.agents.controller.controller import Controller as Controller
     from knobwise.agents.controller.settings import PolicyConfig as PolicyConfig
     from knobwise.agents.judging.evaluation import judge as judge
+    from knobwise.agents.policy.controller import NumpyController as NumpyController
     from knobwise.agents.selector.actor import make_selector_actor as make_selector_actor
     from knobwise.agents.selector.selector import Selector as Selector
     from knobwise.agents.selector.selector import StoredEmbeddings as StoredEmbeddings
     from knobwise.agents.selector.settings import SelectorConfig as SelectorConfig
     from knobwise.agents.serving.adaptive_model import AdaptiveModel as AdaptiveModel
-    from knobwise.agents.serving.export import export_numpy as export_numpy
-    from knobwise.agents.serving.export import to_numpy as to_numpy
-    from knobwise.agents.serving.numpy_controller import NumpyController as NumpyController
+    from knobwise.agents.stack.deployed import DeployedController as DeployedController
     from knobwise.agents.training.controller_trainer import ControllerTrainer as ControllerTrainer
     from knobwise.agents.training.selector_trainer import SelectorTrainer as SelectorTrainer
     from knobwise.agents.training.settings import OptimiserConfig as OptimiserConfig
@@ -46,9 +45,8 @@ MODULES = {
     "SelectorLossConfig": "knobwise.losses.settings",
     "StageConfig": "training.settings",
     "AdaptiveModel": "serving.adaptive_model",
-    "NumpyController": "serving.numpy_controller",
-    "export_numpy": "serving.export",
-    "to_numpy": "serving.export",
+    "NumpyController": "policy.controller",
+    "DeployedController": "stack.deployed",
 }
 __getattr__ = lazy(__name__, MODULES)
 __all__ = list(MODULES)

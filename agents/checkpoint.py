@@ -10,20 +10,22 @@ import torch
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.selector.selector import Selector
-from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import Damaged, InputError, Missing
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.progress import say
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 
-FORMAT = "knobwise.Controller/2"
-Agent = Controller | StackedController | PricedChooser | Selector
+FORMAT = "knobwise.Controller/3"
+Agent = DeployedController | Selector
 Trained = TypeVar("Trained", Controller, Selector)
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector)}
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (DeployedController, Selector)}
 
-OUTSIDE_THE_NETWORK = ("dropout", "experts", "guard", "level", "level_cost", "confidence", "deploy")
+OUTSIDE_THE_NETWORK = (
+    *("dropout", "guard", "level", "level_cost", "confidence", "sharpness"),
+    *("teacher", "experts", "teacher_hidden", "teacher_dropout"),
+)
 """Settings of a policy or selector in which a training may differ from the checkpoint that it starts from."""
 
 
@@ -37,7 +39,7 @@ class Loaded(NamedTuple):
     extra: dict[str, Any]
 
     @property
-    def controller(self) -> Controller | StackedController | PricedChooser:
+    def controller(self) -> DeployedController:
         """The agent; an `InputError` when it is a selector."""
         if isinstance(self.agent, Selector):
             raise InputError(f"it holds a selector trained on {self.profile_name!r}; give that of a controller")
@@ -45,8 +47,8 @@ class Loaded(NamedTuple):
 
     @property
     def network(self) -> Controller:
-        """The network of a controller, without experts, guard and prices; an `InputError` when it is a selector."""
-        return network_of(self.controller)
+        """The network of a controller, without teacher and guard; an `InputError` when it is a selector."""
+        return self.controller.controller
 
     @property
     def selector(self) -> Selector:
@@ -67,12 +69,6 @@ class Loaded(NamedTuple):
         }
         with written_whole(path, previous) as temporary:
             torch.save(content, temporary)
-
-
-def network_of(agent: Controller | StackedController | PricedChooser) -> Controller:
-    """The network of a controller, without experts, guard and prices."""
-    inner = agent.chooser if isinstance(agent, PricedChooser) else agent
-    return inner.network if isinstance(inner, StackedController) else inner
 
 
 def save_checkpoint(path: str | Path, agent: Agent, table: ProfileTable | BeamTable, extra: dict[str, Any]) -> None:
@@ -122,22 +118,14 @@ def load_if_whole(path: Path) -> Loaded | None:
         return None
 
 
-@torch.no_grad()
 def _check_decides(agent: Any) -> None:
-    """Refuse an agent with weights that are not finite, by an InputError, and a controller that cannot decide."""
-    module = agent.chooser if isinstance(agent, PricedChooser) else agent
-    named = (*module.named_parameters(), *module.named_buffers())
-    if broken := next((name for name, values in named if values.isnan().any()), None):
-        raise InputError(f"{broken} holds NaN")
-    if isinstance(agent, Selector):
-        return
-    sizes, guard = network_of(agent).normaliser.sizes, getattr(agent, "guard", None)
-    limits = torch.ones(1, 2) if network_of(agent).cost else torch.ones(1)
-    if isinstance(agent, PricedChooser):  # the policy inside, as the mix may draw
-        limits = 1 / agent.prices.float()
-    elif guard is not None:
-        limits = guard.budgets_ms.float()
-    module.choose({name: torch.zeros(len(limits), size) for name, size in sizes.items()}, limits)
+    """Refuse an agent with weights that are not finite, by an InputError, and a controller that
+    cannot decide."""
+    for name, values in (*agent.named_parameters(), *agent.named_buffers()):
+        if values.isnan().any():
+            raise InputError(f"{name} holds NaN")
+    if isinstance(agent, DeployedController):
+        _ = agent.decider
 
 
 # -- to start a training from (`init_from=PATH`) -----------------------------------------------------------------------

@@ -1,13 +1,17 @@
-"""Median time of a decision by torch and NumPy, in µs at batch 1 on one CPU thread.
+"""Median time of a decision by what a run deploys, in µs, for one request on one CPU thread.
 
-For the default stack, its student, which a run deploys, the lean network, and a student with 2,848 features (768 +
-2,080) and 240 configurations; every request has its own budget. NumPy decides with normalisation and guard, and under
-drift with the offset of each configuration that a tracker of latencies knows. The time of a decision does not depend on
-how long a controller was trained, so all are fitted or set up here, in about a minute. The forms take turns, so that
-whatever else the machine does meets all alike; the fastest tenth is printed next to the median. With a number, so many
-rounds of ten decisions:
+A small table, the built-in profile with 288 features and 64 configurations, and a wide one with
+2,848 features (768 + 2,080) and 240 configurations. Networks are as wide as a run would choose them
+by the smallest budget. The time of a decision does not depend on how long a network was trained, so
+none is; the guard lets them decide at every budget, because static costs next to nothing.
 
-    python benchmarks/exported.py [60]
+In a loop, one decision follows another; under drift it also says what it expects of the latency,
+and reads how much slower knob values are here than in the profile. Behind a model, a transformer
+runs before each decision, as where a run is served: the caches then hold other things. The forms
+take turns, so that whatever else the machine does meets all alike; the fastest tenth is printed
+next to the median. With a number, so many rounds of ten decisions:
+
+    python benchmarks/exported.py [200]
 """
 
 from __future__ import annotations
@@ -16,72 +20,67 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
-from knobwise.agents.serving.distillation import StudentConfig, student_of
-from knobwise.agents.serving.export import Agent, to_numpy
-from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.agents.controller.settings import PolicyConfig, hidden_for
+from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.policy.controller import NumpyController
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.serving.own_cost import own_costs
+from knobwise.agents.stack.deployed import DeployedController, Settled
+from knobwise.agents.training.settle import latency_of
 from knobwise.envs import builtin_profile
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import ProfileTable
 
-STUDENT, WIDE = "student, 288 features, 64 configurations", "student, 2,848 features, 240 configurations"
-BARS_US = {STUDENT: 30.0, WIDE: 60.0}
-"""Most µs of a decision under drift."""
+LOOP = "in a loop"
+DRIFT = "in a loop, under drift"
+MODEL = "behind a model"
+SMALL = "288 features, 64 configurations"
+BARS_US = {(SMALL, LOOP): 20.0, (SMALL, MODEL): 60.0}
+"""Most µs of a decision."""
 
 
-def student_on(table: ProfileTable) -> StackedController:
-    """A student as `knobwise train` deploys it, hardly trained: its decisions take as long. Its guard lets it decide at
-    every budget; a fall-back to static costs next to nothing."""
-    rows, config = torch.arange(table.num_samples), PolicyConfig(structure="utility", members=2, hidden=8)
-    network = Controller.for_table(table, rows, config).eval()
-    stack = fit_stack(table, rows, network, config, default_budgets(table), seed=0)
-    student = student_of(stack, table, rows, 0, StudentConfig(requests=100, steps=1))
-    assert student.guard is not None
-    student.guard.deploy.fill_(True)
-    return student
-
-
-def built_in() -> tuple[ProfileTable, dict[str, Agent]]:
-    """The three controllers of the built-in profile."""
-    table = builtin_profile()
-    split = table.split()
-    rows = torch.cat([split.train, split.validation])
+def deployed_on(table: ProfileTable) -> NumpyController:
+    """Return what a run would deploy, but for the training."""
+    rows = torch.arange(table.num_samples)
+    budgets_ms = default_budgets(table)
+    inputs = FeatureNormaliser.fit(table, rows).width
+    hidden = hidden_for(inputs, table.num_configurations, 1e3 * float(budgets_ms.min()))
     torch.manual_seed(0)
-    config = PolicyConfig(structure="utility", members=5, hidden=96, dropout=0.2, experts=EXPERTS)
-    network = Controller.for_table(table, rows, config).eval()
-    stack = fit_stack(table, rows, network, config, default_budgets(table), seed=0)
-    lean = Controller.for_table(table, rows, replace(config, members=1, experts=())).eval()
-    return table, {"default stack": stack, STUDENT: student_on(table), "lean utility": lean}
+    controller = Controller.for_table(table, rows, PolicyConfig(hidden=hidden, drift=0.3)).eval()
+    guard = []
+    for budget in budgets_ms.tolist():
+        guard.append({"budget_ms": budget, "margin": 0.97, "deployed": True})
+    latency = latency_of(table, rows, controller.normaliser)
+    settled = Settled(guard, static=static_of(table, rows).arrays(), latency=latency)
+    print(f"{inputs} inputs, {hidden} wide, {len(budgets_ms)} budgets")
+    return DeployedController(controller, None, settled).decider
 
 
-def forms_of(agent: Agent, table: ProfileTable) -> dict[str, Callable[[int], object]]:
-    """For each form a function that decides on request number i."""
-    generator = torch.Generator().manual_seed(1)
+def forms_of(controller: NumpyController, table: ProfileTable) -> dict[str, Callable[[int], object]]:
+    """Return by name functions that decide on request number i, each under its own budget."""
+    generator = np.random.default_rng(1)
     count = table.num_samples
-    budgets = default_budgets(table)
-    budgets = budgets[torch.randint(len(budgets), (count,), generator=generator)]
-    budgets = budgets * (0.9 + 0.2 * torch.rand(count, generator=generator))
-    limits, controller = budgets.tolist(), to_numpy(agent)
-    drift = np.random.default_rng(0).normal(0.1, 0.05, table.num_configurations), 1.2
-    tensors = [{name: block[row : row + 1] for name, block in table.features.items()} for row in range(count)]
-    samples = [{name: block[0].numpy() for name, block in request.items()} for request in tensors]
+    limits = generator.choice(default_budgets(table).double().numpy(), count)
+    limits = (limits * generator.uniform(0.9, 1.1, count)).tolist()
+    drift = generator.normal(0.1, 0.05, table.num_configurations), 1.2
+    samples = []
+    for row in range(count):
+        samples.append({name: block[row].numpy() for name, block in table.features.items()})
     return {
-        "torch": lambda i: agent.choose(tensors[i], budgets[i : i + 1]),
-        "NumPy": lambda i: controller.decide(samples[i], limits[i]),
-        "NumPy under drift": lambda i: controller.decide_expected(samples[i], limits[i], drift),
+        LOOP: lambda i: controller.decide(samples[i], limits[i]),
+        DRIFT: lambda i: controller.decide_expected(samples[i], limits[i], drift),
     }
 
 
 def measure(forms: Mapping[str, Callable[[int], object]], requests: int, rounds: int) -> dict[str, list[float]]:
-    """µs of every call; the forms take turns after a few requests each."""
+    """Return µs of every call; the forms take turns after a few requests each."""
     micros: dict[str, list[float]] = {name: [] for name in forms}
     for number in range(rounds + 1):
         for name, decide in forms.items():
@@ -94,27 +93,27 @@ def measure(forms: Mapping[str, Callable[[int], object]], requests: int, rounds:
     return micros
 
 
-def show(title: str, micros: Mapping[str, list[float]]) -> dict[str, float]:
-    """Print and return the medians."""
-    median = {name: statistics.median(values) for name, values in micros.items()}
-    first, *_ = median
-    print(f"{title}:")
-    for name, values in micros.items():
-        print(f"  {name:19s} median {median[name]:8.1f} µs   fastest tenth", end=" ")
-        print(
-            f"{statistics.quantiles(values, n=10)[0]:8.1f} µs   {first} / {name} = {median[first] / median[name]:.1f}"
-        )
-    return median
+def main(rounds: int = 200) -> None:
+    """Print the times of both tables, and beside them the bars."""
+    torch.set_num_threads(1)
+    threadpool_limits(1)  # NumPy's products; with more threads one of this size is slower
+    wide = simulate(SimulatedConfig(samples=100, image_width=768, language_width=2080))
+    tables = {SMALL: builtin_profile(), "2,848 features, 240 configurations": wide}
+    for title, table in tables.items():
+        print(f"{title}: ", end="")
+        controller = deployed_on(table)
+        times = {}
+        for form, micros in measure(forms_of(controller, table), table.num_samples, rounds).items():
+            fastest = statistics.quantiles(micros, n=10)[0]
+            times[form] = f"median {statistics.median(micros):6.1f} µs   fastest tenth {fastest:6.1f} µs"
+        budgets_ms = default_budgets(table)
+        (cost,) = own_costs([controller], table, torch.arange(100), budgets_ms)
+        times[MODEL] = f"median {float(cost.decision_us.median()):6.1f} µs"
+        for form, words in times.items():
+            bar = BARS_US.get((title, form))
+            note = "" if bar is None else f"   bar {bar:.0f} µs"
+            print(f"  {form:24s} {words}{note}")
 
 
 if __name__ == "__main__":
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 60  # ten decisions of each form a round
-    torch.set_num_threads(1)
-    threadpool_limits(1)  # NumPy's products; with more threads one of this size is slower
-    table, agents = built_in()
-    wide = simulate(SimulatedConfig(samples=100, image_width=768, language_width=2080))
-    cases = [*((table, name, agent) for name, agent in agents.items()), (wide, WIDE, student_on(wide))]
-    for table, name, agent in cases:
-        median = show(name, measure(forms_of(agent, table), table.num_samples, rounds))
-        if name in BARS_US:
-            print(f"  a decision under drift: {median['NumPy under drift']:.1f} µs; bar {BARS_US[name]:.0f} µs")
+    main(*map(int, sys.argv[1:2]))

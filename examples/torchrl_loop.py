@@ -9,7 +9,7 @@ import torch
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
-from knobwise.agents import Controller, PolicyConfig, judge, make_actor
+from knobwise.agents import Controller, DeployedController, PolicyConfig, judge, make_actor
 from knobwise.envs import ConfigBandit, builtin_profile, default_budgets
 from knobwise.losses import GRPOLoss, RCELoss
 
@@ -22,8 +22,8 @@ def main(warm_up: int = 600, iterations: int = 300, contexts: int = 256, group_s
 
     shape = {"batch_size": contexts, "group_size": group_size}
     env = ConfigBandit(table, **shape, rows=split.train, action_keys="knobs", lean=True, full_information=True)
-    controller = Controller.for_table(table, split.train, PolicyConfig())
-    policy = make_actor(controller, table, group_size=group_size, separate=True)
+    agent = DeployedController(Controller.for_table(table, split.train, PolicyConfig()))
+    policy = make_actor(agent, table, group_size=group_size, separate=True)
     storage, sampler = LazyTensorStorage(contexts), SamplerWithoutReplacement()
     buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=contexts // 2)
     stages = ((RCELoss(policy), warm_up, 2e-3), (GRPOLoss(policy, advantage="centred"), iterations, 1e-3))
@@ -37,7 +37,7 @@ def main(warm_up: int = 600, iterations: int = 300, contexts: int = 256, group_s
             if warming_up:
                 loss_module.temperature.fill_(0.5 - 0.4 * iteration / count)
             buffer.extend(batch.flatten())  # [contexts, 1 step] → [contexts]
-            controller.train(warming_up)  # dropout in the warm-up only
+            agent.train(warming_up)  # dropout in the warm-up only
             for _ in range(2):
                 losses = loss_module(buffer.sample())
                 optimiser.zero_grad()
@@ -45,14 +45,14 @@ def main(warm_up: int = 600, iterations: int = 300, contexts: int = 256, group_s
                 torch.nn.utils.clip_grad_norm_(loss_module.parameters(), 1.0)
                 optimiser.step()
             schedule.step()
-            controller.eval()
+            agent.eval()
             if iteration % 20 == 0:
-                score = float(judge(controller, table, split.validation, budgets_ms).utility.mean())
+                score = float(judge(agent, table, split.validation, budgets_ms).utility.mean())
                 if score > best:
-                    best, weights = score, copy.deepcopy(controller.state_dict())
+                    best, weights = score, copy.deepcopy(agent.state_dict())
         print(f"validation utility after {type(loss_module).__name__}: {best:.3f}", flush=True)
-    controller.load_state_dict(weights)
-    return float(judge(controller, table, split.test, budgets_ms).utility.mean())
+    agent.load_state_dict(weights)
+    return float(judge(agent, table, split.test, budgets_ms).utility.mean())
 
 
 if __name__ == "__main__":

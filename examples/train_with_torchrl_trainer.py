@@ -8,7 +8,7 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
 from torchrl.trainers import DefaultOptimizationStepper, ReplayBufferTrainer, Trainer
 
-from knobwise.agents import Controller, PolicyConfig, judge, make_actor
+from knobwise.agents import Controller, DeployedController, PolicyConfig, judge, make_actor
 from knobwise.envs import ConfigBandit, builtin_profile, default_budgets
 from knobwise.losses import GRPOLoss
 
@@ -43,9 +43,11 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
     trainer.register_op("batch_process", minibatches.extend)
     trainer.register_op("process_optim_batch", minibatches.sample)
 
-    before = float(judge(controller, table, split.test, budgets_ms).utility.mean())
+    about = table, split.test, budgets_ms
+    before = judge(DeployedController(controller), *about).utility.mean()
     trainer.train()
-    return before, float(judge(controller, table, split.test, budgets_ms).utility.mean())
+    after = judge(DeployedController(controller), *about).utility.mean()
+    return float(before), float(after)
 
 
 if __name__ == "__main__":

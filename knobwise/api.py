@@ -6,7 +6,6 @@ policy.decide({"image_features": image, "language_features": question}, budget_m
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -60,34 +59,32 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     return read_profile(TableProfile(path=str(path), features=content, **options))
 
 
-def load(path: str | Path = "runs/latest", form: str = "deployed") -> KnobPolicy:
+def load(path: str | Path = "runs/latest") -> KnobPolicy:
     """Load a trained policy: the folder of a run, of whose seeds it takes the best on validation, or a checkpoint.
 
-    Of a run `form` is what it deployed, or the `teacher` that this was taught by (`policy.deploy`).
-
     Raises:
-        InputError: no such run, checkpoint or form, a run that is not finished, the checkpoint of a selector.
+        InputError: no such run or checkpoint, a run that is not finished, the checkpoint of a selector.
     """
-    return KnobPolicy(load_checkpoint(checkpoint_at(path, form)))
+    return KnobPolicy(load_checkpoint(checkpoint_at(path)))
 
 
 def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int = 0, **options: Any) -> KnobPolicy:
     """Train a policy as `knobwise train` does with one seed, and say how it did on test samples beside budget-aware
-    static. Returns what a run would deploy (`**{"policy.deploy": "teacher"}` for the trained policy itself). Writes no
-    files.
+    static, and what GRPO added. Returns what a run would deploy. Writes no files.
 
     Args:
         data: a profile, or what `read` takes.
         features: as in `read`; of a profile also blocks [N, d] in the order of its samples, without ids.
-        policy: auto; utility, the same without experts, which trains several times faster; or independent,
-            a categorical for each knob.
+        policy: auto, a head for each knob, taught by a network and experts that predict outcomes, then trained by GRPO;
+            utility, the same without experts, which trains several times faster; or independent, by rewards alone,
+            without a teacher and a guard.
         options: any other option of `knobwise train`, such as reward="shaped", budget="mean", budgets_ms=[20, 40] or
             optimiser={"iterations": 100}.
 
     Raises:
         InputError: data or options that cannot be used.
 
-    >>> table, quick = builtin_profile(), {"warmup_iterations": 20, "iterations": 0}
+    >>> table, quick = builtin_profile(), {"teacher_iterations": 20, "warmup_iterations": 20, "iterations": 0}
     >>> policy = knobwise.fit(table, policy="utility", optimiser=quick)
     >>> policy.decide({name: block[0] for name, block in table.features.items()}, budget_ms=3.0).keys()
     dict_keys(['max_crops', 'top_k', 'num_active_blocks'])
@@ -106,9 +103,9 @@ def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int
         for note in experiment.notes:
             say(note)
         (trainer,) = experiment.trainers
-        loaded = experiment.completed(trainer, copy.deepcopy(trainer.run()).cpu())
-        deployed = experiment.deployed(loaded, seed)
-        judged, _ = experiment.judged([loaded], [deployed])
+        trainer.run()
+        deployed = experiment.completed(trainer)
+        judged, _ = experiment.judged([deployed])
         deployed.extra["judged"] = judged
     finally:
         torch.set_num_threads(threads)

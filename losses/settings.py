@@ -30,8 +30,8 @@ class GRPOConfig:
     entropy_coeff: float = 0.0
     """η, weight of the entropy."""
     kl_to_ref_coeff: float | None = None
-    """β, weight of the k3 KL to the reference policy. None: 0.02 for a `utility` structure, which starts from outcomes
-    that it predicts well, 0 for heads, which have more to learn."""
+    """β, weight of the k3 KL to the reference policy. None: 0.1 where a teacher taught the
+    reference, 0 for heads that learn from rewards alone."""
     kl_band: tuple[float, float] | None = None
     """Lowest and highest KL to the reference policy, in nats. Above it β grows by half, below it β shrinks by a third;
     β stays within 0.001 and 10. None keeps β as it is."""
@@ -66,13 +66,10 @@ class LossConfig(GRPOConfig):
     before. With advantage=zscore these are standardised over the draws of a step."""
     value_coeff: float = 1.0
     """Weight of the value network's squared error, for `ppo`."""
-    regression_coeff: float = 0.5
-    """Weight of the regression on measured accuracy and latency beside GRPO, for a `utility` structure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("loss.objective", self.objective, ("exact", "sampled", "ppo"))
-        at_least("loss.regression_coeff", self.regression_coeff, 0)
         positive("loss.value_coeff", self.value_coeff)
         if self.objective == "ppo":
             one_of("loss.advantage", self.advantage, ("centred", "zscore"))

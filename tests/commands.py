@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -37,8 +38,8 @@ SIMULATED = [
 ]
 """A small table without a file."""
 OPTIMISER = [
-    *("optimiser.warmup_iterations=4", "optimiser.iterations=8", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
-    *("policy.hidden=16", "tracking=disabled"),
+    *("optimiser.teacher_iterations=4", "optimiser.warmup_iterations=4", "optimiser.iterations=8"),
+    *("optimiser.contexts=32", "optimiser.evaluate_every=4", "policy.hidden=16", "tracking=disabled"),
 ]
 """Is quick."""
 BEAMS = [
@@ -105,6 +106,8 @@ def same(first: Any, second: Any) -> bool:
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, float) and math.isnan(first):
+        return isinstance(second, float) and math.isnan(second)
     return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
 
 

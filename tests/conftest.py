@@ -15,7 +15,6 @@ from commands import VARIABLES
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.agents.serving import own_cost
 from knobwise.common import interruption
-from knobwise.experiments.train import controller
 
 PRELOADED = [
     *("pytest", "hydra.compose", "torch.utils.tensorboard", "torchrl.collectors", "torchrl.weight_update"),
@@ -40,8 +39,8 @@ def _quiet_and_single_threaded() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_work(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fewer boosted trees where tests are not about what predictors have learned, a short fit of students whose
-    teachers were hardly trained, and fewer decisions timed where they are not about time."""
+    """Fewer boosted trees where tests are not about what predictors have learned, and fewer decisions
+    timed where they are not about time."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name not in ("predictors", "judging"):
             patch.setitem(FAMILIES, "gradient_boosting", FAMILIES["gradient_boosting"]._replace(settings=(10, 40)))
@@ -49,7 +48,6 @@ def _little_work(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr(own_cost, "ROUNDS", 1)
             patch.setattr(own_cost, "CALLS", 4)
             patch.setattr(own_cost, "WARM_UP", 1)
-        patch.setattr(controller, "LEAST_STUDENT_STEPS", 20)
         yield
 
 

@@ -3,13 +3,22 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.agents.training.settle import deployed_by
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 from knobwise.profiling.demonstrations import builtin
@@ -181,9 +190,11 @@ class Always:
     def __init__(self, configuration: int, name: str = "") -> None:
         self.configuration, self.name = configuration, name
 
-    def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
+    def choose(
+        self, features: Mapping[str, NDArray[Any]], limits: NDArray[Any], mask: NDArray[Any] | None = None
+    ) -> NDArray[np.int64]:
         self.limits = limits
-        return torch.full((len(limits),), self.configuration)
+        return np.full(len(limits), self.configuration)
 
 
 def blocks(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
@@ -191,23 +202,58 @@ def blocks(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
     return {name: block[rows] for name, block in table.features.items()}
 
 
+def arrays(table: ProfileTable, rows: Tensor | None = None) -> dict[str, NDArray[Any]]:
+    """The same as a policy reads them, in NumPy; of all rows by default."""
+    rows = torch.arange(table.num_samples) if rows is None else rows
+    return {name: block.numpy() for name, block in blocks(table, rows).items()}
+
+
 def driven_apart(
-    table: ProfileTable, config: PolicyConfig, rows: Tensor | None = None, priced: bool = False, by: float = 0.3
+    table: ProfileTable,
+    config: PolicyConfig,
+    rows: Tensor | None = None,
+    sense: str = "deadline",
+    by: float = 0.3,
 ) -> Controller:
-    """A network for the table (or some rows of it) that was not trained, whose members and configurations differ."""
+    """A controller for the table (or some rows of it) that was not trained; all its weights differ."""
     torch.manual_seed(0)
     rows = torch.arange(table.num_samples) if rows is None else rows
-    network = Controller.for_table(table, rows, config, priced).eval()
-    for p in network.parameters():
+    controller = Controller.for_table(table, rows, config, sense).eval()
+    for p in controller.parameters():
         p.data += by * torch.randn_like(p)
-    return network
+    return controller
+
+
+TAUGHT = PolicyConfig(
+    teacher=True, members=2, experts=("ridge",), hidden=8, teacher_hidden=8, dropout=0.0, teacher_dropout=0.0
+)
+"""A small policy that a teacher teaches."""
+BRIEF = OptimiserConfig(
+    teacher_iterations=4, warmup_iterations=8, iterations=4, contexts=32, minibatch=32, evaluate_every=4
+)
+"""A training of a second."""
+
+
+def deployed(
+    table: ProfileTable,
+    policy: PolicyConfig = TAUGHT,
+    budgets_ms: Tensor | None = None,
+    sense: str = "deadline",
+    **settings: Any,
+) -> DeployedController:
+    """What a short training deploys, with everything that is settled about it."""
+    budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
+    options = {"policy": policy, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)} | settings
+    trainer = ControllerTrainer(table, table.split(), **options)
+    trainer.run()
+    return deployed_by(trainer, budgets_ms)
 
 
 def member_of(controller: Controller, number: int) -> Controller:
-    """One member of an ensemble as a controller of its own, in eval mode."""
+    """One of the networks side by side as a controller of its own, in eval mode."""
     learned = {name for name, _ in controller.named_parameters()}
     plain = controller.plain()
-    plain["policy"] |= {"members": 1}
+    plain["policy"] |= {"teacher": False, "experts": (), "members": 1}
     plain["state"] = {k: v[number : number + 1] if k in learned else v for k, v in plain["state"].items()}
     return Controller.restored(plain)
 

@@ -1,5 +1,7 @@
 """A model with knobs that answers from a profile, and the log of a controller in front of it."""
 
+import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,16 +10,28 @@ import numpy as np
 import torch
 from helpers import driven_apart, small_table
 
+from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.stack.guard import Guard
-from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.agents.stack.deployed import DeployedController, Settled
+from knobwise.agents.stack.teacher import Teacher
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
 
 Factors = Callable[[Mapping[str, int]], float]
+SMALL = PolicyConfig(
+    teacher=True,
+    members=2,
+    hidden=16,
+    layers=1,
+    dropout=0.0,
+    teacher_hidden=8,
+    teacher_dropout=0.0,
+)
+STEPS = 200
+"""Of fitting heads that read nothing but the budget."""
 
 
 class ReplayedModel:
@@ -41,19 +55,87 @@ class ReplayedModel:
         return [Answer(text, ms, ms, 0.0, 1, 1, 1) for text, ms in zip(right, times, strict=True)]
 
 
-def small_stack(samples: int = 200, falls_back: bool = False) -> tuple[StackedController, ProfileTable]:
-    """A controller that knows the means of a small table, and nothing beyond; with a guard that falls back at
-    every budget but the largest, or at none."""
+# -- controllers that were not trained -------------------------------------------------------------
+
+
+def settled_for(
+    table: ProfileTable,
+    margins: Sequence[float] | None = None,
+    deploy: Sequence[bool] | None = None,
+) -> Settled:
+    """Mean latencies, and if there are margins a guard for the default budgets, which falls back
+    nowhere by default."""
+    static = static_of(table, torch.arange(table.num_samples))
+    latency = {"bias": static.log_latency, "spread": static.spread.clip(1e-3)}
+    settled = Settled(latency={name: values.astype(np.float32) for name, values in latency.items()})
+    if margins is None:
+        return settled
+    settled.static = static.arrays()
+    deploy = [True] * len(margins) if deploy is None else deploy
+    budgets = default_budgets(table).tolist()
+    for budget, margin, deployed in zip(budgets, margins, deploy, strict=True):
+        reason = "deployed" if deployed else "fell back"
+        row = {"budget_ms": budget, "margin": margin, "deployed": bool(deployed), "reason": reason}
+        settled.guard.append(row)
+    return settled
+
+
+def untrained(
+    table: ProfileTable,
+    config: PolicyConfig | None = None,
+    margins: Sequence[float] | None = None,
+    deploy: Sequence[bool] | None = None,
+    by: float = 0.3,
+) -> DeployedController:
+    """A controller that was not trained, whose networks and configurations differ; margins and
+    fall-backs as in `settled_for`."""
+    config = config or PolicyConfig(hidden=8, dropout=0.0)
+    controller = driven_apart(table, config, by=by)
+    return DeployedController(controller, None, settled_for(table, margins, deploy)).eval()
+
+
+@functools.cache
+def _knows_means(samples: int) -> DeployedController:
+    """Its teacher has the means of a small table; its heads imitate it, whatever the features."""
     table = small_table(samples)
-    network = driven_apart(table, PolicyConfig(structure="utility", hidden=8, layers=1), by=0.0)
-    network.network.residual.requires_grad_(False).weight.zero_()  # type: ignore[operator, union-attr]
-    network.network.residual.bias.zero_()  # type: ignore[operator, union-attr]
-    budgets = default_budgets(table)
-    guard = Guard(len(budgets))
-    guard.budgets_ms.copy_(budgets)
-    guard.deploy[: len(budgets) - 1] = not falls_back
-    static = BudgetAwareStatic(table, torch.arange(samples))
-    return StackedController(network, [], torch.ones(1), guard, static).eval(), table
+    rows = torch.arange(samples)
+    torch.manual_seed(0)
+    controller = Controller.for_table(table, rows, SMALL).eval()
+    everything = torch.ones(SMALL.members, samples, dtype=torch.bool)
+    teacher = Teacher.for_table(table, rows, SMALL, controller.normaliser, everything).eval()
+    width = controller.normaliser.width
+    encoding = controller.network.encoding
+    low, high = (float(encoding.mean + z * encoding.scale) for z in (-3, 4))
+    limits = torch.linspace(low, high, 128).exp()
+    worths = teacher.teach(torch.zeros(1, width), limits.unsqueeze(0))[0]
+    target = (SMALL.sharpness * worths).softmax(-1)
+    x = torch.zeros(len(limits), width)
+    controller.network.layers[0].weight.data[:, :width] = 0
+    optimiser = torch.optim.Adam(controller.network.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
+    for _ in range(STEPS):
+        loss = -(target * controller.by_members(x, limits)).sum(-1).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+    controller.requires_grad_(False)
+    return DeployedController(controller, teacher, settled_for(table, [1.0] * 5)).eval()
+
+
+def small_stack(
+    samples: int = 200,
+    falls_back: bool = False,
+) -> tuple[DeployedController, ProfileTable]:
+    """A controller that knows the means of a small table, and nothing beyond; with a guard that
+    falls back at every budget but the largest, or at none."""
+    agent = copy.deepcopy(_knows_means(samples))
+    for row in agent.settled.guard[:-1]:
+        row["deployed"] = not falls_back
+    return agent, small_table(samples)
+
+
+# -- requests --------------------------------------------------------------------------------------
 
 
 def serve_requests(

@@ -16,7 +16,7 @@ from knobwise.experiments.results.decisions import write_decisions
 BUDGETS = (10.0, 20.0)
 SETTINGS = {
     "experiment": "lean",
-    "policy": {"structure": "utility", "hidden": 96},
+    "policy": {"teacher": True, "hidden": 96},
     "loss": {"group_size": 8, "objective": "exact"},
     "optimiser": {"lr": 0.001},
     "tracking": {"mode": "disabled"},

@@ -20,8 +20,9 @@ import pytest
 import torch
 import yaml
 from commands import BEAMS, OPTIMISER, REPLAY, SIMULATED, TABLE, refused, write_table
-from helpers import driven_apart, equal_states, few_demonstrations, small_beams, small_table
+from helpers import arrays, driven_apart, equal_states, few_demonstrations, small_beams, small_table
 from omegaconf import OmegaConf
+from replayed import untrained
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensordict.nn import CompositeDistribution
 from torch.nn.functional import cosine_similarity
@@ -36,9 +37,9 @@ from knobwise.__main__ import main
 from knobwise.agents import AdaptiveModel, PolicyConfig, make_actor
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.errors import InputError
 from knobwise.envs import ConfigBandit, builtin_profile
@@ -174,11 +175,60 @@ def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser(
 
 
 def test_c4_the_weights_that_grpo_trained_are_the_deployed_ones(seeds_run: Path) -> None:
-    """Under policy=independent. What other policies deploy is a student, see docs/how_it_works.md."""
+    """Under policy=independent."""
 
     best = load_checkpoint(seeds_run / "checkpoints/best.pt")
     assert best.extra["iteration"] > 0
     assert equal_states(knobwise.load(seeds_run).agent, best.controller)
+    assert deployed_arrays_are(best.network, seeds_run)
+
+
+def deployed_arrays_are(network: Controller, run: Path) -> bool:
+    """Whether what a run exports decides by exactly the weights of the last of these networks."""
+    exported = np.load(run / "controller.npz")
+    weights = [*network.network.layers, network.network.head.logits]
+    assert len(weights) == network.config.layers + 1
+    same = knobwise.load(run).agent.decider.digest == NumpyController.load(run / "controller.npz").digest
+    for number, layer in enumerate(weights):
+        for name in ("weight", "bias"):
+            values = getattr(layer, name)[-1].detach().numpy()
+            same &= np.array_equal(exported[f"network.layers.{number}.{name}"], values)
+    return same
+
+
+@pytest.mark.parametrize("policy", ["auto", "utility"])
+def test_c4_the_weights_that_grpo_ended_with_are_those_that_the_default_policy_deploys(policy: str) -> None:
+    """Nothing comes after GRPO: no student, no mixture with its teacher, no weights from before it."""
+
+    assert read_settings("train", []).policy == read_settings("train", ["policy=auto"]).policy
+    write_table()
+    short = ["optimiser.teacher_iterations=4", "optimiser.warmup_iterations=20", "optimiser.iterations=20"]
+    short += ["optimiser.contexts=32", "optimiser.evaluate_every=1000", "policy.hidden=16", "policy.members=2"]
+    words = [f"policy={policy}", *TABLE, *short, "seeds=[0]", "baselines=false", "own_cost=false"]
+    assert main(["train", *words, "tracking=disabled", "tracking.tensorboard=false", "name=run"]) == 0
+    run = Path("runs/controller/run")
+    ended = load_checkpoint(run / "checkpoints/last.pt")  # the state after GRPO's last step
+    best = load_checkpoint(run / "checkpoints/best.pt")
+    training = ended.extra["training"]
+    results = json.loads((run / "results.json").read_text())
+    steps = results["training"]
+    assert steps["method"] == "GRPO"
+    assert best.extra["iteration"] == training["iteration"] == steps["warmup_iterations"] + 20
+    assert equal_states(best.network, ended.network)
+    assert deployed_arrays_are(ended.network, run)
+    # of the networks side by side it is the one of all samples, and GRPO changed every layer of it
+    assert ended.network.config.members_trained == 2 + 1
+    before = best.extra["before_grpo"]
+    after = ended.network.state_dict()
+    assert before.keys() == after.keys()
+    learned = [name for name, _ in ended.network.named_parameters()]
+    assert len(learned) == 2 * (2 + 1)
+    for name in learned:
+        assert len(after[name]) == 3
+        assert not torch.equal(before[name][-1], after[name][-1]), name
+    for name in before.keys() - set(learned):
+        assert torch.equal(before[name], after[name])
+    assert results["grpo_gain"].keys() == {"test", "test_ci95", "held_out", "held_out_ci95"}
 
 
 # -- C5: experiment files, and runs compared in Weights & Biases -------------------------------------------------------
@@ -321,9 +371,9 @@ def test_k3_the_budget_is_read_as_one_number_or_by_32_sines_and_cosines() -> Non
     words = ["train", *TABLE, *OPTIMISER, "policy=independent", "seeds=[0]", "baselines=false", "own_cost=false"]
     wide = ["policy.budget_encoding=sinusoidal", "policy.budget_width=32"]
     assert main([*words, *wide, "name=wide"]) == 0
-    arrays = np.load("runs/controller/wide/controller.npz")
-    assert arrays["network.layers.0.weight"].shape == (1, 8 + 32, 16)  # beside 8 features
-    assert arrays["network.head.logits.weight"].shape == (1, 16, 3 + 2 + 2)  # three knobs
+    exported = np.load("runs/controller/wide/controller.npz")
+    assert exported["network.layers.0.weight"].shape == (8 + 32, 16)  # beside 8 features
+    assert exported["network.layers.2.weight"].shape == (16, 3 + 2 + 2)  # three knobs
     linear = read_settings("train", ["policy=independent", "policy.budget_encoding=linear"]).policy
     table = small_table()
     network = Controller.for_table(table, torch.arange(60), linear).network
@@ -475,9 +525,7 @@ def test_k11_tensorboard_and_wandb_have_the_names_of_the_original(seeds_run: Pat
 def test_k12_a_decision_is_a_dict_of_the_three_knobs_and_does_not_vary(seeds_run: Path) -> None:
 
     table, policy = small_table(), knobwise.load(seeds_run)
-    greedy = load_checkpoint(seeds_run / "checkpoints/best.pt").controller.choose(
-        table.features, torch.full((60,), 9.0)
-    )
+    greedy = load_checkpoint(seeds_run / "checkpoints/best.pt").controller.choose(arrays(table), np.full(60, 9.0))
     for row in range(5):
         features = {name: block[row] for name, block in table.features.items()}
         decisions = [policy.decide(features, budget_ms=9.0) for _ in range(2)]
@@ -494,7 +542,7 @@ def test_k13_what_is_deployed_is_exported_as_onnx_and_int8(capsys: pytest.Captur
     assert "nowhere" in refused(["export", "checkpoint=nowhere/at_all.pt", *words], capsys)
     write_table()
     table = read_profile(TableProfile(path="t.parquet", features="f.npz"))
-    save_checkpoint("c.pt", driven_apart(table, PolicyConfig(structure="independent", hidden=8)), table, {})
+    save_checkpoint("c.pt", untrained(table, PolicyConfig(hidden=8)), table, {})
     assert main(["export", "checkpoint=c.pt", *TABLE, *words]) == 0
     exported = json.loads(Path("exported/export.json").read_text())
     exact, small = (exported["graphs"][f"controller.{form}"] for form in ("onnx", "int8.onnx"))
@@ -503,7 +551,8 @@ def test_k13_what_is_deployed_is_exported_as_onnx_and_int8(capsys: pytest.Captur
     files = {"controller.npz", "controller.onnx", "controller.int8.onnx"}
     assert exported["decisions_us_p50"].keys() == files
     assert all(micros > 0 for micros in exported["decisions_us_p50"].values())
-    assert files < exported["files"].keys()
+    assert files == exported["files"].keys()
+    assert Path("exported/policy/controller.py").exists()  # reads the first of them
 
 
 # -- K14: cached features and decisions, the first stage in the background ---------------------------------------------
@@ -511,7 +560,7 @@ def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_
 
     torch.set_num_threads(1)
     requests = [ElasticRequests().request(str(number)) for number in (0, 1, 0, 1)]
-    controller = driven_apart(builtin_profile(), PolicyConfig(structure="utility", hidden=8))
+    controller = untrained(builtin_profile(), PolicyConfig(hidden=8))
     plain = AdaptiveModel(ElasticAdaptive(), controller, tracker=False)
     wanted = [plain.answer(request, 9e3) for request in requests]
     with AdaptiveModel(ElasticAdaptive(), controller, tracker=False, cache=2) as model:
@@ -532,8 +581,8 @@ def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage() -> 
 
     table = builtin_profile()
     split = table.split()
-    controller = Controller.for_table(table, split.train[:200], PolicyConfig(structure="utility", hidden=8, layers=1))
-    save_checkpoint("c.pt", controller.eval(), table, {f"{part}_rows": rows for part, rows in split._asdict().items()})
+    controller = untrained(table, PolicyConfig(hidden=8, layers=1))
+    save_checkpoint("c.pt", controller, table, {f"{part}_rows": rows for part, rows in split._asdict().items()})
     stream = ["requests=10", "calibration=4", "warm_up=1", "fixed=1", "clock=cpu", "json=live.json"]
     assert main(["evaluate", "live=true", "checkpoint=c.pt", *(f"stream.{word}" for word in stream)]) == 0
     results = json.loads(Path("live.json").read_text())
@@ -558,7 +607,7 @@ def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros() -> None:
     assert (policy.features["dataset"], policy.datasets) == (3, ["at", "bt", "ct"])
     blocks = {"image_features": torch.randn(1, 4), "language_features": torch.randn(1, 4)}
     a, b, unknown = (
-        policy.agent.features(blocks | {"dataset": torch.tensor([column])}, 1)
+        policy.agent.controller.features(blocks | {"dataset": torch.tensor([column])}, 1)
         for column in ([1.0, 0, 0], [0, 1.0, 0], [0, 0, 0])
     )
     assert torch.equal(b, unknown)  # nothing was fitted on it
@@ -588,7 +637,7 @@ def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo() -> None:
 def test_k18_a_controller_is_updated_for_other_hardware_and_explained() -> None:
 
     write_table()
-    policy = ["policy=utility", "policy.members=2", "policy.deploy=teacher", "seeds=[0]", "baselines=false", "name=x"]
+    policy = ["policy=utility", "policy.members=2", "seeds=[0]", "baselines=false", "name=x"]
     assert main(["train", *TABLE, *OPTIMISER, *policy, "tracking.tensorboard=false"]) == 0
     cells = pl.read_parquet("t.parquet").sample(30, seed=0)
     cells.with_columns(latency_ms=3 * pl.col("latency_ms")).write_csv("timed.csv")

@@ -36,7 +36,8 @@ NAMED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 ROWS_TOO = ("controls", "votes", "by_dataset")
 """Lists whose rows have the columns of `rows`."""
 SHORT = [
-    *("optimiser.warmup_iterations=2", "optimiser.iterations=2", "optimiser.contexts=32", "optimiser.minibatch=16"),
+    *("optimiser.teacher_iterations=2", "optimiser.warmup_iterations=2", "optimiser.iterations=2"),
+    *("optimiser.contexts=32", "optimiser.minibatch=16"),
     *("optimiser.evaluate_every=2", "policy.hidden=16", "seeds=[0,1]", "tracking=offline"),
 ]
 TABLE = ["profile=table", "profile.path=measured.csv", "profile.features=features.npz"]
@@ -230,8 +231,8 @@ RESULTS = {"adaptation.md", "aims.md", "decisions.md", "results.md", "service.md
 RESULTS |= {"concepts.md", "formats.md", "results_demonstrations.md", "results_original.md", "speed.md"}
 GUIDES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS)]
 SHORTER = [
-    *("optimiser.warmup_iterations=4", "optimiser.iterations=4", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
-    *("tracking=disabled", "seeds=[0]"),
+    *("optimiser.teacher_iterations=4", "optimiser.warmup_iterations=4", "optimiser.iterations=4"),
+    *("optimiser.contexts=32", "optimiser.evaluate_every=4", "tracking=disabled", "seeds=[0]"),
 ]
 SHORTER_SELECTOR = [
     *(f"{stage}.{short}" for stage in ("sft", "rce", "grpo") for short in ("epochs=1", "queries=1024")),

@@ -19,6 +19,7 @@ from knobwise.profiling.elastic.settings import Configuration
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+QUICK = {"teacher_iterations": 5, "warmup_iterations": 5, "iterations": 5}
 
 
 def example(name: str) -> ModuleType:
@@ -96,16 +97,15 @@ def test_ppo_by_torchrl_alone_learns() -> None:
 
 
 def test_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module, quick = example("own_table"), {"warmup_iterations": 5, "iterations": 5}
-    decisions = module.main(*module.builtin_files(tmp_path), policy="utility", optimiser=quick)
+    module = example("own_table")
+    decisions = module.main(*module.builtin_files(tmp_path), policy="utility", optimiser=QUICK)
     printed = capsys.readouterr().out
     assert len(decisions) == 3
     assert all(f"ms: {decision}" in printed for decision in decisions)
 
 
 def test_deploy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quick = {"warmup_iterations": 5, "iterations": 0}
-    knobwise.fit(builtin_profile(), policy="utility", optimiser=quick).save(tmp_path / "policy.pt")
+    knobwise.fit(builtin_profile(), policy="utility", optimiser=QUICK).save(tmp_path / "policy.pt")
     on_time = example("deploy").main(str(tmp_path / "policy.pt"), requests=3)
     printed = capsys.readouterr().out
     assert len(on_time) == printed.count(" ms (") == 3

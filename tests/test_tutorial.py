@@ -64,10 +64,11 @@ def check_what_the_text_says(notebook: nbformat.NotebookNode) -> None:
     assert static + 0.01 < learned < best
     ((kept, last),) = re.findall(r"at iteration (\d+) of (\d+)", text["train"])
     assert 60 < int(kept) <= int(last), "the best policy is not one that GRPO trained"
-    heads, predicting = (utility(text["compare"], run) for run in ("heads", "predicting"))
+    heads, taught = (utility(text["compare"], run) for run in ("heads", "taught"))
     assert utility(text["launch"], "learned controller") == heads
-    assert predicting > heads
-    assert "predicting is better than heads" in text["compare"]
+    assert utility(text["launch-second"], "learned controller") == taught
+    assert taught > heads
+    assert "taught is better than heads" in text["compare"]
 
 
 def test_every_cell_runs_and_shows_what_is_committed(tmp_path: Path) -> None:

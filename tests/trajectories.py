@@ -43,18 +43,25 @@ CONTROLLER: dict[str, dict[str, Any]] = {
 SELECTOR = {"lr": 2e-3, "queries": 8, "keep": "last"}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "controller sampled": {  # a head over the knobs; RCE, then GRPO on draws, several passes so that the clip acts
-        "policy": CONTROLLER["policy"] | {"structure": "independent"},
+        "policy": CONTROLLER["policy"],
         "loss": CONTROLLER["loss"]
         | {"objective": "sampled", "group_size": 6, "temperature_start": 0.5, "temperature_end": 0.1}
         | {"advantage": "zscore", "advantage_std_floor": 0.1, "advantage_clip": 1.5},
         "optimiser": CONTROLLER["optimiser"] | {"minibatch": 16, "warmup_lr": 1e-2, "lr": 1e-2, "clip_grad": 0.5},
         "reward": CONTROLLER["reward"],
     },
-    "controller exact": {  # two predicting networks; regression, then GRPO over every configuration with regression
-        "policy": CONTROLLER["policy"] | {"structure": "utility", "members": 2},
-        "loss": CONTROLLER["loss"]
-        | {"objective": "exact", "advantage": "centred", "regression_coeff": 0.2, "entropy_coeff": 0.1},
-        "optimiser": CONTROLLER["optimiser"] | {"minibatch": 32, "warmup_lr": 5e-3, "lr": 8e-4, "clip_grad": 1.2},
+    "controller exact": {  # heads of two folds and of all samples; RCE, then GRPO over every configuration
+        "policy": CONTROLLER["policy"] | {"members": 2},
+        "loss": CONTROLLER["loss"] | {"objective": "exact", "advantage": "centred", "entropy_coeff": 0.1},
+        "optimiser": CONTROLLER["optimiser"] | {"minibatch": 32, "warmup_lr": 5e-3, "lr": 5e-3, "clip_grad": 0.2},
+        "reward": CONTROLLER["reward"],
+    },
+    "controller taught": {  # two networks that predict, without bins and with them, are imitated; then GRPO on draws
+        "policy": CONTROLLER["policy"]
+        | {"teacher": True, "members": 2, "teacher_hidden": 16, "teacher_dropout": 0.0, "sharpness": 40.0},
+        "loss": CONTROLLER["loss"] | {"objective": "sampled", "group_size": 6},
+        "optimiser": CONTROLLER["optimiser"]
+        | {"teacher_iterations": 10, "minibatch": 32, "warmup_lr": 5e-3, "lr": 5e-3},
         "reward": CONTROLLER["reward"],
     },
     "selector RCE": {

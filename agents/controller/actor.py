@@ -6,7 +6,7 @@ In training contexts are row numbers of a table; stepping by hand and in deploym
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -21,124 +21,96 @@ from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.distributions import ConfigurationCategorical, KnobCategoricals
-from knobwise.agents.controller.networks import KnobNetwork, Outcomes, UtilityNetwork, ValueHead
+from knobwise.agents.controller.networks import ValueHead
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.replay import ACTIONS
 from knobwise.envs.tables.profile_table import ProfileTable
 
-if TYPE_CHECKING:
-    from knobwise.agents.serving.knob_policy import KnobPolicy
-    from knobwise.agents.stack.priced_policy import PricedChooser
-    from knobwise.agents.stack.stacked_controller import StackedController
-OUTCOMES = "outcomes"
-"""Where a tensordict may hold the `Outcomes` that were predicted for its rows, as a non-tensor."""
-
 
 class _FromBlocks(nn.Module):
-    """Requests as they come: limits [*] or [*, 1], feature blocks [*, d], and where it is known what was profiled a
-    mask [*, C], bool or int8. For a stack with a table: rows of it and limits."""
+    """Requests as they come: limits [*] or [*, 1], feature blocks [*, d], and where it is known what
+    was profiled a mask [*, C], bool or int8."""
 
-    def __init__(self, policy: Controller | StackedController, table: ProfileTable | None = None) -> None:
+    def __init__(self, controller: Controller) -> None:
         super().__init__()
-        self.policy, self.table = policy, table
+        self.controller = controller
 
-    def forward(self, *inputs: Any) -> Tensor:
-        """Log-probs [*, C]; of a stack 0 for its decision and −inf for the others."""
-        limit, blocks, mask = self._read(*inputs)
-        if isinstance(self.policy, Controller):
-            return self.policy(self.policy.features(blocks, *self.policy.requests(limit)), limit, mask)
-        flat = {name: block.reshape(limit.numel(), -1) for name, block in blocks.items()}
-        mask = None if mask is None else mask.reshape(limit.numel(), -1)
-        chosen = self.policy.choose(flat, limit.reshape(-1), mask).to(limit.device).reshape(*limit.shape, 1)
-        impossible = torch.full((*limit.shape, len(self.policy.configurations)), -torch.inf, device=limit.device)
-        return impossible.scatter(-1, chosen, 0.0)
-
-    def _read(self, first: Any, *others: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-        if self.table is not None:
-            row, limit = first.cpu(), others[0].reshape(first.shape)
-            return limit.float(), {name: x[row] for name, x in self.table.features.items()}, self.table.mask[row]
-        limit, (*features, mask) = first, others
+    def forward(self, limit: Any, *others: Any) -> Tensor:
+        """Return log-probs [*, C]."""
+        controller = self.controller
+        *features, mask = others
         if limit is None:
-            raise InputError(f"the tensordict lacks {self.policy.limit_key!r}, each request's limit in ms")
-        blocks = {name: x for name, x in zip(self.policy.normaliser.sizes, features, strict=True) if x is not None}
-        pair = bool(getattr(self.policy, "cost", ""))
-        if not pair and any(x is not None and x.ndim == limit.ndim for x in (*blocks.values(), mask)):
+            key = controller.limit_key
+            raise InputError(f"the tensordict lacks {key!r}, each request's limit in ms")
+        blocks = {}
+        for name, x in zip(controller.normaliser.sizes, features, strict=True):
+            if x is not None:
+                blocks[name] = x
+        inputs = [*blocks.values(), *([] if mask is None else [mask])]
+        pairs = controller.sense == "weights"
+        if not pairs and any(x.ndim == limit.ndim for x in inputs):
             limit = limit.squeeze(-1)
-        return limit.float(), blocks, None if mask is None else mask.bool()
+        limit = limit.float()
+        x = controller.features(blocks, *controller.requests(limit))
+        return controller(x, limit, None if mask is None else mask.bool())
 
 
 class _FromRows(nn.Module):
-    """Row numbers of a table and a limit, as they travel in training: features were normalised once, for all rows.
-    Contexts [*] belong to the members in turn: in a flat batch number i to member i mod M."""
+    """Row numbers of a table and a limit: features are normalised once, for all rows.
+
+    With `members` contexts [*] belong to the networks in turn, in a flat batch number i to network
+    i mod M, as in training; without, all are for the network that is deployed.
+    """
 
     all_features: Tensor
     mask: Tensor
+    offsets: Tensor | None
 
-    def __init__(self, controller: Controller, table: ProfileTable) -> None:
+    def __init__(
+        self, controller: Controller, table: ProfileTable, members: bool, offsets: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.controller, self.members = controller, controller.config.members
+        self.controller = controller
+        self.register_buffer("offsets", offsets, persistent=False)
+        self.members = controller.config.members_trained if members else 0
         device = controller.configurations.device
         blocks = {name: block.to(device) for name, block in table.features.items()}
-        self.register_buffer("all_features", controller.features(blocks, table.num_samples), persistent=False)
+        features = controller.features(blocks, table.num_samples)
+        self.register_buffer("all_features", features, persistent=False)
         self.register_buffer("mask", table.mask.to(device), persistent=False)
         self.complete = bool(table.mask.all())
 
-    def by_member(self, contexts: Tensor, *each: int) -> Tensor:
+    def forward(self, row: Tensor, limit: Tensor) -> Tensor:
+        """Return log-probs [*, C]."""
+        limit = limit.float()
+        sample = row % len(self.all_features)  # of a drifted copy of the table
+        x = nn.functional.embedding(sample, self.all_features)
+        mask = None if self.complete else self.mask[sample]
+        if not self.members:
+            return self.controller(x, limit, mask)
+        offset = None
+        if self.offsets is not None:
+            offset = nn.functional.embedding(row, self.offsets)
+            offset = self._by_member(offset, offset.shape[-1])
+        limit = self._by_member(limit, *limit.shape[row.ndim :])
+        if mask is not None:
+            mask = self._by_member(mask, mask.shape[-1])
+        out = self.controller.network(self._by_member(x, x.shape[-1]), limit, mask, offset)
+        return out.transpose(0, 1).reshape(*row.shape, -1)
+
+    def _by_member(self, contexts: Tensor, *each: int) -> Tensor:
         """[*, *each] → [M, n, *each]."""
-        return contexts.reshape(-1, self.members, *each).transpose(0, 1)
-
-    def encode(self, row: Tensor) -> Tensor:
-        """int64 [*] → features [M, n, width]."""
-        return nn.functional.embedding(self.by_member(row), self.all_features)
-
-    def forward(self, row: Tensor, limit: Tensor, outcomes: Outcomes | None = None) -> Tensor:
-        """Log-probs [*, C]; from the outcomes of these rows where they are predicted already."""
-        mask = None if self.complete else self.mask[self.by_member(row)]
-        limits, network = self.by_member(limit.float(), *limit.shape[row.ndim :]), self.controller.network
-        if outcomes is not None and isinstance(network, UtilityNetwork):
-            log_probs = network.log_probs(outcomes, limits, mask)
-        else:
-            log_probs = network(self.encode(row), limits, mask)
-        return log_probs.transpose(0, 1).reshape(*row.shape, -1)
-
-
-class OutcomesOfRows(TensorDictModuleBase):
-    """What a `UtilityNetwork` predicts for row numbers of a table: reads `row`, writes what `RegressionLoss` reads, and
-    `OUTCOMES`, from which an `Actor` goes on."""
-
-    in_keys = ["row"]
-    out_keys = ["accuracy_logits", "log_latency", "spread"]
-
-    def __init__(self, actor: Actor) -> None:
-        super().__init__()
-        self.rows: _FromRows = actor.module[0].module
-        if self.rows.controller.cost:
-            self.out_keys = [*self.out_keys, "log_cost"]
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        row, network = tensordict["row"], self.rows.controller.network
-        assert isinstance(network, UtilityNetwork)
-        outcomes = network.outcomes(self.rows.encode(row))
-        tensordict.set_non_tensor(OUTCOMES, outcomes)
-        for key in self.out_keys:
-            tensordict[key] = getattr(outcomes, key).transpose(0, 1).reshape(*row.shape, -1)
-        return tensordict
+        count = contexts.shape[: contexts.ndim - len(each)].numel() // self.members
+        return contexts.reshape(count, self.members, *each).transpose(0, 1)
 
 
 class Actor(ProbabilisticTensorDictSequential):
-    """Encodes and draws. Asked for a distribution alone, as in training, it writes nothing down on the way; and where
-    the tensordict holds `OUTCOMES`, the network does not predict them again.
-
-    `trainable` is False of a policy that decides without probabilities."""
-
-    trainable = True
+    """Encodes and draws. Asked for a distribution alone, it writes nothing down on the way."""
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         encode, draw = self.module
         inputs = [tensordict.get(key, None) for key in encode.in_keys]
-        if OUTCOMES in tensordict:
-            inputs.append(tensordict.get_non_tensor(OUTCOMES))
         return draw.distribution_class(encode.module(*inputs), **draw.distribution_kwargs)
 
 
@@ -174,7 +146,8 @@ class Behaviour(TensorDictModuleBase):
         if self.drawing:
             index = next(iter(policies.values())).sample_index()
         else:
-            index = encode.module.mask[tensordict["row"]].int().argmax(-1)
+            mask = encode.module.mask
+            index = mask[tensordict["row"] % len(mask)].int().argmax(-1)
             index = index if group_size is None else index.unsqueeze(-1).expand(*index.shape, group_size)
         tensordict["action"], tensordict["configuration"] = configurations[index], index
         for key, policy in policies.items():
@@ -182,86 +155,113 @@ class Behaviour(TensorDictModuleBase):
         return tensordict if self.critic is None else self.critic(tensordict)
 
 
-def make_critic(agent: Controller, table: ProfileTable) -> TensorDictModule:
-    """Return a value network that reads `row` and the limit, as the actor does, and writes `state_value` [*, 1].
+def make_critic(controller: Controller, table: ProfileTable) -> TensorDictModule:
+    """Return a value network that reads `row` and the limit, as the actor does, and writes
+    `state_value` [*, 1].
 
-    It has layers of its own, which begin as a copy of the agent's.
-
-    Raises:
-        InputError: an agent that is not a categorical for each knob.
+    It has layers of its own, which begin as a copy of the controller's.
     """
-    critic = copy.deepcopy(agent)
-    if not isinstance(critic.network, KnobNetwork):
-        raise InputError("loss=ppo: trains a categorical for each knob; give policy=independent")
-    critic.network.head = ValueHead(agent.config.members, agent.config.hidden)
-    rows = _FromRows(critic.to(agent.configurations.device), table)
-    return TensorDictModule(rows, in_keys=["row", agent.limit_key], out_keys=["state_value"])
+    critic = copy.deepcopy(controller)
+    config = controller.config
+    critic.network.head = ValueHead(config.members_trained, config.hidden)
+    rows = _FromRows(critic.to(controller.configurations.device), table, members=True)
+    keys = ["row", controller.limit_key]
+    return TensorDictModule(rows, in_keys=keys, out_keys=["state_value"])
 
 
 def make_actor(
-    agent: Controller | StackedController | PricedChooser | KnobPolicy,
+    agent: Any,
     table: ProfileTable | None = None,
     group_size: int | None = None,
     *,
     action: str = "knobs",
     separate: bool = False,
+    members: bool = False,
+    offsets: Tensor | None = None,
 ) -> Actor:
-    """A controller, also `load_checkpoint(path).controller`, as a TensorDict policy that writes `log_probs`, `action`
-    and `action_log_prob`.
+    """Return a controller as a TensorDict policy that writes `log_probs`, `action` and
+    `action_log_prob`.
 
-    It draws under `ExplorationType.RANDOM`, and otherwise takes the most probable. A `StackedController` decides
-    without a distribution, by `choose`: its policy is deterministic (`log_probs` are 0 and −inf) and writes no log-prob
-    of the action. Of a `PricedChooser` it is the policy inside, at the worth of each request; calibrated prices and the
-    guard are for mean budgets. Of what `knobwise.load` gives it is the controller inside.
+    It draws under `ExplorationType.RANDOM`, and otherwise takes the most probable. Of what
+    `knobwise.load`, `load_checkpoint(path).controller` or `knobwise.fit` gives it is the network
+    inside: the guard falls back where it is served, not here.
+
+    A policy of one's own takes its place in the losses if it is a `TensorDictModule` with
+    `get_dist(tensordict)`. For contexts [P] the distribution gives `log_prob(action)` [P, G] for
+    actions int64 [P, G, K], or of a `CompositeDistribution` [P, G] for each key; `entropy()` [P];
+    and for `loss=exact` and RCE `log_probs` [P, C], −inf where a configuration must not be chosen.
+    In a collector it reads `row` int64 [P] and `budget_ms` float [P], or without `lean=True` the
+    feature blocks [P, d] and `mask` bool [P, C]; it writes `action`, or the knobs' own keys
+    int64 [P, G] each, and `action_log_prob` [P, G].
 
     Args:
-        table: when given, the policy reads `row` and the limit (`budget_ms`, `worth_ms` or `worths`), looks features up
-            in this table, and keeps to what was profiled there; contexts belong to the members of an ensemble in turn,
-            as in training. When None it reads the limit, the feature blocks by name and, where there is a `mask`, keeps
-            to it; all members decide together (stepping by hand, deployment).
+        table: when given, the policy reads `row` and the limit (`budget_ms`, `worth_ms` or
+            `worths`), looks features up in this table, and keeps to what was profiled there. When
+            None it reads the limit, the feature blocks by name and, where there is one, a `mask`.
         group_size: G, number of draws for each context; None for one without a group axis.
-        action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the environment.
-        separate: each knob under its own key (`max_crops`, …), int64 [*, (G)], in place of `action`, as in the
-            environment under `action_keys="knobs"`; see `KnobCategoricals`. Log-probs are `max_crops_log_prob`, …;
-            if `composite_lp_aggregate` is on here and where it draws, there is their sum too, `action_log_prob`.
+        action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the
+            environment.
+        separate: each knob under its own key (`max_crops`, …), int64 [*, (G)], in place of
+            `action`, as in the environment under `action_keys="knobs"`; see `KnobCategoricals`.
+            Log-probs are `max_crops_log_prob`, …; if `composite_lp_aggregate` is on here and where
+            it draws, there is their sum too, `action_log_prob`.
+        members: contexts belong to the networks in turn, as in training.
 
     Raises:
-        InputError: an agent that is not a controller, `separate` where an action is a configuration.
+        InputError: an agent that is not a controller, `separate` where an action is a
+            configuration.
     """
     one_of("action", action, ACTIONS)
     if separate and action != "knobs":
         raise InputError(f"separate=True: gives each knob its own key; leave out action={action}")
-    policy = _decider(agent)
-    drawn, by_knobs, limit = isinstance(policy, Controller), action == "knobs", policy.limit_key
-    encoder = _FromRows(policy, table) if drawn and table is not None else _FromBlocks(policy, table)
-    keys = [limit, *policy.normaliser.sizes, "mask"] if table is None else ["row", limit]
+    controller = _controller_in(agent)
+    limit = controller.limit_key
+    if table is None:
+        encoder: nn.Module = _FromBlocks(controller)
+        keys = [limit, *controller.normaliser.sizes, "mask"]
+    else:
+        encoder = _FromRows(controller, table, members, offsets)
+        keys = ["row", limit]
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])
-    configurations = policy.configurations
-    names = [knob.name for knob in policy.knobs]
-    draw = ProbabilisticTensorDictModule(
+    return Actor(encode, _draw(controller, group_size, action, separate))
+
+
+def _draw(
+    controller: Controller,
+    group_size: int | None,
+    action: str,
+    separate: bool,
+) -> ProbabilisticTensorDictModule:
+    """Return what draws actions from log-probs; arguments as in `make_actor`."""
+    configurations = controller.configurations
+    settings: dict[str, Any] = {"group_size": group_size, "normalised": True}
+    if action == "knobs":
+        settings |= {"configurations": configurations, "index": controller.index}
+    else:
+        settings["configurations"] = torch.arange(len(configurations)).to(configurations)
+    keys = ["action"]
+    distribution: Any = ConfigurationCategorical
+    log_prob_key: str | None = "action_log_prob"
+    if separate:
+        keys = [knob.name for knob in controller.knobs]
+        settings["names"] = keys
+        distribution = KnobCategoricals
+        log_prob_key = log_prob_key if composite_lp_aggregate() else None
+    return ProbabilisticTensorDictModule(
         in_keys=["log_probs"],
-        out_keys=names if separate else ["action"],
-        distribution_class=KnobCategoricals if separate else ConfigurationCategorical,
-        distribution_kwargs={
-            "configurations": configurations if by_knobs else torch.arange(len(configurations)).to(configurations),
-            "group_size": group_size,
-            "index": policy.index if by_knobs else None,
-            "normalised": True,
-            **({"names": names} if separate else {}),
-        },
-        return_log_prob=drawn,
-        log_prob_key=None if separate and not composite_lp_aggregate() else "action_log_prob",
+        out_keys=keys,
+        distribution_class=distribution,
+        distribution_kwargs=settings,
+        return_log_prob=True,
+        log_prob_key=log_prob_key,
     )
-    actor = Actor(encode, draw)
-    actor.trainable = drawn
-    return actor
 
 
-def _decider(agent: Any) -> Any:
-    """Return the controller or stack inside an agent. Raises InputError: there is none."""
-    for inner in ("agent", "chooser"):
+def _controller_in(agent: Any) -> Controller:
+    """Return the controller inside an agent. Raises InputError: there is none."""
+    for inner in ("agent", "controller"):
         agent = getattr(agent, inner, agent)
-    if not hasattr(agent, "limit_key"):
+    if not isinstance(agent, Controller):
         kind = type(agent).__name__
         raise InputError(f"make_actor: {kind} is not a controller; give what knobwise.load or load_checkpoint returns")
     return agent

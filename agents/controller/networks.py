@@ -1,34 +1,37 @@
-"""The networks of a controller: normalised features and a budget in, log-probs of every configuration out.
+"""The networks of a controller, M of them side by side, each fitted on other samples.
 
-`forward(x [M, n, d], limit [M, n], mask bool [M, n, C] or None)` → log-probs [M, n, C]. M members of an ensemble are
-side by side, each fitted on other samples. `limit` is the request's budget in ms, or under a mean budget the worth of a
-right answer in ms (1/λ), or under weights [M, n, 2] this worth and that in the unit of the further cost.
+`KnobNetwork` is the policy: normalised features and a limit in, log-probs of every configuration
+out. `OutcomeNetwork` is a teacher: it predicts accuracy and latency of every configuration, from
+which the best choice under any limit follows.
+
+A limit is the request's budget in ms, or under a mean budget the worth of a right answer in ms
+(1/λ), or under weights [*, 2] this worth and that in the unit of the further cost.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, BudgetEncoding, log_measured, log_ms
-from knobwise.envs.configurations.reward import at_worths
+from knobwise.agents.predictors.outcomes import Prediction
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, BudgetEncoding, log_measured
 
 WIDEST = 132
-"""With more features no network is tried that also reads them in bins; so many had the widest tables that gained."""
+"""With more features no network is tried that also reads them in bins; so many had the widest
+tables that gained."""
 BINS = 8
 """Bins of a feature, with as many samples each."""
 BEYOND = 1e9
-"""Edges of bins that no feature reaches: the inputs from bins are all 0, as if there were no bins."""
+"""Edges of bins that no feature reaches: the inputs from bins are all 0, as if there were none."""
 
 
 class MemberLinear(nn.Module):
-    """M linear layers side by side: [M, n, inputs] → [M, n, outputs]; `zero` initialises them to 0."""
+    """M linear layers side by side: [M, n, inputs] → [M, n, outputs]; `zero` starts them at 0."""
 
     def __init__(self, members: int, inputs: int, outputs: int, zero: bool = False) -> None:
         super().__init__()
@@ -41,36 +44,76 @@ class MemberLinear(nn.Module):
 
 
 def masked_log_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Log-softmax over what the mask allows, −inf elsewhere. [*, C] → [*, C]."""
-    return (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).log_softmax(-1)
+    """Return log-probs over what the mask allows, −inf elsewhere: [*, C] → [*, C]."""
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    return logits.log_softmax(-1)
 
 
-class IndependentHead(nn.Module):
+# -- the policy ------------------------------------------------------------------------------------
+
+
+class KnobHeads(nn.Module):
     """A categorical for each knob, as in the original controller: ln p = Σ_k ln p_k.
 
-    If some combinations do not exist or the mask forbids them, it is the distribution of independent draws that are
-    repeated until the combination is allowed: one softmax of the summed logits over the allowed configurations.
+    If some combinations do not exist or the mask forbids them, it is the distribution of
+    independent draws that are repeated until the combination is allowed: one softmax of the summed
+    logits over the allowed configurations.
+
+    Where the table has at most half of the grid's cells, as where its knobs are not a grid at all,
+    a sum over knobs says little, and there is one head over the configurations.
+
+    Attributes:
+        places: float32 [values of all knobs, C], which values make up a configuration; None for one
+            head over the configurations.
     """
 
-    places: Tensor
+    places: Tensor | None
 
     def __init__(self, hidden: int, configurations: Tensor, members: int = 1) -> None:
         super().__init__()
         sizes = configurations.amax(0) + 1
-        first = sizes.cumsum(0) - sizes
-        self.logits = MemberLinear(members, hidden, int(sizes.sum()))
-        # [values of all knobs, C]: which values make up a configuration
-        membership = torch.zeros(int(sizes.sum()), len(configurations))
-        membership.T.scatter_(1, configurations + first, 1.0)
-        self.register_buffer("places", membership, persistent=False)
+        count = len(configurations)
+        self.by_knobs = 2 * count > int(sizes.prod())
+        places = None
+        if self.by_knobs:
+            first = sizes.cumsum(0) - sizes
+            places = torch.zeros(int(sizes.sum()), count)
+            places.T.scatter_(1, configurations + first, 1.0)
+        self.register_buffer("places", places, persistent=False)
+        outputs = int(sizes.sum()) if self.by_knobs else count
+        self.logits = MemberLinear(members, hidden, outputs)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[M, n, H] and bool [M, n, C] → normalised log-probs [M, n, C], −inf where the mask is False."""
-        return masked_log_softmax(self.logits(hidden) @ self.places, mask)
+        """Return log-probs [M, n, C] for hidden [M, n, H], −inf where the mask is False."""
+        logits = self.logits(hidden)
+        if self.places is not None:
+            logits = logits @ self.places
+        return masked_log_softmax(logits, mask)
+
+
+MOST_VALUES = 64
+"""With more knob values heads are not told their drift."""
+DRIFT_SCALE = 5.0
+"""What offsets are multiplied by, so that they are of the size of the other inputs."""
+
+
+def drift_values(configurations: Tensor, drift: float) -> Tensor:
+    """Return the matrix [V, C] that turns offsets of configurations into one for each knob value:
+    the mean over its configurations, less the mean over all. V is 0 where heads know no drift."""
+    count = len(configurations)
+    rows = []
+    for values in configurations.T:
+        kinds = values.unique()
+        if len(kinds) > 1:
+            rows += [(values == kind).float() / (values == kind).sum() - 1 / count for kind in kinds]
+    if not drift or not rows or len(rows) > MOST_VALUES:
+        return torch.zeros(0, count)
+    return torch.stack(rows)
 
 
 class ValueHead(MemberLinear):
-    """Expects the reward of a context, V(s), in the place of a head over the knobs: [M, n, H] → [M, n, 1]."""
+    """Expects the reward of a context, V(s), in the place of heads: [M, n, H] → [M, n, 1]."""
 
     def __init__(self, members: int, hidden: int) -> None:
         super().__init__(members, hidden, 1, zero=True)
@@ -80,72 +123,13 @@ class ValueHead(MemberLinear):
 
 
 class KnobNetwork(nn.Module):
-    """A plain MLP with a head over the knobs.
+    """A plain MLP with heads over the knobs, the policy that GRPO trains and a run deploys.
 
-    `typical`, [2, C], is not used for decisions: mean and standard deviation of each configuration's ln ms.
+    Attributes:
+        values: float32 [V, C], see `drift_values`.
     """
 
-    typical: Tensor
-
-    def __init__(self, features: int, configurations: Tensor, encoding: BudgetEncoding, config: PolicyConfig) -> None:
-        super().__init__()
-        self.encoding, self.dropout, members = encoding, config.dropout, config.members
-        widths = [features + encoding.width] + [config.hidden] * config.layers
-        self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
-        self.head: IndependentHead | ValueHead = IndependentHead(config.hidden, configurations, members)
-        self.register_buffer("typical", torch.zeros(2, len(configurations)))
-
-    def start_from(self, accuracy: Tensor, latency_ms: Tensor) -> None:
-        """Note what is typical in a table: accuracy and latency [n, C], NaN where not profiled."""
-        _, mean, log_spread = _means(accuracy, log_measured(latency_ms))
-        self.typical.copy_(torch.stack([mean, log_spread.exp()]))
-
-    def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
-        hidden = torch.cat([x, self.encoding(limit)], -1)
-        for number, layer in enumerate(self.layers):
-            if number:
-                hidden = functional.dropout(hidden, self.dropout, self.training)
-            hidden = functional.silu(layer(hidden))
-        return self.head(hidden, mask)
-
-
-class Outcomes(NamedTuple):
-    """Predictions of a `UtilityNetwork` for every configuration, [M, n, C] each (`spread` is the standard deviation of
-    ln ms), and the hidden vector [M, n, H]; under weights also ln of the expected further cost."""
-
-    accuracy_logits: Tensor
-    log_latency: Tensor
-    spread: Tensor
-    hidden: Tensor
-    log_cost: Tensor | None = None
-
-    @property
-    def accuracy(self) -> Tensor:
-        return torch.sigmoid(self.accuracy_logits)
-
-    @property
-    def latency_ms(self) -> Tensor:
-        """E[latency] in ms of a log-normal variable: exp(μ + σ²/2)."""
-        return torch.exp(self.log_latency + self.spread.square() / 2)
-
-
-class UtilityNetwork(nn.Module):
-    """Predicts accuracy and log-latency of every configuration; logits = s·score.
-
-    Under a deadline b the score is Â·Φ((ln b − μ)/σ) plus a residual, learned from the hidden vector and the limit. At
-    a price λ it is only Â − λ·exp(μ + σ²/2), so that the price for a mean budget can be found exactly
-    (`knobwise.agents.stack.prices`). The heads start at 0 on top of the table's means, so that training starts at the
-    best static choice; a linear skip connects the inputs with accuracy and latency. With `bins` it also reads every
-    feature cut into bins, piecewise linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular
-    Deep Learning", section 3.1).
-
-    `priced`: the limit is not a deadline but the worth of a right answer in ms, 1/λ. `weighs`: it is a pair of worths,
-    the further cost K̂ is predicted too, and the score is Â − L̂/worth − K̂/worth (the preference of Abels et al. 2019,
-    "Dynamic Weights in Multi-Objective Deep Reinforcement Learning", as an input of the policy).
-    """
-
-    edges: Tensor
-    sharpness: Tensor
+    values: Tensor
 
     def __init__(
         self,
@@ -153,23 +137,92 @@ class UtilityNetwork(nn.Module):
         configurations: Tensor,
         encoding: BudgetEncoding,
         config: PolicyConfig,
-        priced: bool,
-        bins: bool,
-        weighs: bool = False,
     ) -> None:
         super().__init__()
+        self.encoding = encoding
+        self.dropout = config.dropout
+        members = config.members_trained
+        # an input for each knob value: how much slower it is than the others, in ln ms
+        self.register_buffer("values", drift_values(configurations, config.drift), persistent=False)
+        widths = [features + encoding.outputs + len(self.values)] + [config.hidden] * config.layers
+        self.layers = nn.ModuleList()
+        for inputs, outputs in itertools.pairwise(widths):
+            self.layers.append(MemberLinear(members, inputs, outputs))
+        heads = KnobHeads(config.hidden, configurations, members)
+        self.head: KnobHeads | ValueHead = heads
+
+    def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
+        """Return log-probs [M, n, C] for features [M, n, d], limits [M, n], mask [M, n, C], and
+        offsets of ln ms [M, n, C], None for no drift."""
+        if offset is None:
+            by_value = x.new_zeros(*x.shape[:-1], len(self.values))
+        else:
+            by_value = DRIFT_SCALE * (offset @ self.values.T)
+        hidden = torch.cat([x, self.encoding(limit), by_value], -1)
+        for number, layer in enumerate(self.layers):
+            if number:
+                hidden = functional.dropout(hidden, self.dropout, self.training)
+            hidden = functional.silu(layer(hidden))
+        return self.head(hidden, mask)
+
+
+# -- the teacher -----------------------------------------------------------------------------------
+
+
+class Outcomes(NamedTuple):
+    """Predicted outcomes of every configuration, [*, C] each.
+
+    Attributes:
+        accuracy_logits: of the accuracy.
+        log_latency: the mean of ln ms.
+        spread: the standard deviation of ln ms.
+        log_cost: ln of the expected further cost, under weights.
+    """
+
+    accuracy_logits: Tensor
+    log_latency: Tensor
+    spread: Tensor
+    log_cost: Tensor | None = None
+
+    @property
+    def accuracy(self) -> Tensor:
+        return torch.sigmoid(self.accuracy_logits)
+
+    def take(self, index: Any) -> Outcomes:
+        """Return some of them, by the same index for all parts."""
+        cost = None if self.log_cost is None else self.log_cost[index]
+        return Outcomes(self.accuracy_logits[index], self.log_latency[index], self.spread[index], cost)
+
+    def predicted(self) -> Prediction:
+        """Return them as any predictor gives them."""
+        return Prediction(self.accuracy, self.log_latency, self.spread, self.log_cost)
+
+
+class OutcomeNetwork(nn.Module):
+    """Predicts accuracy and log-latency of every configuration, and under weights a further cost.
+
+    The heads start at 0 on top of the table's means; a linear skip connects the inputs with all
+    outputs but the spread. With `bins` it also reads every feature cut into bins, piecewise
+    linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular Deep
+    Learning", section 3.1).
+    """
+
+    edges: Tensor
+
+    def __init__(self, features: int, count: int, config: PolicyConfig, bins: bool, weighs: bool = False) -> None:
+        super().__init__()
+        members = config.members
+        self.dropout = config.teacher_dropout
         self.weighs = weighs
-        self.encoding, self.dropout, self.priced, members = encoding, config.dropout, priced, config.members
         self.register_buffer("edges", torch.zeros(BINS + 1, features if bins else 0))
-        self.register_buffer("sharpness", torch.tensor(20.0))
-        inputs, count = features * (1 + BINS * bins), len(configurations)
-        widths = [inputs] + [config.hidden] * config.layers
-        self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
-        self.outcome_head = MemberLinear(members, config.hidden, (3 + weighs) * count, zero=True)
-        self.skip = MemberLinear(members, inputs, (2 + weighs) * count, zero=True)
-        if not priced:
-            self.modulation = MemberLinear(members, encoding.width, config.hidden)
-            self.residual = MemberLinear(members, config.hidden, count, zero=True)
+        inputs = features * (1 + BINS * bins)
+        widths = [inputs] + [config.teacher_hidden] * config.layers
+        self.layers = nn.ModuleList()
+        for width, outputs in itertools.pairwise(widths):
+            self.layers.append(MemberLinear(members, width, outputs))
+        parts = 3 + weighs
+        self.outcome_head = MemberLinear(members, config.teacher_hidden, parts * count, zero=True)
+        self.skip = MemberLinear(members, inputs, (parts - 1) * count, zero=True)
 
     @torch.no_grad()
     def start_from(
@@ -180,77 +233,63 @@ class UtilityNetwork(nn.Module):
         member_rows: Tensor | None = None,
         cost: Tensor | None = None,
     ) -> None:
-        """Begin at the means of a table: features [n, d], accuracy, latency and under weights further cost [n, C], NaN
-        where not profiled, and which samples each member is fitted on, bool [M, n], None for all."""
+        """Begin at the means of a table.
+
+        Args:
+            x: features [n, d].
+            accuracy, latency_ms, cost: [n, C], NaN where not profiled; the cost under weights.
+            member_rows: bool [M, n], which samples each member is fitted on; None for all.
+        """
         shares = torch.linspace(0, 1, BINS + 1)
         for column in range(self.edges.shape[1]):
             self.edges[:, column] = x[:, column].quantile(shares)
         if member_rows is None:
             member_rows = torch.ones(len(self.outcome_head.bias), len(x), dtype=torch.bool)
         log_latency = log_measured(latency_ms)
-        for member, mine in enumerate(member_rows):  # what was held out of a member must not be in what it starts from
-            start = [*_means(accuracy[mine], log_latency[mine]), *([] if cost is None else [_log_mean(cost[mine])])]
+        # what was held out of a member must not be in what it starts from
+        for member, mine in enumerate(member_rows):
+            start = [*_means(accuracy[mine], log_latency[mine])]
+            if cost is not None:
+                start.append(_log_mean(cost[mine]))
             self.outcome_head.bias[member, 0].copy_(torch.cat(start))
 
-    def outcomes(self, x: Tensor) -> Outcomes:
-        """Features [M, n, d] → predictions."""
+    def forward(self, x: Tensor) -> Outcomes:
+        """Predict outcomes [M, n, C] for features [M, n, d]."""
         if self.edges.shape[1]:
             x = torch.cat([x, self._shares(x)], -1)
         hidden = functional.silu(self.layers[0](x))
         for layer in self.layers[1:]:
-            hidden = hidden + functional.silu(layer(functional.dropout(hidden, self.dropout, self.training)))
+            dropped = functional.dropout(hidden, self.dropout, self.training)
+            hidden = hidden + functional.silu(layer(dropped))
         hidden = functional.dropout(hidden, self.dropout, self.training)
         logits, log_latency, log_spread, *cost = self.outcome_head(hidden).chunk(3 + self.weighs, -1)
         more_logits, more_latency, *more_cost = self.skip(x).chunk(2 + self.weighs, -1)
-        spread = log_spread.clamp(-5.0, 1.5).exp()
-        logits, log_latency = logits + more_logits, log_latency + more_latency
-        return Outcomes(logits, log_latency, spread, hidden, cost[0] + more_cost[0] if self.weighs else None)
-
-    @property
-    def reads_bins(self) -> bool:
-        return bool((self.edges < BEYOND).any())
+        return Outcomes(
+            logits + more_logits,
+            log_latency + more_latency,
+            log_spread.clamp(-5.0, 1.5).exp(),
+            cost[0] + more_cost[0] if self.weighs else None,
+        )
 
     @torch.no_grad()
     def leave_out_bins(self) -> None:
-        """Make an untrained network with bins one without: the same as if it had never had these inputs."""
+        """Make an untrained network with bins the same as one that never had these inputs."""
         self.edges.fill_(BEYOND)
         for parameter in self.layers[0].parameters():
             parameter.mul_((1 + BINS) ** 0.5)  # as wide a start as fewer inputs give
 
     def _shares(self, x: Tensor) -> Tensor:
-        """How much of each bin lies below [*, d] → [*, BINS · d]."""
-        low, width = self.edges[:-1], self.edges.diff(dim=0).clamp_min(1e-6)
+        """Return how much of each bin lies below [*, d] → [*, BINS · d]."""
+        low = self.edges[:-1]
+        width = self.edges.diff(dim=0).clamp_min(1e-6)
         return ((x.unsqueeze(-2) - low) / width).clamp(0, 1).flatten(-2)
-
-    def meets(self, outcomes: Outcomes, budgets_ms: Tensor) -> Tensor:
-        """P(latency ≤ budget), [M, n, C]."""
-        return torch.special.ndtr((log_ms(budgets_ms).unsqueeze(-1) - outcomes.log_latency) / outcomes.spread)
-
-    def scores(self, outcomes: Outcomes, limit: Tensor) -> Tensor:
-        """Expected utility and residual, or at a price Â − L̂/worth, or at two of them: [M, n, C]."""
-        if outcomes.log_cost is not None:
-            return at_worths(outcomes.accuracy, outcomes.latency_ms, outcomes.log_cost.exp(), limit)
-        if self.priced:
-            return outcomes.accuracy - outcomes.latency_ms / limit.unsqueeze(-1)
-        residual: Tensor = self.residual(outcomes.hidden * (1 + self.modulation(self.encoding(limit))))
-        return outcomes.accuracy * self.meets(outcomes, limit) + residual
-
-    def log_probs(self, outcomes: Outcomes, limit: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Log-probs from predictions made before, [M, n, C]."""
-        return masked_log_softmax(self.sharpness * self.scores(outcomes, limit), mask)
-
-    def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.log_probs(self.outcomes(x), limit, mask)
-
-    def sharpen(self, share: float) -> None:
-        """Set s, which rises from 20 to 60 during fine-tuning, for a share of it in 0 … 1."""
-        self.sharpness.fill_(20.0 * math.exp(math.log(3.0) * share))
 
 
 def _means(accuracy: Tensor, log_latency: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logit of the mean accuracy, mean of ln ms, and ln of its standard deviation, [C] each; NaN is not profiled.
+    """Return the logit of the mean accuracy, and mean and ln standard deviation of ln ms, [C] each.
 
-    Each configuration counts one more cell, half right and as slow as the average.
+    Each configuration counts one more cell, half right and as slow as the average. NaN is not
+    profiled.
     """
     profiled = ~accuracy.isnan()
     count = profiled.sum(0)
@@ -262,7 +301,10 @@ def _means(accuracy: Tensor, log_latency: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _log_mean(cost: Tensor) -> Tensor:
-    """ln of the mean cost, [C], likewise with one more cell, of the average cost; a millionth of it counts as 0."""
+    """Return ln of the mean cost, [C], with one more cell of the average cost.
+
+    A millionth of the average counts as 0.
+    """
     average = cost.nanmean()
     mean = (cost.nansum(0) + average) / ((~cost.isnan()).sum(0) + 1)
     return mean.clamp_min((1e-6 * average).clamp_min(LEAST_LATENCY_MS)).log()

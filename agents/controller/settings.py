@@ -1,11 +1,10 @@
-"""The settings of a controller's network, each with its meaning."""
+"""The settings of a controller and of its teacher, each with its meaning."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from knobwise.common.checks import at_least, one_of
+from knobwise.common.checks import at_least, one_of, positive
 from knobwise.common.errors import InputError
 
 EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
@@ -14,37 +13,47 @@ EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
 
 @dataclass
 class PolicyConfig:
-    """The network."""
+    """The policy: a categorical head for each knob on a light network, with or without a teacher."""
 
-    structure: str = "independent"
-    """`utility` predicts accuracy and latency of every configuration; `independent` is a categorical for each knob (see
-    `knobwise.agents.controller.networks`)."""
-    members: int = 1
-    """Number of networks. A single one is fitted on the training samples and stopped on the validation samples. Of
-    several, each is fitted on all of these samples but a fold; they stop together, judged on their folds, and decide
-    together."""
+    teacher: bool = False
+    """Whether the heads are taught by a policy that predicts accuracy and latency of every
+    configuration; otherwise they learn from rewards alone."""
     experts: tuple[str, ...] = ()
-    """Predictors stacked with a `utility` network of several members: any of ridge, kernel_ridge, knn, random_forest,
-    gradient_boosting. Without any the network decides alone, which is faster."""
+    """Predictors beside the teacher's network: any of ridge, kernel_ridge, knn, random_forest,
+    gradient_boosting. Without any the network teaches alone, which is faster."""
+    members: int = 1
+    """Number of folds. With one, a single network is fitted on the training samples and judged on
+    the validation samples. With several, a network for each fold is fitted on the other samples,
+    and one more on all of them, side by side; those of the folds say when to stop and what the
+    guard does, and the one of all samples is deployed."""
     guard: bool = True
-    """Whether a `utility` network of several members decides inside a guard (`knobwise.agents.stack.guard`, under mean
-    budgets `knobwise.agents.stack.priced_policy`)."""
+    """Whether budget-aware static decides where the policy was not better on held-out samples, or
+    under a mean budget the static mix."""
     level: float = 0.95
     """Share of the feasible requests whose budget the guard keeps."""
     level_cost: float = 0.1
-    """Share of the gain over budget-aware static that keeping the level may cost; if it costs more, the level is not
-    enforced and the report says so. 1 keeps the level at any cost."""
+    """Share of the gain over budget-aware static that keeping the level may cost; if it costs more,
+    the level is not enforced and the report says so. 1 keeps the level at any cost."""
     confidence: float = 0.8
-    """One-sided confidence that the guard requires for the policy to be better than budget-aware static."""
-    deploy: str = "auto"
-    """What is deployed of a `utility` network of several members: `auto`, a student, one small network taught by it and
-    its experts (`knobwise.agents.serving.distillation`); `teacher`, the trained policy itself, as of any other."""
+    """One-sided confidence that the guard requires for the policy to be better than static."""
     hidden: int = 256
-    """Width of the hidden layers."""
+    """Width of the hidden layers; 0 chooses it by the smallest budget, so that a decision takes
+    little of it."""
     layers: int = 2
     """Number of hidden layers."""
     dropout: float = 0.6
-    """Dropout in the hidden layers during the warm-up; draws, log-probs and decisions never use it."""
+    """Dropout in the hidden layers during the warm-up; draws, log-probs and decisions never use
+    it."""
+    teacher_hidden: int = 96
+    """Width of the hidden layers of the teacher's network."""
+    teacher_dropout: float = 0.2
+    """Dropout in these."""
+    drift: float = 0.0
+    """The largest typical drift of a knob value's ln ms that heads are trained under, so that they
+    decide by what a tracker knows; 0 for heads that know nothing but the level."""
+    sharpness: float = 40.0
+    """How sharply the teacher decides: it teaches the softmax of this times the utility that it
+    expects."""
     budget_encoding: str = "sinusoidal"
     """How a network reads the standardised log-budget: `sinusoidal`, by sines and cosines;
     `linear`, as the number alone, one input whatever `budget_width` is."""
@@ -59,33 +68,61 @@ class PolicyConfig:
     """Whether the data set of a request is an input too, as a feature block `dataset` with a column
     for each data set of the profile."""
 
-    @classmethod
-    def restored(cls, plain: dict[str, Any]) -> PolicyConfig:
-        """Return the settings in a checkpoint; of an even width earlier versions left one out."""
-        even = "budget_encoding" not in plain and plain["budget_width"] % 2 == 0
-        return cls(**plain | {"budget_width": plain["budget_width"] - even})
+    @property
+    def members_trained(self) -> int:
+        """How many networks are trained side by side."""
+        return self.members + (self.members > 1)
 
     def __post_init__(self) -> None:
-        one_of("policy.structure", self.structure, ("utility", "independent"))
         for expert in self.experts:
             one_of("policy.experts", expert, EXPERTS)
         one_of("policy.budget_encoding", self.budget_encoding, ("linear", "sinusoidal"))
         if self.budget_encoding == "linear":
             self.budget_width = 1
-        at_least("policy.project", self.project, 0)
-        key = "structure" if self.structure != "utility" else "members"
-        if self.experts and (key == "structure" or self.members < 2):
+        if self.experts and not self.teacher:
             raise InputError(
-                f"policy.{key}={getattr(self, key)}: policy.experts ({', '.join(self.experts)}) need "
-                "policy.structure=utility and policy.members of at least 2; policy.experts=[] leaves them out"
+                f"policy.experts ({', '.join(self.experts)}): need policy.teacher=true; "
+                "policy.experts=[] leaves them out"
             )
-        one_of("policy.deploy", self.deploy, ("auto", "teacher"))
+        if self.teacher and self.members < 2:
+            raise InputError(
+                f"policy.members={self.members}: policy.teacher=true needs at least 2, so that the "
+                "teacher is judged on samples that it was not fitted on"
+            )
         for name in ("level", "confidence"):
             if not 0 < getattr(self, name) < 1:
                 raise InputError(f"policy.{name}={getattr(self, name)}: must be between 0 and 1")
         if not 0 <= self.level_cost <= 1:
             raise InputError(f"policy.level_cost={self.level_cost}: must be in [0, 1]")
-        for name in ("members", "hidden", "layers", "budget_width"):
+        for name in ("members", "layers", "teacher_hidden", "budget_width"):
             at_least(f"policy.{name}", getattr(self, name), 1)
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"policy.dropout={self.dropout}: must be in [0, 1)")
+        for name in ("hidden", "project"):
+            at_least(f"policy.{name}", getattr(self, name), 0)
+        for name in ("dropout", "teacher_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"policy.{name}={getattr(self, name)}: must be in [0, 1)")
+        positive("policy.sharpness", self.sharpness)
+
+
+SIZES = (64, 96, 128, 192, 256)
+"""Widths to choose from."""
+SHARE = 0.003
+"""The share of the smallest budget that a decision may take, where a wider network is chosen."""
+BASE_US = 30.0
+"""What a decision of a small network takes behind a model, by rule of thumb, in µs."""
+WEIGHTS_PER_US = 2500
+"""How many weights more take a further µs."""
+
+
+def hidden_for(inputs: int, outputs: int, budget_us: float) -> int:
+    """Return the width of two hidden layers for a smallest budget in µs.
+
+    It is the largest of `SIZES` whose decision takes at most `SHARE` of the budget by a rule of
+    thumb, or the smallest of them.
+    """
+    chosen = SIZES[0]
+    for hidden in SIZES:
+        weights = hidden * (inputs + hidden + outputs)
+        if BASE_US + weights / WEIGHTS_PER_US <= SHARE * budget_us:
+            chosen = hidden
+    return chosen

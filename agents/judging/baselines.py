@@ -1,6 +1,6 @@
 """The simple ways of choosing a configuration, done as well as they can be: what a learned policy must beat.
 
-Three read the table's averages only (`BudgetAwareStatic`, `BestStatic`, `LookupTable`); six predict accuracy and
+Three read the table's averages only (`static_of`, `BestStatic`, `LookupTable`); six predict accuracy and
 latency from the features and take the best expected utility (`PredictThenChoose`); `Random` and `Oracle` mark the ends
 of the scale. All are fitted on some rows of the table; only the oracle knows the outcomes that it chooses from.
 """
@@ -8,20 +8,22 @@ of the scale. All are fitted on some rows of the table; only the oracle knows th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.judging.policy import Baseline
-from knobwise.agents.predictors.experts import Expert, Experts, Prediction, pick
+from knobwise.agents.judging.policy import Array, Baseline
+from knobwise.agents.policy.arrays import pick
+from knobwise.agents.policy.static import Static
+from knobwise.agents.predictors.experts import Expert, Experts
 from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import at_worths, expected_utility
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.losses.functional import even_weight
 
 # -- from the table's averages -----------------------------------------------------------------------------------------
 
@@ -42,119 +44,87 @@ def averages_with_cost(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tenso
     return *averages(table, rows), cost.nan_to_num(float(cost.nan_to_num().amax()))
 
 
-class Averages:
-    """What is made from a table's averages and holds nothing but tensors."""
-
-    def plain(self) -> dict[str, Any]:
-        """Tensors, for a checkpoint."""
-        return dict(vars(self))
-
-    @classmethod
-    def restored(cls, plain: dict[str, Any]) -> Self:
-        """The inverse of `plain`."""
-        static = cls.__new__(cls)
-        vars(static).update(plain)
-        return static
-
-
-class BudgetAwareStatic(Averages):
-    """Per budget the one configuration with the best mean of accuracy·1[latency ≤ budget] over all measurements of the
-    rows; where nothing ever met the budget all means are 0, and the one with the lowest mean latency is taken."""
-
-    name = "budget_aware_static"
-
-    def __init__(self, table: ProfileTable, rows: Tensor) -> None:
-        table = table.without_first_look
-        _, self.latency_ms = averages(table, rows)
-        # With each configuration's cells in order of latency, a running sum of accuracy answers every budget exactly.
-        # One after the other, because of large tables
-        size = len(rows) * table.num_repeats
-        self._sorted_ms, self._running = (
-            torch.empty(table.num_configurations, n, dtype=torch.float64) for n in (size, size + 1)
-        )
-        for c in range(table.num_configurations):
-            self._sorted_ms[c], self._running[c] = self._in_order(table, rows, c)
-
-    @staticmethod
-    def _in_order(table: ProfileTable, rows: Tensor, c: int) -> tuple[Tensor, Tensor]:
-        """Of one configuration all measurements, ascending, [n·R], and the mean utility under a budget between them,
-        [n·R + 1], float64 each. A measurement counts as its share of the cell."""
-        measured = table.measurements_ms[:, c][rows]
-        weight = even_weight(~measured.isnan()).double() * table.accuracy[rows, c].double().nan_to_num().unsqueeze(-1)
-        sorted_ms, order = measured.double().nan_to_num(torch.inf).flatten().sort(stable=True)
-        share = weight.flatten()[order].cumsum(0) / table.mask[rows, c].sum().clamp_min(1)
-        return sorted_ms, torch.nn.functional.pad(share, (1, 0))
-
-    def mean_utility(self, budgets_ms: Tensor) -> Tensor:
-        """Mean utility of every configuration over the rows: [b] ms → float64 [b, C]."""
-        wanted = budgets_ms.double().expand(len(self._sorted_ms), -1).contiguous()
-        return self._running.gather(1, torch.searchsorted(self._sorted_ms, wanted, right=True)).T
-
-    def scaled(self, factors: Tensor, accuracies: Tensor | None = None) -> Self:
-        """The same where each configuration takes a factor of its time, and has a factor of its accuracy, [C] each."""
-        scaled = {"latency_ms": self.latency_ms * factors, "_sorted_ms": self._sorted_ms * factors.unsqueeze(1)}
-        if accuracies is not None:
-            scaled["_running"] = self._running * accuracies.unsqueeze(1)
-        return self.restored(self.plain() | scaled)
-
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
-        distinct, which = budgets_ms.unique(return_inverse=True)
-        return pick(self.mean_utility(distinct)[which], self.latency_ms, mask)
+def static_of(table: ProfileTable, rows: Tensor) -> Static:
+    """Return budget-aware static, fitted on these rows (int64 [n]); it pays for no first look."""
+    table = table.without_first_look
+    cells = table.accuracy, table.latency_ms, table.measurements_ms
+    return Static.fit(*(values[rows].numpy() for values in cells))
 
 
 class BestStatic:
-    """The one configuration with the best mean utility over the rows and over the given budgets (float [b], ms)."""
+    """The one configuration with the best mean utility over the rows and over the given budgets
+    (float [b], ms)."""
 
     name = "best_static"
 
     def __init__(self, table: ProfileTable, rows: Tensor, budgets_ms: Tensor | None = None) -> None:
-        static = BudgetAwareStatic(table, rows)
-        self._scores = static.mean_utility(default_budgets(table) if budgets_ms is None else budgets_ms).mean(0)
+        static = static_of(table, rows)
+        limits = default_budgets(table) if budgets_ms is None else budgets_ms
+        self._scores = static.mean_utility(limits.numpy()).mean(0)
         self._latency_ms = static.latency_ms
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
-        return pick(self._scores.expand(len(budgets_ms), -1), self._latency_ms, mask)
+    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
+        scores = np.broadcast_to(self._scores, (len(budgets_ms), len(self._scores)))
+        return pick(scores, self._latency_ms, mask)
 
 
 class LookupTable:
-    """The best average accuracy among the configurations with a mean latency ≤ budget·(1 + tolerance); where there is
-    none the nearest mean latency, which is the fastest."""
+    """The best average accuracy among the configurations with a mean latency ≤ budget·(1 +
+    tolerance); where there is none the nearest mean latency, which is the fastest."""
 
     name = "lookup_table"
 
     def __init__(self, table: ProfileTable, rows: Tensor, tolerance: float = 0.05) -> None:
-        self._accuracy, self._latency_ms = averages(table.without_first_look, rows)
+        accuracy, latency_ms = averages(table.without_first_look, rows)
+        self._accuracy = accuracy.numpy()
+        self._latency_ms = latency_ms.numpy()
         self._tolerance = tolerance
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
-        fits = self._latency_ms <= budgets_ms.double().unsqueeze(1) * (1 + self._tolerance)
-        return pick(self._accuracy.where(fits, -1.0), self._latency_ms, mask)
+    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
+        fits = self._latency_ms <= np.asarray(budgets_ms)[:, None] * (1 + self._tolerance)
+        return pick(np.where(fits, self._accuracy, -1.0), self._latency_ms, mask)
 
 
 # -- from the features -------------------------------------------------------------------------------------------------
 
 
 class PredictThenChoose:
-    """Predicts accuracy and log-latency of every configuration, then takes the best expected utility Â·Φ((ln b − μ)/σ).
-    Without `predict_accuracy` each configuration's mean accuracy counts for every sample."""
+    """Predicts accuracy and log-latency of every configuration, then takes the best expected
+    utility Â·Φ((ln b − μ)/σ). Without `predict_accuracy` each configuration's mean accuracy counts
+    for every sample."""
 
-    def __init__(self, name: str, expert: Expert, normaliser: FeatureNormaliser, predict_accuracy: bool = True) -> None:
-        self.name, self.expert, self.normaliser = name, expert, normaliser
+    def __init__(
+        self,
+        name: str,
+        expert: Expert,
+        normaliser: FeatureNormaliser,
+        predict_accuracy: bool = True,
+    ) -> None:
+        self.name = name
+        self.expert = expert
+        self.normaliser = normaliser
         self._predict_accuracy = predict_accuracy
 
-    def predict(self, features: Mapping[str, Tensor], n: int) -> Prediction:
-        """What is expected of every configuration for n samples."""
-        prediction = self.expert(self.normaliser(features, n))
+    def predict(self, features: Mapping[str, Array], n: int) -> Prediction:
+        """Return what is expected of every configuration for n samples."""
+        blocks = {name: torch.as_tensor(block) for name, block in features.items()}
+        prediction = self.expert(self.normaliser(blocks, n))
         if self._predict_accuracy:
             return prediction
-        return prediction._replace(accuracy=self.expert.mean_accuracy.expand_as(prediction.accuracy))
+        accuracy = self.expert.mean_accuracy.expand_as(prediction.accuracy)
+        return prediction._replace(accuracy=accuracy)
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
+    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
         prediction = self.predict(features, len(budgets_ms))
-        return pick(prediction.expected_utility(budgets_ms), prediction.log_latency, mask)
+        score = prediction.score(torch.tensor(budgets_ms, dtype=torch.float32))
+        return pick(score.numpy(), prediction.log_latency.numpy(), mask)
+
+    def reads_features(self, limits: Array) -> Array:
+        """Return whether it reads features under each of these limits, bool [n]."""
+        return np.ones(len(limits), bool)
 
 
-# -- the ends of the scale ---------------------------------------------------------------------------------------------
+# -- the ends of the scale -------------------------------------------------------------------------
 
 
 class Random:
@@ -165,17 +135,20 @@ class Random:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
+    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
         if mask is None:
             raise ValueError("the random policy draws from a mask, but none was given")
-        return torch.multinomial(mask.float(), 1, generator=torch.Generator().manual_seed(self._seed)).squeeze(1)
+        generator = torch.Generator().manual_seed(self._seed)
+        weights = torch.as_tensor(mask).float()
+        return torch.multinomial(weights, 1, generator=generator).squeeze(1).numpy()
 
 
 class Oracle:
-    """The best utility of each of these rows, of several measurements the mean; among equals the faster; the fastest
-    where nothing fits.
+    """The best utility of each of these rows, of several measurements the mean; among equals the
+    faster; the fastest where nothing fits.
 
-    It knows the outcomes, so it can only choose for exactly the rows that it was given, in their order.
+    It knows the outcomes, so it can only choose for exactly the rows that it was given, in their
+    order.
 
     Raises:
         ValueError: asked about another number of samples.
@@ -184,28 +157,37 @@ class Oracle:
     name = "oracle"
 
     def __init__(self, table: ProfileTable, rows: Tensor) -> None:
-        table, self._mask = table.without_first_look, table.mask[rows]
-        self._accuracy, self._latency_ms = table.accuracy[rows], table.latency_ms[rows]
+        table = table.without_first_look
+        self._mask = table.mask[rows].numpy()
+        self._accuracy = table.accuracy[rows]
+        self._latency_ms = table.latency_ms[rows].nan_to_num(torch.inf).numpy()
         self._measurements_ms = table.measurements_ms[rows]
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
+    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
         if len(budgets_ms) != len(self._mask):
-            raise ValueError(f"the oracle knows {len(self._mask)} samples, but was asked about {len(budgets_ms)}")
-        utility = expected_utility(self._accuracy, self._measurements_ms, budgets_ms.unsqueeze(1))
-        return pick(utility, self._latency_ms, self._mask if mask is None else mask & self._mask)
+            count = len(self._mask)
+            raise ValueError(f"the oracle knows {count} samples, but was asked about {len(budgets_ms)}")
+        limits = torch.tensor(budgets_ms, dtype=torch.float32).unsqueeze(1)
+        utility = expected_utility(self._accuracy, self._measurements_ms, limits)
+        allowed = self._mask if mask is None else mask & self._mask
+        return pick(utility.nan_to_num().numpy(), self._latency_ms, allowed)
 
 
 class BestAtWorths:
-    """Takes the best accuracy − latency/worth − cost/worth: of averages [C], the same for every request, or of each
-    request's own outcomes [n, C], which it can choose for in their order only."""
+    """Takes the best accuracy − latency/worth − cost/worth: of averages [C], the same for every
+    request, or of each request's own outcomes [n, C], which it can choose for in their order
+    only."""
 
     def __init__(self, accuracy: Tensor, latency_ms: Tensor, cost: Tensor) -> None:
-        self.accuracy, self.latency_ms, self.cost = accuracy, latency_ms, cost
+        self.accuracy = accuracy
+        self.latency_ms = latency_ms
+        self.cost = cost
 
-    def choose(self, features: Mapping[str, Tensor], worths: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Decisions for pairs of worths [n, 2]: int64 [n]."""
-        scores = at_worths(self.accuracy, self.latency_ms, self.cost, worths.to(self.accuracy))
-        return pick(scores, self.latency_ms, mask)
+    def choose(self, features: Mapping[str, Array], worths: Array, mask: Array | None = None) -> Array:
+        """Choose for pairs of worths [n, 2]: int64 [n]."""
+        pairs = torch.tensor(worths).to(self.accuracy)
+        scores = at_worths(self.accuracy, self.latency_ms, self.cost, pairs).numpy()
+        return pick(scores, self.latency_ms.numpy(), mask)
 
 
 def make_baselines(
@@ -228,7 +210,7 @@ def make_baselines(
     _, normaliser, fitted = experts or Experts.fit(table, rows, budgets_ms, tuple(FAMILIES), seed)
     named = {each.expert.name: each.expert for each in fitted}
     return [
-        BudgetAwareStatic(table, rows),
+        static_of(table, rows),
         BestStatic(table, rows, budgets_ms),
         LookupTable(table, rows),
         PredictThenChoose("latency_only", named["ridge"], normaliser, predict_accuracy=False),
@@ -239,8 +221,9 @@ def make_baselines(
 
 
 class StaticPerDataset:
-    """Budget-aware static, fitted on each data set for itself: what recognising the data set is worth without looking
-    at the request. A data set without samples to fit on gets the static way of all.
+    """Budget-aware static, fitted on each data set for itself: what recognising the data set is
+    worth without looking at the request. A data set without samples to fit on gets the static way
+    of all.
 
     Like the oracle it can only choose for exactly the rows `test` (int64 [n]), in their order.
 
@@ -251,16 +234,18 @@ class StaticPerDataset:
     name = "static_per_dataset"
 
     def __init__(self, table: ProfileTable, fitted: Tensor, test: Tensor) -> None:
-        parts, self._count = rows_by_dataset(table, fitted), len(test)
-        self._parts = [
-            (places, BudgetAwareStatic(table, fitted[parts[name]] if name in parts else fitted))
-            for name, places in rows_by_dataset(table, test).items()
-        ]
+        parts = rows_by_dataset(table, fitted)
+        self._count = len(test)
+        self._parts: list[tuple[Array, Static]] = []
+        for name, places in rows_by_dataset(table, test).items():
+            rows = fitted[parts[name]] if name in parts else fitted
+            self._parts.append((places.numpy(), static_of(table, rows)))
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
+    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
         if len(budgets_ms) != self._count:
             raise ValueError(f"it knows {self._count} samples and was asked about {len(budgets_ms)}")
-        chosen = torch.empty(len(budgets_ms), dtype=torch.int64)
+        chosen = np.empty(len(budgets_ms), np.int64)
         for places, static in self._parts:
-            chosen[places] = static.choose({}, budgets_ms[places], None if mask is None else mask[places])
+            allowed = None if mask is None else mask[places]
+            chosen[places] = static.choose({}, budgets_ms[places], allowed)
         return chosen

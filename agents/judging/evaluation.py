@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.judging.policy import Baseline, Policy, reads_features
+from knobwise.agents.judging.policy import Policy, reads_features, requests_of
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.reward import RewardTable, share_in_time
@@ -100,56 +101,96 @@ def for_all(limit: Tensor, rows: Tensor) -> Tensor:
 
 
 def judge(
-    policy: Policy[Tensor],
+    policy: Policy,
     table: ProfileTable,
     rows: Tensor,
     budgets_ms: Tensor,
     rewards: RewardTable | None = None,
     cost_ms: Tensor | None = None,
 ) -> Judged:
-    """Let a policy decide for every sample, int64 [n], under every deadline [B], and look up the outcomes.
+    """Let a policy decide for every sample under every deadline, and look up the outcomes.
 
-    It sees features, what its own cost, [B] in ms, leaves of the deadlines, and which configurations were profiled for
-    the sample, because the outcomes of others are unknown. Where it reads no features it does not pay for a first look
-    (`ProfileTable.first_look_ms`). `rewards` defaults to those of training. Under weights budgets are pairs of worths
-    [B, 2], which nothing is taken from.
+    It sees features, what its own cost leaves of the deadlines, and which configurations were
+    profiled for the sample, because the outcomes of others are unknown.
+
+    Args:
+        rows: int64 [n].
+        budgets_ms: float [B]; under weights pairs of worths [B, 2], which nothing is taken from.
+        rewards: defaults to those of training.
+        cost_ms: float [B], what a decision takes.
     """
-    pairs = budgets_ms if budgets_ms.ndim == 2 else None
-    budgets_ms = budgets_ms if pairs is None else torch.full((len(pairs),), torch.inf)
-    cost_ms = torch.zeros_like(budgets_ms) if cost_ms is None else cost_ms.to(budgets_ms)
+    pairs = budgets_ms.ndim == 2
+    left = budgets_ms.double()
+    if cost_ms is not None and not pairs:
+        left = (left - cost_ms).clamp_min(LEAST_LATENCY_MS)
+    features, mask = requests_of(table, rows)
+    chosen = []
+    for limit in left.numpy():
+        limits = np.broadcast_to(limit, (len(rows), *limit.shape))
+        chosen.append(torch.from_numpy(np.asarray(policy.choose(features, limits, mask))))
+    reads = torch.from_numpy(reads_features(policy, left.numpy()))
+    columns = torch.stack(chosen, 1)
+    return outcomes_of(table, rows, columns, budgets_ms, rewards, cost_ms, reads)
+
+
+def outcomes_of(
+    table: ProfileTable,
+    rows: Tensor,
+    chosen: Tensor,
+    budgets_ms: Tensor,
+    rewards: RewardTable | None = None,
+    cost_ms: Tensor | None = None,
+    reads: Tensor | None = None,
+) -> Judged:
+    """Look up the outcomes of choices int64 [n, B]; the other arguments as in `judge`.
+
+    Where `reads` bool [B] is False the choices read no features, and do not pay for a first look
+    (`ProfileTable.first_look_ms`).
+    """
     rewards = RewardTable(table, TRAINING_REWARD) if rewards is None else rewards
-    parts = [_judged(policy, table, part, budgets_ms, pairs, rewards, cost_ms) for part in rows.split(AT_ONCE)]
+    reads = torch.ones(len(budgets_ms), dtype=torch.bool) if reads is None else reads
+    limits = budgets_ms
+    if budgets_ms.ndim == 2:
+        budgets_ms = torch.full((len(limits),), torch.inf)
+    cost_ms = torch.zeros_like(budgets_ms) if cost_ms is None else cost_ms.to(budgets_ms)
+    if limits.ndim == 1:
+        limits = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
+    parts = []
+    for some, columns in zip(rows.split(AT_ONCE), chosen.split(AT_ONCE), strict=True):
+        parts.append(_outcomes(table, some, columns, budgets_ms, limits, rewards, cost_ms, reads))
     outcomes = {name: torch.cat([getattr(part, name) for part in parts]) for name in OUTCOMES}
     return Judged(budgets_ms=budgets_ms, **outcomes)
 
 
-def _judged(
-    policy: Policy[Tensor],
+def _outcomes(
     table: ProfileTable,
     rows: Tensor,
+    chosen: Tensor,
     budgets_ms: Tensor,
-    pairs: Tensor | None,
+    limits: Tensor,
     rewards: RewardTable,
     cost_ms: Tensor,
+    reads: Tensor,
 ) -> Judged:
-    """The outcomes of some rows, see `judge`; `pairs` [B, 2] are worths, and the budgets then infinite."""
-    features, mask = {name: block[rows] for name, block in table.features.items()}, table.mask[rows]
-    left = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
-    limits = [for_all(limit, rows) for limit in (left if pairs is None else pairs)]
-    chosen = torch.stack([policy.choose(features, limit, mask).cpu() for limit in limits], 1)
+    """Look up the outcomes of some rows, see `outcomes_of`."""
     at = rows.unsqueeze(1), chosen
-    reads, quick = reads_features(policy, left), table.without_first_look
+    quick = table.without_first_look
     added_ms = cost_ms.expand(chosen.shape)
     if table.first_look_ms is not None:
         added_ms = added_ms - table.first_look_ms[at] * ~reads
-    accuracy, in_time = table.accuracy[at], share_in_time(table.measurements_ms[at] + added_ms[..., None], budgets_ms)
-    fastest = quick.latency_ms[rows].masked_fill(~mask, torch.inf).amin(1, keepdim=True)
+    accuracy = table.accuracy[at]
+    in_time = share_in_time(table.measurements_ms[at] + added_ms[..., None], budgets_ms)
+    fastest = quick.latency_ms[rows].masked_fill(~table.mask[rows], torch.inf)
     device = rewards.accuracy.device
-    unread = rewards if quick is table else RewardTable(quick, rewards.config, device)
-    rewarded = [
-        (rewards if reads[i] else unread).chosen(rows.to(device), chosen[:, i, None].to(device), limit.to(device)).cpu()
-        for i, limit in enumerate(limits)
-    ]
+    unread = rewards
+    if quick is not table:
+        unread = RewardTable(quick, rewards.config, device)
+    rewarded = []
+    for number, limit in enumerate(limits):
+        known = rewards if reads[number] else unread
+        column = chosen[:, number, None].to(device)
+        under = for_all(limit, rows).to(device)
+        rewarded.append(known.chosen(rows.to(device), column, under).cpu())
     return Judged(
         budgets_ms=budgets_ms,
         chosen=chosen,
@@ -158,7 +199,7 @@ def _judged(
         in_time=in_time,
         utility=accuracy * in_time,
         reward=torch.stack(rewarded).squeeze(-1).T,
-        feasible=fastest <= budgets_ms,
+        feasible=fastest.amin(1, keepdim=True) <= budgets_ms,
     )
 
 
@@ -167,20 +208,22 @@ def judge_all(
     rows: Tensor,
     budgets_ms: Tensor,
     rewards: RewardTable,
-    controllers: Sequence[Policy[Tensor]],
-    baselines: Sequence[Baseline],
+    policies: Mapping[str, Sequence[Policy]],
     costs_ms: Mapping[str, Sequence[Tensor]] | None = None,
-    teachers: Sequence[Policy[Tensor]] = (),
 ) -> dict[str, list[Judged]]:
-    """The outcomes by policy: one for each seed of `controller` and of `teacher`, one for each baseline. Arguments as
-    in `judge`, the costs by policy, one for each of its outcomes."""
+    """Judge policies by name, one for each seed where they were trained.
+
+    Arguments as in `judge`; the costs by name too, one for each policy.
+    """
     judged: dict[str, list[Judged]] = {}
-    named = [*(("controller", c) for c in controllers), *(("teacher", t) for t in teachers)]
-    named += [(b.name, b) for b in baselines]
-    with progress("judging", len(named), quiet_s=2) as tick:
-        for done, (name, policy) in enumerate(named, 1):
-            outcomes, costs = judged.setdefault(name, []), (costs_ms or {}).get(name)
-            cost = costs[len(outcomes)] if costs else None
-            outcomes.append(judge(policy, table, rows, budgets_ms, rewards, cost))
-            tick(done, name)
+    count = sum(map(len, policies.values()))
+    done = 0
+    with progress("judging", count, quiet_s=2) as tick:
+        for name, several in policies.items():
+            costs = (costs_ms or {}).get(name, [None] * len(several))
+            judged[name] = []
+            for policy, cost_ms in zip(several, costs, strict=True):
+                judged[name].append(judge(policy, table, rows, budgets_ms, rewards, cost_ms))
+                done += 1
+                tick(done, name)
     return judged

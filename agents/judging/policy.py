@@ -1,18 +1,20 @@
-"""The protocol of everything that chooses configurations: controllers, stacks, baselines, exported controllers."""
+"""The protocol of everything that chooses configurations: controllers, teachers, baselines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-Array = TypeVar("Array")
-"""`torch.Tensor` in training and judging, `numpy.ndarray` in serving."""
+from knobwise.envs.tables.profile_table import ProfileTable
+
+Array = NDArray[Any]
 
 
-class Policy(Protocol[Array]):
+class Policy(Protocol):
     """Chooses one configuration for each request under its limit."""
 
     def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, /) -> Array:
@@ -20,8 +22,10 @@ class Policy(Protocol[Array]):
 
         Args:
             features: block name → float [n, d]; may be empty.
-            limits: float [n], budgets in ms; for a policy that works at a price the worths of a right answer in ms.
-            mask: bool [n, C], the configurations that may be chosen, at least one for each request; None for all.
+            limits: float [n], budgets in ms; for a policy that works at a price the worths of a
+                right answer in ms.
+            mask: bool [n, C], the configurations that may be chosen, at least one for each request;
+                None for all.
 
         Returns:
             configuration indices, int64 [n], inside `mask`.
@@ -30,19 +34,23 @@ class Policy(Protocol[Array]):
 
 
 class Baseline(Protocol):
-    """A `Policy` of tensors that is judged under its own name."""
+    """A `Policy` that is judged under its own name."""
 
     name: str
 
-    def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None, /) -> Tensor:
-        """See `Policy.choose`."""
+    def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, /) -> Array:
+        """Choose for n requests, see `Policy.choose`."""
         ...
 
 
-def reads_features(policy: Any, limits: Tensor) -> Tensor:
-    """Whether a policy reads a request's features under each of these limits [B] → bool [B]. Static policies do not,
-    nor does a guard that falls back to one."""
-    if not hasattr(policy, "normaliser"):
-        return torch.zeros(len(limits), dtype=torch.bool)
-    guard = getattr(policy, "guard", None)
-    return torch.ones(len(limits), dtype=torch.bool) if guard is None else guard.deploy[guard.groups(limits)]
+def reads_features(policy: Any, limits: Array) -> Array:
+    """Return whether a policy reads features under each of these limits [B], bool [B]."""
+    if hasattr(policy, "reads_features"):
+        return np.asarray(policy.reads_features(limits), bool)
+    return np.zeros(len(limits), bool)
+
+
+def requests_of(table: ProfileTable, rows: Tensor) -> tuple[dict[str, Array], Array]:
+    """Return the feature blocks [n, d] by name and the mask bool [n, C] of samples int64 [n]."""
+    features = {name: block[rows].numpy() for name, block in table.features.items()}
+    return features, table.mask[rows].numpy()

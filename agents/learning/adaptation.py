@@ -12,23 +12,20 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.checkpoint import network_of
-from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import UtilityNetwork
-from knobwise.agents.predictors.experts import Expert
-from knobwise.agents.predictors.regressors import Regressor
+from knobwise.agents.policy.static import Static
 from knobwise.agents.serving.export import configurations_of
-from knobwise.agents.stack.stacked_controller import StackedController, network_outcomes
+from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.stack.teacher import NARROWEST, Teacher
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import log_measured
+from knobwise.envs.configurations.drift import Drift
 from knobwise.envs.tables.profile_table import ProfileTable
-
-Adaptable = TypeVar("Adaptable", Controller, StackedController)
 
 
 class Scales(NamedTuple):
@@ -46,8 +43,6 @@ TRIED = [Scales(*each) for each in _GRID]
 """What offsets are averaged over."""
 OUTLYING, LEAST_NOISE = 4.0, 0.02
 """Cells further from a first fit than so many standard deviations, each at least 0.02, are left out as stalls."""
-NARROWEST = 0.5
-"""The least factor of a predicted spread."""
 LEAST_CELLS = 5
 """With fewer cells the noise is not known."""
 
@@ -138,30 +133,110 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     return columns[j], after.double() - before.double()
 
 
-@torch.no_grad()
-def adapted(agent: Adaptable, offsets: Offsets, x: Tensor) -> Adaptable:
-    """A copy of a `utility` controller for deadlines that expects e^offset times the latency of each configuration, and
-    is less sure of it. What belongs to budgets (the guard, their encoding) moves by the mean offset.
+def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedController:
+    """Return a copy of a controller for deadlines whose teacher expects e^offset times the latency
+    of each configuration, and is less sure of it, and whose heads were taught again.
 
-    A network's spreads get one factor for each configuration, from those at `x`, normalised features [n, width].
+    What belongs to budgets (the guard, their encoding, static) moves by the mean offset.
+
+    Args:
+        x: normalised features [n, width] of requests to learn from.
     """
-    agent = copy.deepcopy(agent)
-    controller, factors, overall = network_of(agent), offsets.mean.exp(), offsets.mean.mean()
-    spread = network_outcomes(controller, x).spread
-    assert isinstance(controller.network, UtilityNetwork)
-    _, log_latency, log_spread = controller.network.outcome_head.bias.chunk(3, -1)
-    log_latency += offsets.mean
-    wider = offsets.variance / spread.square().mean(1, keepdim=True)  # of a member that is surer than all together
-    log_spread += 0.5 * wider.clamp_min(NARROWEST**2 - 1).log1p()
-    controller.network.encoding.mean += overall
-    if isinstance(agent, StackedController):
-        for expert in agent.experts:
-            assert isinstance(expert, Expert)
-            assert isinstance(expert.log_latency, Regressor)
-            expert.log_latency = expert.log_latency.rescaled(torch.ones(len(factors)), offsets.mean.float())
-            expert.spread = (expert.spread.square() + offsets.variance.float()).clamp_min(1e-6).sqrt()
-        if agent.guard is not None:
-            agent.guard.budgets_ms *= overall.exp()
-        if agent.static is not None:
-            agent.static = agent.static.scaled(factors)
+    agent = copied(agent)
+    teacher = agent.teacher
+    assert teacher is not None
+    before = copy.deepcopy(teacher)
+    overall = float(offsets.mean.mean())
+    # where all configurations are as much slower, the budget alone moves
+    before.latency_offset += overall
+    teacher.latency_offset += offsets.mean.float()
+    narrowest = (NARROWEST**2 - 1) * teacher.moments(x).spread.square().mean(0)
+    teacher.latency_variance += offsets.variance.float().maximum(narrowest)
+    agent.controller.network.encoding.mean += overall
+    settled = agent.settled
+    for row in (*settled.guard, *settled.guard_if_free):
+        row["budget_ms"] *= math.exp(overall)
+    if settled.static:
+        static = Static.restored(settled.static).scaled(offsets.mean.exp().numpy())
+        settled.static = static.arrays()
+    latency = settled.latency
+    bias = latency["bias"] + offsets.mean.numpy()
+    variance = latency["spread"] ** 2
+    variance = np.maximum(variance + offsets.variance.numpy(), NARROWEST**2 * variance)
+    moved = {"bias": bias, "spread": np.sqrt(variance)}
+    settled.latency = latency | {name: v.astype(np.float32) for name, v in moved.items()}
+    teach_again(agent, before, x)
     return agent
+
+
+def copied(agent: DeployedController) -> DeployedController:
+    """Return a copy to be changed."""
+    settled = copy.deepcopy(agent.settled)
+    parts = copy.deepcopy(agent.controller), copy.deepcopy(agent.teacher)
+    return DeployedController(*parts, settled).eval()
+
+
+STEPS, CONTEXTS, LR = 200, 256, 1e-3
+"""Of AdamW in each of two parts, requests in each step, and its largest learning rate, when heads
+are taught again."""
+LEAST_CHANGE = 1e-3
+"""Where no configuration's worth changes by more than this, there is nothing to teach."""
+
+
+def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
+    """Teach the deployed heads what their teacher expects now, if it expected something else
+    `before`.
+
+    As in training they first imitate it: the cross-entropy with its softmax(sharpness·utility).
+    Then they gain utility by what it expects, with a bonus for entropy: the KL divergence from
+    them to it. Adding what changed to the old heads' logits would be worse, since these say little
+    of how much worse it is what they would not choose. The networks beside them stay as they were.
+
+    Args:
+        x: normalised features [n, width] of requests.
+    """
+    controller = agent.controller
+    teacher = agent.teacher
+    assert teacher is not None
+    generator = torch.Generator().manual_seed(0)
+    encoding = controller.network.encoding
+    low, high = (float(encoding.mean + z * encoding.scale) for z in (-2, 2))
+    # asked once for all: several limits for each request
+    requests = x[torch.randint(len(x), (8 * CONTEXTS,), generator=generator)]
+    share = torch.rand(len(requests), 1, generator=generator)
+    limits = torch.exp(low + (high - low) * share)
+    drift = Drift(controller.configurations, controller.config.drift)
+    offsets = drift.draw((len(requests), 1), generator)
+    worths = teacher.teach(requests, limits, offsets)
+    few = requests[:CONTEXTS], limits[:CONTEXTS], None if offsets is None else offsets[:CONTEXTS]
+    change = worths[:CONTEXTS] - before.teach(*few)
+    if float(change.std(-1).max()) < LEAST_CHANGE:
+        return
+    target = (controller.config.sharpness * worths.squeeze(1)).log_softmax(-1)
+    pupil = controller.alone().requires_grad_(True)
+    parameters = list(pupil.network.parameters())
+    for divergence in (_cross_entropy, _divergence_to):
+        optimiser = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
+        for _ in range(STEPS):
+            some = torch.randint(len(requests), (CONTEXTS,), generator=generator)
+            offset = None if offsets is None else offsets[some, 0]
+            log_probs = pupil(requests[some], limits[some, 0], None, offset)
+            loss = divergence(log_probs, target[some])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+    networks = controller.network.parameters()
+    for all_networks, taught in zip(networks, parameters, strict=True):
+        all_networks.data[-1:] = taught.data
+
+
+def _cross_entropy(log_probs: Tensor, target: Tensor) -> Tensor:
+    """Return −E ln π under the target's log-probs, [n, C] each."""
+    return -(target.exp() * log_probs).sum(-1).mean()
+
+
+def _divergence_to(log_probs: Tensor, target: Tensor) -> Tensor:
+    """Return KL(π ‖ target) of log-probs [n, C] each."""
+    return (log_probs.exp() * (log_probs - target)).sum(-1).mean()

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.request_log import Logged
 from knobwise.losses.functional import doubly_robust, effective_sample_size, self_normalised
 

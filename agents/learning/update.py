@@ -26,29 +26,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from knobwise.agents.checkpoint import network_of
-from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.learning.adaptation import (
     LEAST_CELLS,
-    NARROWEST,
     Offsets,
     Scales,
     adapted,
+    copied,
     fit_offsets,
     prior_covariance,
+    teach_again,
 )
 from knobwise.agents.learning.off_policy import LEAST_DIFFERENT, Judgement, decisions, judge
 from knobwise.agents.learning.settings import UpdateConfig
-from knobwise.agents.predictors.experts import Expert
-from knobwise.agents.predictors.regressors import Regressor
-from knobwise.agents.serving.distillation import Lessons
-from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.policy.static import Static
+from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.serving.request_log import Array, Logged
-from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.stack.teacher import NARROWEST
 from knobwise.common.errors import InputError
 
-Agent = Controller | StackedController
+Agent = DeployedController
 ACCURACY_SCALES = [Scales(*each, 0.0) for each in itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))]
 """Prior standard deviations that offsets of logits are averaged over."""
 FREE_LOGIT = 1.0
@@ -89,7 +86,7 @@ class Contexts(NamedTuple):
     def of_log(cls, agent: Agent, logged: Logged) -> Contexts:
         blocks = {name: torch.from_numpy(block) for name, block in logged.features.items()}
         parts = map(torch.from_numpy, (logged.limit_ms, logged.offset, logged.scale, logged.choice))
-        x = agent.features(blocks, len(logged.ids))
+        x = agent.controller.features(blocks, len(logged.ids))
         return cls(x, *(part.float() if part.dtype == torch.float64 else part for part in parts))
 
 
@@ -110,15 +107,15 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
     """Let a controller learn from a log, and judge it.
 
     Args:
-        agent: for deadlines, of structure `utility`. It is not changed.
+        agent: for deadlines, with a teacher. It is not changed.
         logged: requests of this controller or of versions before it.
 
     Raises:
         InputError: a controller that predicts no outcomes, too few requests.
     """
-    config, network = config or UpdateConfig(), network_of(agent)
-    if network.config.structure != "utility" or network.priced:
-        raise InputError("update: needs a controller for deadlines that predicts outcomes, from policy=auto or utility")
+    config = config or UpdateConfig()
+    if agent.teacher is None or agent.sense != "deadline":
+        raise InputError("update: needs a controller for deadlines with a teacher, from policy=auto or utility")
     if len(logged.ids) < LEAST_CELLS * config.folds:
         raise InputError(f"update: {len(logged.ids)} requests are too few; let the controller serve more")
     learned = learn(agent, logged)
@@ -154,9 +151,10 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
 
 def learn(agent: Any, logged: Logged) -> Learned:
     """A controller after each step that the log allows."""
-    offsets, network = _latency_offsets(agent, logged), network_of(agent)
-    candidate: Any = adapted(agent, offsets, Contexts.of_log(agent, logged).x)
-    after, logits = {"latencies": candidate}, torch.zeros(len(network.configurations), dtype=torch.float64)
+    offsets = _latency_offsets(agent, logged)
+    candidate = adapted(agent, offsets, Contexts.of_log(agent, logged).x)
+    after = {"latencies": candidate}
+    logits = torch.zeros(len(agent.configurations), dtype=torch.float64)
     lessons = logged.take(logged.seen & ~np.isnan(logged.accuracy))
     if len(lessons.ids):
         logits = _accuracy_offsets(candidate, lessons)
@@ -180,24 +178,24 @@ def _judged(
         last = agent
         for name in choices:
             last = learned.after.get(name, last)
-            choices[name].append(decisions(to_numpy(last), test))
+            choices[name].append(decisions(last.decider, test))
     return Logged.joined(parts), torch.cat(expected), {name: np.concatenate(each) for name, each in choices.items()}
 
 
 # -- the steps ---------------------------------------------------------------------------------------------------------
 
 
-def _predictions(agent: Agent, x: Tensor) -> Lessons:
-    """What a controller expects of every configuration."""
-    stack = agent if isinstance(agent, StackedController) else StackedController(agent, [], torch.ones(1))
-    return Lessons.of_teacher(stack, x)
+def _predictions(agent: Agent, x: Tensor) -> Prediction:
+    """What a controller's teacher expects of every configuration."""
+    assert agent.teacher is not None
+    return agent.teacher.moments(x)
 
 
 @torch.no_grad()
 def _expected_utility(agent: Agent, logged: Logged) -> Tensor:
     """Of every configuration for logged requests, float [n, C]."""
     contexts = Contexts.of_log(agent, logged)
-    _, accuracy, log_latency, spread = _predictions(agent, contexts.x)
+    accuracy, log_latency, spread, _ = _predictions(agent, contexts.x)
     late = log_latency + contexts.offset - contexts.limit.log().unsqueeze(1)
     return accuracy * torch.special.ndtr(-late / (spread * contexts.scale.unsqueeze(1)))
 
@@ -212,7 +210,7 @@ def _latency_offsets(agent: Agent, logged: Logged) -> Offsets:
     seen = torch.from_numpy(logged.seen)
     predicted = lessons.log_latency[place].double().where(seen, torch.from_numpy(logged.log_latency))
     residual = torch.from_numpy(np.log(logged.answer_ms)) - predicted - contexts.offset[place]
-    offsets = fit_offsets(network_of(agent).configurations, contexts.choice, residual)
+    offsets = fit_offsets(agent.configurations, contexts.choice, residual)
     z = (residual - offsets.mean[contexts.choice]) / (lessons.spread[place] * contexts.scale)
     factor = 1.4826 * z[seen].abs().median() if seen.any() else torch.ones(())
     spare = factor.clamp(*SPREADS).square() - 1
@@ -228,7 +226,7 @@ def _accuracy_offsets(agent: Agent, logged: Logged) -> Tensor:
     place = torch.arange(len(contexts.x)), contexts.choice
     predicted = _predictions(agent, contexts.x).accuracy[place].double().clamp(0.01, 0.99).logit()
     label, choice = torch.from_numpy(logged.accuracy).float().double(), contexts.choice
-    configurations = network_of(agent).configurations
+    configurations = agent.configurations
     count = len(configurations)
 
     def fit(scales: Scales) -> tuple[Tensor, float]:
@@ -251,22 +249,18 @@ def _accuracy_offsets(agent: Agent, logged: Logged) -> Tensor:
     return torch.tensor(evidence, dtype=torch.float64).softmax(0) @ torch.stack(modes)
 
 
-@torch.no_grad()
-def _with_logits(agent: Agent, logits: Tensor, logged: Logged) -> Any:
-    """A copy whose accuracies have these offsets of their logits; of experts and of static by their mean effect on
-    logged requests."""
-    agent = copy.deepcopy(agent)
-    before = _predictions(agent, Contexts.of_log(agent, logged).x).accuracy.double().clamp(0.01, 0.99)
-    after = (before.logit() + logits).sigmoid()
-    network = network_of(agent).network
-    assert isinstance(network, UtilityNetwork)
-    network.outcome_head.bias[..., : len(logits)] += logits.float()
-    if isinstance(agent, StackedController):
-        for expert in agent.experts:
-            assert isinstance(expert, Expert)
-            assert isinstance(expert.accuracy, Regressor)
-            shift = (after - before).mean(0).float()
-            expert.accuracy = expert.accuracy.rescaled(torch.ones(len(shift)), shift)
-        if agent.static is not None:
-            agent.static = agent.static.scaled(torch.ones(len(logits)), after.mean(0) / before.mean(0))
+def _with_logits(agent: Agent, logits: Tensor, logged: Logged) -> Agent:
+    """Return a copy whose teacher's accuracies have these offsets of their logits, whose heads were
+    taught again, and whose static has their mean effect on logged requests."""
+    agent = copied(agent)
+    assert agent.teacher is not None
+    x = Contexts.of_log(agent, logged).x
+    before = copy.deepcopy(agent.teacher)
+    agent.teacher.accuracy_logits += logits.float()
+    effect = agent.teacher.moments(x).accuracy.mean(0) / before.moments(x).accuracy.mean(0)
+    if agent.settled.static:
+        static = Static.restored(agent.settled.static)
+        scaled = static.scaled(np.ones(len(logits)), effect.double().numpy())
+        agent.settled.static = scaled.arrays()
+    teach_again(agent, before, x)
     return agent

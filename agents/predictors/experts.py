@@ -19,53 +19,16 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.predictors.folds import Targets, folds_of
+from knobwise.agents.predictors.folds import FOLDS, Targets, folds_of
+from knobwise.agents.predictors.outcomes import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES, KINDS, Regressor, Trees, constant
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.budgets import log_measured, log_ms
+from knobwise.envs.configurations.budgets import log_measured
 from knobwise.envs.configurations.reward import share_in_time
 from knobwise.envs.tables.profile_table import ProfileTable
 
 SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
 """Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more, above 1 less."""
-
-
-class Prediction(NamedTuple):
-    """Predicted outcomes of all C configurations for n requests: accuracy and mean of ln ms [n, C], and the standard
-    deviation of ln ms, [C] or [n, C]."""
-
-    accuracy: Tensor
-    log_latency: Tensor
-    spread: Tensor
-
-    def meets(self, budgets_ms: Tensor) -> Tensor:
-        """P(latency ≤ budget) = Φ((ln b − μ)/σ) for normal residuals, budgets [n] in ms → [n, C]."""
-        return torch.special.ndtr((log_ms(budgets_ms).unsqueeze(-1) - self.log_latency) / self.spread)
-
-    def expected_utility(self, budgets_ms: Tensor) -> Tensor:
-        """Â·Φ((ln b − μ)/σ), budgets [n] in ms → [n, C]: feasibility is soft, without a cut-off."""
-        return self.accuracy.clamp(1e-3, 1.0) * self.meets(budgets_ms)
-
-    @property
-    def latency_ms(self) -> Tensor:
-        """E[latency] in ms, [n, C], of a log-normal variable: exp(μ + σ²/2)."""
-        return torch.exp(self.log_latency + self.spread.square() / 2)
-
-
-def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:
-    """The best score inside the mask, None for everything; among equals the lowest latency. All [n, C], or scores and
-    latency what expands to it; the latency on any monotone scale, finite inside the mask.
-
-    Raises:
-        ValueError: if a sample has no configuration to choose.
-    """
-    if mask is None:
-        mask = torch.ones_like(scores, dtype=torch.bool)
-    if not bool(mask.any(1).all()):
-        raise ValueError("the mask leaves a sample without any configuration")
-    scores = scores.expand(mask.shape).masked_fill(~mask, -torch.inf)
-    best = mask & (scores == scores.amax(1, keepdim=True))
-    return latency_ms.expand(mask.shape).masked_fill(~best, torch.inf).argmin(1)
 
 
 class Measured(NamedTuple):
@@ -82,10 +45,12 @@ class Measured(NamedTuple):
     folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 
     @classmethod
-    def from_table(cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int) -> Measured:
+    def from_table(
+        cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int, folds: int = FOLDS
+    ) -> Measured:
         """Look up these rows (int64 [n]), and divide them into folds by image or sample."""
         cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows], table.mask[rows]
-        return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed))
+        return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed, folds))
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
         """Mean over rows and budgets of the utility of the best score: for each budget scores [n, C]; among equal ones
@@ -147,10 +112,12 @@ class Expert(nn.Module):
 
 
 class Fitted(NamedTuple):
-    """An expert, and its out-of-fold predictions for the rows it was fitted on."""
+    """An expert, its out-of-fold predictions for the rows it was fitted on, and those of each fold,
+    which made these predictions."""
 
     expert: Expert
     out_of_fold: Prediction
+    of_folds: list[Expert]
 
 
 class Experts(NamedTuple):
@@ -169,11 +136,12 @@ class Experts(NamedTuple):
         families: Sequence[str],
         seed: int,
         normaliser: FeatureNormaliser | None = None,
+        folds: int = FOLDS,
     ) -> Experts:
         """Fit an expert of each family on `rows`, int64 [n]; `budgets_ms` [B] are the deadlines
         that their spreads are chosen for, empty at a price; `seed` is that of folds and trees;
-        without a normaliser one is fitted on the rows too."""
-        measured = Measured.from_table(table, rows, budgets_ms, seed)
+        without a normaliser one is fitted on the rows too; they are cut into so many `folds`."""
+        measured = Measured.from_table(table, rows, budgets_ms, seed, folds)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
         return cls(measured, normaliser, fit_experts(table, measured, normaliser, families, seed) if families else [])
 
@@ -247,29 +215,49 @@ def _fit(
         tick(name)
     wanted = torch.cat([measured.accuracy, log_measured(measured.latency_ms)], 1)
     chosen = []
+    parts_of_folds: list[list[Regressor]] = [[] for _ in folds]
     for part in range(2):
         columns = slice(part * mask.shape[1], (part + 1) * mask.shape[1])
-        errors = (held_out[..., columns] - wanted[:, columns]).square().masked_fill(~mask, 0.0).sum((1, 2))
-        best, block = int(errors.argmin()), targets.values[:, columns]
-        trees = [model for models in of_folds if isinstance(model := models[best], Trees)]
+        residuals = held_out[..., columns] - wanted[:, columns]
+        errors = residuals.square().masked_fill(~mask, 0.0).sum((1, 2))
+        best = int(errors.argmin())
+        block = targets.values[:, columns]
+        for parts, models in zip(parts_of_folds, of_folds, strict=True):
+            parts.append(models[best].outputs(columns))
+        trees = [parts[part] for parts in parts_of_folds if isinstance(parts[part], Trees)]
         if trees:
-            regressor: Regressor = Trees.averaged(trees).outputs(columns)
+            regressor: Regressor = Trees.averaged(trees)  # type: ignore[arg-type]
         else:
-            refitted: Regressor = (
-                family.fit(x, block, [settings[best - 1]], seed)[0] if best else constant(block, features)
-            )
+            refitted: Regressor = constant(block, features)
+            if best:
+                refitted = family.fit(x, block, [settings[best - 1]], seed)[0]
             regressor = refitted.rescaled(*(unit[columns] for unit in targets.units))
-        chosen.append((regressor, held_out[best, :, columns], str(settings[best - 1]) if best else "constant"))
+        words = str(settings[best - 1]) if best else "constant"
+        chosen.append((regressor, held_out[best, :, columns], words))
     (accuracy, a, accuracy_setting), (latency, m, latency_setting) = chosen
-    spread = measured.residual_spread(m)
-
-    def utility(factor: float) -> float:
-        prediction = Prediction(a, m, factor * spread)
-        return measured.utility([prediction.expected_utility(b.expand(len(a))) for b in measured.budgets_ms], m)
-
-    if len(measured.budgets_ms):
-        # 1 comes first, so that it wins if the factor does not matter
-        spread = spread * max(sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1)), key=utility)
+    spread = _spread(measured, a, m)
     tick(name)
     words = f"accuracy {accuracy_setting}, latency {latency_setting}"
-    return Fitted(Expert(name, accuracy, latency, targets.centre[0], spread, words), Prediction(a, m, spread))
+    means = [fold_targets.centre[0] for _, _, fold_targets in folds]
+    experts = []
+    for (of_accuracy, of_latency), mean in zip(parts_of_folds, means, strict=True):
+        experts.append(Expert(name, of_accuracy, of_latency, mean, spread, words))
+    expert = Expert(name, accuracy, latency, targets.centre[0], spread, words)
+    return Fitted(expert, Prediction(a, m, spread), experts)
+
+
+def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:
+    """Return the spread of predictions out of fold, [n, C] each: that of their residuals, under
+    deadlines times the factor with the best utility."""
+    spread = measured.residual_spread(log_latency)
+    if not len(measured.budgets_ms):
+        return spread
+
+    def utility(factor: float) -> float:
+        prediction = Prediction(accuracy, log_latency, factor * spread)
+        limits = [budget.expand(len(accuracy)) for budget in measured.budgets_ms]
+        return measured.utility([prediction.score(limit) for limit in limits], log_latency)
+
+    # 1 comes first, so that it wins if the factor does not matter
+    factors = sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1))
+    return spread * max(factors, key=utility)

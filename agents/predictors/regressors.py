@@ -44,6 +44,13 @@ class Regressor(nn.Module):
             state[name] = state[name] * scale + offset
         return type(self)(**state)
 
+    def outputs(self, columns: slice) -> Any:
+        """Return the same for some of the outputs."""
+        state = self.state_dict()
+        for name in state.keys() & {"weight", "coefficients", "components", "values", "bias"}:
+            state[name] = state[name][..., columns]
+        return type(self)(**state)
+
 
 class Linear(Regressor):
     """x·weight + bias; without any weight, a constant."""
@@ -84,11 +91,6 @@ class Trees(Regressor):
         sums = self.value.new_zeros(x.shape[0], len(self.components), self.value.shape[1])
         sums = sums.index_add_(1, self.fit, self.value[node])
         return torch.einsum("nfk,fko->no", sums, self.components) + self.bias
-
-    def outputs(self, columns: slice) -> Trees:
-        """The same for some of the outputs."""
-        state = self.state_dict()
-        return Trees(**{**state, "components": self.components[..., columns], "bias": self.bias[columns]})
 
     @staticmethod
     def averaged(ensembles: Sequence[Trees]) -> Trees:

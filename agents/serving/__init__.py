@@ -1,1 +1,1 @@
-"""In front of a model: the runtime, exports, students."""
+"""In front of a model: the runtime, exports."""

@@ -18,17 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from knobwise.agents.controller.controller import Controller
+from knobwise.agents.policy.controller import Drift, Expected, NumpyController
 from knobwise.agents.serving.exploration import Drawn, Exploration, Turn
-from knobwise.agents.serving.export import configurations_of, to_numpy
+from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.first_stages import FirstStages, Overhead, Prepared
-from knobwise.agents.serving.knob_policy import KnobPolicy
-from knobwise.agents.serving.numpy_controller import Drift, Expected, NumpyController
 from knobwise.agents.serving.request_log import RequestLog, Result, row_of
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.serving.versions import Watched
-from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
@@ -51,8 +47,8 @@ class AdaptiveModel(FirstStages):
 
     Args:
         model: its knobs may have any names.
-        controller: a trained `Controller` or `StackedController` for deadlines, also in a `KnobPolicy`, or the same in
-            NumPy, which decides in any case.
+        controller: what a run deploys for deadlines, also in a `KnobPolicy`, or the same in NumPy, which decides in any
+            case.
         tracker: follows how far latencies here are from those predicted, for the next decisions to allow for: True for
             a new one, or one for this controller to go on with. False: nothing but `calibrate` changes it.
         clock: wall, or cpu for the CPU time of the thread, on a machine that others use too; then there are no arrivals
@@ -68,8 +64,7 @@ class AdaptiveModel(FirstStages):
 
     Raises:
         InputError: a controller for mean budgets, one whose configurations the model cannot run, the tracker of another
-            controller, an unknown clock, a log that cannot be written, exploration by a controller that predicts no
-            outcomes.
+            controller, an unknown clock, a log that cannot be written.
     """
 
     def __init__(
@@ -86,17 +81,15 @@ class AdaptiveModel(FirstStages):
         cache: int = 0,
     ) -> None:
         at_least("cache", cache, 0)
-        controller = controller.agent if isinstance(controller, KnobPolicy) else controller
-        exported = getattr(controller, "header", {})
-        if isinstance(controller, PricedChooser) or getattr(controller, "priced", exported.get("priced", False)):
+        controller = getattr(controller, "agent", controller)  # of a KnobPolicy
+        controller = getattr(controller, "decider", controller)
+        header = getattr(controller, "header", {})  # any object that decides will do
+        if header.get("limit", "budget_ms") != "budget_ms":
             raise InputError(
                 "runtime: the controller is for worths or a mean over requests (budget=weights or mean), but every "
                 "request here has a deadline; train one with budget=quantiles"
             )
-        if isinstance(controller, Controller | StackedController):
-            controller = to_numpy(controller)  # the same decisions, several times faster
         self.controller: NumpyController = controller
-        exported = getattr(controller, "header", {})
         super().__init__(model, cache)
         self.clock = clock
         self._clocked = clocked_by(clock)  # entered with the lock only
@@ -111,9 +104,6 @@ class AdaptiveModel(FirstStages):
         self._tracks = tracker is not False
         self.log = log if isinstance(log, RequestLog | None) else RequestLog(log)
         self._exploration = Exploration(explore, explore_loss, seed)
-        self._explains = exported.get("structure") != "independent"
-        if explore and not self._explains:
-            raise InputError("runtime: explore needs a controller that predicts outcomes, from policy=auto or utility")
         self._watched: Watched | None = None
         self._decided, self._fallen_back = Overhead(), Overhead()
 
@@ -131,11 +121,9 @@ class AdaptiveModel(FirstStages):
             trial: the share of the requests that the candidate beside `current` decides, while there is one.
 
         Raises:
-            InputError: see `Watched`, and for a trial by a controller that predicts no outcomes.
+            InputError: see `Watched`.
         """
         watched = Watched(Path(path), self.controller, trial)
-        if trial and not self._explains:
-            raise InputError("watch: a trial needs a controller that predicts outcomes, from policy=auto or utility")
         with self._lock:
             self._watched = watched
             self._follow()

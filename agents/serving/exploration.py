@@ -5,14 +5,10 @@ from __future__ import annotations
 import random
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from knobwise.agents.serving.numpy_controller import Arrays, Drift, Expected, NumpyController
+from knobwise.agents.policy.arrays import Arrays
+from knobwise.agents.policy.controller import Drift, Expected, NumpyController
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-
-ON_TIME = 0.9
-"""The least probability to be on time of a configuration that is tried, or that of the best choice if it is lower."""
 
 Turn = Literal["exploit", "explore", "trial"]
 
@@ -32,8 +28,8 @@ class Drawn(NamedTuple):
 
 class Exploration:
     """Who decides: with probability τ a candidate h, while one is on trial; else with probability ε a uniform draw from
-    the set S of configurations that are expected to be on time and to lose at most `loss` utility; else the controller
-    that serves, g. So the probability of c is
+    the set S of configurations that are expected to lose at most `loss` utility, by the policy's own probabilities;
+    else the controller that serves, g. So the probability of c is
 
         τ·1[c = h] + (1 − τ)·((1 − ε)·1[c = g] + ε/|S|·1[c ∈ S]).
 
@@ -85,12 +81,10 @@ class Exploration:
         """
         under = features, budget_ms, drift, decided[0]
         best = _choice(controller, *under) if turn == "trial" else decided[0]
-        score, meets, mean, spread = controller.prospects(features, budget_ms, drift)
-        bar = min(ON_TIME, float(meets[best]))
-        places = np.flatnonzero((meets >= bar) & (score >= score.max() - self.loss)).tolist() or [best]
+        places = controller.near_best(features, budget_ms, self.loss, drift) or [best]
         if turn == "explore":
             index = self._random.choice(places)
-            decided = index, float(mean[index]), float(spread[index])
+            decided = controller.expected_of(features, index)
         chances = dict.fromkeys(places, (1 - trial) * self.share / len(places))
         chances[best] = chances.get(best, 0.0) + (1 - trial) * (1 - self.share)
         tried = None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from knobwise.agents.serving.numpy_controller import Drift, Expected, NumpyController
+from knobwise.agents.policy.controller import Drift, Expected, NumpyController
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request, clock_ms
 

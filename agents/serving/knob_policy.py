@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.controller.networks import UtilityNetwork
-from knobwise.agents.serving.export import configurations_of, to_numpy
-from knobwise.agents.serving.numpy_controller import Drift, NumpyController
-from knobwise.agents.stack.guard import Guard
-from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.stacked_controller import HOPELESS, StackedController
+from knobwise.agents.policy.controller import Drift
+from knobwise.agents.serving.export import configurations_of
 from knobwise.common.errors import InputError
 
 Numbers = ArrayLike | Tensor
@@ -38,11 +33,11 @@ class Explanation:
     decision: Configuration
     reason: str
     expected: list[dict[str, Any]]
-    """For each `configuration` its expected `accuracy` in 0 … 1, `latency_ms`, `on_time` (the probability) and
-    `utility`, accuracy · on_time with the network's learned correction; the highest utility first. Under a mean budget
-    nothing is late, and utility is accuracy − latency/worth. A policy that predicts no outcomes has only the
-    `probability` with which it draws the configuration; the highest first. With a drift there is also `slower`: latency
-    with it / without."""
+    """For each `configuration` the `probability` with which the policy draws it, the highest first;
+    and as its teacher expects them, `accuracy` in 0 … 1, `latency_ms`, `on_time` (the probability)
+    and `utility`, accuracy · on_time. Under a mean budget nothing is late, and utility is accuracy −
+    latency/worth. With a drift there is also `slower`: latency with it / without. A policy without
+    a teacher has only the probability."""
     runner_up: dict[str, Any] | None
     """The first row of `expected` that was not chosen; None if there is only one configuration."""
     by_budget: list[tuple[float, Configuration]]
@@ -72,10 +67,13 @@ class KnobPolicy:
     """
 
     def __init__(self, loaded: Loaded) -> None:
-        self.loaded, self.agent, network = loaded, loaded.controller, loaded.network
-        if network.priced and not network.cost and not isinstance(self.agent, PricedChooser):
-            raise InputError("the prices for mean budgets are not calibrated yet; let the training finish")
-        self.cost, self.features = network.cost, network.normaliser.sizes
+        self.loaded = loaded
+        self.agent = loaded.controller
+        if self.agent.sense == "mean" and not self.agent.settled.mean:
+            raise InputError("the worths for mean budgets are not calibrated yet; let the training finish")
+        network = loaded.network
+        self.cost = "a further cost" if network.sense == "weights" else ""
+        self.features = network.normaliser.sizes
         self.datasets = network.normaliser.datasets
         self.knobs = {knob.name: knob.values for knob in network.knobs}
         self.configurations = configurations_of(network)
@@ -157,19 +155,14 @@ class KnobPolicy:
             raise InputError(f"features: {', '.join(infinite)} hold infinite values; write NaN for what is missing")
         return blocks
 
-    @cached_property
-    def _numpy(self) -> NumpyController:
-        return to_numpy(self.agent)
-
     def _choose(self, blocks: Mapping[str, Tensor], limits: Tensor, drift: Drift | None) -> Tensor:
-        """Configurations int64 [n]."""
-        if drift is None:
-            return self.agent.choose(blocks, limits)
+        """Return configurations int64 [n]."""
         arrays = {name: block.numpy() for name, block in blocks.items()}
         try:
-            return torch.from_numpy(self._numpy.choose(arrays, limits.numpy(), None, drift))
+            chosen = self.agent.decider.choose(arrays, limits.double().numpy(), None, drift)
         except ValueError as error:
-            raise InputError(f"drift: {error}") from error
+            raise InputError(f"decide: {error}") from error
+        return torch.from_numpy(chosen)
 
     def _explained(
         self,
@@ -181,7 +174,6 @@ class KnobPolicy:
     ) -> list[Explanation]:
         numbers = self._expected(blocks, limits, drift)
         before = chosen if drift is None else self._choose(blocks, limits, None)
-        key = "utility" if "utility" in numbers else "probability"
         # the mean offset acts on the budget, as `NumpyController` has it
         guards = self._guards(limits if drift is None else limits * math.exp(-float(np.mean(drift[0]))))
         explained = []
@@ -191,11 +183,9 @@ class KnobPolicy:
                 for knobs, row in zip(self.configurations, rows, strict=True)
             ]
             row = expected[int(chosen[i])]
-            expected.sort(key=itemgetter(key), reverse=True)
+            expected.sort(key=itemgetter("probability"), reverse=True)
             others = (other for other in expected if other is not row)
-            reason = "highest expected utility" if key == "utility" else "most probable"
-            if row[key] < expected[0][key] - 1e-6:
-                reason = self._other_reason(expected, guards[i])
+            reason = self._reason(row, expected, guards[i])
             low, high = between_ms or (float(limits[i]) / 10, float(limits[i]) * 10)
             steps = self._by_budget({name: block[i : i + 1] for name, block in blocks.items()}, drift, low, high)
             without = None if drift is None else dict(self.configurations[int(before[i])])
@@ -203,25 +193,27 @@ class KnobPolicy:
             explained.append(Explanation(decision, reason, expected, next(others, None), steps, guards[i], without))
         return explained
 
-    def _other_reason(self, expected: list[dict[str, Any]], guard: dict[str, Any] | None) -> str:
-        """Why a configuration was chosen that is not expected to be the best."""
+    def _reason(self, row: dict[str, Any], expected: list[dict[str, Any]], guard: dict[str, Any] | None) -> str:
+        """Return why a configuration was chosen."""
         if guard is not None and not guard["deployed"]:
-            static = "the static mix" if isinstance(self.agent, PricedChooser) else "budget-aware static"
+            static = "the static mix" if self.agent.sense == "mean" else "budget-aware static"
             return f"the guard lets {static} decide, which treats all inputs alike"
-        if max(row.get("on_time", 1.0) for row in expected) < HOPELESS:
-            return "no configuration is likely to be on time, so the one expected to be fastest is chosen"
-        if guard is not None and guard.get("miss_price"):
-            return f"the guard charges {guard['miss_price']:.3g} of utility more for a late answer"
-        return "the members of the network decide by the mean of their log-probabilities"
+        reason = "the policy's most probable choice"
+        if guard is not None and guard.get("margin", 1.0) < 1:
+            reason += f"; the guard plans with {guard['margin']:.0%} of the budget"
+        if "utility" in row and row["utility"] < max(each["utility"] for each in expected) - 1e-6:
+            reason += ", though its teacher expects more of another"
+        return reason
 
     def _guards(self, limits: Tensor) -> list[dict[str, Any] | None]:
-        """What the guard has calibrated for these budgets."""
-        agent, guard = self.agent, getattr(self.agent, "guard", None)
-        rows = guard.rows() if isinstance(guard, Guard) else guard
+        """Return what the guard has calibrated for these budgets."""
+        rows = self.agent.settled.guard
         if not rows:
             return [None] * len(limits)
-        grouping: Any = agent if isinstance(agent, PricedChooser) else guard
-        groups = grouping.groups(limits)
+        decider = self.agent.decider
+        grouping = decider.mean if decider.mean is not None else decider.guard
+        assert grouping is not None
+        groups = grouping.groups(limits.double().numpy())
         return [dict(rows[group]) for group in groups.tolist()]
 
     def _by_budget(
@@ -234,8 +226,9 @@ class KnobPolicy:
             return self._choose(some, torch.from_numpy(np.exp(logs)).float(), drift).numpy()
 
         logs, exact = np.linspace(math.log(low), math.log(high), GRID), EXACT
-        if isinstance(self.agent, PricedChooser):  # no other budget has a price
-            logs, exact = self.agent.budgets_ms.double().sort().values.log().numpy(), math.inf
+        mean = self.agent.decider.mean
+        if mean is not None:  # no other budget has a worth
+            logs, exact = np.log(np.sort(mean.budgets_ms)), math.inf
         chosen = decided(logs)
         while (wide := (chosen[1:] != chosen[:-1]) & (np.diff(logs) > exact)).any():
             middle = (logs[1:] + logs[:-1])[wide] / 2
@@ -247,26 +240,27 @@ class KnobPolicy:
 
     @torch.no_grad()
     def _expected(self, blocks: Mapping[str, Tensor], limits: Tensor, drift: Drift | None) -> dict[str, Tensor]:
-        """The numbers of `Explanation.expected` by name, [n, C] each."""
-        agent, network = self.agent, self.loaded.network
-        if isinstance(agent, PricedChooser):
-            agent, limits = agent.chooser, (1 / agent.prices[agent.groups(limits)]).float()
-        x = network.features(blocks, len(limits))
-        if not isinstance(network.network, UtilityNetwork):
-            return {"probability": network(x, limits).exp()}
-        stack = agent if isinstance(agent, StackedController) else StackedController(network, [], torch.ones(1))
-        members = stack.predictions(x)
-        accuracy, latency_ms = members.costs()
-        numbers = {"accuracy": accuracy.clamp(0, 1), "latency_ms": latency_ms}
-        if network.priced:
-            return numbers | {"utility": accuracy - latency_ms / limits.unsqueeze(1)}
+        """Return the numbers of `Explanation.expected` by name, [n, C] each."""
+        agent = self.agent
+        arrays = {name: block.numpy() for name, block in blocks.items()}
+        log_probs = agent.decider.log_probs(arrays, limits.double().numpy(), None, drift)
+        numbers = {"probability": torch.from_numpy(np.exp(log_probs))}
+        if agent.teacher is None:
+            return numbers
+        x = agent.controller.features(blocks, len(limits))
+        moments = agent.teacher.moments(x)
+        numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
+        mean = agent.decider.mean
+        if mean is not None:
+            worths = torch.from_numpy(mean.worths[mean.groups(limits.double().numpy())])
+            return numbers | {"utility": moments.score(worths, "mean")}
         if drift is not None:
             offset = torch.as_tensor(drift[0]).float().expand(len(self.configurations))
-            before, (_, latency_ms) = latency_ms, members.drifted(offset, drift[1]).costs()
-            numbers |= {"latency_ms": latency_ms, "slower": latency_ms / before}
-            members, limits = members.drifted(offset - offset.mean(), drift[1]), limits * (-offset.mean()).exp()
-        utility, on_time, _ = members.view(limits)
-        return numbers | {"on_time": on_time, "utility": utility}
+            moved = moments._replace(log_latency=moments.log_latency + offset, spread=moments.spread * drift[1])
+            slower = moved.latency_ms / moments.latency_ms
+            numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
+            moments = moved
+        return numbers | {"on_time": moments.meets(limits), "utility": moments.score(limits)}
 
 
 def _numbers(name: str, value: Any) -> NDArray[np.float32]:

@@ -6,7 +6,6 @@ blocks and budgets into configurations.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Mapping
@@ -18,37 +17,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from knobwise.agents.checkpoint import network_of
-from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.serving.export import Agent, arrays_of_static, configurations_of
-from knobwise.agents.stack.stacked_controller import MemberPredictions, StackedController
+from knobwise.agents.serving.export import configurations_of
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
-
-
-class Steps:
-    """Choose what budget-aware static chooses, as a step function of the budget, which can be traced."""
-
-    def __init__(self, static: BudgetAwareStatic) -> None:
-        steps = arrays_of_static(static)
-        # the first step begins at −inf, so that no budget is below it
-        self.starts = torch.from_numpy(steps["starts"][1:])
-        self.choices = torch.from_numpy(steps["choices"])
-
-    def choose(self, features: Mapping[str, Tensor], limits: Tensor) -> Tensor:
-        """Return configurations int64 [n] for budgets [n] in ms."""
-        return self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 
 
 class Deployed(nn.Module):
-    """Decide as a controller for deadlines does: feature blocks [n, d] and budgets [n] in ms → configurations [n].
+    """Decides as a controller for deadlines does, in torch, so that it can be traced.
 
-    `sizes` holds the width of each block by name, in the order of the inputs, and `configurations` their knob values.
+    Feature blocks [n, d] and budgets [n] in ms → configurations int64 [n].
+
+    Attributes:
+        sizes: the width of each block by name, in the order of the inputs.
+        configurations: their knob values.
 
     Raises:
-        InputError: a controller for mean budgets or weights, a stack with experts, or missing packages.
+        InputError: a controller for mean budgets or weights, or missing packages.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: DeployedController) -> None:
         super().__init__()
         try:
             import onnx  # noqa: F401
@@ -56,32 +44,36 @@ class Deployed(nn.Module):
             import onnxscript  # noqa: F401
         except ImportError as error:
             raise InputError(f"onnx=true: {error}; pip install 'knobwise[onnx]'") from error
-        network = network_of(agent)
-        if network.priced:
+        if agent.sense != "deadline":
             raise InputError(
-                "onnx=true: the controller is for worths or a mean over requests; leave onnx=true out, or train one "
-                "with budget=quantiles"
+                "onnx=true: the controller is for worths or a mean over requests; leave onnx=true "
+                "out, or train one with budget=quantiles"
             )
-        self.agent: Any = copy.deepcopy(agent)
-        self.sizes = network.normaliser.sizes
-        self.configurations = configurations_of(network)
-        if isinstance(agent, StackedController):
-            if agent.weights[1:].any():
-                raise InputError(
-                    "onnx=true: the experts of a stack (trees, neighbours …) have no graph; give a run that was "
-                    "trained with policy.deploy=auto, which deploys a student without experts"
-                )
-            if agent.static is not None:
-                self.agent.static = Steps(agent.static)  # type: ignore[union-attr]
+        self.controller = agent.controller.alone()
+        self.sizes = agent.controller.normaliser.sizes
+        self.configurations = configurations_of(agent)
+        decider = agent.decider
+        self.guard = decider.guard
+        if decider.guard is not None and decider.static is not None:
+            self.logs = torch.from_numpy(np.log(decider.guard.budgets_ms))
+            self.margin = torch.from_numpy(decider.guard.margin)
+            self.deploy = torch.from_numpy(decider.guard.deploy)
+            # the first step begins at −∞, so that no budget is below it
+            self.starts = torch.from_numpy(decider.static.starts[1:])
+            self.choices = torch.from_numpy(decider.static.choices)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Decide, given the blocks and then the budgets."""
         *blocks, limits = inputs
-        x = self.agent.features(dict(zip(self.sizes, blocks, strict=True)), limits.shape[0])
-        if isinstance(self.agent, StackedController):
-            view = MemberPredictions.from_features(self.agent.network, [], [1.0], x).view(limits)
-            return self.agent.preference(view, limits).argmax(1)
-        return self.agent(x, limits).argmax(1)
+        x = self.controller.features(dict(zip(self.sizes, blocks, strict=True)), limits.shape[0])
+        if self.guard is None:
+            return self.controller(x, limits).argmax(1)
+        logs = limits.double().clamp_min(LEAST_LATENCY_MS).log()
+        group = (logs.unsqueeze(1) - self.logs).abs().argmin(1)
+        planned = (limits * self.margin[group]).float()
+        chosen = self.controller(x, planned).argmax(1)
+        static = self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
+        return torch.where(self.deploy[group], chosen, static)
 
 
 def write_onnx(deployed: Deployed, path: Path) -> None:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from knobwise.agents.policy.controller import Drift
 from knobwise.agents.serving.exploration import Drawn
-from knobwise.agents.serving.numpy_controller import Drift
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Answer
 

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knobwise.agents.serving.numpy_controller import LEAST_MS, log_moments
+from knobwise.agents.policy.arrays import LEAST_MS
+from knobwise.agents.policy.static import Static
 from knobwise.common.errors import InputError
 
 FORMAT = "knobwise.LatencyTracker/2"
@@ -210,24 +211,23 @@ class TrackedStatic:
     is worth what it was under ln b′ = m_c + (ln b − offset_c − m_c)/scale.
 
     Args:
-        arrays: what `knobwise.agents.serving.export.arrays_of_static` gives.
+        static: budget-aware static.
         budgets_ms: take the configuration that is best on average over these, whatever the budget.
     """
 
-    def __init__(
-        self, arrays: Mapping[str, NDArray[Any]], tracker: LatencyTracker, budgets_ms: Array | None = None
-    ) -> None:
+    def __init__(self, static: Static, tracker: LatencyTracker, budgets_ms: Array | None = None) -> None:
         self.tracker = tracker
-        self.log_latency, self.spread = log_moments(arrays["sorted_ms"])
-        logs = np.log(np.maximum(arrays["sorted_ms"].astype(np.float64), LEAST_MS))
+        self.log_latency = static.log_latency
+        self.spread = static.spread
+        logs = np.log(np.maximum(static.sorted_ms.astype(np.float64), LEAST_MS))
         measured = np.isfinite(logs)
         # one sorted array for all configurations: each has its own interval
         self._low, self._width = float(logs[measured].min()) - 1, float(np.ptp(logs[measured])) + 3
         self._starts = self._width * np.arange(len(logs))
         self._keys = (np.minimum(logs - self._low, self._width) + self._starts[:, None]).reshape(-1)
-        self._running = arrays["running"].reshape(-1)
+        self._running = static.running.reshape(-1)
         # among equals the faster; a mean over samples differs by more
-        self._slow = 1e-12 * np.argsort(np.argsort(arrays["latency_ms"], kind="stable"))
+        self._slow = 1e-12 * np.argsort(np.argsort(static.latency_ms, kind="stable"))
         self._log_budgets = None if budgets_ms is None else np.log(budgets_ms)
 
     def mean_utility(self, log_budgets: Array, offset: Any = 0.0, scale: Any = 1.0) -> Array:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.policy.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.files import replace_link, sync
 
@@ -129,4 +129,4 @@ class Watched:
 def _interface(controller: NumpyController) -> tuple[object, ...]:
     """What a controller must share with another that takes its place."""
     configurations = controller.configurations.tolist()
-    return controller.knobs, configurations, controller.feature_sizes, controller.header["priced"]
+    return controller.knobs, configurations, controller.feature_sizes, controller.header["limit"]

@@ -1,1 +1,1 @@
-"""Network and predictors weighted, the guard, and mean budgets."""
+"""The teacher of a controller, its guard, and what is deployed of both."""

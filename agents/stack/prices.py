@@ -8,15 +8,21 @@ numbers ≥ 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from knobwise.agents.judging.baselines import Averages, averages
-from knobwise.agents.predictors.experts import pick
-from knobwise.envs.configurations.budgets import DEFAULT_QUANTILES, judged_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.agents.judging.baselines import averages
+from knobwise.agents.judging.paired import is_better, standard_error
+from knobwise.agents.judging.policy import requests_of
+from knobwise.agents.predictors.experts import Experts
+from knobwise.agents.predictors.outcomes import pick
+from knobwise.agents.predictors.regressors import FAMILIES
+from knobwise.envs.configurations.budgets import DEFAULT_QUANTILES, judged_budgets, worths_range
+from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 ROUNDING = 1e-9
 """Relative distance of a price above its breakpoint, so that rounding of Â − λ·L̂ does not matter."""
@@ -129,33 +135,227 @@ def static_mix(mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> tup
     return corners[low], corners[high], share.where(low < high, 0.0)
 
 
-class StaticMix(Averages):
+class StaticMix:
     """`static_mix` of a table's averages, which a policy must beat at the same mean cost.
 
-    If one of the two was not profiled for a request, the other replaces it; if neither was, the best single profiled
-    configuration for this budget does. With many holes the mean latency can therefore differ from the budget: report
-    it. Averages are those of `rows`, int64 [n]; budgets [B] of the mean latency are in ms.
+    If one of the two was not profiled for a request, the other replaces it; if neither was, the
+    best single profiled configuration for this budget does. With many holes the mean latency can
+    therefore differ from the budget: report it.
+
+    Args:
+        mean_accuracy, mean_cost: [C], of each configuration.
+        budgets: [B], of the mean latency, in ms.
     """
 
-    def __init__(self, table: ProfileTable, rows: Tensor, budgets: Tensor) -> None:
-        self._means = (*averages(table, rows), budgets)
+    def __init__(self, mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> None:
+        self._means = mean_accuracy, mean_cost, budgets
         self.first, self.second, self.share = static_mix(*self._means)
 
+    @classmethod
+    def of_table(cls, table: ProfileTable, rows: Tensor, budgets: Tensor) -> StaticMix:
+        """Return that of the averages over rows, int64 [n]."""
+        return cls(*averages(table, rows), budgets)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return what `policy.mean_budgets.MeanBudgets` reads."""
+        accuracy, cost, _ = self._means
+        return {
+            "mean_accuracy": accuracy.numpy(),
+            "mean_cost": cost.numpy(),
+            "first": self.first.numpy(),
+            "second": self.second.numpy(),
+            "share": self.share.numpy(),
+        }
+
     def both(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The cheaper and the dearer configuration of each request at each budget: bool [n, C] → int64 [n, B] each."""
+        """Return the cheaper and the dearer configuration of each request at each budget:
+        bool [n, C] → int64 [n, B] each."""
         instead = best_single_at(*self._means, mask)
-        has_first, has_second = mask[:, self.first], mask[:, self.second]
+        has_first = mask[:, self.first]
+        has_second = mask[:, self.second]
         first = self.first.where(has_first, self.second.where(has_second, instead))
         return first, self.second.where(has_second, first)
 
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Expected accuracy and latency (ms) of each sample, float64 [n, B] each, without the noise of draws."""
+        """Return expected accuracy and latency (ms) of each sample, float64 [n, B] each, without
+        the noise of draws."""
         first, second = self.both(table.mask[rows])
-        both = (values[rows].double() for values in (table.accuracy, table.latency_ms))
-        accuracy, cost = (torch.lerp(v.gather(1, first), v.gather(1, second), self.share) for v in both)
-        return accuracy, cost
+        both = []
+        for values in (table.accuracy[rows].double(), table.latency_ms[rows].double()):
+            sides = values.gather(1, first), values.gather(1, second)
+            both.append(torch.lerp(*sides, self.share))
+        return both[0], both[1]
 
-    def choose(self, place: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-        """Decisions from a number in [0, 1) and a budget's index int64 for each request [n], and mask [n, C]."""
-        first, second = (side.gather(1, group.unsqueeze(1)).squeeze(1) for side in self.both(mask))
-        return second.where(place < self.share[group], first)
+
+# -- policies under mean budgets -------------------------------------------------------------------
+
+WORTHS = 400
+"""Worths of a right answer that are tried for a policy whose predictions are not known."""
+Features = dict[str, NDArray[Any]]
+
+
+class MeanBudgetPolicy:
+    """A policy that decides at a worth, calibrated for B mean budgets.
+
+    Args:
+        name: of the policy.
+        decide: takes feature blocks [n, d], the index of a budget and the mask bool [n, C], and
+            gives configurations int64 [n].
+        budgets_ms, worths: float [B].
+        deployed: bool [B], None where the policy decides at all of them.
+        mix: decides at the others.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        decide: Callable[[Features, int, NDArray[Any]], NDArray[Any]],
+        budgets_ms: Tensor,
+        worths: Tensor,
+        deployed: Tensor | None = None,
+        mix: StaticMix | None = None,
+    ) -> None:
+        self.name = name
+        self._decide = decide
+        self.budgets_ms = budgets_ms
+        self.worths = worths.double()
+        everywhere = torch.ones(len(budgets_ms), dtype=torch.bool)
+        self.deployed = everywhere if deployed is None else deployed
+        self.mix = mix
+
+    @property
+    def prices(self) -> Tensor:
+        """float64 [B], λ = 1/worth, accuracy per ms."""
+        return 1 / self.worths
+
+    def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
+        """Return the policy's own configurations for each sample at each calibrated budget, without
+        the mix: int64 [n, B]."""
+        features, mask = requests_of(table, rows)
+        columns = []
+        for group in range(len(self.budgets_ms)):
+            columns.append(torch.from_numpy(self._decide(features, group, mask)))
+        return torch.stack(columns, 1)
+
+    def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor) -> tuple[Tensor, Tensor]:
+        """Return accuracy and latency (ms) of each sample at each budget, float64 [n, B] each, of
+        these choices, and where the mix decides, of its expectation instead of a draw."""
+        accuracy = table.accuracy[rows].double().gather(1, decided)
+        cost = table.latency_ms[rows].double().gather(1, decided)
+        if self.mix is None:
+            return accuracy, cost
+        mixed, mixed_cost = self.mix.expected(table, rows)
+        return accuracy.where(self.deployed, mixed), cost.where(self.deployed, mixed_cost)
+
+
+def worths_for(
+    decide: Callable[[Tensor], Tensor], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Find the worth at which a policy is most accurate within each mean budget, by trying many.
+
+    Args:
+        decide: takes a worth in ms, and gives configurations int64 [n] for `rows`, by networks that
+            were not fitted on them.
+        rows: int64 [n].
+        budgets_ms: float [B].
+
+    Returns:
+        worths float64 [B], and the choices at them, int64 [n, B]. For a budget that no worth keeps,
+        the worth with the lowest mean latency.
+    """
+    low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).double().log()
+    tried = torch.linspace(float(low), float(high), WORTHS, dtype=torch.float64).exp()
+    choices = torch.stack([decide(worth) for worth in tried], 1)
+    accuracy = table.accuracy[rows].double().gather(1, choices).mean(0)
+    cost = table.latency_ms[rows].double().gather(1, choices).mean(0)
+    keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
+    best = accuracy.where(keeps, -torch.inf).argmax(1)
+    place = best.where(keeps.any(1), cost.argmin())
+    return tried[place], choices[:, place]
+
+
+def compared(
+    accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor, confidence: float
+) -> list[dict[str, Any]]:
+    """Compare a policy with the static mix at each budget; plain values, with a `reason` in words.
+
+    The policy is deployed if it keeps the budget and is more accurate than the mix, by more than
+    chance at the one-sided `confidence`.
+
+    Args:
+        accuracy, cost: of the policy, float [n, B], on samples that it was not fitted on.
+        mixed: the mix's expected accuracy, likewise.
+    """
+    rows = []
+    for b, budget in enumerate(budgets_ms.tolist()):
+        gains = (accuracy[:, b] - mixed[:, b]).double()
+        spent = float(cost[:, b].double().mean())
+        kept = spent <= budget * (1 + 1e-9)
+        row = {
+            "budget_ms": budget,
+            "deployed": kept and is_better(gains, confidence),
+            "reason": "",
+            "accuracy_policy": float(accuracy[:, b].double().mean()),
+            "accuracy_static_mix": float(mixed[:, b].double().mean()),
+            "latency_ms_mean": spent,
+            "gain": float(gains.mean()),
+            "gain_se": standard_error(gains),
+        }
+        by = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} accuracy on held-out samples"
+        if row["deployed"]:
+            row["reason"] = f"deployed: better than the static mix by {by}"
+        elif kept:
+            sure = f"is not above 0 with {confidence:.0%} confidence"
+            row["reason"] = f"fell back to the static mix: {by} {sure}"
+        else:
+            lowest = f"no worth brings the mean this low, the lowest is {spent:.4g}"
+            row["reason"] = f"fell back to the static mix: {lowest}"
+        rows.append(row)
+    return rows
+
+
+def make_priced_baselines(
+    table: ProfileTable,
+    split: Split,
+    budgets_ms: Tensor,
+    seed: int = 0,
+    experts: Experts | None = None,
+) -> list[MeanBudgetPolicy]:
+    """Return the baselines that read the request, for mean budgets [B].
+
+    They are fitted on all but the test rows and calibrated out of fold; `seed` is that of folds and
+    trees, `experts` as in `make_baselines`.
+    """
+    rows = torch.cat([split.train, split.validation])
+    experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), seed)
+    measured, normaliser, fitted = experts
+    named = [("latency_only", fitted[0]), *((each.expert.name, each) for each in fitted)]
+    baselines = []
+    for name, (expert, held_out, _) in named:
+        fixed = expert.mean_accuracy if name == "latency_only" else None
+        accuracy = held_out.accuracy if fixed is None else fixed.expand_as(held_out.accuracy)
+        known = accuracy, held_out.latency_ms, measured.latency_ms, measured.mask
+        prices = calibrate_prices(*known, budgets_ms)
+        chooser = _AtPrices(expert, normaliser, prices, fixed)
+        baselines.append(MeanBudgetPolicy(name, chooser, budgets_ms, 1 / prices))
+    return baselines
+
+
+class _AtPrices:
+    """Predicts accuracy and latency of every configuration, then takes the best Â − λ·L̂."""
+
+    def __init__(self, expert: Any, normaliser: Any, prices: Tensor, mean_accuracy: Tensor | None) -> None:
+        self._expert = expert
+        self._normaliser = normaliser
+        self._prices = prices
+        self._mean_accuracy = mean_accuracy
+
+    def __call__(self, features: Features, group: int, mask: NDArray[Any]) -> NDArray[Any]:
+        blocks = {name: torch.as_tensor(block) for name, block in features.items()}
+        predicted = self._expert(self._normaliser(blocks, len(mask)))
+        accuracy = predicted.accuracy
+        if self._mean_accuracy is not None:
+            accuracy = self._mean_accuracy.expand_as(accuracy)
+        price = self._prices[group]
+        allowed = torch.from_numpy(mask)
+        return choose_at_price(accuracy, predicted.latency_ms, price, allowed).numpy()

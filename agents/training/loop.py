@@ -145,10 +145,11 @@ class Trainer(ABC):
         """Iterations of all stages."""
         return sum(stage.iterations for stage in self.stages)
 
-    def _stage_and_start(self) -> tuple[Stage, int]:
-        """The stage of this iteration, and the iteration at which it begins."""
+    def _stage_and_start(self, iteration: int | None = None) -> tuple[Stage, int]:
+        """Return the stage of an iteration, by default the present one, and where it begins."""
+        iteration = self.iteration if iteration is None else iteration
         starts = list(itertools.accumulate((stage.iterations for stage in self.stages[:-1]), initial=0))
-        number = bisect.bisect(starts, self.iteration) - 1
+        number = bisect.bisect(starts, iteration) - 1
         return self.stages[number], starts[number]
 
     @property
@@ -198,8 +199,10 @@ class Trainer(ABC):
                     if metrics:
                         self._note(metrics, {"Train/Actions_Per_Second": self.actions / self.seconds})
                         self.actions, self.seconds = 0, 0.0
-                    best = f"best {self.judged_by} {self.best['score']:.4f}"
-                    tick(self.iteration + 1, f"{self.stage.name} · {best}")
+                    words = [self.stage.name]
+                    if self.best["state"] is not None:  # the heads have been judged since their stage began
+                        words.append(f"best {self.judged_by} {self.best['score']:.4f}")
+                    tick(self.iteration + 1, " · ".join(words))
                     self.iteration += 1
         except KeyboardInterrupt as stop:
             stop.add_note(self._what_is_saved())
@@ -222,7 +225,8 @@ class Trainer(ABC):
         stage, begins = self.stage, self._share() == 0
         if begins or self.below >= stage.retreat > 0:
             stage.begin() if begins else self.agent.load_state_dict(self.best["state"])
-            self.optimiser = adamw(self.learned, self.settings.weight_decay)
+            decay = self.settings.weight_decay if stage.weight_decay is None else stage.weight_decay
+            self.optimiser = adamw(self.learned, decay)
             self.below, self.slower = 0, 1.0 if begins else self.slower / 2
         return True
 
@@ -247,7 +251,8 @@ class Trainer(ABC):
                 total = functools.reduce(torch.add, (value for value in out.values() if value.requires_grad))
                 self.optimiser.zero_grad()
                 total.backward()
-                norm = nn.utils.clip_grad_norm_(self.learned.parameters(), self.settings.clip_grad)
+                clip = self.settings.clip_grad if stage.clip_grad is None else stage.clip_grad
+                norm = nn.utils.clip_grad_norm_(self.learned.parameters(), clip)
                 self.optimiser.step()
                 if self._watched:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
@@ -311,8 +316,11 @@ class Trainer(ABC):
         if self.folder is None or self.saved is None:
             return f"{self.title}: nothing was saved yet"
         holds = "is finished" if self.finished else f"holds iteration {self.saved:,} of {self.total:,}"
+        note = f"{self.title}: {self.folder / 'last.pt'} {holds}"
+        if self.best["state"] is None:
+            return note
         best = f"validation {self.judged_by} {self.best['score']:.4f} at iteration {self.best['iteration']:,}"
-        return f"{self.title}: {self.folder / 'last.pt'} {holds}; best.pt beside it holds the best so far ({best})"
+        return f"{note}; best.pt beside it holds the best so far ({best})"
 
     def training_state(self) -> dict[str, Any]:
         """What `last.pt` holds beside the agent."""
@@ -354,7 +362,9 @@ class Trainer(ABC):
         self.saved = self.iteration
         # its own iteration is evaluated again unless the training is finished
         self.logged = [row for row in state.get("logged", ()) if self.finished or row[0] < self.iteration]
-        if load_if_whole(best := path.with_name("best.pt")) is None:  # written again as it was then
+        best = path.with_name("best.pt")
+        kept = self.best["state"] is not None  # nothing yet where the heads have just begun
+        if kept and load_if_whole(best) is None:  # written again as it was then
             self.iteration = self.best["iteration"]
             self.scores = [each for each in self.scores if each[0] <= self.iteration]
             self.agent.load_state_dict(self.best["state"])

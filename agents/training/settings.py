@@ -12,9 +12,12 @@ from knobwise.common.checks import at_least, one_of, positive
 class OptimiserConfig:
     """How it is minimised."""
 
+    teacher_iterations: int = 150
+    """Iterations of the teacher's regression, where there is a teacher; twice as many where bins of
+    the features are tried (`knobwise.agents.controller.networks`)."""
     warmup_iterations: int = 600
-    """Iterations before GRPO, of RCE or under `policy=utility` of regression; 0 starts cold. Where bins of the features
-    are tried (`knobwise.agents.controller.networks`), regression runs twice."""
+    """Iterations before GRPO, in which the heads imitate the teacher, or without one the rewards, by
+    RCE; 0 starts cold, without a teacher."""
     iterations: int = 300
     """Iterations of GRPO."""
     contexts: int = 256
@@ -49,7 +52,7 @@ class OptimiserConfig:
         one_of("optimiser.schedule", self.schedule, ("cosine", "constant"))
         for name in ("contexts", "minibatch", "epochs", "evaluate_every"):
             at_least(f"optimiser.{name}", getattr(self, name), 1)
-        for name in ("warmup_iterations", "warmup_patience", "iterations", "patience", "retreat"):
+        for name in ("teacher_iterations", "warmup_iterations", "warmup_patience", "iterations", "patience", "retreat"):
             at_least(f"optimiser.{name}", getattr(self, name), 0)
         for name in ("lr", "warmup_lr", "weight_decay"):
             at_least(f"optimiser.{name}", getattr(self, name), 0)

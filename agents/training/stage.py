@@ -42,3 +42,9 @@ class Stage:
     """Evaluations after this stage's best score after which the stage ends; 0 never ends it early."""
     retreat: int = 0
     """Evaluations in a row below the best after which it goes back to the best at half the learning rate; 0 never."""
+    weight_decay: float | None = None
+    """Of AdamW; None for that of the settings."""
+    clip_grad: float | None = None
+    """Largest norm of the gradient; None for that of the settings."""
+    judged: str = "policy"
+    """What is judged on held-out data: the `policy`, or the `teacher`."""

@@ -118,6 +118,21 @@ def worths_range(latencies_ms: Tensor) -> Tensor:
     return torch.stack([low, 30 * high])
 
 
+def limits_seen(table: ProfileTable, rows: Tensor, sense: str) -> Tensor:
+    """Return the limits that a network's encoding of them is standardised by.
+
+    They are the profiled latencies of these rows (int64), or under a mean budget the ends of the
+    worths, [n]; under weights those of both worths, [2, n].
+    """
+    latencies_ms = table.latency_ms[rows][table.mask[rows]]
+    if sense == "deadline":
+        return latencies_ms
+    if sense == "mean":
+        return worths_range(latencies_ms)
+    costs = table.weighed_cost[rows][table.mask[rows]]
+    return torch.stack([worths_range(latencies_ms), worths_range(costs)])
+
+
 def judged_worths(table: ProfileTable) -> Tensor:
     """Five worths evenly spaced in logarithm, float32 [5], in ms, to validate a policy for mean budgets."""
     low, high = worths_range(table.latency_ms[table.mask]).log().tolist()
@@ -183,7 +198,7 @@ class BudgetSampler:
 
 
 class BudgetEncoding(nn.Module):
-    """Encodes budgets in ms, [*] → [*, self.width], from the standardised logarithm z = (ln budget − μ) / σ.
+    """Encodes budgets in ms by the standardised logarithm z = (ln budget − μ) / σ.
 
     They are z, and sin and cos of π·2^k·z/4 for k = 0, 1, …, the encoding of "Attention Is All You
     Need" (Vaswani et al. 2017, section 3.5) for a real-valued position. μ and σ are those of
@@ -191,6 +206,12 @@ class BudgetEncoding(nn.Module):
     2·frequencies, and 1 gives z alone. An even one is pairs without z; more than `OCTAVES` + 1 of
     them divide these octaves evenly, because single precision does not tell higher frequencies
     apart.
+
+    Args:
+        latencies_ms: float [n], or [L, n] for limits of L numbers, each encoded by its own row.
+
+    Shapes:
+        forward: [*] → [*, width], or [*, L] → [*, L·width].
     """
 
     mean: Tensor
@@ -200,14 +221,20 @@ class BudgetEncoding(nn.Module):
     def __init__(self, latencies_ms: Tensor, width: int = 9) -> None:
         super().__init__()
         logs = log_measured(latencies_ms)
-        self.register_buffer("mean", logs.mean())
-        self.register_buffer("scale", logs.std(correction=0).clamp_min(1e-3))
+        self.register_buffer("mean", logs.mean(-1))
+        self.register_buffer("scale", logs.std(-1, correction=0).clamp_min(1e-3))
         count = width // 2
         step = 1 if width % 2 else min(1, OCTAVES / max(count - 1, 1))
         self.register_buffer("frequencies", math.pi / 4 * 2.0 ** (step * torch.arange(count)))
         self.width = width
 
+    @property
+    def outputs(self) -> int:
+        """How many numbers a limit is encoded by."""
+        return self.width * self.mean.numel()
+
     def forward(self, budget_ms: Tensor) -> Tensor:
         z = ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4).unsqueeze(-1)
         angle = z * self.frequencies
-        return torch.cat([z, angle.sin(), angle.cos()], -1)[..., -self.width :]
+        encoded = torch.cat([z, angle.sin(), angle.cos()], -1)[..., -self.width :]
+        return encoded.flatten(-2) if self.mean.ndim else encoded

@@ -51,6 +51,7 @@ class Replay:
         repeats: which of a cell's measurements a decision gets. `draw`: one of them at random; `median`: the median
             latency. Accuracies are means in either case.
         device: where decisions arrive; None for where the table is.
+        cost_ms: what a decision and its features take themselves; it is added to every latency.
 
     Raises:
         InputError: a setting that does not exist, a reward that does not go with the sense of the budget, or
@@ -67,6 +68,7 @@ class Replay:
         device: torch.device | str | None = None,
         repeats: str = "draw",
         action_keys: str = "action",
+        cost_ms: float = 0.0,
     ) -> None:
         one_of("action_keys", action_keys, ("action", "knobs"))
         one_of("repeats", repeats, REPEATS)
@@ -77,7 +79,7 @@ class Replay:
         if action_keys == "knobs":
             one_of("action_keys=knobs: action", action, ["knobs"])
             self.knob_keys = [knob.name for knob in table.knobs]
-        self.rewards = RewardTable(table, reward_under(budget, reward), device, repeats)
+        self.rewards = RewardTable(table, reward_under(budget, reward), device, repeats, cost_ms)
         self.find = table.find if device is None else ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)
         names, sizes = ["the configuration"], [table.num_configurations]

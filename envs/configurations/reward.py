@@ -78,6 +78,7 @@ class RewardTable:
 
     A cell that was measured repeatedly has a reward for each measurement. `repeats="median"` keeps the one of its
     median latency alone. Under weights budgets are pairs of worths [n, 2], and the further cost is subtracted.
+    `cost_ms` is what a decision and its features take themselves; it is added to every latency.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class RewardTable:
         config: RewardConfig,
         device: torch.device | str | None = None,
         repeats: str = "draw",
+        cost_ms: float = 0.0,
     ) -> None:
         self.config, self.complexity = config, complexity(table).to(device)
         self.configurations = torch.arange(table.num_configurations, device=self.complexity.device)
@@ -94,6 +96,9 @@ class RewardTable:
         self.cost = None if table.cost is None else table.cost.to(device)
         several = table.repeats_ms is not None and repeats == "draw"
         self.repeats_ms = table.measurements_ms.to(device) if several else None
+        if cost_ms:
+            self.latency_ms = self.latency_ms + cost_ms
+            self.repeats_ms = None if self.repeats_ms is None else self.repeats_ms + cost_ms
 
     def all(self, rows: Tensor, budgets_ms: Tensor) -> Tensor:
         """int64 [n], float [n] → float32 [n, C], means over the measurements; NaN where a cell was not profiled."""

@@ -41,8 +41,8 @@ class BalanceConfig:
     by: str = "none"
     """`none`: all samples evenly; `dataset` or `question_type`: small groups as often as large
     ones; `configuration`: samples with rarely profiled configurations more often, in proportion to
-    the sum of 1/n over them, n the number of samples that have a configuration. Experts and
-    students are not affected."""
+    the sum of 1/n over them, n the number of samples that have a configuration. Experts, and what
+    the heads imitate, are not affected."""
 
     def __post_init__(self) -> None:
         one_of("balance.by", self.by, ("none", "dataset", "question_type", "configuration"))

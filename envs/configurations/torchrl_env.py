@@ -43,7 +43,7 @@ class ConfigBandit(ContextEnv):
 
     Args:
         batch_size, group_size: P, G.
-        budget, reward, unprofiled, action, action_keys, repeats: see `Replay`; measurements are drawn from the
+        budget, reward, unprofiled, action, action_keys, repeats, cost_ms: see `Replay`; measurements are drawn from the
             generator of the contexts. Under `nearest`, the default, any policy may play; with `action="configuration"`
             and without an axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones draw profiled
             configurations only.
@@ -82,11 +82,12 @@ class ConfigBandit(ContextEnv):
         device: torch.device | str | None = None,
         repeats: str = "draw",
         balance: str = "none",
+        cost_ms: float = 0.0,
     ) -> None:
         contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, balance)
         super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
-        self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats, action_keys)
+        self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats, action_keys, cost_ms)
         self.rewards = self.replay.rewards
         p, c = batch_size, table.num_configurations
         self.outcome_shape = (p,) if group_size is None else (p, group_size)

@@ -47,10 +47,17 @@ ABOUT_HYDRA = r"[+~]*hydra[./]"
 """The start of a word that sets an option of Hydra itself, such as the launcher of a sweep."""
 MULTIRUN = ("-m", "--multirun")
 
-_POLICY = PolicyConfig(structure="utility", members=5, hidden=96, layers=2, dropout=0.2)
-_OPTIMISER: dict[str, Any] = {"warmup_iterations": 150, "iterations": 200, "patience": 6, "retreat": 1, "contexts": 512}
-_OPTIMISER |= {"warmup_patience": 6, "warmup_lr": 3e-3, "lr": 1e-4, "weight_decay": 0.05}
-_OPTIMISER |= {"clip_grad": 5.0, "evaluate_every": 10}
+_POLICY = PolicyConfig(teacher=True, members=5, hidden=0, dropout=0.0, drift=0.3)
+_OPTIMISER: dict[str, Any] = {
+    "warmup_iterations": 600,
+    "warmup_lr": 3e-3,
+    "iterations": 400,
+    "lr": 3e-4,
+    "patience": 10,
+    "contexts": 256,
+    "minibatch": 128,
+    "epochs": 2,
+}
 
 GROUPS: dict[str, dict[str, Any]] = {
     "profile": PROFILES,
@@ -70,17 +77,17 @@ GROUPS: dict[str, dict[str, Any]] = {
     "policy": {
         "auto": replace(_POLICY, experts=EXPERTS),
         "utility": _POLICY,
-        "independent": PolicyConfig(),
+        "independent": PolicyConfig(guard=False),
     },
-    "loss": {name: LossConfig(objective=name) for name in ("exact", "sampled", "ppo")},
-    # what suits each structure, under its name
+    "loss": {name: LossConfig(objective=name, group_size=16) for name in ("exact", "sampled", "ppo")},
+    # what suits each policy, under its name
     "optimiser": {
         **{name: OptimiserConfig(**_OPTIMISER) for name in ("auto", "utility")},
         "independent": OptimiserConfig(),
     },
     "tracking": {name: TrackingSettings(mode=name) for name in ("auto", "offline", "online", "disabled")},
 }
-_DEFAULTS = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "auto", "loss": "exact"}
+_DEFAULTS = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "auto", "loss": "sampled"}
 _DEFAULTS |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin"}
 _DEFAULTS |= {"trained_on": "builtin", "encoder": "stored"}
 GROUPS_OF = {
@@ -257,7 +264,8 @@ def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> I
                     if option.key != f"{key}.format":
                         yield option._replace(choice=f"{key}={name}")
         elif is_dataclass(value):
-            yield Option(key, _DEFAULTS[f.name] if f.name in groups else "", docs[f.name])
+            default = _DEFAULTS[f.name].replace("${policy}", "that of policy") if f.name in groups else ""
+            yield Option(key, default, docs[f.name])
             yield from options_in(value, prefix=f"{key}.")
         else:
             default = {MISSING: "must be given", "None": "none"}.get(str(value), str(value))

@@ -7,18 +7,19 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint, network_of
-from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, make_baselines
+from knobwise.agents.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.judging.baselines import Oracle, make_baselines, static_of
 from knobwise.agents.judging.policy import Baseline
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
 from knobwise.agents.selector.selector import Selector
-from knobwise.agents.serving.export import Agent
-from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines
+from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.stack.prices import make_priced_baselines
 from knobwise.common.checks import a_device, at_least
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
@@ -27,7 +28,12 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.report.report import on_decisions, print_results
-from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
+from knobwise.experiments.results.controllers import (
+    held_out_choices,
+    judge_deadlines,
+    judge_mean_budgets,
+)
+from knobwise.experiments.results.gains import gain_on_held_out
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import check_judged, read_data, stored_embeddings
@@ -81,25 +87,30 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     split = _split_for(loaded, table, config)
     fitted, test = torch.cat([split.train, split.validation]), split.test
     with threadpool_limits(config.threads):
-        if isinstance(policy, PricedChooser):
+        mean = policy.decider.mean
+        if mean is not None:
             if config.budgets_ms is not None:
-                policy.groups(torch.tensor(config.budgets_ms))  # refuses budgets without a calibrated price
-            budgets_ms = policy.budgets_ms
+                try:
+                    mean.groups(np.array(config.budgets_ms))
+                except ValueError as error:
+                    raise InputError(f"budgets_ms: {error}") from error
+            budgets_ms = torch.from_numpy(mean.budgets_ms)
             priced = make_priced_baselines(table, split, budgets_ms) if config.baselines else []
             results, _ = judge_mean_budgets(table, fitted, test, budgets_ms, [policy], [0], priced, config.own_cost)
         else:
             budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
             rewards = RewardTable(table, config.reward)
-            baselines: list[Baseline] = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
+            baselines: list[Baseline] = [static_of(table, fitted), Oracle(table, test)]
             if config.baselines:
                 baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms)
             results, _ = judge_deadlines(table, test, budgets_ms, rewards, [policy], [0], baselines, config.own_cost)
-    return results | held_out_choices([loaded])
+    gain = gain_on_held_out([loaded])
+    return results | held_out_choices([loaded]) | ({"grpo_gain": gain} if gain else {})
 
 
-def check_fits(checkpoint: str, agent: Agent, table: ProfileTable) -> None:
+def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) -> None:
     """Raises InputError if a controller was trained with other configurations or features than the profile has."""
-    network = network_of(agent)
+    network = agent.controller
     if table.knobs != network.knobs or not torch.equal(table.configurations, network.configurations):
         raise InputError(
             f"{checkpoint}: was trained for {len(network.configurations)} configurations of "
@@ -111,10 +122,10 @@ def check_fits(checkpoint: str, agent: Agent, table: ProfileTable) -> None:
 def _check_trained(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> None:
     """Raises InputError if the controller cannot decide on this profile."""
     controller = loaded.controller
-    if network_of(controller).cost:
+    if controller.sense == "weights":
         raise InputError(f"{config.checkpoint}: was trained with budget=weights, which only its own run can judge")
-    if not isinstance(controller, PricedChooser) and controller.priced:
-        raise InputError(f"{config.checkpoint}: its prices were not calibrated yet; let its training end")
+    if controller.sense == "mean" and not controller.settled.mean:
+        raise InputError(f"{config.checkpoint}: its worths were not calibrated yet; let its training end")
     check_fits(config.checkpoint, controller, table)
     if "seen" not in loaded.extra:
         raise InputError(f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt")

@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.policy.controller import Drift
 from knobwise.agents.serving.knob_policy import KnobPolicy
-from knobwise.agents.serving.numpy_controller import Drift
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
@@ -51,7 +50,7 @@ def _of_run(config: ExplainRun) -> dict[str, Any]:
     results = read_results(config.checkpoint)
     if "explanation" not in results:
         raise InputError(
-            f"{config.checkpoint}: its results hold no explanation, as those of selectors, of prices and of earlier "
+            f"{config.checkpoint}: its results hold no explanation, as those of selectors, of weights and of earlier "
             "versions; explain one decision of a controller with sample=ID budget_ms=MS"
         )
     print_lines(Console(), sentences("explanation.txt.j2", results=results, part=None))
@@ -99,7 +98,7 @@ def _drift(path: str | None, policy: KnobPolicy) -> Drift | None:
     """What a tracker had learned when its state was written as JSON."""
     if path is None:
         return None
-    tracker = LatencyTracker(policy.configurations, to_numpy(policy.agent).digest)
+    tracker = LatencyTracker(policy.configurations, policy.agent.decider.digest)
     try:
         tracker.restore(decoded(Path(path).read_bytes()))
     except InputError as error:
@@ -118,7 +117,7 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
     }
     listed = [row for i, row in enumerate(expected) if i < MOST or str(row["configuration"]) in marked]
     header, rows = ["configuration", ""], []
-    header += [name for name in ("utility", "accuracy", "latency_ms", "on_time", "probability") if name in expected[0]]
+    header += [name for name in ("probability", "utility", "accuracy", "latency_ms", "on_time") if name in expected[0]]
     for row in listed:
         label = " ".join(f"{name}={value}" for name, value in row["configuration"].items())
         cells = [quantity(row[n], unit) if n == "latency_ms" else number(row[n], ".3f") for n in header[2:]]

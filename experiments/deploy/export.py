@@ -16,27 +16,32 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint, network_of
-from knobwise.agents.serving import numpy_controller
-from knobwise.agents.serving.export import Agent, contexts_of, export_numpy, one_by_one, parity
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.serving.export import agreement
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, quantise, write_onnx
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.checks import at_least
+from knobwise.common.errors import InputError
 from knobwise.common.files import write_text, written_whole
+from knobwise.envs.configurations.budgets import default_budgets, worth_pairs
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import check_fits
 from knobwise.experiments.report.tables import print_lines, print_table
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.settings.profiles import read_profile
+from knobwise.experiments.train.controller import copy_policy
 
 CALLS = 300
 """Timed decisions, and samples whose requests are also decided one by one."""
+PAIRS = 3
+"""Worths of each kind, under weights, whose pairs decisions are timed at."""
 GRAPH = "controller.onnx"
 GRAPH_OF_8_BITS = "controller.int8.onnx"
 
 
 def run(config: ExportRun) -> Path:
-    """Write controller.npz, numpy_controller.py, export.json and the graphs asked for; returns their folder.
+    """Write controller.npz, the folder policy that reads it, export.json and the graphs asked for; returns the folder.
 
     Raises:
         InputError: if there is no such checkpoint, the profile has other configurations or features, the controller
@@ -49,19 +54,20 @@ def run(config: ExportRun) -> Path:
     agent, out = loaded.controller, Path(config.out)
     table = read_profile(config.profile, loaded)
     check_fits(config.checkpoint, agent, table)
+    if agent.sense == "mean" and not agent.settled.mean:
+        raise InputError(f"{config.checkpoint}: its worths were not calibrated yet; let its training end")
     summary: dict[str, Any] = {"checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)}}
-    budgets_ms = contexts_of(agent, table)
+    budgets_ms = _budgets_of(agent, table)
     summary |= {
         "trained_on": {"name": loaded.profile_name, "digest": loaded.profile_digest},
         "compared_on": {"name": table.name, "digest": table.digest, "budgets_ms": budgets_ms.tolist()},
-        "features": network_of(agent).normaliser.sizes,
+        "features": agent.controller.normaliser.sizes,
     }
     # everything is made and compared in a temporary folder, so that no wrong file is left behind
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
         with threadpool_limits(config.threads):
             summary |= _make(config, agent, table, budgets_ms, made)
-        shutil.copy(numpy_controller.__file__, made)
         for name in (GRAPH, GRAPH_OF_8_BITS):  # what is left there may be of another controller
             (out / name).unlink(missing_ok=True)
         summary["files"] = {}
@@ -69,52 +75,79 @@ def run(config: ExportRun) -> Path:
             summary["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
             with written_whole(out / path.name) as temporary:
                 shutil.copyfile(path, temporary)
+    copy_policy(out)
     write_text(out / "export.json", json.dumps(summary, indent=1))
-    header = ["requests", "same decision", "rounding", "of contexts"]
-    compared = {"together": summary["parity"], "one at a time": summary["parity_one_by_one"], **summary["graphs"]}
-    rows = [
-        [name, *(str(result[count]) for count in ("same", "rounding", "contexts"))] for name, result in compared.items()
-    ]
-    print_table(Console(), header, rows, range(len(header)))
+    if summary["graphs"]:
+        header = ["graph", "same decision", "rounding", "of contexts"]
+        rows = []
+        for name, result in summary["graphs"].items():
+            counts = [str(result[count]) for count in ("same", "rounding", "contexts")]
+            rows.append([name, *counts])
+        print_table(Console(), header, rows, range(len(header)))
     times = [f"median decision: {micros:.0f} µs by {name}" for name, micros in summary["decisions_us_p50"].items()]
     print_lines(Console(), [*times, f"exported: {out}"])
     return out
 
 
-def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tensor, folder: Path) -> dict[str, Any]:
-    """Write the controller's files; returns how their decisions compare with the controller's, and their times."""
+def _budgets_of(agent: DeployedController, table: ProfileTable) -> Tensor:
+    """Return the budgets to time decisions at, float32 [B]: the default and the calibrated ones;
+    under weights pairs of worths [B, 2]."""
+    if agent.sense == "weights":
+        return worth_pairs(table, PAIRS)
+    decider = agent.decider
+    if decider.mean is not None:
+        return torch.from_numpy(decider.mean.budgets_ms).float()
+    budgets_ms = default_budgets(table)
+    if decider.guard is not None:
+        calibrated = torch.from_numpy(decider.guard.budgets_ms).float()
+        budgets_ms = torch.cat([budgets_ms, calibrated]).unique()
+    return budgets_ms
+
+
+def _make(
+    config: ExportRun,
+    agent: DeployedController,
+    table: ProfileTable,
+    budgets_ms: Tensor,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write the controller's files; returns how graphs decide beside it, and times."""
     if config.onnx or config.int8:  # first, since some controllers have no graph
         write_onnx(Deployed(agent), folder / GRAPH)
     if config.int8:
         quantise(folder / GRAPH, folder / GRAPH_OF_8_BITS)
     path = folder / "controller.npz"
-    controller = export_numpy(agent, path)
-    # single requests run other code, and take longer to compare
-    alone = f"{path.name}, one request at a time"
-    compared: dict[str, Any] = {
-        "parity": parity(agent, controller.choose, table, budgets_ms, path.name),
-        "parity_one_by_one": parity(agent, one_by_one(controller), table, budgets_ms, alone, CALLS),
-        "graphs": {},
-    }
+    controller = agent.export(path)
+    graphs: dict[str, Any] = {}
     forms: dict[str, Any] = {path.name: controller}
     for path in sorted(folder.glob("*.onnx"), reverse=True):
         graph = forms[path.name] = OnnxController(path, config.threads)
         # of 8 bits some decisions may differ
-        about = agent, graph.choose, table, budgets_ms, path.name
-        compared["graphs"][path.name] = parity(*about, None, controller.choose, path.name == GRAPH)
+        exact = path.name == GRAPH
+        graphs[path.name] = agreement(controller, graph.choose, table, budgets_ms, path.name, exact)
     micros = _median_us(forms, table, budgets_ms)
-    return compared | {"decision_us_p50": micros["controller.npz"], "decisions_us_p50": micros}
+    return {
+        "graphs": graphs,
+        "decision_us_p50": micros["controller.npz"],
+        "decisions_us_p50": micros,
+    }
 
 
 def _median_us(forms: dict[str, Any], table: ProfileTable, budgets_ms: Tensor) -> dict[str, float]:
     """The median time of `CALLS` decisions for each form, in µs. The forms take turns."""
     micros: dict[str, list[float]] = {name: [] for name in forms}
+    limits = budgets_ms.numpy()
     for i in range(CALLS):
-        row = {name: block[i % table.num_samples].numpy() for name, block in table.features.items()}
-        limit = float(budgets_ms[i % len(budgets_ms)])
+        sample = i % table.num_samples
+        row = {name: block[sample].numpy() for name, block in table.features.items()}
+        alone = {name: block[None] for name, block in row.items()}
+        place = i % len(limits)
         for name, form in forms.items():
             start = time.perf_counter_ns()
-            form.decide_index(row, limit)
+            if limits.ndim == 1:
+                form.decide_index(row, float(limits[place]))
+            else:
+                form.choose(alone, limits[[place]])
             micros[name].append((time.perf_counter_ns() - start) / 1e3)
     return {name: statistics.median(times) for name, times in micros.items()}
 

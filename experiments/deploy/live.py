@@ -27,12 +27,11 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, averages
+from knobwise.agents.judging.baselines import BestStatic, averages, static_of
+from knobwise.agents.policy.static import Static
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.export import arrays_of_static, to_numpy
 from knobwise.agents.serving.first_stages import DECISIONS_KEPT
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
-from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.common.imports import in_a_line
@@ -75,7 +74,7 @@ def run_live(
     """
     loaded = load_checkpoint(checkpoint)
     controller = loaded.controller
-    if isinstance(controller, PricedChooser) or controller.priced:
+    if controller.sense != "deadline":
         raise InputError(f"{checkpoint}: keeps a mean over requests, but with live=true every request has a deadline")
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
         raise InputError(f"{checkpoint}: live needs a run that was trained on profile {table.name!r}")
@@ -86,14 +85,14 @@ def run_live(
     stream = draw_stream(table, test, fitted, budgets_ms, requests, config)
     with one_thread(), threadpool_limits(1), collected_between():
         check_features(model, table, stream)
-        served = AdaptiveModel(model, to_numpy(controller), clock=config.clock)
+        served = AdaptiveModel(model, controller, clock=config.clock)
         choices, ratios, speed = list[int](), list[float](), 1.0
         if stream.timed:
             choices, ratios = served.timed_cells(table, stream.timed, config.calibration)
             speed = float(np.exp(np.nanmedian(ratios)))
         stream = stream.scaled(speed)
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
-        server = Server(served, BudgetAwareStatic(table, fitted), fixed, stream, requests, config)
+        server = Server(served, static_of(table, fitted), fixed, stream, requests, config)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
         stopped = server.serve()
@@ -120,8 +119,7 @@ def run_live(
 def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor, count: int) -> dict[str, int]:
     """Name → configuration, by what they did on the rows fitted on (int64 [n])."""
     accuracy, latency = averages(table, fitted)
-    everything = torch.ones(1, table.num_configurations, dtype=torch.bool)
-    best = BestStatic(table, fitted, budgets_ms).choose({}, budgets_ms[:1], everything)
+    best = BestStatic(table, fitted, budgets_ms).choose({}, np.ones(1))[0]
     chosen = {BEST_STATIC: best, "cheapest": latency.argmin(), "most_accurate": accuracy.argmax()}
     return {name: int(choice) for name, choice in list(chosen.items())[:count]}
 
@@ -189,7 +187,7 @@ class Server:
     def __init__(
         self,
         model: AdaptiveModel,
-        static: BudgetAwareStatic,
+        static: Static,
         fixed: Mapping[str, int],
         stream: Stream,
         requests: Requests,
@@ -199,9 +197,8 @@ class Server:
         self.frozen = AdaptiveModel(model.model, model.controller, clock=model.clock, tracker=False)
         self.clock = time.thread_time if model.clock == "cpu" else time.perf_counter
         # its choices from tables: decided in torch they would slow down the answers that follow
-        tables = arrays_of_static(static)
         self.statics = {
-            name: TrackedStatic(tables, LatencyTracker(model.configurations, name), budgets)
+            name: TrackedStatic(static, LatencyTracker(model.configurations, name), budgets)
             for name, budgets in ((STATIC, None), (BEST_STATIC, np.unique(stream.budgets_ms)))
         }
         # what a choice cost lately is taken off the next budget, as in the runtime

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knobwise.agents.serving.numpy_controller import Drift, NumpyController
+from knobwise.agents.policy.controller import Drift, NumpyController
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC

@@ -21,8 +21,8 @@ from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
 from knobwise.agents.learning.off_policy import Estimate, Judgement
 from knobwise.agents.learning.update import update
-from knobwise.agents.serving.export import configurations_of, export_numpy, to_numpy
-from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.policy.controller import NumpyController
+from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.request_log import logged_of, read_log
 from knobwise.agents.serving.versions import CONTROLLER, CURRENT, VERSIONS, add_version, serve, serving, try_out
 from knobwise.common.errors import InputError
@@ -103,7 +103,7 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     if problem := _problem(loaded, config.log is None):
         raise InputError(f"{config.checkpoint}: {problem}")
-    digest = to_numpy(loaded.controller).digest
+    digest = loaded.controller.decider.digest
     _check_serving(config, digest, serving(out))
     learn: Callable[[UpdateRun, Loaded, str], tuple[Loaded, dict[str, Any]]]
     learn = _from_log if config.log is not None else _from_cells
@@ -152,7 +152,7 @@ def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
 
     def write(folder: Path) -> None:
         loaded.save(folder / VERSION)
-        export_numpy(loaded.controller, folder / CONTROLLER)
+        loaded.controller.export(folder / CONTROLLER)
         write_text(folder / UPDATE, words)
 
     return add_version(out, write)
@@ -176,7 +176,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     agent: Any = loaded.controller
     assert config.log is not None
     digests = [*loaded.extra.get("versions", []), digest]
-    names, sizes = configurations_of(agent), agent.normaliser.sizes
+    names, sizes = configurations_of(agent), agent.controller.normaliser.sizes
     log = read_log(config.log, names, digests, sizes)
     print_lines(Console(), [f"{len(log.rows):,} requests of {config.log}", *log.lines()])
     if not log.rows:
@@ -224,15 +224,16 @@ def _words(estimate: Estimate) -> str:
 
 def _problem(loaded: Loaded, for_hardware: bool) -> str:
     """Why what a controller expects cannot be moved; "" if it can."""
-    network = loaded.network
-    if network.priced:
+    agent = loaded.controller
+    if agent.sense != "deadline":
         return (
-            "decides for mean budgets, whose prices hold on one machine only; train on a profile of the other machine"
+            "decides for mean budgets or weights, whose worths hold on one machine only; train on a profile of the "
+            "other machine"
         )
-    if network.config.structure != "utility":
+    if agent.teacher is None:
         return (
-            f"policy.structure={network.config.structure} predicts no latencies that could be adapted; train with "
-            "policy=auto or policy=utility, or let AdaptiveModel.calibrate scale the budgets"
+            "has no teacher whose expectations could be adapted; train with policy=auto or "
+            "policy=utility, or let AdaptiveModel.calibrate scale the budgets"
         )
     adapted_before = for_hardware and "adapted" in loaded.extra
     return "was already adapted; give the controller as it was trained" if adapted_before else ""
@@ -264,7 +265,7 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     facts["one_factor"] = float(ratios.median().exp())
     agent: Any = loaded.controller
     rows = _fitted(loaded, table)[:REQUESTS]
-    x = agent.features({name: block[rows] for name, block in table.features.items()}, len(rows))
+    x = agent.controller.features({name: block[rows] for name, block in table.features.items()}, len(rows))
     lines = [
         [knob.name, str(value), f"× {offsets.mean[table.configurations[:, k] == v].mean().exp():.3f}"]
         for k, knob in enumerate(table.knobs)

@@ -7,13 +7,11 @@ import hashlib
 import json
 import math
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from scipy.special import stdtrit
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_text
@@ -257,17 +255,26 @@ def kept_before_grpo(results: Mapping[str, Any]) -> int:
     return sum(seed.get("iteration", begins + 1) <= begins for seed in results.get("chosen") or ())
 
 
-def grpo_gain(results: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Points of validation utility from the start of GRPO to its end: the mean over seeds, and half the width of its
-    95 % interval (Student's t), NaN for a single seed. None where there is no GRPO."""
-    seeds = [seed["grpo"] for seed in results.get("chosen") or () if seed.get("grpo")]
-    gains = [100 * (seed["last"] - seed["start"]) for seed in seeds]
-    if not gains:
-        return None
-    half = math.nan
-    if len(gains) > 1:
-        half = float(stdtrit(len(gains) - 1, 0.975)) * statistics.stdev(gains) / len(gains) ** 0.5
-    return statistics.mean(gains), half
+GAINED_ON = {"test": "on test samples", "held_out": "on held-out samples of the training"}
+"""Where it is known what GRPO added, in `results["grpo_gain"]`."""
+
+
+def grpo_gains(results: Mapping[str, Any]) -> list[str]:
+    """What GRPO added to the deployed policy, in words, as far as it is known: in hundredths, from its
+    start to the weights that are kept, the same samples before and after."""
+    gain = results.get("grpo_gain") or {}
+    parts = []
+    for key, where in GAINED_ON.items():
+        if key in gain:
+            low, high = map(hundredths, gain[f"{key}_ci95"])
+            value = hundredths(gain[key], "+.2f")
+            parts.append(f"{value} points (95% interval {low} to {high}) {where}")
+    return parts
+
+
+def hundredths(share: float, how: str = ".2f") -> str:
+    """A share in hundredths, with two decimals, because what GRPO adds is small."""
+    return number(100 * share, how)
 
 
 def rows_at(results: Mapping[str, Any], shots: int, rows: str = "rows") -> dict[str, Row]:

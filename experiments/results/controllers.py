@@ -7,7 +7,6 @@ splits hold means over the splits too, and intervals over them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,21 +16,20 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import Judged, judge_all
-from knobwise.agents.judging.policy import Baseline, Policy
+from knobwise.agents.judging.policy import Baseline
 from knobwise.agents.serving.own_cost import own_costs
-from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.stack.prices import MeanBudgetPolicy
 from knobwise.envs.configurations.reward import RewardTable, expected_utility
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.decisions import DecisionArrays, decision_rows
 from knobwise.experiments.results.equal_latency import Reference
+from knobwise.experiments.results.gains import gain
 from knobwise.experiments.results.problem import DEADLINE, MEAN_BUDGET, Problem
 from knobwise.experiments.results.reliability import expected_in_time, reliability
 from knobwise.experiments.results.statistics import score_intervals
 
-KNOW_THE_ROWS = ("static_per_dataset", "oracle")
-"""They look their choices up, which no request could; their decision times mean nothing."""
 COMPARED = {
     DEADLINE.name: ("over_static",),
     MEAN_BUDGET.name: ("over_static_mix", "over_static_mix_at_budget", "over_best_single"),
@@ -49,17 +47,18 @@ def judge_deadlines(
     test: Tensor,
     budgets_ms: Tensor,
     rewards: RewardTable,
-    controllers: Sequence[Policy[Tensor]],
+    controllers: Sequence[DeployedController],
     seeds: Sequence[int],
     baselines: Sequence[Baseline],
     charge: bool = True,
-    teachers: Sequence[Policy[Tensor]] = (),
+    before: Sequence[DeployedController | None] = (),
 ) -> tuple[Results, pl.DataFrame]:
-    """The contents of `results.json` and of `decisions.parquet`: controllers, one for each of `seeds`, and baselines on
-    the same samples under the same deadlines.
+    """Return the contents of `results.json` and of `decisions.parquet`: controllers, one for each of
+    `seeds`, and their teachers and baselines on the same samples under the same deadlines.
 
-    Each is charged its own cost: the time of its decision and of the features that it reads. `utility_free` is what it
-    would have got for nothing.
+    Controllers are charged their own cost: the time of their decisions and of the features that
+    they read. `utility_free` is what they would have got for nothing. All others decide for free,
+    and have neither that nor a decision time.
 
     Args:
         test: int64 [n], samples that nothing was fitted or chosen on.
@@ -67,21 +66,35 @@ def judge_deadlines(
         rewards: the reward of the column `reward`.
         baselines: `budget_aware_static` and `oracle` must be among them.
         charge: whether to.
-        teachers: what taught the controllers, if they are students.
+        before: the controllers as they were before GRPO, for what it added (`grpo_gain`).
     """
-    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, charge, teachers)
-    free = judge_all(table, test, budgets_ms, rewards, controllers, baselines, teachers=teachers)
-    charged = [baseline for baseline in baselines if baseline.name in costs]
-    judged = free
-    if costs:
-        judged = free | judge_all(table, test, budgets_ms, rewards, controllers, charged, costs, teachers)
-    spent = costs.get("controller") or [torch.zeros_like(budgets_ms)] * len(controllers)
-    expected = [
-        expected_in_time(policy, table, test, outcome.chosen, budgets_ms - cost_ms)
-        for policy, outcome, cost_ms in zip(controllers, judged["controller"], spent, strict=True)
-    ]
-    decisions = decision_frame(table, test, judged, seeds, times, free, {"controller": expected})
-    return _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), decisions
+    times, spent = _own_costs(table, test, budgets_ms, controllers, charge)
+    policies: dict[str, list[Any]] = {"controller": [each.decider for each in controllers]}
+    teachers = [each.teacher for each in controllers if each.teacher is not None]
+    if teachers:
+        policies["teacher"] = teachers
+    policies |= {baseline.name: [baseline] for baseline in baselines}
+    about = table, test, budgets_ms, rewards
+    judged = judge_all(*about, policies)
+    if any(cost.any() for cost in spent):
+        judged |= judge_all(*about, {"controller": policies["controller"]}, {"controller": spent})
+    expected = []
+    for controller, outcome, cost_ms in zip(controllers, judged["controller"], spent, strict=True):
+        left_ms = budgets_ms - cost_ms
+        expected.append(expected_in_time(controller, table, test, outcome.chosen, left_ms))
+    if_free = {"controller": [each.if_free for each in controllers]}
+    uncharged = judge_all(*about, if_free)
+    expectations = {"controller": expected}
+    decisions = decision_frame(table, test, judged, seeds, times, uncharged, expectations)
+    results = _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays))
+    known = [each for each in before if each is not None]
+    if known and len(known) == len(controllers):
+        untrained = {"controller": [each.decider for each in known]}
+        costs = {"controller": spent}
+        started = judge_all(*about, untrained, costs)["controller"]
+        gains = torch.stack([a.utility - b.utility for a, b in zip(judged["controller"], started, strict=True)])
+        results["grpo_gain"] = gain("test", gains.mean(2).double().numpy())
+    return results, decisions
 
 
 def over_splits(
@@ -105,9 +118,9 @@ def judge_mean_budgets(
     fitted: Tensor,
     test: Tensor,
     budgets_ms: Tensor,
-    controllers: Sequence[PricedChooser],
+    controllers: Sequence[DeployedController],
     seeds: Sequence[int],
-    baselines: Sequence[PricedChooser],
+    baselines: Sequence[MeanBudgetPolicy],
     charge: bool = True,
 ) -> tuple[Results, pl.DataFrame]:
     """The same under mean budgets.
@@ -125,10 +138,11 @@ def judge_mean_budgets(
         baselines: those that look at the request; the static ones and the oracle are added.
     """
     reference = Reference(table, fitted, test)
-    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, charge)
-    judged = reference.judged(budgets_ms, controllers, baselines, costs)
+    times, spent = _own_costs(table, test, budgets_ms, controllers, charge)
+    policies = [controller.under_mean_budgets() for controller in controllers]
+    judged = reference.judged(budgets_ms, policies, baselines, spent)
     prices = {baseline.name: baseline.prices.unsqueeze(0) for baseline in baselines}
-    prices["controller"] = torch.stack([controller.prices for controller in controllers])
+    prices["controller"] = torch.stack([policy.prices for policy in policies])
     decisions = decision_frame(table, test, judged, seeds, times)
 
     def outcomes(arrays: DecisionArrays, rows: Tensor) -> Iterator[Outcome]:
@@ -146,44 +160,41 @@ def _own_costs(
     table: ProfileTable,
     rows: Tensor,
     budgets_ms: Tensor,
-    controllers: Sequence[Any],
-    baselines: Sequence[Any],
+    controllers: Sequence[DeployedController],
     charge: bool,
-    teachers: Sequence[Any] = (),
-) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
-    """Median times of a decision in µs, and what decisions are charged in ms where they are, by policy: [B] each, for
-    each controller and teacher."""
-    timed = {"controller": controllers, **{b.name: [b] for b in baselines if b.name not in KNOW_THE_ROWS}}
-    timed |= {"teacher": teachers} if teachers else {}
-    every = iter(own_costs([each for policies in timed.values() for each in policies], table, rows, budgets_ms))
-    costs = {name: list(islice(every, len(policies))) for name, policies in timed.items()}
-    charged = {name: [each.charged_ms for each in of_policy] for name, of_policy in costs.items() if charge}
-    times = {name: [each.decision_us for each in of_policy] for name, of_policy in costs.items()}
-    return times, {name: each for name, each in charged.items() if any(cost.any() for cost in each)}
+) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+    """Return median times of a decision in µs, by policy, and what decisions are charged in ms,
+    [B] each, for each controller."""
+    costs = own_costs([each.decider for each in controllers], table, rows, budgets_ms)
+    times = {"controller": [each.decision_us for each in costs]}
+    charged = [each.charged_ms * charge for each in costs]
+    return times, charged
 
 
 def held_out_choices(loaded: Sequence[Loaded]) -> Results:
-    """Choices made on held-out samples in training; every list has one entry for each seed.
+    """Return the choices made on held-out samples in training; every list has one entry for each
+    seed.
 
-    `guard`: rows of `Guard.rows`, or under mean budgets of `knobwise.agents.stack.priced_policy.compared`, [] without
-    a guard. `chosen`: the weights of the stack, the settings of its experts, the iteration of the network, and
-    validation utility where GRPO starts, at its best and at its end.
-    `satisfaction_level`: the level that the guard keeps, if any.
+    `guard`: rows of `knobwise.agents.stack.guard.calibrate`, or under mean budgets of
+    `knobwise.agents.stack.prices.compared`, [] without a guard. `chosen`: the weights of the
+    teacher, the settings of its experts, the iteration of the controller, and validation utility
+    where GRPO starts, at its best and at its end. `satisfaction_level`: the level that the guard
+    keeps, if any.
     """
-    chosen, guards = [], []
+    chosen = []
+    guards = []
     for checkpoint in loaded:
-        controller: Any = checkpoint.controller
-        choice: dict[str, Any] = {"weights": {"network": 1.0}, "settings": {}}
-        if isinstance(controller, PricedChooser):
-            guards += [controller.guard] if controller.guard else []
-            controller = controller.chooser
-        if isinstance(controller, StackedController):
-            choice = controller.chosen()
-            if controller.guard is not None:
-                guards.append(controller.guard.rows())
+        controller = checkpoint.controller
+        choice: dict[str, Any] = {"weights": {}, "settings": {}}
+        if controller.teacher is not None:
+            choice = controller.teacher.chosen()
+        if controller.settled.guard:
+            guards.append(controller.settled.guard)
         extra = checkpoint.extra
         chosen.append(choice | {"iteration": extra["iteration"], "grpo": extra.get("grpo", {})})
-    level = {"satisfaction_level": guards[0][0]["level"]} if guards and "level" in guards[0][0] else {}
+    level = {}
+    if guards and "level" in guards[0][0]:
+        level = {"satisfaction_level": guards[0][0]["level"]}
     return {"guard": guards, "chosen": chosen, **level}
 
 
@@ -206,7 +217,7 @@ def decision_frame(
     expected: Mapping[str, Sequence[Tensor | None]] | None = None,
 ) -> pl.DataFrame:
     """The content of `decisions.parquet`, from outcomes by policy, median decision times in µs where known, outcomes
-    without own costs, and predicted probabilities of being on time."""
+    without own costs of those that are charged any, and predicted probabilities of being on time."""
     datasets = [table.datasets[i] for i in test.tolist()] if table.datasets else [None] * len(test)
     ids = [table.sample_ids[i] for i in test.tolist()]
     samples = pl.DataFrame({"sample_id": ids, "dataset": datasets}, schema_overrides={"dataset": pl.String})
@@ -224,7 +235,7 @@ def decision_frame(
                 "feasible": outcome.feasible,
                 "reward": outcome.reward,
                 "score": outcome.utility,
-                "score_free": free and free[policy][place].utility,
+                "score_free": free[policy][place].utility if free and policy in free else None,
                 "decision_us": times[policy][place].expand(len(test), -1) if policy in times else None,
             }
             frames.append(decision_rows(policy, seed, samples, outcome.budgets_ms.tolist(), columns))

@@ -49,10 +49,11 @@ SCHEMA: dict[str, pl.DataType] = {
 - `accuracy`: of demonstrations 0 or 1, whether the answer was right.
 - `in_time`: the share of the cell's measurements that meet the budget, with the policy's own cost; `feasible`: some
   profiled configuration meets the budget. Both for deadlines only.
-- `expected_in_time`: the probability of being on time that a learned policy predicts for its choice.
-- `score`: what is judged: the utility, or the accuracy; `score_free`: the utility if the policy cost nothing.
+- `expected_in_time`: the probability of being on time that a controller's teacher predicts for its choice.
+- `score`: what is judged: the utility, or the accuracy; `score_free`: of a policy that is charged its own cost, the
+  utility if it cost nothing.
 - `vote`: whether a majority vote of the demonstrations, without the model, would have been right.
-- `decision_us`: the median time of a decision of this policy at this place."""
+- `decision_us`: the median time of a decision of this policy at this place, of controllers and selectors only."""
 
 
 def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:

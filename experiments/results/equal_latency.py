@@ -3,7 +3,7 @@ best single configuration and the oracle get at *equal mean latency* on the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from knobwise.agents.judging.baselines import averages
 from knobwise.agents.judging.evaluation import Judged
-from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.prices import StaticMix, best_single_at, oracle_at_mean, static_hull
+from knobwise.agents.stack.prices import MeanBudgetPolicy, StaticMix, best_single_at, oracle_at_mean, static_hull
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -30,7 +29,7 @@ class Reference:
         self.mask = table.mask[test]
         self.averages = averages(table, fitted)
         self.corners = static_hull(*self.averages)
-        at_corners = StaticMix(table, fitted, self.averages[1][self.corners])
+        at_corners = StaticMix(*self.averages, self.averages[1][self.corners])
         self._accuracy, latency_ms = at_corners.expected(table, test)
         # a dearer corner may turn out cheaper on the test samples; from there on the mix costs what the dearest did
         self._means = latency_ms.mean(0).cummax(0).values
@@ -66,7 +65,7 @@ class Reference:
     def mixture_use(self, budgets_ms: Tensor, mixed: np.ndarray) -> Tensor:
         """How many requests each configuration is expected to get, float64 [C, B], where the static mix for a budget
         (float [B] ms) decides, bool [S, n, B]."""
-        mix = StaticMix(self.table, self.fitted, budgets_ms)
+        mix = StaticMix(*self.averages, budgets_ms)
         times = torch.from_numpy(mixed.sum(0)).double()  # [n, B]
         used = torch.zeros(self.table.num_configurations, len(budgets_ms), dtype=torch.float64)
         for side, share in zip(mix.both(self.mask), (1 - mix.share, mix.share), strict=True):
@@ -76,29 +75,25 @@ class Reference:
     def judged(
         self,
         budgets_ms: Tensor,
-        controllers: Sequence[PricedChooser],
-        baselines: Sequence[PricedChooser],
-        costs_ms: Mapping[str, Sequence[Tensor]],
+        controllers: Sequence[MeanBudgetPolicy],
+        baselines: Sequence[MeanBudgetPolicy],
+        costs_ms: Sequence[Tensor],
     ) -> dict[str, list[Judged]]:
         """The outcomes of every policy by name, charged its own cost, the references included; one for each
         controller."""
-        mix = StaticMix(self.table, self.fitted, budgets_ms).expected(self.table, self.test)
+        mix = StaticMix(*self.averages, budgets_ms).expected(self.table, self.test)
         single = best_single_at(*self.averages, budgets_ms, self.mask)
-        priced = {"controller": controllers, **{baseline.name: [baseline] for baseline in baselines}}
-        nothing = [torch.zeros_like(budgets_ms)] * len(controllers)
-        judged = {
-            name: [self._priced(*each) for each in zip(policies, costs_ms.get(name, nothing), strict=False)]
-            for name, policies in priced.items()
-        }
+        nothing = torch.zeros_like(budgets_ms)
+        judged = {each.name: [self._priced(each, nothing)] for each in baselines}
         return {
-            "controller": judged.pop("controller"),
+            "controller": [self._priced(*each) for each in zip(controllers, costs_ms, strict=True)],
             "static_mix": [_judged(budgets_ms, torch.full(mix[0].shape, -1), *mix)],
             "best_single": [self._chosen(budgets_ms, single)],
             **judged,
             "oracle": [self.oracle(budgets_ms)],
         }
 
-    def _priced(self, policy: PricedChooser, cost_ms: Tensor) -> Judged:
+    def _priced(self, policy: MeanBudgetPolicy, cost_ms: Tensor) -> Judged:
         chosen = policy.decided(self.table, self.test)
         accuracy, latency_ms = policy.expected(self.table, self.test, chosen)
         return _judged(policy.budgets_ms, chosen.where(policy.deployed, -1), accuracy, latency_ms + cost_ms)

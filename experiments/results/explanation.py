@@ -13,11 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from knobwise.agents.judging.baselines import BudgetAwareStatic, LookupTable, averages
-from knobwise.agents.judging.policy import reads_features
+from knobwise.agents.judging.baselines import LookupTable, averages, static_of
 from knobwise.agents.predictors.folds import folds_of
-from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.statistics import ends_of, mean_interval, mean_intervals, resampled_means
@@ -50,27 +47,31 @@ class Explained:
         self.table, self.policy, self.budgets_ms = table, policy, budgets_ms
         drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(SEED))[:MOST]
         self.rows = test[drawn.sort().values]
-        self.prices: Tensor | None = policy.prices if isinstance(policy, PricedChooser) else None
-        self.reads = reads_features(policy, budgets_ms) if self.prices is None else policy.deployed
+        limits = budgets_ms.double().numpy()
+        self.prices: Tensor | None = None
+        if policy.sense == "mean":
+            self.prices = 1 / torch.from_numpy(policy.settled.mean["worths"])
+        self.reads = torch.from_numpy(policy.reads_features(limits))
         self.features = {name: block[self.rows] for name, block in table.features.items()}
         self.mask = table.mask[self.rows]
         self.chosen = self.decided(self.features)
-        static = BudgetAwareStatic(table, fitted) if self.prices is None else LookupTable(table, fitted, 0.0)
-        self.static = torch.stack([static.choose({}, b.expand(len(self.rows)), self.mask) for b in budgets_ms], 1)
-
-    @torch.no_grad()
-    def decided(self, features: Mapping[str, Tensor], repeats: int = 1) -> Tensor:
-        """Configurations for blocks [R·n, d], `repeats` times all samples: int64 [R·n, B]."""
-        mask, stack = self.mask.repeat(repeats, 1), getattr(self.policy, "chooser", self.policy)
-        limits = self.budgets_ms if self.prices is None else 1 / self.prices
-        stacked = isinstance(stack, StackedController)
-        predicted = stack.predictions(stack.features(features, len(mask))) if stacked else None
+        static: Any = static_of(table, fitted)
+        if self.prices is not None:
+            static = LookupTable(table, fitted, 0.0)
         columns = []
-        for budget, limit, reads in zip(self.budgets_ms, limits, self.reads, strict=True):
-            if predicted is not None and (self.prices is None or reads):  # one prediction serves all budgets
-                columns.append(stack.choose_from(predicted, limit.expand(len(mask)), mask))
-            else:
-                columns.append(self.policy.choose(features, budget.expand(len(mask)), mask))
+        for limit in limits:
+            under = np.full(len(self.rows), limit)
+            columns.append(torch.from_numpy(static.choose({}, under, self.mask.numpy())))
+        self.static = torch.stack(columns, 1)
+
+    def decided(self, features: Mapping[str, Tensor], repeats: int = 1) -> Tensor:
+        """Return configurations for blocks [R·n, d], `repeats` times all samples: int64 [R·n, B]."""
+        mask = self.mask.repeat(repeats, 1).numpy()
+        blocks = {name: block.numpy() for name, block in features.items()}
+        columns = []
+        for limit in self.budgets_ms.double().tolist():
+            chosen = self.policy.choose(blocks, np.full(len(mask), limit), mask)
+            columns.append(torch.from_numpy(chosen))
         return torch.stack(columns, 1)
 
     def worth(self, chosen: Tensor, reads: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from knobwise.agents.judging.baselines import BestAtWorths, averages_with_cost
 from knobwise.agents.judging.evaluation import Judged, for_all
-from knobwise.agents.judging.policy import Policy
+from knobwise.agents.judging.policy import Policy, requests_of
 from knobwise.agents.serving.own_cost import expected_cost_ms
 from knobwise.envs.configurations.budgets import worth_pairs
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -56,7 +56,7 @@ def judge_fronts(
     table: ProfileTable,
     fitted: Tensor,
     test: Tensor,
-    controllers: Sequence[Policy[Tensor]],
+    controllers: Sequence[Policy],
     seeds: Sequence[int],
     charge: bool = True,
 ) -> tuple[dict[str, Any], pl.DataFrame]:
@@ -66,13 +66,18 @@ def judge_fronts(
     worths, averages = worth_pairs(table, STEPS), averages_with_cost(table, fitted)
     oracle = BestAtWorths(*(values[test] for values in (table.accuracy, table.latency_ms, table.weighed_cost)))
     policies = {"controller": controllers, "static_mix": [BestAtWorths(*averages)], "oracle": [oracle]}
-    features, mask = {name: block[test] for name, block in table.features.items()}, table.mask[test]
-    chosen = {
-        name: [torch.stack([p.choose(features, for_all(pair, test), mask) for pair in worths], 1) for p in several]
-        for name, several in policies.items()
-    }
+    features, mask = requests_of(table, test)
+    chosen: dict[str, list[Tensor]] = {}
+    for name, several in policies.items():
+        chosen[name] = []
+        for policy in several:
+            columns = []
+            for pair in worths:
+                limits = for_all(pair, test).double().numpy()
+                columns.append(torch.from_numpy(policy.choose(features, limits, mask)))
+            chosen[name].append(torch.stack(columns, 1))
     fronts = {name: np.stack([_points(table, test, each) for each in several]) for name, several in chosen.items()}
-    fronts["controller"][..., 1] += expected_cost_ms(table, experts=False) if charge else 0.0
+    fronts["controller"][..., 1] += expected_cost_ms(table) if charge else 0.0
     means = np.stack([1 - averages[0].numpy(), averages[1].numpy(), averages[2].numpy()], 1)
     reference = (MARGIN * means.max(0)).clip(1e-9)
     hull = dominated(means, reference)

@@ -8,9 +8,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import UtilityNetwork
-from knobwise.agents.stack.stacked_controller import MemberPredictions, StackedController
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.problem import DEADLINE
 
@@ -18,20 +16,32 @@ BINS = 10
 
 
 @torch.no_grad()
-def expected_in_time(policy: Any, table: ProfileTable, rows: Tensor, chosen: Tensor, left_ms: Tensor) -> Tensor | None:
-    """The probability that what a policy chose is on time, as it predicts it: samples int64 [n], configurations int64
-    [n, B], what its own cost leaves of the budgets [B] in ms → float [n, B]. None if it predicts no latencies."""
-    if not isinstance(policy, StackedController | Controller):
+def expected_in_time(
+    controller: DeployedController,
+    table: ProfileTable,
+    rows: Tensor,
+    chosen: Tensor,
+    left_ms: Tensor,
+) -> Tensor | None:
+    """Return the probability that what a controller chose is on time, as its teacher expects it.
+
+    Args:
+        rows: int64 [n], samples.
+        chosen: int64 [n, B], configurations.
+        left_ms: [B], what its own cost leaves of the budgets.
+
+    Returns:
+        float [n, B]; None without a teacher.
+    """
+    if controller.teacher is None:
         return None
-    features = policy.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    if isinstance(policy, StackedController):
-        predicted = policy.predictions(features)
-    elif isinstance(policy.network, UtilityNetwork):
-        predicted = MemberPredictions.from_features(policy, [], [1.0], features)
-    else:
-        return None
-    meets = [predicted.view(limit.float().expand(len(rows))).meets for limit in left_ms]
-    return torch.cat([each.gather(1, chosen[:, [place]]) for place, each in enumerate(meets)], 1)
+    blocks = {name: block[rows] for name, block in table.features.items()}
+    moments = controller.teacher.moments(controller.controller.features(blocks, len(rows)))
+    columns = []
+    for place, limit in enumerate(left_ms):
+        meets = moments.meets(limit.float().expand(len(rows)))
+        columns.append(meets.gather(1, chosen[:, [place]]))
+    return torch.cat(columns, 1)
 
 
 def reliability(decisions: pl.DataFrame) -> list[dict[str, Any]]:

@@ -19,31 +19,26 @@ from typing import Any, TextIO
 from filelock import lock_descriptor
 from omegaconf import OmegaConf
 
-from knobwise.common.checks import folder_name, one_of
+from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
 from knobwise.common.files import FULL, is_cut_short, locked, replace_link, sync, write_text
 from knobwise.common.progress import say
 
 UNFINISHED = ".unfinished"
 """A locked file in a run's folder until its last step is done."""
-STUDENT = "student.pt"
-"""The checkpoint of what is deployed, beside `best.pt`, if that is not the trained policy itself."""
 VERSION = "controller.pt"
 """The checkpoint in a version that `knobwise update` wrote."""
-FORMS = ("deployed", "teacher")
 LONGEST_NAME = 120
 LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads", "jobs")
 
 
-def checkpoint_at(path: str | Path, form: str = "deployed") -> Path:
-    """The checkpoint at a path: the file itself, that of a version of `knobwise update`, or in the folder of a run, of
-    whose seeds it takes the best on validation, what is `deployed` or the `teacher` that it was taught by. Most
-    policies are deployed as they are.
+def checkpoint_at(path: str | Path) -> Path:
+    """Return the checkpoint at a path: the file itself, that of a version of `knobwise update`, or in
+    the folder of a run what the best of its seeds on validation deploys.
 
     Raises:
-        InputError: an unknown form, a run that is not finished.
+        InputError: a run that is not finished.
     """
-    one_of("form", form, FORMS)
     path = Path(path)
     if not path.is_dir():
         return path
@@ -51,9 +46,7 @@ def checkpoint_at(path: str | Path, form: str = "deployed") -> Path:
         return path / VERSION
     if (path / UNFINISHED).exists():
         raise InputError(f"{path}: the run is not finished; repeat its command to resume it")
-    checkpoints = path / "checkpoints"
-    deployed = form == "deployed" and (checkpoints / STUDENT).exists()
-    return checkpoints / (STUDENT if deployed else "best.pt")
+    return path / "checkpoints" / "best.pt"
 
 
 @contextlib.contextmanager

@@ -76,19 +76,20 @@ class TrainRun(Training):
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    """The network, with or without experts beside it."""
+    """A head for each knob on a light network. auto: taught by a network and experts that predict outcomes, then
+    trained by GRPO; utility: taught by a network alone, several times faster; independent: by rewards alone."""
     loss: LossConfig = field(default_factory=LossConfig)
     """What GRPO, or PPO, minimises."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
-    """The settings that suit each policy, under its name."""
+    """How long and how fast each stage is trained; by default what suits the policy."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies (under budget=mean, of the
-    configurations' mean latencies). Under budget=mean, prices are calibrated for these budgets only."""
+    configurations' mean latencies). Under budget=mean, worths are calibrated for these budgets only."""
     baselines: bool = True
     """Compare with every simple policy; false compares with budget-aware static and the oracle only."""
     own_cost: bool = True
-    """Charge each policy for the time of its decisions and features. This time is measured, so figures differ slightly
-    from call to call; false compares the decisions alone, and figures are then exact."""
+    """Charge the controller for the time of its decisions and features, which no other policy pays. This time is
+    measured, so figures differ slightly from call to call; false compares decisions alone, exactly."""
     threads: int = 1
     """Threads of torch; the network is so small that one is fastest."""
 
@@ -177,14 +178,14 @@ class EvaluateRun:
     """Shares of the samples, for a profile that the controller was not trained on; baselines fit on `train`."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller for mean budgets is
-    judged at those that its prices were calibrated for."""
+    judged at those that its worths were calibrated for."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """The reward that the column `reward` shows."""
     baselines: bool = True
     """Compare with every simple policy; a run that was trained with `baselines=false` needs the word again."""
     own_cost: bool = True
-    """Charge each policy for the time of its decisions and features. This time is measured, so figures differ slightly
-    from call to call; false compares the decisions alone, and figures are then exact."""
+    """Charge the controller for the time of its decisions and features, which no other policy pays. This time is
+    measured, so figures differ slightly from call to call; false compares decisions alone, exactly."""
     live: bool = False
     """Run the profiled model behind the controller, instead of replaying the profile."""
     model: str = "elastic"
@@ -265,7 +266,7 @@ class ProfileRun:
 
 @dataclass
 class ExportRun:
-    """knobwise export: write a trained controller as a stand-alone file, and compare the decisions of both."""
+    """knobwise export: write a trained controller as a stand-alone file, and graphs that are compared with it."""
 
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint, or the folder of a run, which stands for the policy it deploys."""
@@ -289,8 +290,8 @@ class UpdateRun:
     shows that it is better. Or adapt a controller to other hardware, from a few timed cells."""
 
     checkpoint: str = "runs/latest"
-    """A controller for deadlines that predicts latencies (policy=auto or policy=utility): a checkpoint, the folder of a
-    run, which stands for the policy it deploys, or the current version in `out`."""
+    """A controller for deadlines that has a teacher (policy=auto or policy=utility): a checkpoint, the folder of a run,
+    which stands for the policy it deploys, or the current version in `out`."""
     log: str | None = None
     """What it learns from: the folder of `AdaptiveModel(log=…)`."""
     out: str = "updated"

@@ -52,7 +52,7 @@ class Exp5Exp6Profile:
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     features_ms: float = 0.0
-    """Time to compute the features of a request, in ms; every policy that reads them is charged for it."""
+    """Time to compute the features of a request, in ms; a controller that reads them is charged for it."""
     latency: str = "total"
     """The time that the budget limits: total, prefill or decode."""
     accuracy: str = "score"
@@ -82,7 +82,7 @@ class CoreExpProfile:
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     features_ms: float = 0.0
-    """Time to compute the features of a request, in ms; every policy that reads them is charged for it."""
+    """Time to compute the features of a request, in ms; a controller that reads them is charged for it."""
     name: str | None = None
     """Name of the profile; None for the data set's name."""
 
@@ -104,7 +104,7 @@ class LongTables:
     unit: str = "ms"
     """Unit of that column and of the budgets, for reports."""
     features_ms: float = 0.0
-    """Time to compute the features of a request, in ms; every policy that reads them is charged for it."""
+    """Time to compute the features of a request, in ms; a controller that reads them is charged for it."""
 
 
 @dataclass

@@ -15,7 +15,6 @@ import polars as pl
 from knobwise.common.errors import InputError
 from knobwise.experiments.results.decisions import SAMPLE, read_decisions
 from knobwise.experiments.results.problem import DEADLINE, problem_of
-from knobwise.experiments.results.run_folder import STUDENT
 
 CELLS = 200_000
 """About so many cells has the table of decisions; more make W&B's pages slow."""
@@ -48,8 +47,8 @@ def scores_by_seed(results: Mapping[str, Any], folder: Path) -> dict[tuple[str, 
 
 def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
     """`Test/<policy>/<number>`, the means over the budgets, for a selector at the shots of training: the score of every
-    policy, and all numbers of the main one; and `Val/…`, the scores that settings are chosen by, as means over the
-    seeds."""
+    policy, and all numbers of the main one; `GRPO/…`, what GRPO added to the deployed policy; and `Val/…`, the scores
+    that settings are chosen by, as means over the seeds."""
     problem = problem_of(results)
     main, policy = problem.main_place(results), problem.main_policy(results)
     few = (problem.score, *(f"{problem.score}_ci95_{end}" for end in ("low", "high")))
@@ -63,6 +62,8 @@ def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
     kind = "Beam_Score" if results.get("judged_by") == "best_beam" else "Accuracy"
     by_seed = {problem.validation: results.get("validation_utility")}
     by_seed |= {f"Val/{stage}/{kind}_Mean": scores for stage, scores in results.get("validation", {}).items()}
+    # what GRPO added to the deployed policy
+    numbers |= {f"GRPO/{key}": float(value) for key, value in _flat(results.get("grpo_gain", {})).items()}
     return numbers | {name: sum(scores) / len(scores) for name, scores in by_seed.items() if scores}
 
 
@@ -110,12 +111,12 @@ def _table(rows: list[dict[str, Any]]) -> Any:
 
 
 def log_model(run: Any, folder: Path, scores: Mapping[str, float]) -> Any:
-    """Log the kept checkpoint of a run of ours, and its student if there is one, as an artifact of the W&B run that
-    trained it; gives the artifact."""
+    """Log the kept checkpoint of a run of ours as an artifact of the W&B run that trained it; gives
+    the artifact."""
     import wandb
 
     model = wandb.Artifact(_artifact_name(f"{run.group}-{folder.name}"), "model", metadata=dict(scores))
-    for path in ("checkpoints/best.pt", f"checkpoints/{STUDENT}", "config.yaml", "results.json"):
+    for path in ("checkpoints/best.pt", "config.yaml", "results.json"):
         if (folder / path).exists():
             model.add_file(str(folder / path))
     logged = run.log_artifact(model, aliases=["best"])

@@ -13,36 +13,44 @@ import polars as pl
 import torch
 from threadpoolctl import threadpool_limits
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint, load_if_whole
-from knobwise.agents.controller.controller import Controller
-from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, StaticPerDataset, make_baselines
+from knobwise.agents import policy as policy_package
+from knobwise.agents.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.controller.settings import hidden_for
+from knobwise.agents.judging.baselines import (
+    Oracle,
+    StaticPerDataset,
+    make_baselines,
+    static_of,
+)
 from knobwise.agents.predictors.experts import Experts
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.predictors.folds import FOLDS
 from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.agents.serving import numpy_controller
-from knobwise.agents.serving.distillation import StudentConfig, student_of
-from knobwise.agents.serving.export import export_numpy
 from knobwise.agents.serving.own_cost import expected_cost_ms
-from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines, price_stack, taught
-from knobwise.agents.stack.prices import mean_budgets
-from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.stack.prices import make_priced_baselines, mean_budgets
 from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import few_budgets, judged_budgets
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import budget_rows, divide
-from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets, over_splits
+from knobwise.experiments.results.controllers import (
+    held_out_choices,
+    judge_deadlines,
+    judge_mean_budgets,
+    over_splits,
+)
 from knobwise.experiments.results.explanation import Explained, explain_policy
 from knobwise.experiments.results.fronts import judge_fronts
-from knobwise.experiments.results.run_folder import STUDENT, checkpoint_at
+from knobwise.experiments.results.gains import gain_on_held_out
+from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train.run import Experiment, keep_best, train_seeds
-
-STUDENT_STEPS, LEAST_STUDENT_STEPS = 3, 200
-"""Steps of a student's fit for each iteration of its teacher's training, and at least in all."""
 
 
 class ControllerExperiment(Experiment):
@@ -64,15 +72,9 @@ class ControllerExperiment(Experiment):
         self.split = divide(table, **asdict(config.split), number=number)
         self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean, self.weighs = (config.budget.sense == sense for sense in ("mean", "weights"))
-        # a guard would hold the policy to utility
-        guarded = config.reward.kind != "function" and not self.weighs
-        self.stacked = guarded and config.policy.structure == "utility" and config.policy.members > 1
-        if self.mean and not self.stacked:
-            raise InputError("budget=mean: needs policy.structure=utility and policy.members of at least 2")
-        if self.weighs and config.policy.structure != "utility":
-            raise InputError("budget=weights: needs policy.structure=utility, which predicts costs")
         if self.weighs and config.budgets_ms is not None:
-            raise InputError("budgets_ms: is for budget=mean and deadlines; weights are judged at a grid of worths")
+            problem = "is for budget=mean and deadlines; weights are judged at a grid of worths"
+            raise InputError(f"budgets_ms: {problem}")
         if self.mean or self.weighs:
             sense = f"budget={config.budget.sense}"
             if table.first_look_ms is not None:
@@ -83,17 +85,28 @@ class ControllerExperiment(Experiment):
                 raise InputError(f"split.{several}: {problem}")
             config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
         if self.weighs:
-            self.notes += ["budget=weights: the network decides alone, without experts"] * bool(config.policy.experts)
-            config.policy.experts, config.policy.guard, self.budgets_ms = (), False, torch.zeros(0)
+            if config.policy.experts:
+                self.notes.append("budget=weights: the network teaches alone, without experts")
+            config.policy.experts = ()
+            config.policy.guard = False
+            self.budgets_ms = torch.zeros(0)
         elif self.mean:
             self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
         else:
             self.budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, self.split))
         self.notes += few_budgets(self.budgets_ms) if config.budgets_ms is None and not self.weighs else []
+        self._choose_width(config)
         names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "device")
         settings = {name: getattr(config, name) for name in names}
-        settings["budgets_ms"] = self.budgets_ms
-        settings["init_from"] = config.init_from and checkpoint_at(config.init_from, "teacher")
+        settings |= {
+            "budgets_ms": self.budgets_ms,
+            "init_from": config.init_from and checkpoint_at(config.init_from),
+            "cost_ms": expected_cost_ms(table) if config.own_cost else 0.0,
+            "fold_seed": config.seeds[0] + number,
+            "experts": lambda: self.experts,
+        }
+        if config.policy.project:
+            del settings["experts"]  # baselines read all features
         self.trainers = [ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds]
         splits = 1 if number else max(config.split.repeats, config.split.folds)
         self.others = [self._on_split(other) for other in range(1, splits)]
@@ -116,76 +129,57 @@ class ControllerExperiment(Experiment):
         for other in self.others:
             other.train(folder / f"split{other.number}")
 
+    def _choose_width(self, config: TrainRun) -> None:
+        """Choose the width of the layers by the smallest budget, so that config.yaml says it."""
+        if config.policy.hidden:
+            return
+        table = self.table
+        inputs = FeatureNormaliser.fit(table, self.fitted, config.policy.project).width
+        timed = table.unit == "ms" and not self.weighs and len(self.budgets_ms)
+        budget_us = 1e3 * float(self.budgets_ms.min()) if timed else float("inf")
+        config.policy.hidden = hidden_for(inputs, table.num_configurations, budget_us)
+
     def complete(self, trainer: ControllerTrainer, checkpoints: Path) -> None:
-        """Turn what a seed has trained into what it deploys."""
-        loaded = load_checkpoint(best := checkpoints / "best.pt")
-        if isinstance(loaded.agent, Controller):  # else it was completed before a stop
-            loaded = self.completed(trainer, loaded.agent)
-            loaded.save(best)
-        student = checkpoints / STUDENT
-        if load_if_whole(student) is None and (deployed := self.deployed(loaded, trainer.seed)) is not loaded:
-            deployed.save(student)
+        """Settle what a seed deploys, in `best.pt`."""
+        best = checkpoints / "best.pt"
+        loaded = load_checkpoint(best)
+        if "before_grpo" not in loaded.extra:  # else it was completed before a stop
+            self.completed(trainer).save(best)
 
     @cached_property
     def experts(self) -> Experts:
-        """What the seeds and the baselines share; folds and trees are those of the first seed of the split."""
-        config, budgets_ms = self.config, self.budgets_ms[:0] if self.mean else self.budgets_ms
+        """What the seeds and the baselines share; folds and trees are those of the first seed of the
+        split."""
+        config = self.config
+        budgets_ms = self.budgets_ms[:0] if self.mean else self.budgets_ms
         families = tuple(FAMILIES) if config.baselines else config.policy.experts
-        return Experts.fit(self.table, self.fitted, budgets_ms, families, config.seeds[0] + self.number)
+        seed = config.seeds[0] + self.number
+        folds = config.policy.members if config.policy.teacher else FOLDS
+        return Experts.fit(self.table, self.fitted, budgets_ms, families, seed, None, folds)
 
-    @property
-    def _taught(self) -> bool:
-        """Whether a student is deployed, or the policy itself (`policy.deploy`)."""
-        return self.stacked and self.config.policy.deploy == "auto"
-
-    @property
-    def expected_cost_ms(self) -> float:
-        """What a decision of the deployed policy is expected to take from each budget."""
-        slow = bool(self.config.policy.experts) and not self._taught
-        return expected_cost_ms(self.table, slow) if self.config.own_cost else 0.0
-
-    def completed(self, trainer: ControllerTrainer, network: Controller) -> Loaded:
-        """What a training ends in, from its best network: experts and a guard around an ensemble that predicts
-        outcomes, and under mean budgets the price of each. Any other network stays as it is."""
-        table, policy, limits, seed = self.table, self.config.policy, trainer.limits, trainer.fold_seed
-        done: Controller | StackedController | PricedChooser = network
-        about = table, self.fitted, network, policy, limits
+    def completed(self, trainer: ControllerTrainer) -> Loaded:
+        """Return what a finished training deploys, with what was settled on held-out samples."""
+        # a resumed training that was finished holds its last weights
+        trainer.agent.load_state_dict(trainer.best["state"])
         with threadpool_limits(self.config.threads):
-            experts = None if policy.project else self.experts  # baselines read all features
-            if self.mean:
-                done = price_stack(*about, self.budgets_ms, seed, self.expected_cost_ms, experts)
-            elif self.stacked:
-                done = fit_stack(*about, seed, self.expected_cost_ms, experts)
+            agent = deployed_by(trainer, self.budgets_ms)
         extra = trainer.provenance()
-        if isinstance(stack := getattr(done, "chooser", done), StackedController):
-            extra["validation_utility"] = stack.held_out_worth
-        return Loaded(done, table.name, table.digest, extra)
-
-    def deployed(self, loaded: Loaded, seed: int) -> Loaded:
-        """What is deployed of a completed training: a student of it, or the policy itself."""
-        if not self._taught:
-            return loaded
-        agent, table, rows, optimiser = loaded.agent, self.table, self.fitted, self.config.optimiser
-        stack = agent.chooser if isinstance(agent, PricedChooser) else agent
-        assert isinstance(stack, StackedController)
-        steps = max(STUDENT_STEPS * (optimiser.warmup_iterations + optimiser.iterations), LEAST_STUDENT_STEPS)
-        with threadpool_limits(self.config.threads):
-            student: Any = student_of(stack, table, rows, seed, StudentConfig(steps=steps))
-            if isinstance(agent, PricedChooser):
-                student = taught(agent, student, table, rows, self.expected_cost_ms)
-        return loaded._replace(agent=student, extra=dict(loaded.extra))
+        extra["before_grpo"] = None
+        if extra["grpo"]:
+            # to weights that are from before GRPO it added nothing
+            before = trainer.reference if trainer.kept_is_of_grpo else agent.controller
+            extra["before_grpo"] = before.state_dict()
+        return Loaded(agent, self.table.name, self.table.digest, extra)
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
         """Every seed's best controller, what is deployed of it, and the baselines on the test part of each split."""
         folders = [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         best = [load_checkpoint(each / "best.pt") for each in folders]
-        students = [each / STUDENT for each in folders if (each / STUDENT).exists()]
-        results, decisions = self.judged(best, list(map(load_checkpoint, students)) or best)
+        results, decisions = self.judged(best)
         keep_best(folder, dict(zip(folders, results["validation_utility"], strict=True)))
-        kept = load_checkpoint(folder / "checkpoints" / (STUDENT if students else "best.pt")).controller
-        if not self.mean and not self.weighs:
-            export_numpy(kept, folder / "controller.npz")
-            shutil.copy(numpy_controller.__file__, folder)
+        kept = load_checkpoint(folder / "checkpoints" / "best.pt").controller
+        kept.export(folder / "controller.npz")
+        copy_policy(folder)
         if not self.number and not self.weighs:
             with threadpool_limits(self.config.threads):
                 explained = Explained(self.table, self.fitted, self.split.test, kept, self.budgets_ms)
@@ -199,38 +193,71 @@ class ControllerExperiment(Experiment):
             results |= over | {"split_seeds": list(seeds)}
         return results, decisions
 
-    def judged(self, best: list[Loaded], deployed: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
-        """The contents of `results.json` and of `decisions.parquet`: what all seeds deploy, its teachers where these
-        are something else, and baselines."""
-        config, scores = self.config, [float(loaded.extra["validation_utility"]) for loaded in best]
-        teachers = [teacher.controller for each, teacher in zip(deployed, best, strict=True) if each is not teacher]
+    def judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
+        """Return the contents of `results.json` and of `decisions.parquet`: what all seeds deploy,
+        its teachers, and baselines."""
+        config = self.config
+        scores = [float(loaded.extra["validation_utility"]) for loaded in best]
         with threadpool_limits(config.threads):
-            results, decisions = self._judged([loaded.controller for loaded in deployed], teachers)
+            results, decisions = self._judged(best)
         results |= held_out_choices(best)
-        results["validation_utility"], results["best_seed"] = scores, config.seeds[scores.index(max(scores))]
-        iterations = config.optimiser.iterations
+        gain = results.pop("grpo_gain", {}) | gain_on_held_out(best)
+        if gain:
+            results["grpo_gain"] = gain
+        results["validation_utility"] = scores
+        results["best_seed"] = config.seeds[scores.index(max(scores))]
         first = self.trainers[0]
-        results["training"] = {"warmup_iterations": first.total - iterations, "iterations": iterations}
-        results["training"]["method"] = first.stages[-1].name
+        iterations = config.optimiser.iterations
+        results["training"] = {
+            "warmup_iterations": first.total - iterations,
+            "iterations": iterations,
+            "method": first.stages[-1].name,
+            "hidden": config.policy.hidden,
+        }
         return results, decisions
 
-    def _judged(self, controllers: list[Any], teachers: list[Any]) -> tuple[dict[str, Any], pl.DataFrame]:
-        config, table, split, budgets_ms = self.config, self.table, self.split, self.budgets_ms
-        fitted, test, seeds = self.fitted, split.test, config.seeds
-        baselines: list[Any] = []
+    def _judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
+        config = self.config
+        table = self.table
+        budgets_ms = self.budgets_ms
+        test = self.split.test
+        controllers = [loaded.controller for loaded in best]
+        about = controllers, config.seeds
         if self.weighs:
-            return judge_fronts(table, fitted, test, controllers, seeds, config.own_cost)
+            return judge_fronts(table, self.fitted, test, *about, config.own_cost)
+        baselines: list[Any] = []
         if self.mean:
             if config.baselines:
-                baselines = make_priced_baselines(table, split, budgets_ms, experts=self.experts)
-            return judge_mean_budgets(table, fitted, test, budgets_ms, controllers, seeds, baselines, config.own_cost)
+                experts = self.experts
+                baselines = make_priced_baselines(table, self.split, budgets_ms, experts=experts)
+            return judge_mean_budgets(table, self.fitted, test, budgets_ms, *about, baselines, config.own_cost)
+        baselines = [static_of(table, self.fitted), Oracle(table, test)]
         if config.baselines:
-            baselines = make_baselines(table, split, seeds[0] + self.number, budgets_ms, self.experts)
+            seed = config.seeds[0] + self.number
+            baselines = make_baselines(table, self.split, seed, budgets_ms, self.experts)
             if len(rows_by_dataset(table, test)) > 1:
-                baselines.insert(1, StaticPerDataset(table, fitted, test))
-        else:
-            baselines = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
-        rewards = self.trainers[0].env.rewards
-        return judge_deadlines(
-            table, test, budgets_ms, rewards, controllers, seeds, baselines, config.own_cost, teachers
-        )
+                baselines.insert(1, StaticPerDataset(table, self.fitted, test))
+        rewards = self.trainers[0].free_rewards
+        before = [before_grpo(loaded) for loaded in best]
+        return judge_deadlines(table, test, budgets_ms, rewards, *about, baselines, config.own_cost, before)
+
+
+def before_grpo(loaded: Loaded) -> Any:
+    """Return the controller of a checkpoint as it was before GRPO; None without GRPO or without a
+    warm-up."""
+    state = loaded.extra.get("before_grpo")
+    if state is None:
+        return None
+    agent = loaded.controller
+    controller = copy.deepcopy(agent.controller)
+    controller.load_state_dict(state)
+    return DeployedController(controller, agent.teacher, agent.settled)
+
+
+def copy_policy(folder: Path) -> None:
+    """Copy the package that decides beside `controller.npz`."""
+    source = Path(policy_package.__file__).parent
+    target = folder / "policy"
+    shutil.rmtree(target, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source, target, ignore=ignored)

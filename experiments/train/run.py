@@ -27,7 +27,7 @@ from knobwise.experiments.report.report import print_results, result_images, wri
 from knobwise.experiments.report.words import write_results
 from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import write_decisions
-from knobwise.experiments.results.run_folder import STUDENT, claim, command_of
+from knobwise.experiments.results.run_folder import claim, command_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import Tracker, code_digest, git_commit, wandb_mode
@@ -99,10 +99,9 @@ def set_up_torch(threads: int = 1) -> None:
 def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
     """Copy the checkpoints of the best training, of these folders with their validation scores, to the run's own."""
     best = max(scores, key=scores.__getitem__)
-    for name in ("best.pt", "last.pt", STUDENT):
-        if name != STUDENT or (best / name).exists():
-            with written_whole(folder / "checkpoints" / name) as temporary:
-                shutil.copyfile(best / name, temporary)
+    for name in ("best.pt", "last.pt"):
+        with written_whole(folder / "checkpoints" / name) as temporary:
+            shutil.copyfile(best / name, temporary)
     return best
 
 
@@ -172,7 +171,11 @@ def tracker_of(
     if isinstance(config, SelectorRun):
         tags = [f"reward-{config.reward.mode}"]
     else:
-        tags = [config.policy.structure, config.loss.objective, f"reward-{config.reward.kind}"]
+        tags = [
+            "taught" if config.policy.teacher else "independent",
+            config.loss.objective,
+            f"reward-{config.reward.kind}",
+        ]
         tags.append(f"advantage-{config.loss.advantage}"[:64])  # W&B takes no longer ones
     return Tracker(
         folder,

@@ -26,8 +26,7 @@ from safetensors.torch import save_file
 
 from campaign import mutate, oracle
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
-from knobwise.agents.serving.export import export_numpy
-from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.request_log import read_log
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.errors import InputError
@@ -96,7 +95,7 @@ def _beams() -> None:
 def _agent(path: str) -> None:
     agent, table = small_stack(60)
     if path.endswith(".npz"):
-        export_numpy(agent, path)
+        agent.export(path)
     else:
         save_checkpoint(path, agent, table, {"test_rows": torch.arange(9)})
 
@@ -156,7 +155,9 @@ def _decided(path: str) -> Any:
         return [loaded.configuration(int(index)) for index in choice]
     state = loaded.controller.state_dict()
     broken = [name for name, value in state.items() if value.is_floating_point() and value.isnan().any()]
-    return loaded.controller.choose(table.features, limits).tolist(), {k: v.tolist() for k, v in state.items()}, broken
+    blocks = {name: block.numpy() for name, block in table.features.items()}
+    chosen = loaded.controller.choose(blocks, limits.numpy())
+    return chosen.tolist(), {k: v.tolist() for k, v in state.items()}, broken
 
 
 Files = Mapping[str, bytes]

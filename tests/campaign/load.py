@@ -19,12 +19,11 @@ import torch
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.serving.request_log import RequestLog, read_log
-from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs import builtin_profile
@@ -41,15 +40,15 @@ def memory_mb() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 
-def controller_of(table: ProfileTable) -> StackedController:
+def controller_of(table: ProfileTable) -> DeployedController:
     """A network that is not trained; it decides as fast as one that is."""
-    network = Controller.for_table(table, torch.arange(1000), PolicyConfig(structure="utility", hidden=96))
-    return StackedController(network, [], torch.ones(1)).eval()
+    network = Controller.for_table(table, torch.arange(1000), PolicyConfig(hidden=96))
+    return DeployedController(network).eval()
 
 
 def threads(count: int = 100_000) -> None:
     table = builtin_profile()
-    controller = to_numpy(controller_of(table))
+    controller = controller_of(table).decider
     samples = [{name: block[row].numpy() for name, block in table.features.items()} for row in range(256)]
     budgets = default_budgets(table).tolist()
     expected = [controller.decide_index(samples[k % 256], budgets[k % 5]) for k in range(1280)]
@@ -173,12 +172,12 @@ def mapped(path: str) -> None:
         budgets = default_budgets(large)
         report("budgets")
         optimiser = OptimiserConfig(warmup_iterations=50, iterations=20)
-        policy = PolicyConfig(structure="utility", hidden=32, members=1, experts=())
+        policy = PolicyConfig(hidden=32)
         trainer = ControllerTrainer(large, split, policy=policy, optimiser=optimiser, seed=0, budgets_ms=budgets)
         agent = trainer.run()
         del trainer
         report("trained")
-        static = BudgetAwareStatic(large, split.train)
+        static = static_of(large, split.train)
         for name, each in (("controller", agent), ("static", static)):
             metrics = judge(each, large, split.test, budgets).metrics()
             report(f"{name} judged on {len(split.test):,}: utility {metrics['Utility']:.3f}")

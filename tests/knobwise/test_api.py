@@ -17,7 +17,8 @@ import polars
 import pytest
 import torch
 from commands import TABLE, write_table
-from helpers import driven_apart, small_beams, small_table, two_kinds
+from helpers import TAUGHT, arrays, deployed, driven_apart, small_beams, small_table, two_kinds
+from replayed import untrained
 
 import knobwise
 from knobwise import api
@@ -27,45 +28,37 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.serving.knob_policy import KnobPolicy
-from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.prices import StaticMix
-from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs import builtin_profile
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
 
-QUICK = {"warmup_iterations": 4, "iterations": 4, "contexts": 32, "minibatch": 32, "evaluate_every": 4}
+QUICK = {"teacher_iterations": 4, "warmup_iterations": 4, "iterations": 4}
+QUICK |= {"contexts": 32, "minibatch": 32, "evaluate_every": 4}
 TINY = {"policy": "utility", "policy.hidden": 8, "policy.members": 2, "optimiser": QUICK}
-UTILITY = PolicyConfig(structure="utility", members=2, hidden=8)
-MEAN_MS, PRICE = 12.0, 0.02
-"""The budget that the policies for mean budgets are calibrated for, and its price."""
-
-
-def priced(table: ProfileTable) -> PricedChooser:
-    stack = StackedController(driven_apart(table, UTILITY, priced=True), [], torch.ones(1))
-    budgets = torch.tensor([MEAN_MS])
-    mix = StaticMix(table, torch.arange(table.num_samples), budgets)
-    return PricedChooser("controller", stack, budgets, torch.tensor([PRICE]), mix, [{"deployed": True}])
+HEADS = PolicyConfig(hidden=8)
+MEAN_MS = 12.0
+"""The budget that the policies for mean budgets are calibrated for."""
+KINDS = {
+    "heads": HEADS,
+    "taught": replace(TAUGHT, experts=("ridge", "knn")),
+    "unguarded": replace(TAUGHT, experts=(), guard=False),
+    "no features": replace(TAUGHT, experts=()),
+    "mean": replace(TAUGHT, experts=(), guard=False),
+}
 
 
 @functools.cache
-def case(kind: str) -> tuple[ProfileTable, Any]:
+def case(kind: str) -> tuple[ProfileTable, DeployedController]:
     """A table and a controller of this kind for it."""
     table = small_table(40, features=kind != "no features")
-    if kind == "independent":
-        return table, driven_apart(table, PolicyConfig(hidden=8))
-    if kind == "priced":
-        return table, priced(table)
-    network = driven_apart(table, UTILITY)
-    if kind == "network":
-        return table, network
-    config = replace(UTILITY, experts=("ridge", "knn"))
-    return table, fit_stack(table, torch.arange(40), network, config, default_budgets(table), seed=0)
-
-
-KINDS = ("independent", "network", "stack", "no features", "priced")
+    if kind == "heads":
+        return table, untrained(table, HEADS)
+    if kind == "mean":
+        return table, deployed(table, KINDS[kind], torch.tensor([MEAN_MS]), "mean")
+    return table, deployed(table, KINDS[kind])
 
 
 def policy_of(kind: str) -> KnobPolicy:
@@ -74,16 +67,22 @@ def policy_of(kind: str) -> KnobPolicy:
 
 
 def budgets_of(kind: str, n: int) -> torch.Tensor:
-    return torch.full((n,), MEAN_MS) if kind == "priced" else torch.linspace(5, 25, n)
+    return torch.full((n,), MEAN_MS) if kind == "mean" else torch.linspace(5, 25, n)
+
+
+def chosen_by(agent: DeployedController, table: ProfileTable, limits: torch.Tensor) -> list[Any]:
+    """The knob values that an agent chooses for all samples."""
+    chosen = agent.choose(arrays(table), limits.double().numpy())
+    return [table.configuration(index) for index in chosen.tolist()]
 
 
 # -- decide ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS])
 def test_decide_is_choose_for_many_or_for_each_alone_in_lists_numpy_and_torch(kind: str) -> None:
     (table, agent), policy, limits = case(kind), policy_of(kind), budgets_of(kind, 40)
-    wanted = [table.configuration(index) for index in agent.choose(table.features, limits).tolist()]
+    wanted = chosen_by(agent, table, limits)
     for form in (torch.Tensor.tolist, torch.Tensor.numpy, torch.clone):
         blocks = {name: form(block) for name, block in table.features.items()}
         assert policy.decide(blocks, form(limits)) == wanted
@@ -95,28 +94,29 @@ def test_decide_is_choose_for_many_or_for_each_alone_in_lists_numpy_and_torch(ki
 @pytest.mark.parametrize("batched", itertools.product([False, True], repeat=3))
 @pytest.mark.parametrize("n", [1, 3])
 def test_what_is_for_one_input_is_for_all_of_them(batched: tuple[bool, ...], n: int) -> None:
-    (table, agent), policy = case("stack"), policy_of("stack")
-    values = [*(block[:n] for block in table.features.values()), budgets_of("stack", n)]
+    (table, agent), policy = case("taught"), policy_of("taught")
+    values = [*(block[:n] for block in table.features.values()), budgets_of("taught", n)]
     image, language, limits = (v if many else v[0] for v, many in zip(values, batched, strict=True))
     whole = [v if many else v[:1].expand_as(v) for v, many in zip(values, batched, strict=True)]
     decisions = policy.decide({"language_features": language, "image_features": image}, limits)
-    chosen = agent.choose(dict(zip(table.features, whole[:2], strict=True)), whole[2]).tolist()
+    *blocks, under = (v.numpy() for v in whole)
+    chosen = agent.choose(dict(zip(table.features, blocks, strict=True)), under.astype(np.float64)).tolist()
     assert (decisions if any(batched) else [decisions] * n) == [table.configuration(index) for index in chosen]
 
 
 def test_a_lone_block_needs_no_name_and_no_features_are_none() -> None:
     table = two_kinds(20, shown=True)
-    agent = driven_apart(table, UTILITY)
+    agent = untrained(table, HEADS)
     policy = KnobPolicy(Loaded(agent, "t", "", {}))
-    chosen = agent.choose(table.features, torch.full((20,), 15.0)).tolist()
-    assert policy.decide(table.features["x"].double().numpy(), 15) == [table.configuration(c) for c in chosen]
+    chosen = chosen_by(agent, table, torch.full((20,), 15.0))
+    assert policy.decide(table.features["x"].double().numpy(), 15) == chosen
     without = policy_of("no features")
     assert without.decide(None, 9.0) == without.decide({}, 9.0) == without.decide({}, [9.0])[0]
     assert policy.decide(np.zeros((0, 2)), 15.0) == policy.decide([0.0, 1.0], [], explain=True) == []
 
 
 def test_a_decision_is_the_callers_own() -> None:
-    policy = policy_of("network")
+    policy = policy_of("unguarded")
     features = {name: torch.zeros(width) for name, width in policy.features.items()}
     first = policy.decide(features, 10.0)
     before = dict(first)
@@ -126,7 +126,7 @@ def test_a_decision_is_the_callers_own() -> None:
     assert policy.features == {"image_features": 4, "language_features": 4}
     assert policy.knobs == {"max_crops": (2, 6, 10), "top_k": (4, 8), "num_active_blocks": (12, 16)}
     assert repr(policy) == (
-        "<KnobPolicy: Controller, image_features [4], language_features [4] and a budget → "
+        "<KnobPolicy: DeployedController, image_features [4], language_features [4] and a budget → "
         "12 configurations of max_crops, top_k, num_active_blocks>"
     )
 
@@ -156,12 +156,12 @@ MISTAKES: list[tuple[str, Any, Any]] = [
 @pytest.mark.parametrize(("message", "features", "budget_ms"), MISTAKES)
 def test_a_mistake_is_told_with_what_is_expected(message: str, features: Any, budget_ms: Any) -> None:
     with pytest.raises(InputError, match=message):
-        policy_of("stack").decide(features, budget_ms)
+        policy_of("taught").decide(features, budget_ms)
 
 
 def test_a_mean_budget_that_is_not_calibrated_is_refused() -> None:
     with pytest.raises(InputError, match=r"7.*calibrated for 12 only"):
-        policy_of("priced").decide(GOOD, 7.0)
+        policy_of("mean").decide(GOOD, 7.0)
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------
@@ -173,62 +173,70 @@ def column(explanation: api.Explanation, name: str, table: ProfileTable) -> list
     return [place[str(table.configuration(c))] for c in range(table.num_configurations)]
 
 
-def test_a_stack_explains_by_what_its_members_predict_together() -> None:
-    (table, stack), limits = case("stack"), budgets_of("stack", 40)
-    explanations = policy_of("stack").decide(table.features, limits, explain=True)
-    predictions = stack.predictions(stack.features(table.features, 40))
-    score, meets, _ = predictions.view(limits)
-    accuracy, latency_ms = predictions.costs()
+PROBABLE = "the policy's most probable choice"
+
+
+def test_a_taught_policy_explains_by_its_probabilities_beside_what_its_teacher_expects() -> None:
+    (table, agent), limits = case("taught"), budgets_of("taught", 40)
+    explanations = policy_of("taught").decide(table.features, limits, explain=True)
+    assert agent.teacher is not None
+    probabilities = np.exp(agent.decider.log_probs(arrays(table), limits.double().numpy()))
+    moments = agent.teacher.moments(agent.controller.features(table.features, 40))
+    on_time = torch.special.ndtr((limits.log()[:, None] - moments.log_latency) / moments.spread)
+    utility = moments.accuracy * on_time
+    expected = {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms, "on_time": on_time, "utility": utility}
     for i, explanation in enumerate(explanations):
-        for name, values in (("utility", score), ("on_time", meets), ("latency_ms", latency_ms)):
-            assert column(explanation, name, table) == pytest.approx(values[i].tolist(), rel=1e-5)
-        assert column(explanation, "accuracy", table) == pytest.approx(accuracy[i].clamp(0, 1).tolist(), rel=1e-5)
-        utilities = [row["utility"] for row in explanation.expected]
-        assert utilities == sorted(utilities, reverse=True)
+        assert column(explanation, "probability", table) == pytest.approx(probabilities[i].tolist(), rel=1e-5)
+        for name, values in expected.items():
+            assert column(explanation, name, table) == pytest.approx(values[i].tolist(), rel=1e-5, abs=1e-7)
+        chances = [row["probability"] for row in explanation.expected]
+        assert chances == sorted(chances, reverse=True)
         best, *others = explanation.expected
         followed = explanation.decision == best["configuration"]
-        assert explanation.reason == "highest expected utility" if followed else "guard" in explanation.reason
+        assert followed or "guard" in explanation.reason
         assert explanation.runner_up == (others[0] if followed else best)
     decided = [explanation.decision for explanation in explanations]
-    assert decided == policy_of("stack").decide(table.features, limits)
+    assert decided == policy_of("taught").decide(table.features, limits)
 
 
-def test_a_network_alone_takes_the_first() -> None:
-    table, network = case("network")
-    features = {name: block[0] for name, block in table.features.items()}
-    explanation = policy_of("network").decide(features, 11.0, explain=True)
-    assert explanation.decision == explanation.expected[0]["configuration"]
-    assert explanation.reason == "highest expected utility"
-    outcomes = network.network.outcomes(network.features(features).expand(2, 1, -1))
-    scores = network.network.scores(outcomes, torch.full((2, 1), 11.0)).mean(0)[0]
-    assert column(explanation, "utility", table) == pytest.approx(scores.tolist())
+def test_a_policy_without_a_guard_takes_the_first_and_says_where_its_teacher_would_not() -> None:
+    table, _ = case("unguarded")
+    explanations = policy_of("unguarded").decide(table.features, budgets_of("unguarded", 40), explain=True)
+    reasons = set()
+    for explanation in explanations:
+        first, *others = explanation.expected
+        assert explanation.decision == first["configuration"]
+        more = any(other["utility"] > first["utility"] + 1e-6 for other in others)
+        assert explanation.reason == PROBABLE + ", though its teacher expects more of another" * more
+        reasons.add(explanation.reason)
+    assert len(reasons) == 2
 
 
 def test_the_guard_says_when_it_is_the_one_that_decides() -> None:
-    table, stack = case("stack")
-    other = StackedController.restored(stack.plain())
-    assert other.guard is not None
-    other.guard.deploy.fill_(False)
+    table, agent = case("taught")
+    other = DeployedController.restored(agent.plain())
+    other.settled.guard = [row | {"deployed": False} for row in other.settled.guard]
     limits = default_budgets(table)[2].expand(40)
     explanations = KnobPolicy(Loaded(other, "t", "", {})).decide(table.features, limits, explain=True)
     assert len({str(explanation.decision) for explanation in explanations}) == 1
     reason = "the guard lets budget-aware static decide, which treats all inputs alike"
-    assert {explanation.reason for explanation in explanations} == {reason, "highest expected utility"}
+    assert {explanation.reason for explanation in explanations} == {reason}
     assert not any(explanation.guard["deployed"] for explanation in explanations)
 
 
-def test_a_head_explains_by_its_probabilities_and_a_price_by_accuracy_and_cost() -> None:
-    (table, _), policy = case("independent"), policy_of("independent")
+def test_a_head_explains_by_its_probabilities_and_a_mean_budget_by_accuracy_and_cost() -> None:
+    (table, _), policy = case("heads"), policy_of("heads")
     features = {name: block[1] for name, block in table.features.items()}
     explanation = policy.decide(features, MEAN_MS, explain=True)
     assert [set(row) for row in explanation.expected] == [{"configuration", "probability"}] * 12
     assert sum(row["probability"] for row in explanation.expected) == pytest.approx(1)
     assert explanation.decision == explanation.expected[0]["configuration"]
-    assert explanation.reason == "most probable"
-    explanation = policy_of("priced").decide(GOOD, 12, explain=True)
+    assert explanation.reason == PROBABLE
+    explanation = policy_of("mean").decide(GOOD, 12, explain=True)
+    (worth,) = case("mean")[1].settled.mean["worths"]
     for row in explanation.expected:
-        assert set(row) == {"configuration", "accuracy", "latency_ms", "utility"}
-        assert row["utility"] == pytest.approx(row["accuracy"] - PRICE * row["latency_ms"], rel=1e-5, abs=1e-5)
+        assert set(row) == {"configuration", "probability", "accuracy", "latency_ms", "utility"}
+        assert row["utility"] == pytest.approx(row["accuracy"] - row["latency_ms"] / worth, rel=1e-5, abs=1e-5)
 
 
 # -- fit ---------------------------------------------------------------------------------------------------------------
@@ -241,7 +249,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def decisions(policy: KnobPolicy, table: ProfileTable) -> list[Any]:
-    return policy.decide(table.features, budgets_of("stack", table.num_samples))
+    return policy.decide(table.features, budgets_of("taught", table.num_samples))
 
 
 def test_fit_is_what_the_command_trains_and_save_keeps_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,29 +273,30 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home: Path, capsys: py
     for path in ("p.pt", "runs/latest"):
         assert decisions(knobwise.load(path), table) == wanted
     run, again = (knobwise.load(path) for path in ("runs/latest", "p.pt"))
-    states = [p.agent.network.state_dict() for p in (policy, run, again)]
+    states = [p.agent.controller.state_dict() for p in (policy, run, again)]
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*(s.values() for s in states), strict=True))
     assert (again.judged, run.judged) == (judged, None)
 
 
-FITS: dict[str, tuple[dict[str, Any], type]] = {
-    "independent": ({"policy": "independent", "reward": "shaped"}, api.KnobPolicy),
-    "mean": ({"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]}, PricedChooser),
-    "experts": ({"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"}, StackedController),
-    "teacher": ({"policy.members": 2, "policy.experts": ["ridge"], "policy.deploy": "teacher"}, StackedController),
-    "no experts": ({"policy": "utility", "policy.members": 2, "budgets_ms": (10, 20)}, StackedController),
+FITS: dict[str, dict[str, Any]] = {
+    "independent": {"policy": "independent", "reward": "shaped"},
+    "mean": {"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]},
+    "experts": {"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"},
+    "no experts": {"policy": "utility", "policy.members": 2, "budgets_ms": (10, 20)},
 }
 
 
 @pytest.mark.parametrize("name", FITS)
 def test_fit_takes_the_options_of_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     table = small_table(60)
-    options, kind = FITS[name]
+    options = FITS[name]
     policy = knobwise.fit(table, optimiser=QUICK, **options)
-    if isinstance(policy.agent, StackedController):
-        experts = options["policy.experts"] if "policy.deploy" in options else []  # else a student is returned
-        assert [expert.name for expert in policy.agent.experts] == experts
-    assert isinstance(policy.agent, kind) or kind is KnobPolicy
+    agent = policy.agent
+    assert (agent.teacher is None) == (name == "independent")
+    if agent.teacher is not None:
+        assert list(agent.teacher.chosen()["settings"]) == options.get("policy.experts", [])
+    assert agent.sense == ("mean" if name == "mean" else "deadline")
+    assert bool(agent.settled.guard) == (name != "independent")
     assert len(policy.decide(table.features, 14.0, explain=True)) == 60
     assert policy.judged is not None
     if "budgets_ms" in options:
@@ -355,7 +364,7 @@ def test_features_of_a_profile_are_in_its_order() -> None:
     for features in (block, block.tolist(), {"features": block.numpy()}):
         policy = knobwise.fit(bare, features, **TINY)
         assert policy.features == {"features": 2}
-        median = policy.agent.network.normaliser.mean
+        median = policy.agent.controller.normaliser.mean
         rows = torch.cat(list(bare.split()[:2]))
         assert median.tolist() == pytest.approx(block[rows].mean(0).tolist())
     with pytest.raises(InputError, match="have shape"):
@@ -382,7 +391,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
 
 def test_load_takes_a_finished_run(home: Path) -> None:
     run, table = home / "runs" / "a" / "default", small_table(20)
-    save_checkpoint(run / "checkpoints" / "best.pt", driven_apart(table, UTILITY), table, {})
+    save_checkpoint(run / "checkpoints" / "best.pt", untrained(table, HEADS), table, {})
     (home / "runs" / "latest").symlink_to(run)
     assert decisions(knobwise.load(), table) == decisions(knobwise.load(run / "checkpoints" / "best.pt"), table)
     (run / ".unfinished").touch()
@@ -394,13 +403,14 @@ def test_what_holds_no_policy_is_refused(home: Path) -> None:
     table, _ = small_beams()
     selector = Selector(SelectorConfig(width=8, heads=2), 4)
     save_checkpoint("s.pt", selector, table, {})
-    save_checkpoint("half.pt", driven_apart(small_table(20), UTILITY, priced=True), small_table(20), {})
+    half = DeployedController(driven_apart(small_table(20), HEADS, sense="mean")).eval()
+    save_checkpoint("half.pt", half, small_table(20), {})
     Path("empty").mkdir()
     for message, path in (
         ("runs/latest: no such checkpoint", "runs/latest"),
         (r"empty/checkpoints/best\.pt: no such checkpoint", "empty"),
         ("holds a selector trained on 'small beams'; give that of a controller", "s.pt"),
-        ("prices for mean budgets are not calibrated yet", "half.pt"),
+        ("the worths for mean budgets are not calibrated yet", "half.pt"),
     ):
         with pytest.raises(InputError, match=message):
             knobwise.load(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from pathlib import Path
@@ -9,62 +10,55 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import driven_apart, small_table
+from helpers import TAUGHT, deployed, driven_apart, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tensordict.nn import set_composite_lp_aggregate
+from tensordict.nn import ProbabilisticTensorDictSequential, set_composite_lp_aggregate
 from torch import Tensor
 from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from knobwise.agents.checkpoint import Agent, load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from knobwise.agents.controller.actor import make_actor
-from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.distributions import KnobCategoricals
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.serving.export import to_numpy
-from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.agents.serving.knob_policy import KnobPolicy
+from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.stack.prices import mean_budgets
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses import GRPOLoss
 
 ALL = torch.arange(60)
 both_ways = pytest.mark.parametrize("how", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
 
 
-def network(table: ProfileTable, structure: str = "independent", members: int = 1, priced: bool = False) -> Controller:
-    return driven_apart(table, PolicyConfig(structure=structure, hidden=8, members=members), priced=priced)
-
-
 @functools.cache
-def agent_of(kind: str, holes: float = 0.6) -> tuple[ProfileTable, Agent]:
+def agent_of(kind: str, holes: float = 0.6) -> tuple[ProfileTable, DeployedController]:
     """As `load_checkpoint(path).controller` gives it."""
     table = small_table(holes=holes, features=kind != "no features")
-    if kind in ("controller", "no features"):
-        return table, network(table)
-    if kind == "ensemble":
-        return table, network(table, "utility", 3)
-    config = PolicyConfig(structure="utility", members=3, hidden=8, experts=("ridge",))
-    if kind == "stack":
-        return table, fit_stack(table, ALL, driven_apart(table, config), config, default_budgets(table), seed=0)
-    prices, budgets = torch.tensor([0.1, 0.2]), torch.tensor([9.0, 6.0])
-    inner = StackedController(network(table, "utility", priced=True), [], torch.ones(1))
-    return table, PricedChooser("controller", inner, budgets, prices)
+    if kind == "guarded":
+        return table, deployed(table)
+    if kind == "mean budgets":
+        budgets_ms = mean_budgets(table, ALL)
+        return table, deployed(table, TAUGHT, budgets_ms, "mean")
+    members = 2 if kind == "several networks" else 1
+    controller = driven_apart(table, PolicyConfig(hidden=8, members=members))
+    return table, DeployedController(controller)
 
 
-KINDS = ["controller", "ensemble", "stack", "priced stack"]
+KINDS = ["controller", "several networks", "guarded", "mean budgets"]
 
 
-def requests(table: ProfileTable, agent: Agent, rows: Tensor = ALL) -> TensorDict:
-    limit = getattr(agent, "chooser", agent).limit_key
+def requests(table: ProfileTable, agent: DeployedController, rows: Tensor = ALL) -> TensorDict:
     limits = torch.linspace(4, 40, len(rows))
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    return TensorDict({"row": rows, limit: limits, "mask": table.mask[rows], **blocks}, [len(rows)])
+    content = {"row": rows, agent.controller.limit_key: limits, "mask": table.mask[rows]}
+    content |= {name: block[rows] for name, block in table.features.items()}
+    return TensorDict(content, [len(rows)])
 
 
 # -- from a checkpoint -------------------------------------------------------------------------------------------------
@@ -80,19 +74,29 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(kind: str, how: Explora
     with set_exploration_type(how):
         out = policy(data.clone())
     assert set(policy.out_keys) <= set(out.keys())
-    inner = getattr(agent, "chooser", agent)
+    inner = agent.controller
     chosen = inner.index(out["action"])
     assert table.mask.gather(1, chosen).all()
-    drawn = "stack" not in kind
-    assert ("action_log_prob" in out) == drawn
-    if how == ExplorationType.DETERMINISTIC or not drawn:
-        greedy = inner.choose(table.features, data[inner.limit_key], table.mask)
+    assert out["action_log_prob"].isfinite().all()
+    if how == ExplorationType.DETERMINISTIC:
+        # the network inside: neither the guard nor calibrated worths play a part
+        x = inner.features(table.features, 60)
+        greedy = inner(x, data[inner.limit_key], table.mask).argmax(-1)
         assert torch.equal(chosen, greedy.unsqueeze(1).expand(-1, 3))
     else:
         assert len(chosen.unique(dim=1)[0]) > 1
 
 
-@pytest.mark.parametrize("kind", ["controller", "no features", "stack"])
+def test_whatever_holds_a_controller_gives_the_same_policy() -> None:
+    table, agent = agent_of("guarded")
+    loaded = Loaded(agent, table.name, table.digest, {})
+    data = requests(table, agent)
+    wanted = make_actor(agent.controller).get_dist(data).log_probs
+    for holder in (agent, KnobPolicy(loaded)):
+        assert torch.equal(make_actor(holder).get_dist(data).log_probs, wanted)
+
+
+@pytest.mark.parametrize("kind", ["controller", "no features", "guarded"])
 @pytest.mark.parametrize("group_size", [None, 1, 3])
 @pytest.mark.parametrize("action", ["knobs", "configuration"])
 @pytest.mark.parametrize("by_row", [False, True])
@@ -107,10 +111,9 @@ def test_shapes_whatever_the_batch(kind: str, group_size: int | None, action: st
                 out = policy(part.clone())
             assert out["action"].shape == (*batch, *group, *((3,) if action == "knobs" else ()))
             assert out["action"].dtype == torch.int64
-            if kind != "stack":
-                assert out["action_log_prob"].shape == (*batch, *group)
-                log_prob = policy.get_dist(part).log_prob(out["action"])
-                torch.testing.assert_close(log_prob, out["action_log_prob"])
+            assert out["action_log_prob"].shape == (*batch, *group)
+            log_prob = policy.get_dist(part).log_prob(out["action"])
+            torch.testing.assert_close(log_prob, out["action_log_prob"])
 
 
 def test_an_action_may_be_the_index_of_a_configuration() -> None:
@@ -163,7 +166,7 @@ def test_where_all_is_possible_they_are_the_categoricals_of_the_heads() -> None:
     table, agent = agent_of("controller", 0.0)
     data = requests(table, agent)
     dist = make_actor(agent, separate=True).get_dist(data)
-    head = agent.network.head.logits
+    head = agent.controller.network.head.logits
     hidden = {}
     head.register_forward_hook(lambda _module, _inputs, out: hidden.update(logits=out[0]))
     make_actor(agent).get_dist(data)
@@ -193,9 +196,6 @@ def test_separate_knobs_are_the_masked_policy_over_configurations(
         entropy = dist.entropy() if aggregate else sum(dist.entropy().values())
         torch.manual_seed(0)
         assert torch.equal(torch.stack([out[name] for name in names], -1), together(data.clone())["action"])
-    if "stack" in kind:
-        assert not any(str(key).endswith("_log_prob") for key in list(out.keys()))
-        return
     action = torch.stack([out[name] for name in names], -1)
     assert table.mask.gather(1, table.find(action).view(60, -1)).all()
     wanted = together.get_dist(data)
@@ -212,24 +212,15 @@ def test_what_cannot_be_a_policy_or_be_separate_is_refused() -> None:
     with pytest.raises(InputError, match=r"separate=True: .*leave out action=configuration"):
         make_actor(agent, action="configuration", separate=True)
     with pytest.raises(InputError, match="NumpyController is not a controller"):
-        make_actor(to_numpy(agent))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", ["stack", "priced stack"])
-@pytest.mark.parametrize("loss", [GRPOLoss, RCELoss])
-def test_a_policy_that_only_decides_is_not_trained_but_its_network_is(kind: str, loss: Any) -> None:
-    table, agent = agent_of(kind)
-    with pytest.raises(
-        InputError, match=r"decides without probabilities.*make_actor\(load_checkpoint\(path\)\.network"
-    ):
-        loss(make_actor(agent, table, 4))
-    loss(make_actor(getattr(agent, "chooser", agent).network, table, 4))
+        make_actor(agent.decider)
+    with pytest.raises(InputError, match="Teacher is not a controller"):
+        make_actor(agent_of("guarded")[1].teacher)
 
 
 # -- however the requests come -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["controller", "no features", "ensemble", "stack", "priced stack"])
+@pytest.mark.parametrize("kind", ["controller", "no features", *KINDS[1:]])
 @settings(max_examples=15, deadline=None)
 @given(
     limit=st.sampled_from([torch.float32, torch.float64]),
@@ -275,7 +266,7 @@ def test_without_a_mask_every_configuration_is_possible_and_collectors_do_not_lo
 @pytest.mark.parametrize("by_row", [False, True])
 def test_in_the_environment_it_never_draws_what_was_not_profiled(kind: str, group_size: int, by_row: bool) -> None:
     table, agent = agent_of(kind)
-    budget = BudgetConfig(sense="mean") if kind.startswith("priced") else None
+    budget = BudgetConfig(sense="mean") if kind == "mean budgets" else None
     env = ConfigBandit(table, batch_size=30, group_size=group_size, budget=budget, unprofiled="error", seed=0)
     policy = make_actor(agent, table if by_row else None, group_size)
     collector = Collector(env, policy, frames_per_batch=60, total_frames=120, auto_register_policy_transforms=False)
@@ -288,7 +279,7 @@ def test_in_the_environment_it_never_draws_what_was_not_profiled(kind: str, grou
 @pytest.mark.parametrize("by_row", [False, True])
 def test_it_plays_in_the_environment_and_learns(by_row: bool) -> None:
     table = small_table()
-    agent = network(table, "independent")
+    agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8)))
     env = ConfigBandit(table, batch_size=64, group_size=4, full_information=True, unprofiled="error", seed=0)
     policy = make_actor(agent, table if by_row else None, 4)
     loss = GRPOLoss(policy, functional=False)
@@ -303,3 +294,62 @@ def test_it_plays_in_the_environment_and_learns(by_row: bool) -> None:
         optimiser.step()
         optimiser.zero_grad()
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05
+
+
+# -- three keys are the one tensor ------------------------------------------------------------------
+
+
+def collected(
+    agent: DeployedController, table: ProfileTable, separate: bool
+) -> tuple[ProbabilisticTensorDictSequential, TensorDict]:
+    """A policy, and what a collector puts into a replay buffer of its draws."""
+    torch.manual_seed(0)
+    keys = "knobs" if separate else "action"
+    shape = {"batch_size": 32, "group_size": 8}
+    env = ConfigBandit(table, **shape, action_keys=keys, unprofiled="error", lean=True, seed=0)
+    policy = make_actor(agent, table, 8, separate=separate)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=64)
+    collector = Collector(env, policy, frames_per_batch=32, total_frames=64, auto_register_policy_transforms=False)
+    for batch in collector:
+        buffer.extend(batch.flatten())
+    collector.shutdown()
+    return policy, buffer[:]
+
+
+@pytest.mark.parametrize("kind", ["several networks", "guarded"])
+@pytest.mark.parametrize("aggregate", [False, True])
+def test_three_keys_give_the_losses_and_gradients_of_the_one_tensor(kind: str, aggregate: bool) -> None:
+    table, agent = agent_of(kind)
+    names = [knob.name for knob in table.knobs]
+    assert names == ["max_crops", "top_k", "num_active_blocks"]
+    settings = {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.02, "clip_epsilon": 0.1}
+    results = []
+    with set_composite_lp_aggregate(aggregate):
+        for separate in (False, True):
+            learner = copy.deepcopy(agent)
+            policy, data = collected(learner, table, separate)
+            drawn = torch.stack([data[name] for name in names], -1) if separate else data["action"]
+            assert data["next", "reward"].isfinite().all()
+            # away from the weights that drew, so that ratio, clip and KL are at work
+            generator = torch.Generator().manual_seed(1)
+            for p in learner.controller.parameters():
+                p.data += 0.05 * torch.randn(p.shape, generator=generator)
+            old = [data[key] for key in policy.log_prob_keys]
+            data["reference_log_prob"] = torch.stack(old).sum(0) - 0.1
+            loss = GRPOLoss(policy, **settings, functional=False)
+            out = loss(data)
+            terms = [out[name] for name in out.keys() if name.startswith("loss_")]  # noqa: SIM118
+            sum(terms).backward()
+            gradients = {n: p.grad for n, p in learner.controller.named_parameters()}
+            results.append((drawn, data["next", "reward"], out.detach(), gradients))
+    (action, reward, out, gradients), (others, rewards, out_of_keys, gradients_of_keys) = results
+    assert torch.equal(action, others)
+    assert torch.equal(reward, rewards)
+    assert 0 < float(out["clip_fraction"]) < 1
+    for name, value in out.items():
+        torch.testing.assert_close(out_of_keys[name], value, msg=name)
+    moved = 0
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradients_of_keys[name], gradient, rtol=1e-4, atol=1e-6)
+        moved += float(gradient.abs().sum()) > 0
+    assert moved == len(gradients)

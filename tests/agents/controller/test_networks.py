@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from helpers import small_table
+from helpers import arrays, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -12,40 +14,35 @@ from torch import Tensor, nn
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import (
     BINS,
-    IndependentHead,
+    KnobHeads,
     KnobNetwork,
-    UtilityNetwork,
+    OutcomeNetwork,
     masked_log_softmax,
 )
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.stack.teacher import Teacher
 from knobwise.envs.configurations.budgets import BudgetEncoding
+from knobwise.envs.tables.profile_table import ProfileTable
 
 NAN = math.nan
 CONFIGURATIONS = torch.arange(3).unsqueeze(1)
 
 
-def network(features: int = 2, members: int = 1, priced: bool = False, hidden: int = 16) -> UtilityNetwork:
+def network(features: int = 2, members: int = 1, bins: bool = True, weighs: bool = False) -> OutcomeNetwork:
     torch.manual_seed(0)
-    config = PolicyConfig(structure="utility", hidden=hidden, members=members, dropout=0.3)
-    encoding = BudgetEncoding(torch.tensor([1.0, 10.0, 100.0]))
-    return UtilityNetwork(features, CONFIGURATIONS, encoding, config, priced, bins=True).eval()
+    config = PolicyConfig(teacher_hidden=16, members=members, teacher_dropout=0.3)
+    return OutcomeNetwork(features, 3, config, bins, weighs).eval()
 
 
-def stirred(net: UtilityNetwork) -> UtilityNetwork:
+def stirred(net: OutcomeNetwork) -> OutcomeNetwork:
     for p in net.parameters():
         p.data += 0.2 * torch.randn_like(p)
     return net
 
 
-def started(priced: bool = False) -> UtilityNetwork:
-    """At accuracy ½ and 4, 8 and 16 ms, whatever the features."""
-    net = network(priced=priced)
-    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), torch.tensor([4.0, 8.0, 16.0]).expand(9, 3))
-    return net
-
-
-# -- where it starts ---------------------------------------------------------------------------------------------------
+# -- where a teacher's network starts --------------------------------------------------------------
 
 
 def test_it_starts_at_the_means_of_the_table_by_hand() -> None:
@@ -54,7 +51,7 @@ def test_it_starts_at_the_means_of_the_table_by_hand() -> None:
     log_latency = torch.tensor([[1.0, 2.0, NAN], [3.0, 2.0, NAN]])
     x = torch.randn(2, 2)
     net.start_from(x, accuracy, log_latency.exp())
-    out = net.outcomes(x.expand(2, -1, -1))
+    out = net(x.expand(2, -1, -1))
     # one more cell, half right, at the mean of all cells, ln ms = 2; what was never profiled is only that
     wanted = torch.tensor([(1.5 + 0.5) / 3, (1 + 0.5) / 3, 0.5])
     torch.testing.assert_close(out.accuracy, wanted.expand(2, 2, 3))
@@ -64,104 +61,134 @@ def test_it_starts_at_the_means_of_the_table_by_hand() -> None:
     torch.testing.assert_close(out.spread, spread.expand(2, 2, 3))
 
 
+def test_a_member_starts_at_the_means_of_its_own_samples() -> None:
+    net = network(members=2)
+    accuracy = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    latency_ms = torch.tensor([[4.0, 4.0, 4.0], [9.0, 9.0, 9.0]])
+    mine = torch.tensor([[True, False], [False, True]])
+    net.start_from(torch.randn(2, 2), accuracy, latency_ms, mine)
+    out = net(torch.randn(2, 1, 2))
+    # of one cell: half of 1 + .5, and of 0 + .5
+    torch.testing.assert_close(out.accuracy[:, 0, 0], torch.tensor([0.75, 0.25]))
+    torch.testing.assert_close(out.log_latency[:, 0, 0], torch.tensor([4.0, 9.0]).log())
+
+
 def test_certain_outcomes_stay_finite() -> None:
     net = network()
     net.start_from(torch.randn(2000, 2), torch.ones(2000, 3), torch.full((2000, 3), 5.0))
-    out = net.outcomes(torch.randn(1, 4, 2))
+    out = net(torch.randn(1, 4, 2))
     torch.testing.assert_close(out.accuracy, torch.full((1, 4, 3), 0.98))
     torch.testing.assert_close(out.spread, torch.full((1, 4, 3), 0.02))
 
 
+def untrained(table: ProfileTable, members: int) -> Teacher:
+    rows = torch.arange(table.num_samples)
+    config = PolicyConfig(teacher_hidden=16, members=members)
+    everyone = torch.ones(members, len(rows), dtype=torch.bool)
+    normaliser = FeatureNormaliser.fit(table, rows)
+    return Teacher.for_table(table, rows, config, normaliser, everyone).eval()
+
+
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("holes", [0.0, 0.5])
-def test_the_first_greedy_choice_is_the_best_static_one(members: int, holes: float) -> None:
+def test_the_first_greedy_choice_of_a_teacher_is_the_best_static_one(members: int, holes: float) -> None:
     # better means slower: .2 at 4 ms, .5 at 8 ms, .9 at 16 ms, give or take one percent
     table = small_table(300, holes=holes)
     generator = torch.Generator().manual_seed(0)
-    level, mean = torch.tensor([0.2, 0.5, 0.9]).repeat_interleave(4), torch.tensor([4.0, 8.0, 16.0])
+    level = torch.tensor([0.2, 0.5, 0.9]).repeat_interleave(4)
+    mean = torch.tensor([4.0, 8.0, 16.0]).repeat_interleave(4)
     jitter = 1 + 0.01 * torch.randn(300, 12, generator=generator)
-    table.accuracy.copy_((torch.rand(300, 12, generator=generator) < level).float().masked_fill(~table.mask, NAN))
-    table.latency_ms.copy_((mean.repeat_interleave(4) * jitter).masked_fill(~table.mask, NAN))
-    config = PolicyConfig(structure="utility", hidden=16, members=members)
-    controller = Controller.for_table(table, torch.arange(300), config).eval()
-    static = BudgetAwareStatic(table, torch.arange(300))
-    everything = torch.ones_like(table.mask)
+    right = (torch.rand(300, 12, generator=generator) < level).float()
+    table.accuracy.copy_(right.masked_fill(~table.mask, NAN))
+    table.latency_ms.copy_((mean * jitter).masked_fill(~table.mask, NAN))
+    teacher = untrained(table, members)
+    static = static_of(table, torch.arange(300))
+    everything = np.ones((300, 12), bool)
     for budget in (5.0, 10.0, 20.0):
-        limits = torch.full((300,), budget)
-        chosen = controller.choose(table.features, limits, everything)
-        assert len(chosen.unique()) == 1
+        limits = np.full(300, budget)
+        chosen = teacher.choose(arrays(table), limits, everything)
+        assert len(set(chosen.tolist())) == 1
         # among the four that are equal but for noise both take one
         assert chosen[0] // 4 == static.choose({}, limits, everything)[0] // 4
 
 
-def test_without_features_it_sees_the_limit_alone() -> None:
-    net = stirred(network(features=0))
-    net.start_from(torch.zeros(4, 0), torch.ones(4, 3), torch.ones(4, 3))
+# -- what the networks compute ---------------------------------------------------------------------
+
+
+def test_a_teachers_network_by_hand() -> None:
+    net = stirred(network(features=2, bins=False))
+    x = torch.randn(1, 4, 2)
+    first, second = net.layers
+    hidden = nn.functional.silu(x[0] @ first.weight[0] + first.bias[0])
+    hidden = hidden + nn.functional.silu(hidden @ second.weight[0] + second.bias[0])
+    outputs = hidden @ net.outcome_head.weight[0] + net.outcome_head.bias[0]
+    logits, log_latency, log_spread = outputs.chunk(3, -1)
+    skipped = x[0] @ net.skip.weight[0] + net.skip.bias[0]
+    out = net(x)
+    torch.testing.assert_close(out.accuracy[0], (logits + skipped[:, :3]).sigmoid())
+    torch.testing.assert_close(out.log_latency[0], log_latency + skipped[:, 3:])
+    torch.testing.assert_close(out.spread[0], log_spread.clamp(-5, 1.5).exp())
+    assert not torch.equal(net.train()(x).log_latency, out.log_latency)
+
+
+def test_what_it_predicts_under_a_deadline_and_at_a_price_by_hand() -> None:
+    net = network()
+    latency_ms = torch.tensor([4.0, 8.0, 16.0]).expand(9, 3)
+    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), latency_ms)
+    out = net(torch.randn(1, 1, 2))
+    predicted = out.predicted()
+    normal = torch.distributions.Normal(out.log_latency[0, 0], out.spread[0, 0])
+    wanted = 0.5 * normal.cdf(torch.tensor(8.0).log())
+    torch.testing.assert_close(predicted.score(torch.tensor([[8.0]]))[0, 0], wanted)
+    mean = torch.distributions.LogNormal(out.log_latency[0, 0], out.spread[0, 0]).mean
+    at_price = predicted.score(torch.tensor([[100.0]]), "mean")[0, 0]
+    torch.testing.assert_close(at_price, 0.5 - mean / 100)
+
+
+def test_a_network_of_heads_is_an_mlp_by_hand() -> None:
+    torch.manual_seed(0)
+    config = PolicyConfig(hidden=8, layers=2, dropout=0.5)
+    encoding = BudgetEncoding(torch.tensor([1.0, 10.0]), 1)
+    net = KnobNetwork(2, CONFIGURATIONS, encoding, config).eval()
+    x, limits = torch.randn(1, 4, 2), torch.tensor([[1.0, 2.0, 5.0, 50.0]])
+    hidden = torch.cat([x[0], encoding(limits[0])], -1)
+    for layer in net.layers:
+        pre = hidden @ layer.weight[0] + layer.bias[0]
+        hidden = pre * torch.sigmoid(pre)
+    torch.testing.assert_close(net(x, limits), net.head(hidden[None]))
+    assert not torch.equal(net.train()(x, limits), net(x, limits))
+
+
+def test_without_features_the_heads_see_the_limit_alone() -> None:
+    torch.manual_seed(0)
+    encoding = BudgetEncoding(torch.tensor([1.0, 10.0, 100.0]))
+    net = KnobNetwork(0, CONFIGURATIONS, encoding, PolicyConfig(hidden=16)).eval()
     log_probs = net(torch.zeros(1, 5, 0), torch.tensor([[1.0, 1.0, 9.0, 9.0, 50.0]]))
     assert torch.equal(log_probs[0, 0], log_probs[0, 1])
     assert not torch.equal(log_probs[0, 1], log_probs[0, 2])
 
 
-# -- what it computes --------------------------------------------------------------------------------------------------
-
-
-def test_scores_under_a_deadline_by_hand() -> None:
-    net, x = started(), torch.randn(1, 1, 2)
-    out = net.outcomes(x)
-    normal = torch.distributions.Normal(out.log_latency[0, 0], out.spread[0, 0])
-    wanted = 0.5 * normal.cdf(torch.tensor(8.0).log())
-    torch.testing.assert_close(net.scores(out, torch.tensor([[8.0]]))[0, 0], wanted)
-    torch.testing.assert_close(net(x, torch.tensor([[8.0]]))[0, 0], (20 * wanted).log_softmax(-1))
-    mask = torch.tensor([[[True, False, True]]])
-    result = net(x, torch.tensor([[8.0]]), mask)[0, 0]
-    torch.testing.assert_close(result[[0, 2]], (20 * wanted[[0, 2]]).log_softmax(-1))
-    assert result[1] == -torch.inf
-
-
-def test_scores_under_a_price_by_hand() -> None:
-    net = started(priced=True)
-    out = net.outcomes(torch.randn(1, 1, 2))
-    mean = torch.distributions.LogNormal(out.log_latency[0, 0], out.spread[0, 0]).mean
-    torch.testing.assert_close(net.scores(out, torch.tensor([[100.0]]))[0, 0], 0.5 - mean / 100)
-
-
-def test_the_residual_depends_on_the_limit() -> None:
-    net = stirred(network())
-    out = net.outcomes(torch.randn(1, 1, 2, generator=torch.Generator().manual_seed(1)))
-    limits = torch.tensor([[2]]), torch.tensor([[40]])
-    first, second = (net.scores(out, limit) - out.accuracy * net.meets(out, limit) for limit in limits)
-    assert (first - second).abs().max() > 1e-3
-
-
-def test_it_sharpens_from_20_to_60() -> None:
-    net = network()
-    for share, wanted in ((0.0, 20.0), (0.5, 20 * math.sqrt(3)), (1.0, 60.0)):
-        net.sharpen(share)
-        assert net.sharpness.item() == pytest.approx(wanted)
-
-
-# -- inputs ------------------------------------------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------
 
 
 def test_without_its_bins_a_network_is_as_if_it_never_had_them() -> None:
     x = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
-    config, encoding = PolicyConfig(structure="utility", hidden=8), BudgetEncoding(torch.tensor([1.0, 10.0]))
-    torch.manual_seed(0)
-    net = UtilityNetwork(4, CONFIGURATIONS, encoding, config, False, bins=True).eval()
+    net = network(features=4)
     net.start_from(x, torch.ones(50, 3), torch.ones(50, 3))
-    assert net.reads_bins
+    spread = 4**-0.5 / 3  # of inputs and bins: nine times as many
+    assert net.layers[0].weight.abs().max() <= spread
     net.leave_out_bins()
-    assert not net.reads_bins
     first = net.layers[0]
     assert first.weight.abs().max() <= 4**-0.5
     assert first.weight.abs().max() > 0.9 * 4**-0.5
     stirred(net)
-    plain = UtilityNetwork(4, CONFIGURATIONS, encoding, config, False, bins=False).eval()
-    inputs = {
-        name: values[:, :4] for name, values in net.state_dict().items() if name in ("layers.0.weight", "skip.weight")
-    }
-    plain.load_state_dict(net.state_dict() | inputs | {"edges": torch.zeros(BINS + 1, 0)})
-    torch.testing.assert_close(net.outcomes(x.unsqueeze(0)).accuracy, plain.outcomes(x.unsqueeze(0)).accuracy)
+    plain = network(features=4, bins=False)
+    state = net.state_dict() | {"edges": torch.zeros(BINS + 1, 0)}
+    for name in ("layers.0.weight", "skip.weight"):
+        state[name] = state[name][:, :4]
+    plain.load_state_dict(state)
+    torch.testing.assert_close(net(x[None]).accuracy, plain(x[None]).accuracy)
+    torch.testing.assert_close(net(x[None]).log_latency, plain(x[None]).log_latency)
 
 
 def test_features_are_cut_into_bins_piecewise_linearly() -> None:
@@ -178,18 +205,14 @@ def test_features_are_cut_into_bins_piecewise_linearly() -> None:
     assert high.sum() > low.sum()
 
 
-def test_a_network_of_heads_is_an_mlp_by_hand() -> None:
-    torch.manual_seed(0)
-    config = PolicyConfig(hidden=8, layers=2, dropout=0.5)
-    encoding = BudgetEncoding(torch.tensor([1.0, 10.0]), 1)
-    net = KnobNetwork(2, CONFIGURATIONS, encoding, config).eval()
-    x, limits = torch.randn(1, 4, 2), torch.tensor([[1.0, 2.0, 5.0, 50.0]])
-    hidden = torch.cat([x[0], encoding(limits[0])], -1)
-    for layer in net.layers:
-        pre = hidden @ layer.weight[0] + layer.bias[0]
-        hidden = pre * torch.sigmoid(pre)
-    torch.testing.assert_close(net(x, limits), net.head(hidden[None]))
-    assert not torch.equal(net.train()(x, limits), net(x, limits))
+@pytest.mark.parametrize(("sense", "width"), [("deadline", 9), ("mean", 9), ("weights", 18)])
+def test_a_pair_of_worths_is_encoded_number_by_number(sense: str, width: int) -> None:
+    table = small_table()
+    if sense == "weights":
+        table = replace(table, cost=60 / table.latency_ms, cost_name="energy_j")
+    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(hidden=8), sense)
+    assert controller.network.encoding.outputs == width
+    assert controller.network.layers[0].weight.shape[1] == controller.normaliser.width + width
 
 
 # -- heads -------------------------------------------------------------------------------------------------------------
@@ -223,7 +246,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
 def test_a_head_is_a_distribution_over_what_the_mask_allows(case: tuple[Tensor, Tensor, Tensor]) -> None:
     configurations, hidden, mask = case
     torch.manual_seed(0)
-    head = IndependentHead(5, configurations, len(hidden)).double()
+    head = KnobHeads(5, configurations, len(hidden)).double()
     hidden = hidden.double().requires_grad_()
     log_probs = head(hidden, mask)
     assert log_probs.shape == mask.shape
@@ -240,14 +263,14 @@ def test_a_head_is_a_distribution_over_what_the_mask_allows(case: tuple[Tensor, 
 
 
 def test_one_configuration_is_certain_and_only_what_is_learned_is_saved() -> None:
-    head = IndependentHead(5, torch.zeros(1, 3, dtype=torch.int64))
+    head = KnobHeads(5, torch.zeros(1, 3, dtype=torch.int64))
     assert head(torch.randn(1, 4, 5)).tolist() == [[[0.0]] * 4]
-    assert list(IndependentHead(5, GRID).state_dict()) == ["logits.weight", "logits.bias"]
+    assert list(KnobHeads(5, GRID).state_dict()) == ["logits.weight", "logits.bias"]
 
 
 def test_rows_do_not_touch_one_another() -> None:
     torch.manual_seed(0)
-    head, hidden = IndependentHead(5, GRID, 2), torch.randn(2, 3, 5)
+    head, hidden = KnobHeads(5, GRID, 2), torch.randn(2, 3, 5)
     mask = torch.rand(2, 3, 12) < 0.7
     mask[..., 0] = True
     one_by_one = torch.cat([head(hidden[:, i : i + 1], mask[:, i : i + 1]) for i in range(3)], 1)
@@ -256,7 +279,7 @@ def test_rows_do_not_touch_one_another() -> None:
 
 def test_on_a_full_grid_a_head_is_the_product_of_the_knobs() -> None:
     torch.manual_seed(0)
-    head, hidden = IndependentHead(5, GRID), torch.randn(1, 7, 5)
+    head, hidden = KnobHeads(5, GRID), torch.randn(1, 7, 5)
     first, second, third = (part.softmax(-1)[0] for part in head.logits(hidden).split([3, 2, 2], -1))
     product = first[:, :, None, None] * second[:, None, :, None] * third[:, None, None, :]
     torch.testing.assert_close(head(hidden).exp()[0], product.reshape(7, 12))
@@ -276,7 +299,7 @@ KNOBS = [0.0, 0.0, 0.0, math.log(3)]  # of two knobs the first is ½ : ½, the s
     ],
 )
 def test_a_head_by_hand(configurations: Tensor, logits: list, mask: list[bool], wanted: list[float]) -> None:
-    head = IndependentHead(5, configurations)
+    head = KnobHeads(5, configurations)
     nn.init.zeros_(head.logits.weight)
     head.logits.bias.data = torch.tensor(logits).reshape(1, 1, -1)  # whatever its input
     log_probs = head(torch.randn(1, 1, 5), torch.tensor(mask)[None, None])
@@ -287,7 +310,7 @@ def test_a_head_cannot_say_that_two_knobs_go_together() -> None:
     # 0 with 0 and 1 with 1, almost surely: the best that it can do is ¼ each
     wanted = torch.tensor([0.49, 0.01, 0.01, 0.49])
     torch.manual_seed(0)
-    head = IndependentHead(8, SQUARE)
+    head = KnobHeads(8, SQUARE)
     optimiser = torch.optim.Adam(head.parameters(), lr=0.05)
     for _ in range(200):
         optimiser.zero_grad()
@@ -296,6 +319,21 @@ def test_a_head_cannot_say_that_two_knobs_go_together() -> None:
         optimiser.step()
     off = (head(torch.ones(1, 1, 8)).exp()[0, 0] - wanted).abs().max()
     assert float(off.detach()) == pytest.approx(0.24, abs=0.01)
+
+
+def test_where_at_most_half_of_the_grid_exists_there_is_one_head_over_the_configurations() -> None:
+    most = torch.tensor([[0, 0], [0, 1], [1, 2], [2, 0], [2, 2]])  # five of nine
+    assert KnobHeads(5, most).by_knobs
+    assert KnobHeads(5, most).logits.weight.shape == (1, 5, 6)  # three and three values
+    few = most[:4]
+    head = KnobHeads(5, few)
+    assert not head.by_knobs
+    assert head.logits.weight.shape == (1, 5, 4)
+    nn.init.zeros_(head.logits.weight)
+    head.logits.bias.data = torch.tensor([0.0, 0.0, math.log(2), 9.0]).reshape(1, 1, -1)
+    mask = torch.tensor([True, True, True, False])
+    log_probs = head(torch.randn(1, 1, 5), mask[None, None])
+    torch.testing.assert_close(log_probs.exp()[0, 0], torch.tensor([0.25, 0.25, 0.5, 0.0]))
 
 
 def test_masked_log_softmax_by_hand() -> None:

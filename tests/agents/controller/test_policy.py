@@ -1,25 +1,41 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from helpers import blocks, driven_apart, member_of, small_table
+from helpers import arrays, blocks, driven_apart, member_of, small_table
 from tensordict import TensorDict
 from torch import Tensor
 
-from knobwise.agents.controller.actor import ConfigurationCategorical, OutcomesOfRows, make_actor
+from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.envs.tables.profile_table import ProfileTable
 
-every_structure = pytest.mark.parametrize("structure", ["utility", "independent"])
 with_and_without_holes = pytest.mark.parametrize("holes", [0.0, 0.6])
+every_head = pytest.mark.parametrize("by_knobs", [True, False])
 
 
-def small_controller(table: ProfileTable, structure: str = "independent", dropout: float = 0.1) -> Controller:
+def table_with(by_knobs: bool, holes: float = 0.0, features: bool = True) -> ProfileTable:
+    """A full grid, or one in which at most half of the cells exist."""
+    table = small_table(holes=holes, features=features)
+    if by_knobs:
+        return table
+    kept = torch.tensor([0, 3, 5, 6, 9, 10])
+    cells = {name: getattr(table, name)[:, kept] for name in ("accuracy", "latency_ms", "mask")}
+    cells["mask"][~cells["mask"].any(1), 0] = True
+    for name in ("accuracy", "latency_ms"):
+        cells[name] = cells[name].where(cells[name].isfinite(), 1.0).masked_fill(~cells["mask"], math.nan)
+    return replace(table, configurations=table.configurations[kept], **cells)
+
+
+def small_controller(table: ProfileTable, dropout: float = 0.1) -> Controller:
     torch.manual_seed(0)
-    config = PolicyConfig(structure=structure, hidden=16, dropout=dropout)
+    config = PolicyConfig(hidden=16, dropout=dropout)
     return Controller.for_table(table, torch.arange(table.num_samples), config)
 
 
@@ -27,142 +43,162 @@ def contexts(table: ProfileTable, count: int = 20, seed: int = 0) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(table.num_samples, (count,), generator=generator)
     budgets = 5 + 20 * torch.rand(count, generator=generator)
-    return TensorDict({"row": rows, "budget_ms": budgets, "mask": table.mask[rows], **blocks(table, rows)}, [count])
+    requests = {"row": rows, "budget_ms": budgets, "mask": table.mask[rows]}
+    return TensorDict({**requests, **blocks(table, rows)}, [count])
 
 
-# -- the controller ----------------------------------------------------------------------------------------------------
+def chosen_by(controller: Controller, table: ProfileTable, data: TensorDict) -> Tensor:
+    """What is deployed of a controller chooses for these contexts inside their mask."""
+    request = arrays(table, data["row"]), data["budget_ms"].numpy(), data["mask"].numpy()
+    return torch.from_numpy(DeployedController(controller).choose(*request))
 
 
-@every_structure
+# -- the controller --------------------------------------------------------------------------------
+
+
+@every_head
 @with_and_without_holes
-def test_choose_is_the_argmax_inside_the_mask(structure: str, holes: float) -> None:
-    table = small_table(holes=holes)
-    controller, data = small_controller(table, structure), contexts(table)
-    chosen = controller.choose(data, data["budget_ms"], data["mask"])
+def test_what_is_deployed_takes_the_best_inside_the_mask(by_knobs: bool, holes: float) -> None:
+    table = table_with(by_knobs, holes)
+    controller = small_controller(table).eval()
+    assert controller.network.head.by_knobs == by_knobs
+    data = contexts(table)
+    chosen = chosen_by(controller, table, data)
     assert data["mask"].gather(1, chosen[:, None]).all()
-    actor = make_actor(controller.eval(), table)
+    actor = make_actor(controller, table)
     assert torch.equal(chosen, actor.get_dist(data).log_probs.argmax(-1))
-    assert torch.equal(table.configurations[chosen], actor(data)["action"])  # TorchRL's default: deterministic
+    # TorchRL's default is deterministic
+    assert torch.equal(table.configurations[chosen], actor(data)["action"])
 
 
-@every_structure
+@every_head
 @pytest.mark.parametrize("features", [True, False])
-def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str, features: bool) -> None:
-    table = small_table(features=features)
-    controller, data = small_controller(table, structure).eval(), contexts(table)
-    by_row, by_blocks = make_actor(controller, table, 3), make_actor(controller, group_size=3)
+def test_rows_of_a_table_and_feature_blocks_give_the_same(by_knobs: bool, features: bool) -> None:
+    table = table_with(by_knobs, features=features)
+    controller = small_controller(table).eval()
+    data = contexts(table)
+    by_row = make_actor(controller, table, 3)
+    by_blocks = make_actor(controller, group_size=3)
     assert by_row.in_keys == ["row", "budget_ms"]
     assert by_blocks.in_keys == ["budget_ms", *table.features, "mask"]
-    torch.testing.assert_close(by_row(data.clone())["log_probs"], by_blocks(data.clone())["log_probs"])
-    assert torch.equal(by_row(data.clone())["action"], by_blocks(data.clone())["action"])
+    by_rows = by_row(data.clone())
+    wanted = by_blocks(data.clone())
+    torch.testing.assert_close(by_rows["log_probs"], wanted["log_probs"])
+    assert torch.equal(by_rows["action"], wanted["action"])
     if not features:  # a policy that sees the budget alone
         assert controller.normaliser.width == 0
-        assert len(controller.choose({}, torch.full((20,), 9.0)).unique()) == 1
+        alike = DeployedController(controller).choose({}, np.full(20, 9.0))
+        assert len(set(alike.tolist())) == 1
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_choose_is_without_dropout_which_is_there_in_training_mode_only(training: bool) -> None:
+def test_what_is_deployed_is_without_dropout_which_is_there_in_training_mode_only(
+    training: bool,
+) -> None:
     table = small_table()
-    controller, data = small_controller(table, dropout=0.5).train(training), contexts(table, 200)
-    decisions = [controller.choose(data, data["budget_ms"]) for _ in range(2)]
+    controller = small_controller(table, dropout=0.5).train(training)
+    data = contexts(table, 200)
+    decisions = [chosen_by(controller, table, data) for _ in range(2)]
     assert torch.equal(*decisions)
     assert all(module.training == training for module in controller.modules())
-    log_probs = [controller(controller.features(data, 200), data["budget_ms"]) for _ in range(2)]
+    features = controller.features(data, 200)
+    log_probs = [controller(features, data["budget_ms"]) for _ in range(2)]
     assert torch.equal(*log_probs) != training
 
 
 def test_statistics_come_from_the_rows_given_alone() -> None:
     table, rows = small_table(), torch.arange(10)
     controller = Controller.for_table(table, rows, PolicyConfig(hidden=8))
-    torch.testing.assert_close(controller.normaliser.mean[:4], table.features["image_features"][:10].mean(0))
-    torch.testing.assert_close(controller.network.encoding.mean, table.latency_ms[:10].log().mean())
+    wanted = table.features["image_features"][:10].mean(0)
+    torch.testing.assert_close(controller.normaliser.mean[:4], wanted)
+    mean = table.latency_ms[:10].log().mean()
+    torch.testing.assert_close(controller.network.encoding.mean, mean)
 
 
-@every_structure
-def test_gradients_reach_every_parameter(structure: str) -> None:
-    table = small_table(holes=0.5)
-    controller, data = small_controller(table, structure), contexts(table)
+@every_head
+def test_gradients_reach_every_parameter(by_knobs: bool) -> None:
+    table = table_with(by_knobs, holes=0.5)
+    controller, data = small_controller(table), contexts(table)
     make_actor(controller, table, 4).get_dist(data).entropy().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in controller.parameters())
+    for p in controller.parameters():
+        assert p.grad is not None
+        assert p.grad.isfinite().all()
 
 
-# -- an ensemble -------------------------------------------------------------------------------------------------------
+# -- networks side by side -------------------------------------------------------------------------
 
 
-def ensemble(table: ProfileTable, structure: str, members: int = 3) -> Controller:
-    return driven_apart(table, PolicyConfig(structure=structure, hidden=16, members=members), by=0.1)
+def side_by_side(table: ProfileTable, members: int = 2) -> Controller:
+    """Networks of so many folds, and one more of all samples."""
+    return driven_apart(table, PolicyConfig(hidden=16, members=members), by=0.1)
 
 
-@every_structure
+@every_head
 @with_and_without_holes
-def test_members_decide_together_by_the_mean_of_their_log_probs(structure: str, holes: float) -> None:
-    table = small_table(holes=holes)
-    controller, data = ensemble(table, structure), contexts(table)
+def test_the_last_network_is_the_one_that_decides(by_knobs: bool, holes: float) -> None:
+    table = table_with(by_knobs, holes)
+    controller, data = side_by_side(table), contexts(table)
     features, mask = controller.features(data, 20), data["mask"] if holes else None
-    each = torch.stack([member_of(controller, i)(features, data["budget_ms"], mask) for i in range(3)])
-    torch.testing.assert_close(controller(features, data["budget_ms"], mask), each.mean(0).log_softmax(-1))
-    assert not torch.allclose(each[0].exp(), each[1].exp(), atol=1e-3)
+    request = features, data["budget_ms"], mask
+    each = torch.stack([member_of(controller, i)(*request) for i in range(3)])
+    torch.testing.assert_close(controller.by_members(*request), each)
+    torch.testing.assert_close(controller(*request), each[2])
+    assert not torch.allclose(each[0].exp(), each[2].exp(), atol=1e-3)
+    chosen = chosen_by(controller, table, data)
+    assert torch.equal(chosen, chosen_by(member_of(controller, 2), table, data))
+    actor = make_actor(controller, table)
+    torch.testing.assert_close(actor.get_dist(data).log_probs, controller(features, data["budget_ms"], data["mask"]))
 
 
-@every_structure
+@every_head
 @with_and_without_holes
-def test_in_training_contexts_belong_to_the_members_in_turn(structure: str, holes: float) -> None:
-    table = small_table(holes=holes)
-    controller, data = ensemble(table, structure), contexts(table, 21)
-    flat = make_actor(controller, table).get_dist(data).log_probs
+def test_in_training_contexts_belong_to_the_networks_in_turn(by_knobs: bool, holes: float) -> None:
+    table = table_with(by_knobs, holes)
+    controller, data = side_by_side(table), contexts(table, 21)
+    flat = make_actor(controller, table, members=True).get_dist(data).log_probs
     for number in range(3):
         wanted = make_actor(member_of(controller, number), table).get_dist(data).log_probs
         torch.testing.assert_close(flat[number::3], wanted[number::3])
         assert not torch.allclose(flat.exp(), wanted.exp(), atol=1e-3)
     # [P, M], as the buffer holds them, is the same
-    square = make_actor(controller, table, 4).get_dist(data.reshape(7, 3))
+    square = make_actor(controller, table, 4, members=True).get_dist(data.reshape(7, 3))
     torch.testing.assert_close(square.log_probs.reshape(21, -1), flat)
     assert square.sample().shape == (7, 3, 4, 3)
 
 
-@every_structure
-def test_a_gradient_touches_its_own_member_alone(structure: str) -> None:
-    table = small_table(holes=0.5)
-    controller, data = ensemble(table, structure), contexts(table, 21)
-    make_actor(controller, table).get_dist(data).entropy()[1::3].sum().backward()
+@every_head
+def test_a_gradient_touches_its_own_network_alone(by_knobs: bool) -> None:
+    table = table_with(by_knobs, holes=0.5)
+    controller, data = side_by_side(table), contexts(table, 21)
+    actor = make_actor(controller, table, members=True)
+    actor.get_dist(data).entropy()[1::3].sum().backward()
     for name, p in controller.named_parameters():
         assert not p.grad[[0, 2]].any(), name
         assert p.grad[1].any(), name
 
 
-def test_predicted_outcomes_of_rows_are_those_of_their_member() -> None:
-    table = small_table()
-    controller, data = ensemble(table, "utility"), contexts(table, 21).reshape(7, 3)
-    result = OutcomesOfRows(make_actor(controller, table))(data.clone())
-    features = controller.features(data.flatten(), 21)
-    for number in range(3):
-        outcomes = member_of(controller, number).network.outcomes(features[None])
-        for key in ("accuracy_logits", "log_latency", "spread"):
-            torch.testing.assert_close(result[key][:, number], getattr(outcomes, key)[0].reshape(7, 3, -1)[:, number])
-
-
-@every_structure
-@pytest.mark.parametrize("members", [1, 3])
+@every_head
+@pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("features", [True, False])
-def test_the_forward_pass_takes_any_leading_axes(structure: str, members: int, features: bool) -> None:
-    table = small_table(features=features, holes=0.5)
-    controller, data = ensemble(table, structure, members), contexts(table, 6)
+def test_the_forward_pass_takes_any_leading_axes(by_knobs: bool, members: int, features: bool) -> None:
+    table = table_with(by_knobs, 0.5, features)
+    controller, data = side_by_side(table, members), contexts(table, 6)
     x, limits, mask = controller.features(data, 6), data["budget_ms"], data["mask"]
     flat = controller(x, limits, mask)
-    assert flat.shape == (6, 12)
+    assert flat.shape == (6, table.num_configurations)
     square = controller(*(part.unflatten(0, (2, 3)) for part in (x, limits, mask)))
-    torch.testing.assert_close(square, flat.reshape(2, 3, 12))
+    torch.testing.assert_close(square, flat.reshape(2, 3, -1))
     torch.testing.assert_close(controller(x[0], limits[0], mask[0]), flat[0])
 
 
-@every_structure
-def test_under_a_price_the_limit_has_another_name(structure: str) -> None:
+@pytest.mark.parametrize(("sense", "key"), [("mean", "worth_ms"), ("weights", "worths")])
+def test_under_a_price_the_limit_has_another_name(sense: str, key: str) -> None:
     table = small_table()
-    config = PolicyConfig(structure=structure, hidden=16)
-    controller = Controller.for_table(table, torch.arange(60), config, priced=True).eval()
-    assert make_actor(controller, table).in_keys == ["row", "worth_ms"]
-    assert make_actor(controller).in_keys == ["worth_ms", "image_features", "language_features", "mask"]
-    assert Controller.restored(controller.plain()).limit_key == "worth_ms"
+    table = replace(table, cost=60 / table.latency_ms, cost_name="energy_j")
+    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(hidden=16), sense).eval()
+    assert make_actor(controller, table).in_keys == ["row", key]
+    assert make_actor(controller).in_keys == [key, "image_features", "language_features", "mask"]
+    assert Controller.restored(controller.plain()).limit_key == key
 
 
 # -- the distribution --------------------------------------------------------------------------------------------------

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers import Always, repeated, small_table, table_of
+from helpers import Always, deployed, repeated, small_table, table_of
 
-from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, LookupTable, Oracle
+from knobwise.agents.judging.baselines import BestStatic, LookupTable, Oracle, static_of
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.judging.policy import reads_features
 from knobwise.agents.predictors.experts import Measured
-from knobwise.agents.stack.guard import Guard
-from knobwise.agents.stack.stacked_controller import fit_stack
+from knobwise.agents.stack.guard import GuardSettings, calibrate
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.joint import join_tables
@@ -67,13 +66,15 @@ def test_decisions_without_features_do_not_pay_for_it() -> None:
     table, rows = small_table(60), torch.arange(60)
     paid, budgets = looked_at(table), default_budgets(table)
     torch.testing.assert_close(default_budgets(paid), budgets)
-    static, same = BudgetAwareStatic(paid, rows), BudgetAwareStatic(table, rows)
-    torch.testing.assert_close(static.mean_utility(budgets), same.mean_utility(budgets))
+    static, same = static_of(paid, rows), static_of(table, rows)
+    limits = budgets.numpy()
+    np.testing.assert_allclose(static.mean_utility(limits), same.mean_utility(limits))
     for make in (BestStatic, LookupTable, Oracle):
-        mask = table.mask
-        for budget in budgets:
-            limits = budget.expand(60)
-            assert torch.equal(make(paid, rows).choose({}, limits, mask), make(table, rows).choose({}, limits, mask))
+        mask = table.mask.numpy()
+        for budget in budgets.tolist():
+            request = {}, np.full(60, budget), mask
+            chosen = make(paid, rows).choose(*request)
+            assert (chosen == make(table, rows).choose(*request)).all()
     with_look, without = judge(same, paid, rows, budgets), judge(same, table, rows, budgets)
     for name in ("utility", "latency_ms", "reward", "in_time"):
         torch.testing.assert_close(getattr(with_look, name), getattr(without, name))
@@ -86,37 +87,34 @@ def test_decisions_by_features_pay_where_the_answer_does_not_continue_from_it() 
     budgets, row = torch.tensor([5.0]), torch.tensor([0])
     for choice, in_time, took in ((0, 1.0, 4.0), (1, 0.0, 6.5)):
         reader = Always(choice)
-        reader.normaliser = object()  # type: ignore[attr-defined]
+        reader.reads_features = lambda limits: np.ones(len(limits), bool)  # type: ignore[attr-defined]
         judged = judge(reader, paid, row, budgets)
         assert (float(judged.utility), float(judged.latency_ms)) == (in_time, took)
         assert float(judge(Always(choice), paid, row, budgets).latency_ms) == 4.0
 
 
 def test_a_guard_counts_the_look_and_falls_back_without_it() -> None:
-    """Network and static choose alike, but a look of 3 ms makes the network late."""
+    """A look of 30 ms makes the policy late, and static does without it."""
     table = small_table(80)
     paid, rows = looked_at(table, 30.0), torch.arange(80)
-    policy = PolicyConfig(structure="utility", members=2, hidden=4)
-    torch.manual_seed(0)
-    network = Controller.for_table(paid, rows, policy, False, torch.ones(2, 80, dtype=torch.bool))
     budgets = default_budgets(paid)
-    stack = fit_stack(paid, rows, network, policy, budgets, 0)
-    assert stack.guard is not None
-    reads = reads_features(stack, budgets)
-    assert torch.equal(reads, stack.guard.deploy)
+    agent = deployed(paid, PolicyConfig(hidden=8))
+    reads = reads_features(agent, budgets.numpy())
+    rulings = [row["deployed"] for row in agent.settled.guard]
+    assert reads.tolist() == rulings
     assert not reads[-1]
-    judged, static = judge(stack, paid, rows, budgets), judge(BudgetAwareStatic(table, rows), table, rows, budgets)
-    torch.testing.assert_close(judged.latency_ms[:, ~reads], static.latency_ms[:, ~reads])
+    fallen = torch.from_numpy(~reads)
+    static = static_of(table, table.split().train)
+    judged = judge(agent, paid, rows, budgets)
+    wanted = judge(static, table, rows, budgets)
+    torch.testing.assert_close(judged.latency_ms[:, fallen], wanted.latency_ms[:, fallen])
     # static alone, calibrated by hand: the same with the look as without it
-    always = {"score": torch.zeros(len(budgets), 80, 12), "static_choice": torch.full((len(budgets), 80), 11)}
-    utilities = [
-        Guard.calibrate(
-            Measured.from_table(each, rows, budgets, 0),
-            meets=always["score"],
-            first_look_ms=each.first_look_ms,
-            **always,
-        ).utility_static
-        for each in (paid, table)
-    ]
-    torch.testing.assert_close(*utilities)
-    assert float(utilities[0].max()) > 0
+    choices = torch.full((len(budgets), 80), 11)
+    utilities = []
+    for each in (paid, table):
+        measured = Measured.from_table(each, rows, budgets, 0)
+        about = measured, lambda limit_ms: choices[0], choices, GuardSettings()
+        found = calibrate(*about, first_look_ms=each.first_look_ms)
+        utilities.append([row["utility_static"] for row in found])
+    assert utilities[0] == pytest.approx(utilities[1])
+    assert max(utilities[0]) > 0

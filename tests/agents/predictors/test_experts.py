@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from knobwise.agents.predictors.experts import Expert, Fitted, Measured, Prediction, fit_experts, pick
+from knobwise.agents.predictors.experts import Expert, Fitted, Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import Targets, folds_of
+from knobwise.agents.predictors.outcomes import Prediction, pick, pick_in_time
 from knobwise.agents.predictors.regressors import FAMILIES, Trees
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -110,6 +111,45 @@ def test_trees_are_the_mean_of_those_of_the_folds() -> None:
             assert name != "random_forest" or len(regressor.roots) == 5 * 40
 
 
+@torch.no_grad()
+def test_an_expert_of_a_fold_predicted_what_was_held_out_of_it() -> None:
+    table, fitted = every_family()
+    rows = torch.arange(80)
+    x = inputs(table, rows)
+    for name, family in fitted.items():
+        assert len(family.of_folds) == 5
+        for expert, (rest, hold) in zip(family.of_folds, folds_of(table, rows, 0), strict=True):
+            predicted = expert(x[hold])
+            torch.testing.assert_close(predicted.accuracy, family.out_of_fold.accuracy[hold])
+            log_latency = family.out_of_fold.log_latency[hold]
+            torch.testing.assert_close(predicted.log_latency, log_latency)
+            assert torch.equal(expert.spread, family.expert.spread)
+            mean = table.accuracy[rest].nanmean(0)
+            torch.testing.assert_close(expert.mean_accuracy, mean)
+            assert (expert.name, expert.settings) == (name, family.expert.settings)
+
+
+def test_an_expert_of_a_fold_does_not_know_its_fold() -> None:
+    """Where a few outcomes are others, the settings are the same and only the experts that were
+    fitted on them predict something else."""
+    table, rows = small_table(90), torch.arange(90)
+    budgets_ms = default_budgets(table)
+    division = folds_of(table, rows, 0)
+    _, hold = division[2]
+    changed = dataclasses.replace(table, accuracy=table.accuracy.clone())
+    changed.accuracy[hold[:2]] = 1 - changed.accuracy[hold[:2]]
+    x = inputs(table, rows)
+    names = ("ridge", "knn", "random_forest")
+    before = fit(table, names, rows, budgets_ms)
+    after = fit(changed, names, rows, budgets_ms)
+    for name in names:
+        assert before[name].expert.settings == after[name].expert.settings
+        same = []
+        for each, other in zip(before[name].of_folds, after[name].of_folds, strict=True):
+            same.append(torch.equal(each(x).accuracy, other(x).accuracy))
+        assert same == [False, False, True, False, False], name
+
+
 def test_features_that_tell_are_used_out_of_fold_too() -> None:
     table = two_kinds(150, shown=True)
     for name, family in fit(table, tuple(FAMILIES)).items():
@@ -143,7 +183,7 @@ def test_the_spread_is_trusted_as_far_as_it_pays() -> None:
         utilities = {}
         for f in (0.35, 0.5, 0.75, 1.0, 1.5, 2.2):
             predicted = family.out_of_fold._replace(spread=family.expert.spread / factor * f)
-            scores = [predicted.expected_utility(b.expand(80)) for b in measured.budgets_ms]
+            scores = [predicted.score(b.expand(80)) for b in measured.budgets_ms]
             utilities[f] = measured.utility(scores, predicted.log_latency)
         nearest = min(utilities, key=lambda f: abs(f - float(factor[0])))
         assert utilities[nearest] >= max(utilities.values()) - 1e-6
@@ -153,7 +193,10 @@ def test_the_spread_is_trusted_as_far_as_it_pays() -> None:
 def test_holes_and_few_samples(samples: int) -> None:
     table, rows = small_table(29, holes=0.6), torch.arange(samples)
     for name, fitted in fit(table, tuple(FAMILIES), rows).items():
-        assert all(part.isfinite().all() for part in (*fitted.expert(inputs(table, rows)), *fitted.out_of_fold)), name
+        x = inputs(table, rows)
+        predictions = [fitted.expert(x), fitted.out_of_fold, *(each(x) for each in fitted.of_folds)]
+        for predicted in predictions:
+            assert all(part.isfinite().all() for part in predicted[:3]), name
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -170,7 +213,7 @@ def test_samples_outside_the_rows_do_not_matter() -> None:
     predicted = []
     for each in (table, otherwise(table, torch.arange(40, 60))):
         fitted = fit(each, FAST, rows, budgets).values()
-        predicted.append([part for family in fitted for part in family.expert(inputs(table, rows))])
+        predicted.append([part for family in fitted for part in family.expert(inputs(table, rows))[:3]])
     assert all(map(torch.equal, *predicted))
 
 
@@ -184,7 +227,7 @@ def test_plain_values_and_back(name: str, tmp_path: Path) -> None:
     torch.save(expert.plain(), tmp_path / "e.pt")
     again = Expert.restored(torch.load(tmp_path / "e.pt", weights_only=True))
     x = inputs(table, torch.arange(90))
-    assert all(torch.equal(a, b) for a, b in zip(again(x), expert(x), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again(x)[:3], expert(x)[:3], strict=True))
     assert (again.name, again.settings) == (name, expert.settings)
 
 
@@ -289,7 +332,19 @@ def test_the_probability_of_meeting_a_budget_and_expected_utility_by_hand() -> N
     torch.testing.assert_close(wide.meets(BUDGET), torch.tensor([[0.691462, 0.158655, 0.841345]]))
     # expected utility: accuracy is kept within [.001, 1]
     wanted = torch.tensor([[0.5 * 0.841345, 0.158655, 0.001 * 0.977250]])
-    torch.testing.assert_close(BY_HAND.expected_utility(BUDGET), wanted)
+    torch.testing.assert_close(BY_HAND.score(BUDGET), wanted)
+
+
+def test_scores_at_worths_by_hand() -> None:
+    # mean latencies e^1.5, e^3.5 and e^1.125 ms; accuracy is kept within [.001, 1]
+    worth = torch.tensor([10.0])
+    of_ms = torch.tensor([1.5, 3.5, 1.125]).exp() / 10
+    wanted = torch.tensor([[0.5, 1.0, 0.001]]) - of_ms
+    torch.testing.assert_close(BY_HAND.score(worth, "mean"), wanted)
+    costly = BY_HAND._replace(log_cost=torch.tensor([[0.0, math.log(4), math.log(2)]]))
+    pair = torch.tensor([[10.0, 2.0]])
+    paid = torch.tensor([[0.5, 2.0, 1.0]])
+    torch.testing.assert_close(costly.score(pair, "weights"), wanted - paid)
 
 
 def test_mean_latency_is_that_of_a_log_normal_variable() -> None:
@@ -305,3 +360,13 @@ def test_pick_takes_the_faster_among_equals_and_stays_in_the_mask() -> None:
     assert pick(scores, latency, mask).tolist() == [2, 1, 0]
     with pytest.raises(ValueError, match="without any configuration"):
         pick(scores, latency, torch.zeros(1, 4, dtype=torch.bool))
+
+
+def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken() -> None:
+    scores = torch.tensor([[1.0, 3.0, 2.0]]).expand(3, 3)
+    log_latency = torch.tensor([[2.0, 1.0, 0.0]]).expand(3, 3)
+    # a hundredth is enough; where only the second could be on time the mask may forbid it
+    meets = torch.tensor([[0.0, 0.01, 0.0], [0.009, 0.009, 0.009], [0.0, 0.5, 0.0]])
+    mask = torch.tensor([[True] * 3, [True] * 3, [True, False, True]])
+    assert pick_in_time(scores, meets, log_latency, mask).tolist() == [1, 2, 2]
+    assert pick_in_time(scores, meets, log_latency, None).tolist() == [1, 2, 1]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from helpers import driven_apart, small_table, table_of
+from helpers import arrays, driven_apart, equal_states, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_numpy_controller import assert_same, budgets_of, stack_of, stacked
+from replayed import settled_for, small_stack
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.learning.adaptation import (
     FREE,
     TRIED,
@@ -25,8 +27,12 @@ from knobwise.agents.learning.adaptation import (
     posterior,
     prior_covariance,
 )
-from knobwise.agents.stack.stacked_controller import network_outcomes
+from knobwise.agents.policy.static import Static
+from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.stack.teacher import Teacher, fit_teacher
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.tables.profile_table import ProfileTable
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(2))
 
@@ -95,18 +101,6 @@ def test_cells_that_scatter_make_the_controller_less_sure() -> None:
     assert fit_offsets(GRID, chosen, 0 * scatter).variance.max() < 0.001
 
 
-def test_without_cells_nothing_changes_to_the_bit() -> None:
-    none = torch.zeros(0, dtype=torch.int64)
-    assert not fit_offsets(GRID, none, none.double()).mean.any()
-    table, stack, _ = stacked("small")
-    x = stack.features(table.features, 90)
-    same = adapted(stack, certain(torch.zeros(12)), x)
-    for limit in budgets_of(table):
-        limits = limit.expand(90)
-        assert torch.equal(same.choose(table.features, limits), stack.choose(table.features, limits))
-        assert all(map(torch.equal, same.view(x, limits), stack.view(x, limits)))
-
-
 # -- cells of two profiles ---------------------------------------------------------------------------------------------
 
 
@@ -144,58 +138,163 @@ def test_profiles_without_enough_in_common_are_refused() -> None:
 # -- the controller ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["small", "gappy", "no features"])
-def test_a_stack_expects_every_latency_times_its_factor(name: str) -> None:
-    table, stack, _ = stacked(name)
-    offsets, variance = torch.linspace(-0.5, 1.0, 12), torch.linspace(0.0, 0.3, 12)
-    x, limits = stack.features(table.features, 90), torch.full((90,), 12.0)
-    other = adapted(stack, Offsets(offsets.double(), variance.double(), 0.0), x)
-    assert torch.allclose(other.view(x, limits).log_latency, stack.view(x, limits).log_latency + offsets, atol=1e-5)
-    before, after = stack.predictions(x), other.predictions(x)
-    for first, second in zip(before.experts, after.experts, strict=True):
-        assert torch.equal(first.accuracy, second.accuracy)
-        assert torch.allclose(second.spread.square(), first.spread.square() + variance)
-    assert before.outcomes is not None
-    assert after.outcomes is not None
-    assert torch.equal(before.outcomes.accuracy, after.outcomes.accuracy)
-    assert stack.static is not None
-    assert other.static is not None
-    static = BudgetAwareStatic(replace(table, latency_ms=table.latency_ms * offsets.exp()), torch.arange(90))
-    budgets = 1.0001 * budgets_of(table)  # beside the latencies themselves, which are rounded
-    assert torch.equal(other.static.choose({}, budgets), static.choose({}, budgets))
-    assert_same(other, table)
+@functools.cache
+def taught(features: bool = True, members: int = 3) -> tuple[ProfileTable, DeployedController]:
+    """Whose teacher has experts, and whose networks are driven apart."""
+    table = small_table(90, features=features)
+    rows = torch.arange(90)
+    config = PolicyConfig(
+        teacher=True,
+        members=members,
+        experts=("ridge", "knn"),
+        hidden=8,
+        teacher_hidden=8,
+        layers=1,
+        drift=0.3,
+    )
+    controller = driven_apart(table, config)
+    everything = torch.ones(members, 90, dtype=torch.bool)
+    network = Teacher.for_table(table, rows, config, controller.normaliser, everything)
+    for parameter in network.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    teacher = fit_teacher(table, rows, network, config, default_budgets(table), 0).teacher
+    teacher.weights.copy_(torch.ones(len(teacher.weights)) / len(teacher.weights))
+    settled = settled_for(table, [1.0, 0.9, 0.8, 1.0, 0.7], [True, False, True, True, True])
+    return table, DeployedController(controller, teacher, settled).eval()
+
+
+def budgets_of(table: ProfileTable) -> torch.Tensor:
+    """From hopeless to generous, beside the latencies themselves, which are rounded."""
+    ends = table.latency_ms.aminmax()
+    more = torch.stack([ends.min / 3, ends.max, 3 * ends.max])
+    return 1.0001 * torch.cat([default_budgets(table), more])
+
+
+def chosen(agent: DeployedController, table: ProfileTable, budget: float) -> list[int]:
+    """The decisions for all samples under a budget."""
+    return agent.choose(arrays(table), np.full(table.num_samples, budget)).tolist()
+
+
+@pytest.mark.parametrize("features", [True, False])
+def test_without_cells_nothing_changes_to_the_bit(features: bool) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    assert not fit_offsets(GRID, none, none.double()).mean.any()
+    table, agent = taught(features)
+    x = agent.controller.features(table.features, 90)
+    same = adapted(agent, certain(torch.zeros(12)), x)
+    assert same.decider.digest == agent.decider.digest
+    assert equal_states(same, agent)
+    assert agent.teacher is not None
+    assert same.teacher is not None
+    assert all(map(torch.equal, same.teacher.moments(x)[:3], agent.teacher.moments(x)[:3]))
+
+
+@pytest.mark.parametrize("features", [True, False])
+def test_a_controller_expects_every_latency_times_its_factor(features: bool) -> None:
+    table, agent = taught(features)
+    digest = agent.decider.digest
+    offsets = torch.linspace(-0.5, 1.0, 12)
+    variance = torch.linspace(0.0, 0.3, 12)
+    x = agent.controller.features(table.features, 90)
+    other = adapted(agent, Offsets(offsets.double(), variance.double(), 0.0), x)
+    assert agent.teacher is not None
+    assert other.teacher is not None
+    with torch.no_grad():
+        old, new = (each.mixture(x).predictions for each in (agent.teacher, other.teacher))
+    for before, after in zip(old, new, strict=True):
+        assert torch.equal(after.accuracy, before.accuracy)
+        assert torch.allclose(after.log_latency, before.log_latency + offsets, atol=1e-5)
+        assert torch.allclose(after.spread.square(), before.spread.square() + variance)
+    # what belongs to budgets moves by the mean, 0.25
+    for before_row, after_row in zip(agent.settled.guard, other.settled.guard, strict=True):
+        budget = before_row["budget_ms"] * math.exp(0.25)
+        assert after_row == before_row | {"budget_ms": pytest.approx(budget)}
+    moved = other.controller.network.encoding.mean - agent.controller.network.encoding.mean
+    assert float(moved) == pytest.approx(0.25, abs=1e-5)
+    # what the tracker and static expect moves by configuration
+    latency = other.settled.latency
+    bias = agent.settled.latency["bias"] + offsets.numpy()
+    np.testing.assert_allclose(latency["bias"], bias, rtol=1e-5)
+    spread = agent.settled.latency["spread"]
+    np.testing.assert_allclose(latency["spread"], np.sqrt(spread**2 + variance.numpy()), rtol=1e-5)
+    slower = replace(table, latency_ms=table.latency_ms * offsets.exp())
+    limits = budgets_of(table).double().numpy()
+    static = Static.restored(other.settled.static)
+    wanted = static_of(slower, torch.arange(90))
+    assert static.choose({}, limits).tolist() == wanted.choose({}, limits).tolist()
+    # the old one is as it was, and so are the networks beside the one that is deployed
+    assert DeployedController.restored(agent.plain()).decider.digest == digest
+    parameters = zip(agent.controller.parameters(), other.controller.parameters(), strict=True)
+    for before_weights, after_weights in parameters:
+        assert torch.equal(before_weights[:-1], after_weights[:-1])
+        assert not torch.equal(before_weights[-1], after_weights[-1])
 
 
 def test_a_spread_at_least_halves() -> None:
     """Members may be surer than all of them together, whose spread an update narrows."""
-    table = small_table(40)
-    agent = driven_apart(table, PolicyConfig(structure="utility", hidden=8, members=3))
-    x = agent.features(table.features, 40)
-    before = network_outcomes(agent, x).spread
-    narrow = Offsets(torch.zeros(12).double(), -10 * before.square().amax((0, 1)).double(), 0.0)
-    after = network_outcomes(adapted(agent, narrow, x), x).spread
-    inside = (before > 0.02) & (before < 4)  # the bounds of any spread are 0.007 and 4.5
-    assert inside.any()
-    assert torch.allclose(after[inside], before[inside] / 2, rtol=1e-4)
+    table, agent = taught()
+    x = agent.controller.features(table.features, 90)
+    narrow = Offsets(torch.zeros(12).double(), torch.full((12,), -1e3).double(), 0.0)
+    other = adapted(agent, narrow, x)
+    assert agent.teacher is not None
+    assert other.teacher is not None
+    with torch.no_grad():
+        old, new = (each.mixture(x).predictions for each in (agent.teacher, other.teacher))
+    halved = 0
+    for before, after in zip(old, new, strict=True):
+        ratio = after.spread / before.spread
+        assert bool((ratio >= 0.4999).all())
+        assert bool((ratio < 1).all())
+        halved += int((ratio < 0.5001).sum())
+    assert halved
+    spread = agent.settled.latency["spread"]
+    np.testing.assert_allclose(other.settled.latency["spread"], spread / 2, rtol=1e-5)
 
 
-@pytest.mark.parametrize("members", [1, 2])
-def test_a_network_is_less_sure_by_the_variance_of_the_offsets(members: int) -> None:
-    table, variance = small_table(90), torch.linspace(0.0, 0.3, 12)
-    network = driven_apart(table, PolicyConfig(structure="utility", members=members, hidden=8), by=0.02)
-    x = network.features(table.features, 90)
-    other = adapted(network, Offsets(torch.zeros(12).double(), variance.double(), 0.0), x)
-    before, after = (network_outcomes(each, x).spread.square().mean(1) for each in (network, other))
+@pytest.mark.parametrize("members", [2, 3])
+def test_a_teacher_is_less_sure_by_the_variance_of_the_offsets(members: int) -> None:
+    table, agent = taught(members=members)
+    variance = torch.linspace(0.0, 0.3, 12)
+    x = agent.controller.features(table.features, 90)
+    other = adapted(agent, Offsets(torch.zeros(12).double(), variance.double(), 0.0), x)
+    assert agent.teacher is not None
+    assert other.teacher is not None
+    before, after = (each.moments(x).spread.square() for each in (agent.teacher, other.teacher))
     assert torch.allclose(after, before + variance, rtol=1e-4)
 
 
-@pytest.mark.parametrize("members", [1, 3])
-def test_one_factor_for_all_is_the_same_as_dividing_the_budgets(members: int) -> None:
-    table = small_table(90)
-    stack = stack_of(table, members=3)
-    alone = driven_apart(table, PolicyConfig(structure="utility", members=members, hidden=8))
-    for agent in (stack, alone):
-        other = adapted(agent, certain(torch.full((12,), math.log(4))), agent.features(table.features, 90))
-        for budget in 1.0001 * budgets_of(table):
-            limits = budget.expand(90)
-            assert torch.equal(other.choose(table.features, 4 * limits), agent.choose(table.features, limits))
+def test_one_factor_for_all_is_the_same_as_dividing_the_budgets() -> None:
+    table, agent = taught()
+    x = agent.controller.features(table.features, 90)
+    other = adapted(agent, certain(torch.full((12,), math.log(4))), x)
+    pairs = zip(agent.controller.parameters(), other.controller.parameters(), strict=True)
+    assert all(torch.equal(before, after) for before, after in pairs)
+    kinds = set()
+    for budget in budgets_of(table).tolist():
+        assert chosen(other, table, 4 * budget) == chosen(agent, table, budget)
+        kinds |= set(chosen(agent, table, budget))
+    assert len(kinds) > 2
+
+
+def test_the_heads_learn_what_the_teacher_expects_now() -> None:
+    """Two of three crops take 1.8 times as long, which no other budget describes."""
+    agent, table = small_stack(200)
+    slow = torch.tensor([table.configuration(c)["max_crops"] > 2 for c in range(12)])
+    offsets = slow * math.log(1.8)
+    x = agent.controller.features(table.features, 200)
+    other = adapted(agent, certain(offsets), x)
+    assert other.teacher is not None
+    ends = default_budgets(table).double() * float(offsets.mean().exp())
+    budgets = torch.linspace(float(ends[0]), float(ends[-1]), 60)
+    worths = other.teacher.teach(x[:1], budgets.unsqueeze(0))[0]
+    worths = worths.clamp_min(0)
+    assert float(worths.amax(1).min()) > 0.1  # some configuration is on time
+    overall = adapted(agent, certain(offsets.mean().expand(12)), x)
+    lost = []
+    for each in (other, overall):
+        decided = [chosen(each, table, budget)[0] for budget in budgets.tolist()]
+        worth = worths[torch.arange(60), torch.tensor(decided)]
+        lost.append(float((worths.amax(1) - worth).mean()))
+    taught_again, budget_alone = lost
+    assert budget_alone > 0.1
+    assert taught_again < budget_alone / 3  # a sum over knobs does not say everything

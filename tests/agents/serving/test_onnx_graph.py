@@ -3,56 +3,95 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import pytest
 import torch
-from helpers import driven_apart, small_table
+from helpers import arrays, driven_apart, small_table
 from numpy.typing import NDArray
-from test_numpy_controller import assert_same, gappy, stack_of
+from replayed import untrained
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.serving.export import configurations_of, contexts_of, one_by_one, parity, to_numpy
+from knobwise.agents.serving.export import agreement, configurations_of
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.tables.profile_table import ProfileTable
 
 
-def test_a_graph_decides_as_a_guarded_network_does_for_one_request_or_many(tmp_path: Path) -> None:
+def gappy() -> ProfileTable:
+    """A table whose features are heavy-tailed in one column and missing in some places."""
+    table = small_table(90)
+    image = table.features["image_features"].clone()
+    image[:, 1] = image[:, 1].mul(3).exp()
+    image[::4, 2] = torch.nan
+    return replace(table, features=table.features | {"image_features": image})
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
+    guarded: bool,
+    tmp_path: Path,
+) -> None:
     table = gappy()
-    stack = stack_of(table, experts=(), members=2)
-    assert stack.guard is not None
-    stack.guard.deploy.copy_(torch.tensor([True, False, True, False, True]))  # static decides in two groups
-    stack.guard.miss[2] = 0.5
-    write_onnx(Deployed(stack), tmp_path / "c.onnx")
-    graph = OnnxController(tmp_path / "c.onnx")
-    assert_same(stack, table, graph.choose)
-    assert_same(stack, table, one_by_one(graph), samples=5)  # type: ignore[arg-type]
-    session = onnxruntime.InferenceSession(tmp_path / "c.onnx")
-    assert json.loads(session.get_modelmeta().custom_metadata_map["configurations"]) == configurations_of(stack)
+    # static decides in two groups
+    margins = [1.0, 1.0, 0.7, 1.0, 0.5] if guarded else None
+    config = PolicyConfig(hidden=8, members=2, drift=0.3)
+    agent = untrained(table, config, margins, [True, False, True, False, True])
+    path = tmp_path / "c.onnx"
+    write_onnx(Deployed(agent), path)
+    graph = OnnxController(path)
+    light = agent.decider
+    more = torch.tensor([1e-9, 1e-3, 3.0, 60.0, 1e9])
+    budgets = torch.cat([default_budgets(table), more])
+    counts = agreement(light, graph.choose, table, budgets, "c.onnx")
+    assert counts["contexts"] == 900
+    assert counts["same"] + counts["rounding"] == 900
+    assert counts["rounding"] <= 9
+    for row in range(5):
+        request = {name: block[row] for name, block in arrays(table).items()}
+        for budget in budgets.tolist():
+            assert graph.decide_index(request, budget) == light.decide_index(request, budget)
+    session = onnxruntime.InferenceSession(path)
+    about = session.get_modelmeta().custom_metadata_map
+    assert json.loads(about["configurations"]) == configurations_of(agent)
     assert [value.name for value in session.get_inputs()] == [*table.features, "budget_ms"]
 
     def wrong(blocks: Mapping[str, NDArray[Any]], limits: NDArray[Any]) -> NDArray[Any]:
         return (graph.choose(blocks, limits) + 1) % 12
 
-    about = stack, wrong, table, contexts_of(stack, table), "c.onnx", None, to_numpy(stack).choose
+    budgets = budgets[:5]
     with pytest.raises(InputError, match=r"c\.onnx: decides differently .* in 450 of 450 contexts"):
-        parity(*about)
-    assert parity(*about, exact=False) == {"contexts": 450, "same": 0, "rounding": 0}
+        agreement(light, wrong, table, budgets, "c.onnx")
+    counts = agreement(light, wrong, table, budgets, "c.onnx", exact=False)
+    assert counts == {"contexts": 450, "same": 0, "rounding": 0}
+
+
+def test_a_graph_holds_the_deployed_network_alone(tmp_path: Path) -> None:
+    table = small_table(60)
+    sizes = []
+    for members in (1, 4):
+        agent = untrained(table, PolicyConfig(hidden=64, members=members))
+        path = tmp_path / f"{members}.onnx"
+        write_onnx(Deployed(agent), path)
+        weights = onnx.load(path).graph.initializer
+        sizes.append(sum(onnx.numpy_helper.to_array(each).size for each in weights))
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
 
 
 def test_what_has_no_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     table = small_table(60)
-    stack = stack_of(table, experts=("ridge",))
-    stack.weights.fill_(0.5)
-    with pytest.raises(InputError, match=r"policy\.deploy=auto"):
-        Deployed(stack)
-    stack.weights.copy_(torch.tensor([1.0, 0.0]))  # an expert that does not count does not matter
-    Deployed(stack)
-    config = PolicyConfig(structure="utility", hidden=8)
-    with pytest.raises(InputError, match="budget=quantiles"):
-        Deployed(driven_apart(table, config, priced=True))
+    config = PolicyConfig(hidden=8)
+    for sense in ("mean", "weights"):
+        priced = replace(table, cost=table.latency_ms, cost_name="price")
+        agent = DeployedController(driven_apart(priced, config, sense=sense))
+        with pytest.raises(InputError, match="budget=quantiles"):
+            Deployed(agent)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(InputError, match=r"onnxscript.*knobwise\[onnx\]"):
-        Deployed(driven_apart(table, config))
+        Deployed(untrained(table))

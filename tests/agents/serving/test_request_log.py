@@ -16,7 +16,7 @@ from replayed import ReplayedModel, logging_model, serve_requests, small_stack
 
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.exploration import Exploration
-from knobwise.agents.serving.export import configurations_of, to_numpy
+from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.request_log import RequestLog, logged_of, read_log
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
@@ -35,8 +35,8 @@ def test_a_row_holds_what_the_decision_saw_and_what_came_of_it(tmp_path: Path) -
     agent, table = small_stack()
     model = logging_model(tmp_path, agent, table, explore=0.5, explore_loss=0.3, seed=1)
     results = serve_requests(model, table, 30)
-    names, sizes = configurations_of(agent), agent.normaliser.sizes
-    log = read_log(tmp_path, names, {to_numpy(agent).digest}, sizes)
+    names, sizes = configurations_of(agent), agent.controller.normaliser.sizes
+    log = read_log(tmp_path, names, {agent.decider.digest}, sizes)
     assert not log.aside
     logged = logged_of(log.rows, 12, sizes)
     assert logged.choice.tolist() == [result.choice for result in results]
@@ -108,7 +108,7 @@ def test_rows_that_cannot_be_used_are_set_aside(
     written: Path, tmp_path: Path, values: dict[str, Any], reason: str
 ) -> None:
     agent, _ = small_stack()
-    about = configurations_of(agent), {to_numpy(agent).digest}, agent.normaliser.sizes
+    about = configurations_of(agent), {agent.decider.digest}, agent.controller.normaliser.sizes
     log = read_log(changed(written, tmp_path, **values), *about)
     assert dict(log.aside) == {reason: 1}
     assert log.lines() == [f"1 set aside: {reason}"]
@@ -122,7 +122,7 @@ def test_rows_of_earlier_versions_with_a_column_for_a_price_are_read(written: Pa
     assert "price" not in log.rows[0]
     assert earlier.rows[0].pop("price") is None
     assert (earlier.rows, earlier.aside) == (log.rows, log.aside)
-    assert len(logged_of(earlier.rows, 12, agent.normaliser.sizes).ids) == 40
+    assert len(logged_of(earlier.rows, 12, agent.controller.normaliser.sizes).ids) == 40
 
 
 def test_labels_that_cannot_be_joined_are_set_aside(written: Path, tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(
         if place < len(content):
             content[place] = byte
     (tmp_path / "requests-000000.jsonl").write_bytes(content)
-    log = read_log(tmp_path, configurations_of(agent), None, agent.normaliser.sizes)
+    log = read_log(tmp_path, configurations_of(agent), None, agent.controller.normaliser.sizes)
     assert len(log.rows) + sum(log.aside.values()) == content.count(b"\n") + (bool(content) and content[-1] != 10)
-    logged = logged_of(log.rows, 12, agent.normaliser.sizes)
+    logged = logged_of(log.rows, 12, agent.controller.normaliser.sizes)
     assert ((logged.probability > 0) & (logged.probability <= 1)).all()
     assert np.isfinite(logged.offset).all()
 
@@ -218,7 +218,7 @@ def test_the_logged_probability_is_that_of_the_draws(tmp_path: Path, together: b
     else:
         for _ in range(400):
             model.answer(request, budget)
-    logged = logged_of(read_log(tmp_path).rows, 12, agent.normaliser.sizes)
+    logged = logged_of(read_log(tmp_path).rows, 12, agent.controller.normaliser.sizes)
     chances = logged.propensity[0]
     assert (chances > 0).sum() > 2
     assert chances.max() > 0.6
@@ -240,17 +240,24 @@ def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_featur
     assert all(len(row["among"]) >= 1 and sum(row["chances"]) == pytest.approx(1) for row in rows)
 
 
-def test_exploration_stays_within_its_loss_and_is_refused_without_predictions(tmp_path: Path) -> None:
+def test_exploration_stays_within_its_loss_and_wrong_options_are_refused(tmp_path: Path) -> None:
     agent, table = small_stack()
     model = logging_model(tmp_path, agent, table, explore=1.0, explore_loss=0.1, seed=0, tracker=False)
     controller = model.controller
+    counts = []
     for result in serve_requests(model, table, 60, label=False):
         row = next(row for row in read_log(tmp_path).rows if row["id"] == result.request_id)
-        logged = logged_of([row], 12, agent.normaliser.sizes)
-        blocks = {name: block[0] for name, block in logged.features.items()}
-        score, meets, *_ = controller.prospects(blocks, result.limit_ms)
-        assert score[result.choice] >= score.max() - 0.1 - 1e-6
-        assert meets[result.choice] >= min(0.9, meets[row["best"]]) - 1e-6
+        logged = logged_of([row], 12, agent.controller.normaliser.sizes)
+        limit = np.array([result.limit_ms])
+        (log_probs,) = controller.log_probs(logged.features, limit)
+        assert log_probs[row["best"]] == log_probs.max()
+        # the policy was taught softmax(40 · utility)
+        near = log_probs >= log_probs.max() - 40 * 0.1
+        assert near[result.choice]
+        counts.append(int(near.sum()))
+        assert row["among"] == np.flatnonzero(near).tolist()
+        assert row["chances"] == pytest.approx([1 / near.sum()] * near.sum())
+    assert 1 < max(counts) < 12
     for options in ({"explore": 1.5}, {"explore": 0.1, "explore_loss": -1.0}):
         with pytest.raises(InputError, match="explore"):
             AdaptiveModel(ReplayedModel(table), agent, **options)

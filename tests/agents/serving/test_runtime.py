@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import small_table
+from replayed import untrained
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.export import configurations_of, to_numpy
+from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
@@ -43,7 +43,9 @@ def vlm() -> ElasticAdaptive:
 class ByFeatures:
     """Any of eight configurations, by a sum of what it sees; notes the limits that it was given, and expects 3 ms."""
 
-    knobs, digest = KNOBS, "by features"
+    knobs: tuple[Knob, ...] = KNOBS
+    digest = "by features"
+    header = {"limit": "budget_ms"}
     configurations = torch.cartesian_prod(*[torch.arange(2)] * 3)
 
     def __init__(self) -> None:
@@ -341,25 +343,24 @@ def test_a_trained_controller_decides_alike_in_every_form(vlm: ElasticAdaptive) 
     generator, n = torch.Generator().manual_seed(0), len(REQUESTS)
     latency = (1 + ByFeatures.configurations.sum(1)) * (1 + torch.rand(n, 8, generator=generator))
     table = table_like((torch.rand(n, 8, generator=generator) < 0.5).float(), latency, **blocks)
-    config = PolicyConfig(structure="utility", hidden=8, layers=1)
-    controller = Controller.for_table(table, torch.arange(n), config).eval()
+    agent = untrained(table, PolicyConfig(hidden=8, layers=1))
     budgets = latency.mean(1).tolist()
-    forms = (
-        controller,
-        to_numpy(controller),
-        KnobPolicy(Loaded(controller, "t", "", {})),
-    )
-    results = [AdaptiveModel(vlm, agent).generate(REQUESTS, budgets) for agent in forms]
-    for agent in results:
-        limits = torch.tensor([result.limit_ms for result in agent])
-        assert [result.choice for result in agent] == controller.choose(blocks, limits).tolist()
+    arrays = {name: block.numpy() for name, block in blocks.items()}
+    for form in (agent, agent.decider, KnobPolicy(Loaded(agent, "t", "", {}))):
+        results = AdaptiveModel(vlm, form).generate(REQUESTS, budgets)
+        limits = np.array([result.limit_ms for result in results])
+        choices = [result.choice for result in results]
+        assert choices == agent.choose(arrays, limits).tolist()
+        assert len(set(choices)) > 1
 
 
 def test_what_cannot_work_is_refused_at_once(vlm: ElasticAdaptive) -> None:
-    too_many = SimpleNamespace(knobs=(Knob("top_k", (1, 4)),), configurations=torch.tensor([[0], [1]]))
+    too_many = ByFeatures()
+    too_many.knobs = (Knob("top_k", (1, 4)),)
+    too_many.configurations = torch.tensor([[0], [1]])
     for message, controller in (
-        ("mean over requests", SimpleNamespace(priced=True)),
-        ("mean over requests", SimpleNamespace(header={"priced": True})),
+        ("mean over requests", SimpleNamespace(header={"limit": "worths"})),
+        ("mean over requests", SimpleNamespace(header={"limit": "mean"})),
         ("top_k=4: this model takes 1 to 3", too_many),
     ):
         with pytest.raises(InputError, match=message):

@@ -15,14 +15,12 @@ import torch
 from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replayed import small_stack
+from replayed import small_stack, untrained
 
-from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic
+from knobwise.agents.judging.baselines import BestStatic, static_of
+from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.export import arrays_of_static, export_numpy, to_numpy
-from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.serving.tracker import (
     CLIP,
     CLIPPED_SQUARE,
@@ -35,6 +33,7 @@ from knobwise.agents.serving.tracker import (
     LatencyTracker,
     TrackedStatic,
 )
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -219,13 +218,18 @@ def test_states_of_others_are_refused_in_one_line() -> None:
 
 def test_digests_are_those_of_what_decides(tmp_path: Any) -> None:
     table = small_table(60)
-    first, second = (
-        Controller.for_table(table, torch.arange(rows), PolicyConfig(structure="utility", hidden=4)).eval()
-        for rows in (60, 40)
+    first = untrained(table)
+    first.export(tmp_path / "controller.npz")
+    assert NumpyController.load(tmp_path / "controller.npz").digest == first.decider.digest
+    assert untrained(table).decider.digest == first.decider.digest
+    others = (
+        untrained(table, by=0.31),
+        untrained(small_table(59)),
+        untrained(table, None, [1.0] * 5),
+        untrained(table, None, [1.0, 1.0, 0.97, 1.0, 1.0]),
     )
-    export_numpy(first, tmp_path / "controller.npz")
-    assert NumpyController.load(tmp_path / "controller.npz").digest == to_numpy(first).digest
-    assert to_numpy(second).digest != to_numpy(first).digest
+    digests = {first.decider.digest, *(other.decider.digest for other in others)}
+    assert len(digests) == 5
 
 
 # -- timed cells -------------------------------------------------------------------------------------------------------
@@ -262,36 +266,35 @@ def table() -> ProfileTable:
 
 def test_without_drift_static_decides_as_budget_aware_static(table: ProfileTable) -> None:
     rows = torch.arange(1, 60)
-    static = BudgetAwareStatic(table, rows)
+    static = static_of(table, rows)
     configurations = [table.configuration(c) for c in range(table.num_configurations)]
-    tracked = TrackedStatic(arrays_of_static(static), LatencyTracker(configurations))
+    tracked = TrackedStatic(static, LatencyTracker(configurations))
     budgets = torch.cat([table.latency_ms[table.mask], torch.tensor([1e-9, 1e9]), torch.linspace(0.5, 60, 300)])
-    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose({}, budgets).tolist()
+    limits = budgets.double().numpy()
+    assert [tracked.decide(budget) for budget in limits.tolist()] == static.choose({}, limits).tolist()
     few = budgets[::97]
-    best = BestStatic(table, rows, few).choose({}, few[:1]).tolist()
-    fixed = TrackedStatic(arrays_of_static(static), tracked.tracker, few.double().numpy())
+    best = BestStatic(table, rows, few).choose({}, few[:1].numpy()).tolist()
+    fixed = TrackedStatic(static, tracked.tracker, few.double().numpy())
     assert [fixed.decide(1.0), fixed.decide(99.0)] == best * 2
 
 
 def test_under_drift_static_decides_as_on_a_slower_table(table: ProfileTable) -> None:
     rows = torch.arange(1, 60)
     configurations = [table.configuration(c) for c in range(table.num_configurations)]
-    tracked = TrackedStatic(arrays_of_static(BudgetAwareStatic(table, rows)), LatencyTracker(configurations))
+    tracked = TrackedStatic(static_of(table, rows), LatencyTracker(configurations))
     offset = np.random.default_rng(0).normal(0.3, 0.1, table.num_configurations)
     logs = np.log(np.linspace(3, 60, 40))
     # each time as ln t → m + offset + scale·(ln t − m)
     mean = torch.from_numpy(tracked.log_latency)
     moved = torch.exp(mean + torch.from_numpy(offset) + 1.5 * (table.latency_ms.double().log() - mean))
-    slower = BudgetAwareStatic(replace(table, latency_ms=moved.float()), rows)
-    expected = slower.mean_utility(torch.from_numpy(np.exp(logs))).numpy()
+    slower = static_of(replace(table, latency_ms=moved.float()), rows)
+    expected = slower.mean_utility(np.exp(logs))
     np.testing.assert_allclose(tracked.mean_utility(logs, offset, 1.5), expected, atol=1e-6)
 
 
 def test_static_learns_from_its_own_answers(table: ProfileTable) -> None:
     configurations = [table.configuration(c) for c in range(table.num_configurations)]
-    tracked = TrackedStatic(
-        arrays_of_static(BudgetAwareStatic(table, torch.arange(1, 60))), LatencyTracker(configurations)
-    )
+    tracked = TrackedStatic(static_of(table, torch.arange(1, 60)), LatencyTracker(configurations))
     budget = float(table.latency_ms.nanmedian())
     before = tracked.decide(budget)
     for _ in range(60):
@@ -318,7 +321,7 @@ class Slower(ElasticAdaptive):
 
 
 @pytest.fixture(scope="module")
-def served() -> tuple[Slower, Controller, list[Request]]:
+def served() -> tuple[Slower, DeployedController, list[Request]]:
     torch.manual_seed(0)
     size = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6)
     vlm = Slower(ElasticVLM(size).eval(), "tiny")
@@ -341,8 +344,7 @@ def served() -> tuple[Slower, Controller, list[Request]]:
     mask = torch.ones_like(latency, dtype=torch.bool)
     accuracy = sums.expand(16, -1) / 20
     profile = ProfileTable("timed", knobs, configurations, accuracy, latency, mask, tuple(map(str, range(16))), blocks)
-    config = PolicyConfig(structure="utility", hidden=8, layers=1)
-    return vlm, Controller.for_table(profile, torch.arange(16), config).eval(), requests
+    return vlm, untrained(profile, PolicyConfig(hidden=8, layers=1)), requests
 
 
 def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not(served: Any) -> None:
@@ -408,7 +410,7 @@ def test_a_tracker_goes_on_with_its_controller_only(served: Any) -> None:
 def test_following_the_drift_pays_and_costs_little_without() -> None:
     """Against a controller that knows the drift, and one that allows for none."""
     agent, table = small_stack(300)
-    controller, budgets = to_numpy(agent), default_budgets(table).tolist()
+    controller, budgets = agent.decider, default_budgets(table).tolist()
     configurations = [table.configuration(c) for c in range(table.num_configurations)]
 
     def utility(factor: float, drift: Any, tracker: LatencyTracker | None = None) -> float:

@@ -118,7 +118,9 @@ def test_the_expected_outcome_of_a_mixture() -> None:
         ([0.0, NAN, 0.25, 1.0], [8.0, NAN, 44.0, 9.0]),
     ]
     table = table_of(*(list(block) for block in zip(*cells, strict=True)))
-    mix = StaticMix(table, torch.tensor([0, 1]), torch.tensor([15.0, 25.0]))  # half 0 and 1; three quarters 1, else 2
+    mix = StaticMix.of_table(
+        table, torch.tensor([0, 1]), torch.tensor([15.0, 25.0])
+    )  # half 0 and 1; three quarters 1, else 2
     assert (mix.first.tolist(), mix.second.tolist(), mix.share.tolist()) == ([0, 1], [1, 2], [0.5, 0.25])
     accuracy, cost = mix.expected(table, torch.arange(6))
     assert accuracy.tolist() == [[0.5, 0.625], [0.5, 1], [1, 0.5], [0.5, 0.4375], [0.5, 0.5], [0, 0.25]]
@@ -226,7 +228,7 @@ def test_a_mixture_keeps_its_budget_on_the_rows_it_was_fitted_on() -> None:
     table = small_table(80)
     rows = torch.arange(80)
     budgets = mean_budgets(table, rows)
-    accuracy, cost = StaticMix(table, rows, budgets).expected(table, rows)
+    accuracy, cost = StaticMix.of_table(table, rows, budgets).expected(table, rows)
     assert (cost.mean(0) <= budgets + 1e-6).all()
     oracle = oracle_at_mean(table.accuracy, table.latency_ms, table.mask, budgets)
     assert (mean_of(table.accuracy, oracle) >= accuracy.mean(0)).all()

@@ -1,44 +1,41 @@
-"""Prices, guard and mixtures of policies for mean budgets: by hand where there is a formula, then on a trained one."""
+"""Worths, guard and mixtures for mean budgets: by hand where there is a formula, then on a trained one."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers import Always, blocks, small_table
+from helpers import TAUGHT, arrays, deployed, small_table, table_of
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
-from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.predictors.experts import Measured
-from knobwise.agents.stack.priced_policy import (
-    PricedChooser,
+from knobwise.agents.policy.mean_budgets import MeanBudgets
+from knobwise.agents.stack.prices import (
+    WORTHS,
+    MeanBudgetPolicy,
+    StaticMix,
     compared,
     make_priced_baselines,
-    price_stack,
-    turns,
+    mean_budgets,
+    worths_for,
 )
-from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_price, mean_budgets
-from knobwise.agents.stack.stacked_controller import StackedController, _joined, fit_priced_stack
-from knobwise.agents.stack.weights import HeldOut
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import BudgetEncoding
+from knobwise.agents.training.settle import deployed_by
+from knobwise.envs.configurations.budgets import worths_range
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
-SHORT = OptimiserConfig(warmup_iterations=10, iterations=4, contexts=32, minibatch=32, evaluate_every=4)
-STACK = PolicyConfig(structure="utility", members=3, experts=("ridge", "knn"), hidden=16, dropout=0.0)
-
-
-def trained(table: ProfileTable, policy: PolicyConfig) -> ControllerTrainer:
-    trainer = ControllerTrainer(table, table.split(), policy=policy, optimiser=SHORT, budget=BudgetConfig(sense="mean"))
-    trainer.run()
-    return trainer
+SHORT = OptimiserConfig(
+    teacher_iterations=10,
+    warmup_iterations=60,
+    iterations=4,
+    contexts=64,
+    minibatch=64,
+    evaluate_every=4,
+)
 
 
 def fitted_rows(table: ProfileTable) -> Tensor:
@@ -46,26 +43,14 @@ def fitted_rows(table: ProfileTable) -> Tensor:
     return torch.cat([split.train, split.validation])
 
 
-# -- by hand -----------------------------------------------------------------------------------------------------------
-
-
-def test_at_a_price_a_network_scores_accuracy_minus_latency_over_worth_and_nothing_else() -> None:
-    configurations = torch.cartesian_prod(torch.arange(2), torch.arange(2))
-    network = UtilityNetwork(3, configurations, BudgetEncoding(torch.ones(1)), STACK, True, bins=True)
-    assert not {"residual", "modulation"} & {name.split(".")[0] for name, _ in network.named_parameters()}
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    outcomes = network.outcomes(torch.randn(3, 5, 3))
-    worths = torch.linspace(1, 50, 5).expand(3, -1)
-    mean = torch.exp(outcomes.log_latency + outcomes.spread.square() / 2)
-    wanted = torch.sigmoid(outcomes.accuracy_logits) - mean / worths.unsqueeze(-1)
-    torch.testing.assert_close(network.scores(outcomes, worths), wanted)
+# -- by hand ---------------------------------------------------------------------------------------
 
 
 def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance() -> None:
     mixed = torch.full((4, 3), 0.5)
     # gains of all three .25 on average; standard errors .25/√3 (0, 0, .5, .5 → deviation .2887/2), 0 and 0
-    accuracy = torch.tensor([[0.5, 0.75, 0.75], [0.5, 0.75, 0.75], [1.0, 0.75, 0.75], [1.0, 0.75, 0.75]])
+    right = [[0.5, 0.75, 0.75], [0.5, 0.75, 0.75], [1.0, 0.75, 0.75], [1.0, 0.75, 0.75]]
+    accuracy = torch.tensor(right)
     cost = torch.tensor([2.0, 2.0, 3.0]).expand(4, -1)
     result = compared(accuracy, cost, mixed, torch.tensor([2.0, 2.0, 2.9]), confidence=0.8)
     assert [row["deployed"] for row in result] == [True, True, False]
@@ -74,124 +59,178 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance() -> None:
     assert [row["accuracy_static_mix"] for row in result] == [0.5] * 3
     assert "lowest is 3" in result[2]["reason"]
     # .25 is 1.73 standard errors: 95 % sure (1.64), but not 96 % (1.75)
-    sure = [compared(accuracy, cost, mixed, torch.full((3,), 9.0), c)[0]["deployed"] for c in (0.95, 0.96)]
+    sure = []
+    for confidence in (0.95, 0.96):
+        rows = compared(accuracy, cost, mixed, torch.full((3,), 9.0), confidence)
+        sure.append(rows[0]["deployed"])
     assert sure == [True, False]
     # one held-out sample shows nothing
     cell = torch.ones(1, 1)
     assert not compared(cell, cell, 0 * cell, 2 * cell[0], confidence=0.8)[0]["deployed"]
 
 
+def test_the_most_accurate_worth_within_each_mean_budget_is_found() -> None:
+    # worths are tried from 4 ms up; the policy takes the dear one for the first sample from 20 ms
+    # on, for both from 60 ms on; from 200 ms on it takes what is dearer still and no better
+    table = table_of([[0.25, 1.0, 1.0], [0.5, 0.75, 0.5]], [[4.0, 10.0, 30.0]] * 2)
+    rows = torch.arange(2)
+    tried = []
+
+    def decide(worth: Tensor) -> Tensor:
+        tried.append(float(worth))
+        for least, chosen in ((200, [2, 2]), (60, [1, 1]), (20, [1, 0]), (0, [0, 0])):
+            if worth >= least:
+                return torch.tensor(chosen)
+        raise AssertionError
+
+    budgets_ms = torch.tensor([3.0, 6.9, 7.0, 9.9, 10.0, 50.0])
+    worths, choices = worths_for(decide, table, rows, budgets_ms)
+    low, high = worths_range(table.latency_ms.flatten()).tolist()
+    assert len(tried) == WORTHS
+    assert (tried[0], tried[-1]) == (pytest.approx(low), pytest.approx(high))
+    logs = torch.tensor(tried).log().diff()
+    torch.testing.assert_close(logs, logs[:1].expand(WORTHS - 1), rtol=1e-3, atol=0)
+    # means: 4 ms and .375; 7 ms and .75; 10 ms and .875; 30 ms and .75
+    wanted = [[0, 0], [0, 0], [1, 0], [1, 0], [1, 1], [1, 1]]
+    assert choices.T.tolist() == wanted
+    for worth, chosen in zip(worths, wanted, strict=True):
+        assert decide(worth).tolist() == chosen
+    assert worths.dtype == torch.float64
+
+
+def mixing(share: float, deployed_at: list[bool]) -> MeanBudgets:
+    """Mean budgets of 6 and 9 ms, with a mix of the first and the second configuration at both."""
+    mix = {"first": [0, 0], "second": [1, 1], "share": [share, share]}
+    mix |= {"mean_accuracy": [0.2, 0.6, 0.4], "mean_cost": [4.0, 12.0, 8.0]}
+    content = {"budgets_ms": [6.0, 9.0], "worths": [20.0, 40.0], "deployed": deployed_at}
+    content |= {f"mix.{name}": values for name, values in mix.items()}
+    return MeanBudgets({name: np.array(values) for name, values in content.items()})
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.73])
 @pytest.mark.parametrize("every", [1, 2, 7])
 def test_turns_keep_a_share_in_any_stretch_of_requests(share: float, every: int) -> None:
-    place = turns(1, 7000)[::every]
-    assert ((place >= 0) & (place < 1)).all()
-    assert turns(5, 3).equal(turns(1, 7)[4:])
-    for stretch in place.split(100):
-        assert float((stretch < share).double().mean()) == pytest.approx(share, abs=0.05)
+    one_by_one, together = mixing(share, [False, False]), mixing(share, [False, False])
+    chosen = np.array([one_by_one.fall_back(9.0) for _ in range(7000)])
+    group = np.ones(7000, np.int64)
+    assert (chosen == together.or_mix(np.full(7000, 7), group, None)).all()
+    for stretch in torch.from_numpy(chosen[::every]).split(100):
+        assert float(stretch.double().mean()) == pytest.approx(share, abs=0.05)
 
 
-def test_a_mixture_takes_its_dearer_side_for_its_share_of_the_requests() -> None:
-    table = small_table(60, holes=0.3)
-    mix = StaticMix(table, torch.arange(60), mean_budgets(table, torch.arange(60)))
-    restored = StaticMix.restored(mix.plain())
-    place = torch.arange(1000) / 1000
-    every, holes = torch.ones(1000, 12, dtype=torch.bool), table.mask[torch.arange(1000) % 60]
-    for b, share in enumerate(mix.share.tolist()):
-        group = torch.full((1000,), b)
-        chosen = mix.choose(place, group, every)
-        assert (chosen == mix.second[b]).float().mean().item() == pytest.approx(share, abs=1e-3)
-        assert set(chosen.tolist()) <= {int(mix.first[b]), int(mix.second[b])}
-        assert holes.gather(1, mix.choose(place, group, holes).unsqueeze(1)).all()
-        assert restored.choose(place, group, holes).equal(mix.choose(place, group, holes))
+def test_a_mixture_takes_its_dearer_side_for_its_share_and_stays_in_the_mask() -> None:
+    mean = mixing(0.25, [True, False])
+    chosen = np.full(1000, 7)
+    group = np.arange(1000) % 2
+    mixed = mean.or_mix(chosen, group, None)
+    assert (mixed[::2] == 7).all()  # there the policy decides
+    assert np.mean(mixed[1::2]) == pytest.approx(0.25, abs=0.01)
+    # the dearer is forbidden, the cheaper, and both, where the best that the budget affords is taken
+    masks = np.array([[True, False, True], [False, True, True], [False, False, True]])
+    first, second = mean.sides(np.ones(3, np.int64), masks)
+    assert first.tolist() == [0, 1, 2]
+    assert second.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"7.*calibrated for 6, 9"):
+        mean.groups(np.array([7.0]))
 
 
-# -- around something that decides -------------------------------------------------------------------------------------
+def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide() -> None:
+    table = small_table(60)
+    rows, budgets_ms = torch.arange(60), torch.tensor([6.0, 9.0])
+    mix = StaticMix.of_table(table, rows, budgets_ms)
+    asked = []
 
+    def decide(features: object, group: int, mask: np.ndarray) -> np.ndarray:
+        asked.append(group)
+        return np.full(len(mask), 3 + group)
 
-def always_with_fallback(table: ProfileTable) -> PricedChooser:
-    budgets = torch.tensor([6.0, 9.0], dtype=torch.float64)
-    guard = [{"deployed": True}, {"deployed": False}]
-    mix = StaticMix(table, torch.arange(60), budgets)
-    return PricedChooser("always", Always(3), budgets, torch.tensor([0.25, 0.0]), mix, guard)
-
-
-@pytest.mark.parametrize("features", [True, False])
-def test_where_it_was_not_shown_to_be_better_the_mixture_decides(features: bool) -> None:
-    table = small_table(60, features=features)
-    chooser = always_with_fallback(table)
-    first = chooser.choose(table.features, torch.full((60,), 6.0), table.mask)
-    assert chooser.chooser.limits.tolist() == [4.0] * 60
-    assert first.tolist() == [3] * 60
-    sides = torch.stack([chooser.mix.first[1], chooser.mix.second[1]])
-    drawn = torch.cat([chooser.choose(table.features, torch.full((60,), 9.0), table.mask) for _ in range(30)])
-    assert chooser.chooser.limits.isinf().all()
-    assert torch.isin(drawn, sides).all()
-    share = (drawn == sides[1]).float().mean().item()
-    assert share == pytest.approx(float(chooser.mix.share[1]), abs=0.15 if features else 0.04)
-    again = always_with_fallback(table).choose(table.features, torch.full((60,), 9.0), table.mask)
-    assert again.equal(drawn[:60])
+    deployed_at = torch.tensor([True, False])
+    worths = torch.tensor([4.0, 8.0])
+    policy = MeanBudgetPolicy("always", decide, budgets_ms, worths, deployed_at, mix)
+    assert policy.prices.tolist() == [0.25, 0.125]
+    decided = policy.decided(table, rows)
+    assert asked == [0, 1]
+    assert decided.tolist() == [[3, 4]] * 60
     # what is expected of it needs no draw
-    accuracy, cost = chooser.expected(table, torch.arange(60))
-    mixed, mixed_cost = chooser.mix.expected(table, torch.arange(60))
+    accuracy, cost = policy.expected(table, rows, decided)
+    mixed, mixed_cost = mix.expected(table, rows)
     assert accuracy[:, 0].equal(table.accuracy[:, 3].double())
+    assert cost[:, 0].equal(table.latency_ms[:, 3].double())
     assert accuracy[:, 1].equal(mixed[:, 1])
     assert cost[:, 1].equal(mixed_cost[:, 1])
-    with pytest.raises(InputError, match=r"7.*calibrated for 6, 9"):
-        chooser.choose(table.features, torch.full((60,), 7.0), table.mask)
 
 
-# -- trained -----------------------------------------------------------------------------------------------------------
+# -- trained ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("features", [True, False])
-def test_a_stack_is_priced_by_what_it_says_out_of_fold(tmp_path: Path, features: bool) -> None:
+@pytest.mark.parametrize("cost_ms", [0.0, 0.5])
+def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features: bool, cost_ms: float) -> None:
     table = small_table(120, holes=0.2, features=features)
-    rows, budgets = fitted_rows(table), mean_budgets(table, fitted_rows(table))
-    trainer = trained(table, STACK)
-    arguments = (table, rows, trainer.agent, STACK, trainer.limits)
-    stack, held_out = fit_priced_stack(*arguments, seed=0)
-    assert float(stack.weights.sum()) == pytest.approx(1)
-    priced = price_stack(*arguments, budgets, seed=0)
-    assert priced.prices.equal(calibrate_prices(*held_out, table.latency_ms[rows], table.mask[rows], budgets))
-    # the budgets are kept on what was held out, except where no price keeps them
-    for row, budget in zip(priced.guard, budgets.tolist(), strict=True):
-        assert row["latency_ms_mean"] <= budget * (1 + 1e-9) or "no price" in row["reason"]
-    # what decides is Â − λ·L̂ of the whole, and its probabilities follow
-    assert isinstance(priced.chooser, StackedController)
-    requests, worths = blocks(table, rows), torch.full((len(rows),), 20.0)
-    normal = stack.features(requests, len(rows))
-    accuracy, cost = stack.predictions(normal).costs()
-    chosen = priced.chooser.choose(requests, worths, table.mask[rows])
-    assert chosen.equal(choose_at_price(accuracy, cost, 1 / 20, table.mask[rows]))
-    assert stack(normal, worths, table.mask[rows]).argmax(-1).equal(chosen)
-    # in and out of a checkpoint
-    save_checkpoint(tmp_path / "best.pt", priced, table, {})
-    again = load_checkpoint(tmp_path / "best.pt").controller
-    assert isinstance(again, PricedChooser)
-    assert again.guard == priced.guard
-    for budget in budgets:
-        limits = budget.expand(len(rows))
-        fresh = price_stack(*arguments, budgets, seed=0)
-        assert again.choose(requests, limits, table.mask[rows]).equal(fresh.choose(requests, limits, table.mask[rows]))
-        again._turn = 1
-
-
-def test_the_weights_of_a_fold_have_not_seen_it() -> None:
-    table = small_table(100)
-    measured = Measured.from_table(table, torch.arange(100), torch.ones(0), seed=0)
-    scores = [torch.rand(2, 100, 12, generator=torch.Generator().manual_seed(k)) for k in range(3)]
-    worth = scores[0] + scores[1]
-    changed, (_, hold) = worth.clone(), measured.folds[2]
-    changed[:, hold] = scores[2][:, hold]
-    # where member k says 1 and the others 0, the joined prediction is the weight of k in the sample's fold
-    members = [[torch.full((100, 1), float(k == member)) for k in range(3)] for member in range(3)]
-    before, after = (
-        torch.cat(_joined(measured, HeldOut(scores, w, table.mask), torch.ones(3), *members), 1)
-        for w in (worth, changed)
+    budgets_ms = mean_budgets(table, fitted_rows(table))
+    trainer = ControllerTrainer(
+        table,
+        table.split(),
+        policy=TAUGHT,
+        optimiser=SHORT,
+        budget=BudgetConfig(sense="mean"),
+        cost_ms=cost_ms,
     )
-    torch.testing.assert_close(before.sum(1), torch.ones(100))
-    assert [torch.equal(before[hold], after[hold]) for _, hold in measured.folds] == [False, False, True, False, False]
+    trainer.run()
+    agent = deployed_by(trainer, budgets_ms)
+    mean, rows = agent.settled.mean, trainer.judged_rows
+    at = torch.arange(len(rows))
+    for b, row in enumerate(agent.settled.guard):
+        worth = torch.tensor(mean["worths"][b]).float()
+        chosen = trainer.held_out_log_probs(worth).argmax(1)
+        spent = float(table.latency_ms[rows, chosen].double().mean()) + cost_ms
+        assert row["latency_ms_mean"] == pytest.approx(spent)
+        accuracy = float(table.accuracy[rows, chosen].double().mean())
+        assert row["accuracy_policy"] == pytest.approx(accuracy)
+        assert spent <= float(budgets_ms[b]) * (1 + 1e-9) or "no worth" in row["reason"]
+        assert table.mask[rows][at, chosen].all()
+        assert mean["deployed"][b] == row["deployed"]
+    assert agent.sense == "mean"
+    # what decides is the network of all samples at that worth
+    decider = agent.decider
+    deployed_worth = decider.log_probs(arrays(table), np.full(120, float(budgets_ms[1])))
+    x = agent.controller.features(table.features, 120)
+    with torch.no_grad():
+        wanted = agent.controller(x, torch.full((120,), float(mean["worths"][1])))
+    np.testing.assert_allclose(deployed_worth, wanted, atol=1e-4)
+    policy = agent.under_mean_budgets()
+    everyone = torch.arange(120)
+    greedy = wanted.masked_fill(~table.mask, -torch.inf).argmax(1)
+    assert torch.equal(policy.decided(table, everyone)[:, 1], greedy)
+    with pytest.raises(ValueError, match="was calibrated for"):
+        agent.choose(arrays(table), np.full(120, 1e6))
+
+
+def test_without_a_guard_the_policy_decides_at_every_mean_budget() -> None:
+    table = small_table(80)
+    budgets_ms = mean_budgets(table, fitted_rows(table))
+    agent = deployed(table, PolicyConfig(hidden=8, guard=False), budgets_ms, "mean")
+    assert agent.settled.guard == []
+    assert agent.settled.mean["deployed"].all()
+    assert agent.decider.mean is not None
+    assert agent.decider.mean.mix == {}
+    assert agent.reads_features(budgets_ms.numpy()).all()
+
+
+def test_a_taught_policy_spends_more_where_it_may() -> None:
+    table = small_table(300)
+    budgets_ms = mean_budgets(table, fitted_rows(table))
+    optimiser = OptimiserConfig(teacher_iterations=30, warmup_iterations=150, iterations=0, evaluate_every=30)
+    settings = {"optimiser": optimiser}
+    policy = PolicyConfig(teacher=True, members=2, experts=("ridge",), hidden=16, dropout=0.0)
+    agent = deployed(table, policy, budgets_ms, "mean", **settings)
+    under = agent.under_mean_budgets()
+    test = table.split().test
+    accuracy, cost = under.expected(table, test, under.decided(table, test))
+    assert (under.worths.diff() >= 0).all()
+    assert cost.mean(0).tolist() == pytest.approx(budgets_ms.tolist(), rel=0.25)
+    mixed = StaticMix.of_table(table, fitted_rows(table), budgets_ms).expected(table, test)[0]
+    assert accuracy.mean() > mixed.mean() + 0.03
 
 
 def test_baselines_that_look_at_the_request_are_priced_out_of_fold() -> None:
@@ -200,10 +239,10 @@ def test_baselines_that_look_at_the_request_are_priced_out_of_fold() -> None:
     baselines = make_priced_baselines(table, table.split(), budgets)
     names = ["latency_only", "ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting"]
     assert [baseline.name for baseline in baselines] == names
-    mixed = StaticMix(table, rows, budgets).expected(table, rows)[0].mean(0)
+    mixed = StaticMix.of_table(table, rows, budgets).expected(table, rows)[0].mean(0)
     for baseline in baselines:
         assert (baseline.prices.diff() <= 0).all()
-        accuracy, cost = baseline.expected(table, rows)
+        accuracy, cost = baseline.expected(table, rows, baseline.decided(table, rows))
         assert cost.mean(0).tolist() == pytest.approx(budgets.tolist(), rel=0.25)
         if baseline.name != "latency_only":
             assert accuracy.mean() > mixed.mean() + 0.03

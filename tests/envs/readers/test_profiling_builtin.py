@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, PredictThenChoose
+from knobwise.agents.judging.baselines import Oracle, PredictThenChoose, static_of
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.predictors.experts import Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
@@ -88,7 +88,7 @@ def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) 
     normaliser = FeatureNormaliser.fit(profile, rows)
     (fitted,) = fit_experts(profile, Measured.from_table(profile, rows, budgets_ms, 0), normaliser, ("ridge",), 0)
     ridge = PredictThenChoose("ridge", fitted.expert, normaliser)
-    policies = [BudgetAwareStatic(profile, rows), ridge, Oracle(profile, split.test)]
+    policies = [static_of(profile, rows), ridge, Oracle(profile, split.test)]
     judged = [judge(policy, profile, split.test, budgets_ms, rewards) for policy in policies]
     static, learned, best = (float(outcome.utility.mean()) for outcome in judged)
     assert (learned - static) / (best - static) > 0.15

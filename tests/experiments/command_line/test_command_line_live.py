@@ -16,7 +16,7 @@ from knobwise.__main__ import main
 from knobwise.experiments.settings.options import EvaluateRun
 
 ROOT = Path(__file__).parents[3]
-LEAN = [*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=1", "baselines=false", "seeds=[0]"]
+LEAN = [*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "baselines=false", "seeds=[0]"]
 STREAM = ["evaluate", "live=true", "stream.requests=12", "stream.calibration=5", "stream.warm_up=1", "json=live.json"]
 MODELS = '''
 from contextlib import nullcontext

@@ -52,8 +52,10 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["seeds=null"], "seeds=null: must have a value"),
         (["reward.miss=-1"], "reward.miss=-1.0: the cost of a missed budget must be 0"),
         (["reward.miss=inf"], "reward.miss=inf"),
-        (["experiment=mean_budget", "policy.members=1"], "policy.members=1: policy.experts (ridge, "),
-        (["policy.structure=independent"], "policy.structure=independent: policy.experts (ridge, "),
+        (["experiment=mean_budget", "policy.members=1"], "policy.members=1: policy.teacher=true needs at least 2, "),
+        (["policy.teacher=false"], "policy.experts (ridge, "),
+        (["policy=independent", "policy.teacher=true"], "policy.members=1: policy.teacher=true needs at least 2, "),
+        (["policy.structure=independent"], "policy.structure=independent: there is no such option"),
         (["measured.csv"], "measured.csv: options are key=value; did you mean profile=table profile.path=m"),
         (["loss.baseline=loo"], "loss.baseline=loo: there is no such option; did you mean loss."),
         (["policy.hidden"], "'policy.hidden': is not of the form key=value"),
@@ -180,9 +182,10 @@ def test_a_file_with_variants_says_that_one_run_is_not_all_of_them(
     assert capsys.readouterr().err == (message if variants else "")
 
 
-def test_one_member_alone_goes_without_experts() -> None:
+def test_without_a_teacher_there_are_no_experts_and_one_member_is_enough() -> None:
     """What the message on experts advises."""
-    assert read_settings("train", ["policy.members=1", "policy.experts=[]"]).policy.members == 1
+    policy = read_settings("train", ["policy.teacher=false", "policy.experts=[]", "policy.members=1"]).policy
+    assert (policy.teacher, policy.members) == (False, 1)
 
 
 def test_help_lists_the_experiments_and_how_to_sweep(capsys: Capture) -> None:
@@ -223,7 +226,7 @@ MISTAKES = [
     ("train reward.kind=nice", "reward.kind='nice': must be one of shaped, utility, priced"),
     ("train optimiser.schedule=linear", "optimiser.schedule='linear': must be one of "),
     ("train policy.layers=0", "policy.layers=0: must be at least 1"),
-    ("train policy.structure=tree", "must be one of utility, independent"),
+    ("train policy.budget_encoding=tree", "must be one of linear, sinusoidal"),
     ("train policy.hiden=1", "policy.hiden=1: there is no such option; did you mean policy.hidden=1?"),
     ("train optimizer.iterations=3", "did you mean optimiser.iterations=3?"),
     ("train +foo=9", "+foo=9: options are key=value, not --flags"),

@@ -9,25 +9,20 @@ from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import polars as pl
 import pytest
-import torch
 from commands import OPTIMISER, Capture, Command, Patch, refused, stop_when
-from helpers import small_table
+from helpers import arrays, small_table
 from PIL import Image
 from tiny_models import tiny_model
 
 import knobwise
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.serving.numpy_controller import NumpyController
-from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.envs.readers.long_table import read_long_table, write_features, write_long_table
 from knobwise.experiments.results.decisions import read_decisions
-from knobwise.experiments.train import controller
 
 QUICK = [*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "seeds=[0]", "budgets_ms=[8,12]"]
 LIVE = ["evaluate", "live=true", "stream.requests=25", "stream.calibration=10", "stream.warm_up=2"]
@@ -84,11 +79,11 @@ JOINT = ["profile=joint", "profile.paths=[files/first.parquet,files/second.parqu
 JOINT += ["profile.features=[files/first.npz,files/second.npz]"]
 SIMULATED = ["profile=simulated", "profile.samples=40", "profile.grid=27", "profile.image_width=6"]
 SIMULATED += ["profile.language_width=6", "budgets_ms=[250]"]
-BUILTIN = ["split.train=0.06", "split.validation=0.04", "policy.members=1", "budgets_ms=[2.0]"]
-BEST, BEST_STUDENT = "checkpoints/best.pt", "checkpoints/student.pt"
+BUILTIN = ["split.train=0.06", "split.validation=0.04", "budgets_ms=[2.0]"]
+BEST = "checkpoints/best.pt"
 
 
-TRAINED = {"FIRST": [*FIRST, "policy.experts=[ridge]"], "BUILTIN": BUILTIN}
+TRAINED = {"FIRST": [*FIRST, "policy.experts=[ridge]", "own_cost=false"], "BUILTIN": BUILTIN}
 """What the runs are trained with whose best checkpoint other commands name."""
 
 
@@ -102,7 +97,7 @@ WITHOUT_TORCH = """
 import json, sys
 sys.modules["torch"] = None  # an import of it fails
 import numpy as np
-from numpy_controller import NumpyController
+from policy import NumpyController
 controller = NumpyController.load("controller.npz")
 asked = np.load("asked.npz")
 features = {name: asked[name] for name in controller.feature_sizes}
@@ -129,43 +124,18 @@ def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder: Pa
     assert alone == [labels[choice] for choice in decisions["choice"]]
     means = {row["policy"]: row for row in json.loads((run / "results.json").read_text())["rows"][::3]}
     assert means["controller"]["utility"] == pytest.approx(decisions["score"].mean())
-    assert 0 < means["controller"]["decision_us_p50"] < means["teacher"]["decision_us_p50"]
-    assert "The controller is a student" in (run / "report.html").read_text()
+    assert means["controller"]["decision_us_p50"] > 0
+    assert means["teacher"]["decision_us_p50"] is None
+    assert "The controller learned from a teacher" in (run / "report.html").read_text()
     # the same is exported and loaded by default
     assert main(["export", *FIRST, f"checkpoint={run}"]) == 0
     assert decided(Path("exported"), requests | {"budgets_ms": decisions["place"].to_numpy()}) == alone
-    student, teacher = knobwise.load(run), knobwise.load(run, form="teacher")
-    assert (len(student.agent.experts), len(teacher.agent.experts)) == (0, 1)  # type: ignore[union-attr]
-    assert student.decide(table.features, 10.0, explain=True)[0].expected[0].keys() == {
-        *("configuration", "accuracy", "latency_ms", "on_time", "utility")
+    policy = knobwise.load(run)
+    assert policy.agent.teacher is not None
+    assert len(policy.agent.teacher.experts) == 1
+    assert policy.decide(table.features, 10.0, explain=True)[0].expected[0].keys() == {
+        *("configuration", "probability", "accuracy", "latency_ms", "on_time", "utility")
     }
-
-
-def test_a_run_that_was_stopped_before_its_student_was_fitted_fits_the_same_later(
-    folder: Path, train: Callable[..., Path]
-) -> None:
-    words = ["train", *QUICK, *TRAINED["FIRST"], "baselines=false", "name=stopped"]
-    seed = folder / "runs" / "controller" / "stopped" / "checkpoints" / "seed0"
-    with patch.object(controller, "student_of", side_effect=KeyboardInterrupt):
-        assert main(words) == 130
-    assert isinstance(load_checkpoint(seed / "best.pt").agent, StackedController)
-    assert not (seed / "student.pt").exists()
-    assert main(words) == 0
-    paths = seed / "student.pt", seed.parent / "student.pt", train("FIRST", *TRAINED["FIRST"]) / BEST_STUDENT
-    states = [load_checkpoint(path).controller.state_dict() for path in paths]
-    for name, values in states[0].items():
-        assert all(torch.equal(values, state[name]) for state in states[1:]), name
-
-
-def test_what_is_deployed_may_be_the_policy_itself(folder: Path, train: Callable[..., Path]) -> None:
-    run = train("teacher", *TRAINED["FIRST"], "policy.deploy=teacher")
-    assert not list(run.rglob("student.pt"))
-    assert "deployed" not in set(read_decisions(run)["policy"])
-    table = read_long_table("files/first.parquet", features="files/first.npz")
-    teacher, limits = load_checkpoint(run / BEST).controller, torch.full((table.num_samples,), 10.0)
-    exported = NumpyController.load(run / "controller.npz")
-    chosen = exported.choose({name: block.numpy() for name, block in table.features.items()}, limits.numpy())
-    assert chosen.tolist() == teacher.choose(table.features, limits).tolist()
 
 
 def test_an_exported_file_decides_alone_as_the_checkpoint(
@@ -173,24 +143,21 @@ def test_an_exported_file_decides_alone_as_the_checkpoint(
 ) -> None:
     checkpoint, out = best_of("FIRST", train), Path("light")
     table = read_long_table("files/first.parquet", features="files/first.npz")
-    budgets_ms = torch.linspace(5, 20, table.num_samples)
-    inputs = {name: block.numpy() for name, block in table.features.items()} | {"budgets_ms": budgets_ms.numpy()}
-    chosen = load_checkpoint(checkpoint.removeprefix("checkpoint=")).controller.choose(table.features, budgets_ms)
-    written = {"controller.npz", "numpy_controller.py"}
+    budgets_ms = np.linspace(5, 20, table.num_samples)
+    inputs = arrays(table) | {"budgets_ms": budgets_ms}
+    chosen = load_checkpoint(checkpoint.removeprefix("checkpoint=")).controller.choose(arrays(table), budgets_ms)
     for profile, kept in (([], set()), (FIRST, {"notes.txt"})):  # the second time there is a file of somebody else
         assert main(["export", *profile, checkpoint, "out=light"]) == 0  # without a profile it is that of the run
         printed = capsys.readouterr().out
         assert printed.count("exported: light") == 1
-        names = {path.name for path in out.iterdir()} - {"__pycache__"}  # of the reader, once it was run
-        assert names == written | kept | {"export.json"}
+        names = {path.name for path in out.iterdir()}
+        assert names == {"controller.npz", "policy", "export.json"} | kept
         facts = json.loads((out / "export.json").read_text())
-        assert set(facts["files"]) == written
+        assert set(facts["files"]) == {"controller.npz"}
         assert facts["files"]["controller.npz"]["bytes"] == (out / "controller.npz").stat().st_size
         assert facts["trained_on"] == {"name": "first", "digest": table.digest}
         assert facts["compared_on"]["digest"] == table.digest
-        for counts in (facts["parity"], facts["parity_one_by_one"]):
-            contexts = 60 * len(facts["compared_on"]["budgets_ms"])
-            assert counts["same"] + counts["rounding"] == counts["contexts"] == contexts
+        assert facts["graphs"] == {}
         assert facts["decision_us_p50"] > 0
         assert decided(out, inputs) == [table.configuration(index) for index in chosen.tolist()]
         (out / "asked.npz").unlink()
@@ -199,10 +166,12 @@ def test_an_exported_file_decides_alone_as_the_checkpoint(
 
 def test_export_compares_on_another_profile(folder: Path, train: Callable[..., Path]) -> None:
     checkpoint = best_of("FIRST", train)
-    assert main(["export", *SECOND, checkpoint]) == 0
+    assert main(["export", *SECOND, checkpoint, "onnx=true"]) == 0
     facts = json.loads(Path("exported/export.json").read_text())
     assert (facts["trained_on"]["name"], facts["compared_on"]["name"]) == ("first", "second")
-    assert facts["parity"]["same"] + facts["parity"]["rounding"] == facts["parity"]["contexts"] > 0
+    counts = facts["graphs"]["controller.onnx"]
+    contexts = 60 * len(facts["compared_on"]["budgets_ms"])
+    assert counts["same"] + counts["rounding"] == counts["contexts"] == contexts
 
 
 # -- live --------------------------------------------------------------------------------------------------------------
@@ -337,7 +306,7 @@ TRAIN = ["train", *QUICK]
         (["export", *FIRST, "FIRST", "threads=many"], "threads=many: must be a whole number"),
         (["export", *FIRST, "FIRST", "threads=0"], "threads=0: must be at least 1"),
         (["export", *FIRST, "FIRST", "thraeds=2"], "did you mean threads=2?"),
-        ([*TRAIN, *FIRST, "policy.deploy=pupil"], "policy.deploy='pupil': must be one of auto, teacher"),
+        ([*TRAIN, *FIRST, "policy.deploy=teacher"], "policy.deploy=teacher: there is no such option"),
         ([*LIVE, "profile=builtin", "FIRST"], "live needs a run that was trained on profile 'builtin'"),
         ([*LIVE, *FIRST, "FIRST"], "is not what model 'elastic' was measured on"),
         ([*LIVE, "BUILTIN", "profile.accuracy=soft_score"], "live needs a run that was trained on"),

@@ -68,7 +68,8 @@ def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys: Capture) -> N
     [
         (["reward.function=my_rewards:raises"], "reward.function=my_rewards:raises: raises KeyError: 'max_crop'"),
         (["reward.function=my_rewards:undefined"], "my_rewards:undefined: returns nan in "),
-        (["reward.function=my_rewards:in_pairs"], "my_rewards:in_pairs: returns shape [60, 6]; must be that of"),
+        # 60 samples, and four copies of each under drift
+        (["reward.function=my_rewards:in_pairs"], "my_rewards:in_pairs: returns shape [300, 6]; must be that of"),
         (["reward.function=my_rewards:reads"], "my_rewards:reads: raises PermissionError: opens weight.txt"),
         (["reward.function=my_rewards:slowest"], "my_rewards.py has no function slowest"),
         (["reward.function=your_rewards:fastest"], "there is no module your_rewards, neither in "),

@@ -111,7 +111,7 @@ MORE = {"loss.group_size": 5, "optimiser.lr": 1}
         ({"lean/default": {}, "lean/my_best": {"loss.group_size": 5}}, ["default", "my_best"]),
         # as do folders where many settings differ
         (
-            {"lean/policy-auto": {"policy": {"structure": "independent", "hidden": 9}, **MORE}, "lean/default": {}},
+            {"lean/policy-auto": {"policy": {"teacher": False, "hidden": 9}, **MORE}, "lean/default": {}},
             ["policy-auto", "default"],
         ),
         ({"lean/x": {}, "controller/x": {}}, ["lean", "controller"]),

@@ -16,17 +16,16 @@ import polars as pl
 import pytest
 import torch
 from commands import OPTIMISER, TABLE, Capture, Patch, mistake, refused, write_table
-from helpers import driven_apart, small_table
-from replayed import logging_model, serve_requests
+from helpers import arrays, deployed, driven_apart, small_table
+from replayed import logging_model, serve_requests, untrained
 from wandb_stub import offline_runs
 
 from knobwise.__main__ import main
-from knobwise.agents.checkpoint import Agent, load_checkpoint, save_checkpoint
-from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.judging.evaluation import judge
-from knobwise.agents.serving.export import parity
-from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.request_log import RequestLog
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -48,11 +47,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "policy.members=2",
             "seeds=[0]",
             "name=run",
-            "optimiser.warmup_iterations=60",
+            "optimiser.teacher_iterations=60",
+            "optimiser.warmup_iterations=150",
             "baselines=false",
         ]
         assert main(["train", *TABLE, *OPTIMISER, *words]) == 0
     return folder
+
+
+def decides_alike(controller: DeployedController, exported: NumpyController, table: ProfileTable) -> bool:
+    """Whether a version's checkpoint and its arrays are the same policy."""
+    budgets = default_budgets(table).double().numpy()
+    limits = budgets[np.arange(table.num_samples) % len(budgets)]
+    both = (each.choose(arrays(table), limits) for each in (controller, exported))
+    return controller.decider.digest == exported.digest and np.array_equal(*both)
 
 
 @pytest.fixture
@@ -71,7 +79,7 @@ def timed(cells: pl.DataFrame) -> pl.DataFrame:
 
 
 def test_some_timed_cells_give_a_controller_for_other_hardware(folder: Path, capsys: Capture) -> None:
-    loaded = load_checkpoint("runs/latest/checkpoints/student.pt")
+    loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
     cells = pl.read_parquet("t.parquet").sample(16, seed=0)
     timed(cells).write_csv("timed.csv")
     assert main(["update", *TRAINED_ON, "profile=table", "profile.path=timed.csv", "out=adapted"]) == 0
@@ -83,8 +91,8 @@ def test_some_timed_cells_give_a_controller_for_other_hardware(folder: Path, cap
     factors = torch.tensor([FACTORS[table.configuration(c)["top_k"]] for c in range(12)])
     assert facts["factors"] == pytest.approx(factors.tolist(), rel=0.06)
     assert (facts["timed"], facts["cells"]) == ("timed", 16)
-    numpy = NumpyController.load("adapted/current/controller.npz")
-    parity(adapted.controller, numpy.choose, table, default_budgets(table), "adapted")
+    exported = NumpyController.load("adapted/current/controller.npz")
+    assert decides_alike(adapted.controller, exported, table)
     there = replace(table, latency_ms=table.latency_ms * factors)
     test, budgets = loaded.extra["test_rows"], default_budgets(there)
     utility = [judge(each.controller, there, test, budgets).metrics()["Utility"] for each in (loaded, adapted)]
@@ -123,23 +131,19 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
     assert "trained_on=table trained_on.path=a.csv" in refused(["update", "trained_on=a.csv"], capsys)
 
 
-def knobs(table: ProfileTable) -> Agent:
-    return driven_apart(table, PolicyConfig(hidden=8))
-
-
-def priced(table: ProfileTable) -> Agent:
-    return driven_apart(table, PolicyConfig(structure="utility", hidden=8), priced=True)
+def for_mean_budgets(table: ProfileTable) -> DeployedController:
+    return deployed(table, budgets_ms=torch.tensor([9.0, 15.0]), sense="mean")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (knobs, "policy.structure=independent predicts no latencies that could be adapted; train with policy=auto"),
-        (priced, "decides for mean budgets"),
+        (untrained, "has no teacher whose expectations could be adapted; train with policy=auto or policy=utility"),
+        (for_mean_budgets, "decides for mean budgets"),
     ],
 )
-def test_controllers_without_latencies_to_move_are_refused(
-    make: Callable[[ProfileTable], Agent], message: str, folder: Path, capsys: Capture
+def test_controllers_without_expectations_to_move_are_refused(
+    make: Callable[[ProfileTable], DeployedController], message: str, folder: Path, capsys: Capture
 ) -> None:
     table = small_table(40)
     save_checkpoint("other.pt", make(table), table, {})
@@ -169,7 +173,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     def slower(values: object) -> float:
         return 1.0 if dict(values)["top_k"] == 4 else 3.0  # type: ignore[call-overload]
 
-    agent = load_checkpoint("runs/latest/checkpoints/student.pt").controller
+    agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
     options = {"explore": 0.4, "explore_loss": 0.4, "seed": 0, "tracker": False}
     model = logging_model(tmp_path / "log", agent, table, slower, **options)
     serve_requests(model, table, 700)
@@ -190,7 +194,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     assert any(step["better"] and step["doubly_robust"]["difference"][0] > 0 for step in facts["steps"].values())
     updated = load_checkpoint(current / "controller.pt")
     serving = NumpyController.load(current / "controller.npz")
-    parity(updated.controller, serving.choose, table, default_budgets(table), "updated")
+    assert decides_alike(updated.controller, serving, table)
     model.watch(current)
     assert model.controller.digest == serving.digest
     serve_requests(model, table, 60, seed=1)
@@ -211,7 +215,8 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     )
     assert "0000 is the first version" in mistake(["update", "rollback=true", out], capsys)
     # a log of another controller is refused, with the reason
-    save_checkpoint(tmp_path / "else.pt", driven_apart(table, agent.config), table, {})
+    other = DeployedController(driven_apart(table, agent.controller.config), agent.teacher, agent.settled).eval()
+    save_checkpoint(tmp_path / "else.pt", other, table, {})
     assert main(["update", log, f"out={tmp_path / 'else'}", f"checkpoint={tmp_path / 'else.pt'}"]) == 2
     captured = capsys.readouterr()
     assert "760 set aside: of another controller" in captured.out
@@ -220,7 +225,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
 
 def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     table = read_long_table("t.parquet", features="f.npz")
-    agent = load_checkpoint("runs/latest/checkpoints/student.pt").controller
+    agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
     model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0)
     serve_requests(model, table, 40)
     polls = iter((30, 15, None))
@@ -232,7 +237,7 @@ def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeyp
         serve_requests(model, table, count, seed=1)
 
     monkeypatch.setattr("knobwise.experiments.deploy.update.sleep", served_between_polls)
-    words = ["update", f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "every=40"]
+    words = ["update", f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "every=40", "learning.folds=2"]
     words.append("tracking=offline")
     assert main(words) == 130
     out = tmp_path / "out" / "versions"
@@ -256,20 +261,20 @@ def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeyp
 
 def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     table = read_long_table("t.parquet", features="f.npz")
-    agent = load_checkpoint("runs/latest/checkpoints/student.pt").controller
+    agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
     model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0)
     serve_requests(model, table, 60)
-    out, words = tmp_path / "out", [f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"]
+    out, words = tmp_path / "out", [f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "learning.folds=2"]
     killing = (
         "import os, signal, sys\n"
         "from knobwise.__main__ import main\n"
-        "from knobwise.experiments.deploy import update\n"
-        "write, left = update.export_numpy, [int(sys.argv.pop(1))]\n"
+        "from knobwise.agents.stack.deployed import DeployedController\n"
+        "write, left = DeployedController.export, [int(sys.argv.pop(1))]\n"
         "def killed(*arguments):\n"
         "    write(*arguments)\n"
         "    left[0] -= 1\n"
         "    if not left[0]: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "update.export_numpy = killed\n"
+        "DeployedController.export = killed\n"
         "main(sys.argv[1:])\n"
     )
     for writes in (1, 2):  # while the first version is written, and while the update is

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 from helpers import small_table
+from replayed import small_stack, untrained
 
 from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.export import to_numpy
-from knobwise.agents.serving.numpy_controller import NumpyController
-from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.builtin import builtin_profile
@@ -41,19 +41,18 @@ class Case(NamedTuple):
     table: ProfileTable
     split: Split
     fitted: torch.Tensor
-    controller: Controller
+    controller: DeployedController
 
 
 @pytest.fixture(scope="module")
 def case() -> Case:
     table = builtin_profile()
     split = table.split()
-    config = PolicyConfig(structure="utility", hidden=8, layers=1)
-    controller = Controller.for_table(table, split.train[:200], config).eval()
+    controller = untrained(table, PolicyConfig(hidden=8, layers=1))
     return Case(table, split, torch.cat([split.train, split.validation]), controller)
 
 
-def saved(path: Path, controller: Controller | StackedController, table: ProfileTable, split: Split) -> Path:
+def saved(path: Path, controller: DeployedController, table: ProfileTable, split: Split) -> Path:
     save_checkpoint(path, controller, table, {f"{part}_rows": rows for part, rows in split._asdict().items()})
     return path
 
@@ -67,7 +66,7 @@ def server_of(case: Case, config: LiveConfig, fixed: int = 3) -> tuple[Stream, S
     budgets = default_budgets(table)
     requests = ElasticRequests()
     stream = draw_stream(table, split.test, fitted, budgets, requests, config)
-    model, static = AdaptiveModel(ElasticAdaptive(), to_numpy(controller)), BudgetAwareStatic(table, fitted)
+    model, static = AdaptiveModel(ElasticAdaptive(), controller), static_of(table, fitted)
     chosen = live.fixed_configurations(table, fitted, budgets, fixed)
     return stream, Server(model, static, chosen, stream, requests, config)
 
@@ -182,7 +181,7 @@ def test_nothing_is_fitted_on_what_is_served(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, split, everything, controller = case
-    calls = {"BudgetAwareStatic": BudgetAwareStatic, "fixed_configurations": live.fixed_configurations}
+    calls = {"static_of": static_of, "fixed_configurations": live.fixed_configurations}
     noted = {name: Mock(side_effect=call) for name, call in calls.items()}
     for name, mock in noted.items():
         monkeypatch.setattr(live, name, mock)
@@ -204,9 +203,8 @@ def test_fixed_configurations_are_what_their_names_say(case: Case) -> None:
 
 @functools.cache
 def small() -> tuple[ProfileTable, NumpyController]:
-    table = small_table(60)
-    config = PolicyConfig(structure="utility", hidden=4)
-    return table, to_numpy(Controller.for_table(table, torch.arange(60), config))
+    agent, table = small_stack(60)
+    return table, agent.decider
 
 
 def by_hand(slower: float) -> tuple[Stream, Record]:
@@ -368,14 +366,14 @@ def test_what_was_served_before_a_server_died_is_kept(
 def test_what_cannot_be_served_is_refused(case: Case, tmp_path: Path) -> None:
     table, split, _, controller = case
     small = small_table(40)
-    of_small = Controller.for_table(small, torch.arange(20), PolicyConfig(structure="utility", hidden=4)).eval()
+    of_small = untrained(small, PolicyConfig(hidden=4))
     with pytest.raises(InputError, match="trained on profile 'builtin'"):
         run(saved(tmp_path / "a.pt", of_small, small, small.split()), table, SHORT)
     with pytest.raises(InputError, match="is not what model 'elastic' was measured on"):
         run(saved(tmp_path / "a.pt", of_small, small, small.split()), small, SHORT)
-    priced = Controller.for_table(table, split.train[:50], controller.config, priced=True).eval()
+    network = Controller.for_table(table, split.train[:50], controller.controller.config, sense="mean")
     with pytest.raises(InputError, match="mean over requests"):
-        run(saved(tmp_path / "b.pt", priced, table, split), table, SHORT)
+        run(saved(tmp_path / "b.pt", DeployedController(network).eval(), table, split), table, SHORT)
     for wrong in ({"requests": 0}, {"fixed": 4}, {"warm_up": -1}, {"clock": "sun"}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             LiveConfig(**wrong)  # type: ignore[arg-type]

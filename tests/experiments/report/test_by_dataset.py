@@ -5,17 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from commands import OPTIMISER
 from helpers import Always, small_table, table_of
 from page_parts import printed, report_of
+from ruled import Array, Features, Ruled, ruled_at_means
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, Random, StaticPerDataset
+from knobwise.agents.judging.baselines import Oracle, Random, StaticPerDataset, static_of
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.stack.priced_policy import PricedChooser
+from knobwise.agents.stack.prices import MeanBudgetPolicy
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
@@ -38,28 +40,31 @@ class Worst:
 
     name = "knn"
 
-    def choose(self, features: dict[str, torch.Tensor], budgets_ms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return (torch.arange(len(mask)) >= 6).long()
+    def choose(self, features: Features, budgets_ms: Array, mask: Array | None = None) -> Array:
+        return (np.arange(len(budgets_ms)) >= 6).astype(np.int64)
 
 
 def judged(table: ProfileTable, rows: torch.Tensor) -> dict[str, Any]:
     everything = torch.arange(table.num_samples)
-    fitted = [BudgetAwareStatic(table, everything), StaticPerDataset(table, everything, rows)]
-    baselines, learned = [*fitted, Random(), Worst(), Oracle(table, rows)], [Random(1), Random(2)]
+    fitted = [static_of(table, everything), StaticPerDataset(table, everything, rows)]
+    baselines = [*fitted, Random(), Worst(), Oracle(table, rows)]
+    learned: list[Any] = [Ruled(Random(1)), Ruled(Random(2))]
     rewards = RewardTable(table, RewardConfig(kind="utility"))
-    return judge_deadlines(table, rows, torch.tensor([1.0, 2.0]), rewards, learned, [0, 1], baselines)[0]
+    budgets = torch.tensor([1.0, 2.0])
+    about = table, rows, budgets, rewards, learned, [0, 1], baselines
+    return judge_deadlines(*about, charge=False)[0]
 
 
 def test_the_static_way_of_a_data_set_is_fitted_on_it_alone() -> None:
     table = two_sets()
     rows = torch.tensor([9, 0, 6])
     static = StaticPerDataset(table, torch.arange(10), rows)
-    assert static.choose({}, torch.full((3,), 2.0), table.mask[rows]).tolist() == [0, 1, 0]
+    assert static.choose({}, np.full(3, 2.0), table.mask[rows].numpy()).tolist() == [0, 1, 0]
     with pytest.raises(ValueError, match="knows 3 samples"):
-        static.choose({}, torch.ones(1), table.mask[:1])
+        static.choose({}, np.ones(1), table.mask[:1].numpy())
     # of a data set without samples to fit on nothing is known
     other = StaticPerDataset(table, torch.arange(6), rows)
-    assert other.choose({}, torch.full((3,), 2.0), table.mask[rows]).tolist() == [1, 1, 1]
+    assert other.choose({}, np.full(3, 2.0), table.mask[rows].numpy()).tolist() == [1, 1, 1]
 
 
 def test_every_data_set_has_its_rows() -> None:
@@ -108,10 +113,13 @@ def judged_at_means() -> dict[str, Any]:
     takes 1 for all, `knn` 0."""
     table = table_of([[0.0, 1.0]] * 6 + [[1.0, 0.0]] * 2, [[1.0, 3.0]] * 6 + [[1.0, 5.0]] * 2)
     table = replace(table, datasets=("a",) * 6 + ("b",) * 2)
-    budgets, free = torch.tensor([2.0, 4.0]), torch.zeros(2)
-    learned, other = (PricedChooser(n, Always(c), budgets, free) for n, c in (("controller", 1), ("knn", 0)))
+    budgets = torch.tensor([2.0, 4.0])
+    worths = torch.tensor([5.0, 9.0])
+    learned: Any = ruled_at_means(Always(1), budgets, worths)
+    other = MeanBudgetPolicy("knn", lambda features, group, mask: np.zeros(len(mask), np.int64), budgets, worths)
     everything = torch.arange(8)
-    return judge_mean_budgets(table, everything, everything, budgets, [learned] * 2, [0, 1], [other])[0]
+    about = table, everything, everything, budgets, [learned] * 2, [0, 1], [other]
+    return judge_mean_budgets(*about, charge=False)[0]
 
 
 def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it() -> None:
@@ -174,6 +182,6 @@ def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint: st
     assert sorted(torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]).tolist()) == list(range(40))
     assert loaded.extra["test_rows"].min() == 40
     normaliser = FeatureNormaliser.fit(table, torch.arange(40))
-    torch.testing.assert_close(loaded.controller.normaliser.mean, normaliser.mean)
+    torch.testing.assert_close(loaded.network.normaliser.mean, normaliser.mean)
     assert main(["evaluate", "profile=joint", joint, "json=again.json"]) == 0
     assert json.loads(Path("again.json").read_text())["budgets_ms"] == results["budgets_ms"]

@@ -18,6 +18,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.report import on_decisions, print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import result_charts
+from knobwise.experiments.report.tables import policies
 from knobwise.experiments.report.words import calibration_error, policy_name, quantity, read_results
 from knobwise.experiments.results.statistics import pareto_front
 
@@ -61,7 +62,7 @@ def results(**utilities: float) -> dict[str, Any]:
 
 
 def guard_row(budget: float, **more: Any) -> dict[str, Any]:
-    content: dict[str, Any] = {"budget_ms": budget, "level": 0.95, "miss_price": 0.5, "gain": 0.1, "gain_se": 0.01}
+    content: dict[str, Any] = {"budget_ms": budget, "level": 0.95, "margin": 0.9, "gain": 0.1, "gain_se": 0.01}
     content |= {"unattainable": False, "unshown": False, "too_dear": False, "better": True, "deployed": True}
     content |= {"satisfaction_before": 0.91, "satisfaction_after": 0.955, "satisfaction_deployed": 0.955}
     content |= {"satisfaction_static": 0.981, "reason": "deployed: better than <static> by +0.100 ± 0.010"}
@@ -69,10 +70,10 @@ def guard_row(budget: float, **more: Any) -> dict[str, Any]:
 
 
 FELL_BACK = {"deployed": False, "better": False, "reason": "fell back to static: +0.000 is not above 0"}
-UNATTAINABLE: dict[str, Any] = {"unattainable": True, "miss_price": 0.0, "satisfaction_deployed": 0.713}
+UNATTAINABLE: dict[str, Any] = {"unattainable": True, "margin": 1.0, "satisfaction_deployed": 0.713}
 UNATTAINABLE |= {"reason": "deployed: better by far; 95% is unattainable at this budget"}
 UNSHOWN = {"unshown": True, "satisfaction_deployed": 23 / 24}
-TOO_DEAR = {"too_dear": True, "miss_price": 0.0, "satisfaction_deployed": 0.9, "reason": "deployed; too dear"}
+TOO_DEAR = {"too_dear": True, "margin": 1.0, "satisfaction_deployed": 0.9, "reason": "deployed; too dear"}
 
 
 def with_guard(*seeds: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
@@ -147,7 +148,62 @@ def test_grpo_has_a_curve_of_its_own(run: Path) -> None:
     assert points == pytest.approx(
         {("0", 10): 0, ("0", 20): -1, ("0", 30): 3, ("1", 10): 0, ("1", 20): -1, ("1", 30): -6}
     )
-    assert "From its start to its end GRPO changes the validation utility of the network by -1.50" in text
+
+
+GAIN = {"test": 0.0123, "test_ci95": [-0.004, 0.03], "held_out": 0.02, "held_out_ci95": [0.0101, 0.03]}
+"""What GRPO added."""
+
+
+def test_what_grpo_added_to_the_deployed_policy_is_said_everywhere(run: Path) -> None:
+    content = with_guard(({}, {}), ({}, {})) | {"training": {"warmup_iterations": 30, "iterations": 100}}
+    words = (
+        "GRPO changes the utility of the deployed controller by +1.23 points (95% interval -0.40 to 3.00) on test "
+        "samples, and by +2.00 points (95% interval 1.01 to 3.00) on held-out samples of the training."
+    )
+    assert words in verdict(content | {"grpo_gain": GAIN})
+    assert words in printed(print_results, content | {"grpo_gain": GAIN})
+    text = report_of(run, content | {"grpo_gain": GAIN})
+    assert text.split("<h2>Training</h2>")[1].count(words) == 1
+    assert "<b>+1.23 points</b>of utility added by GRPO<small>95% interval -0.40 to 3.00</small>" in text
+    ppo = {"warmup_iterations": 30, "iterations": 100, "method": "PPO"}
+    alone = {key: value for key, value in GAIN.items() if key.startswith("held_out")}
+    line = verdict(content | {"grpo_gain": alone, "training": ppo})[-1]
+    assert line.startswith("PPO changes the utility of the deployed controller by +2.00 points")
+    assert "test samples" not in line
+    assert not any("GRPO" in line for line in verdict(content))
+    # where all weights that are kept are from before GRPO there is nothing to add
+    before = content | {"grpo_gain": GAIN, "training": {"warmup_iterations": 41, "iterations": 100}}
+    assert [line.split(":")[0] for line in verdict(before) if "GRPO" in line] == ["GRPO does not improve this policy"]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "free", "words"),
+    [
+        (0.62, 0.6, "The controller is 2.0 points below; a decision takes 12.5 µs."),
+        (0.57, 0.61, "3.0 points above, and would be 4.0 points above if its own decisions were free; a decision"),
+        (0.6, 0.63, "The controller is as good, and would be 3.0 points above if its own decisions were free;"),
+    ],
+)
+def test_the_verdict_compares_the_controller_with_its_teacher(teacher: float, free: float, words: str) -> None:
+    content = results(teacher=teacher)
+    content["rows"][0]["utility_free"] = free
+    (line,) = [line for line in verdict(content) if "teacher" in line]
+    assert line.startswith("The controller learned from a teacher that predicts every outcome. The teacher is too slow")
+    assert f"is not charged for its decisions: mean utility {teacher:.3f}. The controller is" in line
+    assert words in line
+    assert not any("teacher" in line for line in verdict(results()))
+
+
+def test_only_the_controller_has_a_decision_time_and_a_utility_if_free() -> None:
+    content = results()
+    for each in content["rows"]:
+        each["utility_free"] = each["utility"] + 0.01 if each["policy"] == "controller" else None
+        each["decision_us_p50"] = 12.5 if each["policy"] == "controller" else None
+    table = policies(content)
+    shown = {line[0]: (line[table.header.index("if free")], line[-1]) for line in table.rows}
+    assert table.header[-1] == "decision time"
+    assert shown.pop("learned controller") == ("0.610", "12.5 µs")
+    assert set(shown.values()) == {("–", "–")}
 
 
 def test_the_report_says_first_what_was_gained_when_and_how_fast(run: Path) -> None:
@@ -315,17 +371,17 @@ def test_verdict_says_what_is_not_enforced() -> None:
 
 def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
     assert not re.findall(">(?:Guarantees|What was chosen on)", write_report(run).read_text())
-    content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, {"miss_price": 0.7, "satisfaction_deployed": 0.965}))
+    content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, {"margin": 0.7, "satisfaction_deployed": 0.965}))
     text = report_of(run, content)
     guarantees = text.split("<h2>Guarantees</h2>")[1].split("<h2>")[0]
     assert "Where 95% of the feasible requests can be answered on time" in guarantees
     _, tight, loose = re.findall(r"<tr.*?</tr>", guarantees, re.S)
-    for cell in ("120 ms", "the controller<", "+10.0 ± 1.0 points", "71.3%", "not possible here"):
+    for cell in ("120 ms", "the controller<", "+10.0 ± 1.0 points", "100%", "71.3%", "not possible here"):
         assert cell in tight
-    for cell in ("480 ms", "the controller in 1 of 2 seeds, else static", "96.0%", "kept"):
+    for cell in ("480 ms", "the controller in 1 of 2 seeds, else static", "70%", "96.0%", "kept"):
         assert cell in loose
     chosen = text.split("<summary>What was chosen on held-out samples</summary>")[1].split("</details>")[0]
-    assert "The network of iteration 40, 41 (seeds 0, 1), and beside it experts" in chosen
+    assert "The network of iteration 40, 41 (seeds 0, 1). In its teacher the network and the experts" in chosen
     assert "<td>network</td><td>25.0%, 50.0%</td>" in chosen
     assert "<td>kernel ridge</td><td>75.0%, 50.0%</td>" in chosen
     assert "accuracy constant, latency (0.0, 0.3)<small>accuracy constant, latency (1.0, 0.3)" in chosen

@@ -16,7 +16,8 @@ from helpers import small_beams
 from torch import Tensor
 
 from knobwise.__main__ import main
-from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle
+from knobwise.agents.judging.baselines import Oracle, static_of
+from knobwise.agents.judging.policy import requests_of
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.stack.prices import StaticMix
 from knobwise.common.errors import InputError
@@ -34,7 +35,13 @@ from knobwise.experiments.results.problem import shown_at
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.results.statistics import mean_interval
 
-QUICK = ["optimiser.warmup_iterations=2", "optimiser.iterations=3", "optimiser.contexts=16", "policy.hidden=8"]
+QUICK = [
+    "optimiser.teacher_iterations=2",
+    "optimiser.warmup_iterations=2",
+    "optimiser.iterations=3",
+    "optimiser.contexts=16",
+    "policy.hidden=8",
+]
 LEAN = [*QUICK, "policy=utility", "seeds=[3,1]", "own_cost=false"]
 SELECT = ["experiment=selector_replay", "beams.path=b.safetensors", "selector.width=16", "selector.heads=2"]
 SELECT += ["sft.epochs=1", "rce.epochs=1", "variants.grpo_recorded.epochs=1", "variants.shuffled_recorded=null"]
@@ -149,15 +156,15 @@ def test_results_are_means_of_the_decisions(folder: Path) -> None:
             assert name == "decision_us_p50" or row[name] == (value if value is None else pytest.approx(value)), name
     same = found.filter(pl.col("policy").is_in(kept["policy"].unique()))
     assert kept.drop("decision_us").equals(same.drop("decision_us"))
-    split, budgets = table.split(), torch.tensor(few["budgets_ms"])
+    split = table.split()
     fitted = torch.cat([split.train, split.validation])
-    features = {name: block[split.test] for name, block in table.features.items()}
-    for policy in (BudgetAwareStatic(table, fitted), Oracle(table, split.test)):
-        for budget in budgets:
-            limits = budget.expand(len(split.test))
-            rows = kept.filter((pl.col("policy") == policy.name) & (pl.col("place") == float(budget)))
+    features, mask = requests_of(table, split.test)
+    for policy in (static_of(table, fitted), Oracle(table, split.test)):
+        for budget in few["budgets_ms"]:
+            limits = np.full(len(split.test), budget)
+            rows = kept.filter((pl.col("policy") == policy.name) & (pl.col("place") == budget))
             choices = dict(rows.select("sample_id", "choice").iter_rows())
-            expected = [table.label(c) for c in policy.choose(features, limits, table.mask[split.test])]
+            expected = [table.label(c) for c in policy.choose(features, limits, mask)]
             assert [choices[table.sample_ids[i]] for i in split.test] == expected
 
 
@@ -182,7 +189,7 @@ def test_under_mean_budgets_mixtures_are_expectations(folder: Path) -> None:
     table = read_long_table(folder / "t.parquet", features=folder / "f.npz")
     split = table.split()
     budgets = torch.tensor(results["budgets_ms"], dtype=torch.float64)
-    mix = StaticMix(table, torch.cat([split.train, split.validation]), budgets)
+    mix = StaticMix.of_table(table, torch.cat([split.train, split.validation]), budgets)
     accuracy, _ = mix.expected(table, split.test)
     arrays = DecisionArrays(found)
     assert arrays.samples["sample_id"].to_list() == [table.sample_ids[i] for i in split.test]

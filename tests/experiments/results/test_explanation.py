@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import driven_apart, small_table, table_of
+from helpers import TAUGHT, arrays, deployed, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ruled import Array, Features, Ruled
 from scipy.stats import spearmanr
 from torch import Tensor
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results import explanation
@@ -35,20 +34,15 @@ NAN = float("nan")
 BUDGETS = torch.tensor([5.0, 20.0])
 
 
-class Rule:
-    """A policy that is a function of features and budgets."""
+def explained(table: ProfileTable, choose: Any, budgets: Tensor = BUDGETS) -> Explained:
+    """Of a policy that is a function of the block x and of budgets."""
 
-    def __init__(self, choose: object) -> None:
-        self.normaliser, self._choose = None, choose
+    def chosen(features: Features, limits: Array, mask: Array | None = None) -> Array:
+        by_rule: Array = choose(torch.as_tensor(features["x"]), torch.as_tensor(limits)).numpy()
+        return by_rule
 
-    def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
-        chosen: Tensor = self._choose(features["x"], limits)  # type: ignore[operator]
-        return chosen
-
-
-def explained(table: ProfileTable, choose: object, budgets: Tensor = BUDGETS) -> Explained:
     rows = torch.arange(table.num_samples)
-    return Explained(table, rows, rows, Rule(choose), budgets)
+    return Explained(table, rows, rows, Ruled(chosen), budgets)
 
 
 # -- difficulty --------------------------------------------------------------------------------------------------------
@@ -191,34 +185,39 @@ def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most() ->
 
 # -- real policies -----------------------------------------------------------------------------------------------------
 
-UTILITY = PolicyConfig(structure="utility", members=2, hidden=8)
+POLICIES = {
+    "taught": TAUGHT,
+    "independent": PolicyConfig(hidden=8, guard=False),
+    "no features": replace(TAUGHT, experts=()),
+    "mean": replace(TAUGHT, experts=(), guard=False),
+    "first look": TAUGHT,
+}
 
 
-@pytest.mark.parametrize("kind", ["stack", "independent", "no features", "priced", "first look"])
+@pytest.mark.parametrize("kind", POLICIES)
 def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = small_table(60, holes=0.2, features=kind != "no features")
     if kind == "first look":
         table = replace(table, first_look_ms=0.5 * table.latency_ms.nan_to_num())
     budgets, rows = default_budgets(table), torch.arange(60)
-    agent: object = driven_apart(table, PolicyConfig(hidden=8) if kind == "independent" else UTILITY)
-    if kind in ("stack", "first look"):
-        agent = fit_stack(table, rows[:40], agent, replace(UTILITY, experts=("ridge",)), budgets, seed=0)  # type: ignore[arg-type]
-    if kind == "priced":
-        stack = StackedController(driven_apart(table, UTILITY, priced=True), [], torch.ones(1))
+    sense = "deadline"
+    if kind == "mean":
         budgets = torch.tensor([9.0, 15.0])
-        agent = PricedChooser("controller", stack, budgets, torch.tensor([0.05, 0.01]))
+        sense = "mean"
+    agent = deployed(table, POLICIES[kind], budgets, sense)
     monkeypatch.setattr(explanation, "MOST", 15)
     part = Explained(table, rows[:40], rows[40:], agent, budgets)
     assert len(part.rows) == len(set(part.rows.tolist())) == 15
-    features, mask = {name: block[part.rows] for name, block in table.features.items()}, table.mask[part.rows]
-    for place, budget in enumerate(budgets):
-        chosen = agent.choose(features, budget.expand(15), mask)  # type: ignore[attr-defined]
+    features, mask = arrays(table, part.rows), table.mask[part.rows].numpy()
+    for place, budget in enumerate(budgets.double().tolist()):
+        chosen = agent.choose(features, np.full(15, budget), mask)
         assert part.chosen[:, place].tolist() == chosen.tolist()
     worth = part.worth(part.chosen, part.reads)
     assert worth.isfinite().all()
     at = part.rows[:, None], part.chosen
-    if kind == "priced":
-        assert worth.tolist() == (table.accuracy[at].double() - agent.prices * table.latency_ms[at]).tolist()  # type: ignore[attr-defined]
+    if kind == "mean":
+        prices = 1 / torch.from_numpy(agent.settled.mean["worths"])
+        assert worth.tolist() == (table.accuracy[at].double() - prices * table.latency_ms[at]).tolist()
     else:
         late = table.latency_ms[at] - (0 if kind != "first look" else table.first_look_ms[at] * ~part.reads) > budgets
         assert worth.tolist() == table.accuracy[at].double().masked_fill(late, 0).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from helpers import small_beams, small_table
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.experiments.command_line.compose import GROUPS, field_docs, read_settings
 from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.settings.beams import hide, read_data
@@ -46,7 +47,8 @@ def test_the_settings_of_the_original_system() -> None:
     assert (r.kind, r.alpha, r.beta, r.gamma, r.delta, r.epsilon) == ("shaped", 1, 0.5, 10, 0.1, 0.05)
     assert settings.budget.strategy == "relative"
     assert list(settings.budget.factors) == [0.8, 1.0, 1.2]
-    assert (settings.policy.structure, settings.policy.hidden) == ("independent", 256)
+    policy = settings.policy
+    assert (policy.teacher, policy.members, policy.guard, policy.hidden) == (False, 1, False, 256)
     assert settings.loss.objective == "sampled"
 
 
@@ -92,11 +94,28 @@ def test_defaults_and_overrides() -> None:
     assert isinstance(settings, TrainRun)
     assert isinstance(settings.profile, BuiltinProfile)
     assert len(settings.seeds) >= 3
+    assert settings.policy.teacher
+    assert settings.policy.guard
+    assert settings.policy.members > 1
+    assert set(settings.policy.experts) == set(FAMILIES)
+    assert (settings.loss.objective, settings.loss.group_size) == ("sampled", 16)
+    assert min(settings.optimiser.warmup_iterations, settings.optimiser.iterations) > 0
+    assert asdict(read_settings("train", ["policy=utility"]).policy) == asdict(settings.policy) | {"experts": []}
     changed = read_settings("train", ["profile=table", "profile.path=a.csv", "policy=independent", "policy.hidden=8"])
     assert isinstance(changed.profile, TableProfile)
-    assert (changed.policy.structure, changed.policy.hidden) == ("independent", 8)
+    assert (changed.policy.teacher, changed.policy.hidden) == (False, 8)
     in_help = {line.key: line.default for line in help_lines("train")}
     assert (in_help["reward.kind"], in_help["profile"]) == ("utility", "builtin")
+    assert (in_help["policy"], in_help["optimiser"], in_help["loss"]) == ("auto", "that of policy", "sampled")
+
+
+def test_help_says_what_every_policy_is() -> None:
+    meanings = {line.key: line.meaning for line in help_lines("train")}
+    choices, about = meanings["policy"].split(". ", 1)
+    assert choices == "Group: auto, utility, independent"
+    for choice in ("auto", "utility", "independent"):
+        assert f"{choice}: " in about
+    assert meanings["optimiser"].startswith("Group: auto, utility, independent. ")
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))

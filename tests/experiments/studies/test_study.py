@@ -215,6 +215,17 @@ def test_what_grpo_did_not_change_is_said() -> None:
     results = {**finished.results, **trained, "chosen": [{"iteration": 150}, {"iteration": 160}]}
     lines = lines_of(finished._replace(results=results))
     assert "- Built-in: `lean`: in 1 of 2 seeds the best checkpoint is from before GRPO." in lines
+    assert not any("GRPO changes" in line for line in lines)
+
+
+def test_what_grpo_added_to_the_deployed_policy_is_said() -> None:
+    finished = run("lean", 0.6)
+    gain = {"test": 0.0123, "test_ci95": [-0.004, 0.03], "held_out": 0.02, "held_out_ci95": [0.01, 0.03]}
+    lines = lines_of(finished._replace(results={**finished.results, "grpo_gain": gain}))
+    said = "by +1.23 points (95% interval -0.40 to 3.00) on test samples"
+    assert [line for line in lines if "GRPO changes" in line] == [
+        f"- Built-in: `lean`: GRPO changes the utility of the deployed policy {said}."
+    ]
 
 
 def test_the_default_controller_stands_beside_every_simple_way() -> None:

@@ -27,11 +27,15 @@ from knobwise.experiments.tracking import wandb_results, wandb_run
 from knobwise.experiments.tracking.tracker import Tracker, git_commit
 
 TRAIN = ["train", *TABLE, "policy=utility", "name=tiny", "optimiser.warmup_iterations=2", "optimiser.iterations=4"]
-TRAIN += ["optimiser.contexts=16", "optimiser.evaluate_every=2", "policy.hidden=8", "seeds=[0,3]"]
+TRAIN += ["optimiser.teacher_iterations=2", "optimiser.contexts=16", "optimiser.evaluate_every=2"]
+TRAIN += ["policy.hidden=8", "seeds=[0,3]"]
 TRAIN += ["tracking.tags=[nightly]", "baselines=false"]
 SELECT = ["train", "experiment=selector_replay", "beams.path=b.safetensors", "beams.train=0.6", "beams.validation=0.2"]
 SELECT += ["selector.width=16", "selector.heads=2", "sft.epochs=1", "rce.epochs=1", "variants.grpo_recorded.epochs=1"]
 SELECT += ["variants.shuffled_recorded.epochs=1", "seeds=[0,3]", "jobs=1", "name=tiny"]
+
+
+BOUNDS = ("_ci95_low", "_ci95_high")
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +210,9 @@ def holds_results(evaluated: ReceivedRun, run: Path) -> None:
     for name, each in (scores if selector else {"Val/Utility": results["validation_utility"]}).items():
         assert evaluated.summary[name] == pytest.approx(sum(each) / 2)
     assert evaluated.summary.get("best_seed") == results.get("best_seed")
+    gained = {name.removeprefix("GRPO/"): v for name, v in evaluated.summary.items() if name.startswith("GRPO/")}
+    assert gained == flat(results.get("grpo_gain", {}))
+    assert selector or gained.keys() == {f"{p}{end}" for p in ("test", "held_out") for end in ("", *BOUNDS)}
 
     tables_in, by_place = tables(evaluated), f"Test/by_{place.removesuffix('_ms')}_table"
     knobs = list(dict.fromkeys(use["knob"] for use in results.get("knob_usage", [])))
@@ -252,8 +259,7 @@ def holds_artifacts(stub: WandbStub, found: list[ReceivedRun], run: Path, lineag
     (model,) = [artifact for artifact in logged if artifact.kind == "model"]
     assert (model.run, model.name) == (trained.name, f"{run.parent.name}-tiny")
     assert {"best", "latest"} <= set(model.aliases)
-    student = (run / "checkpoints").glob("student.pt")  # of a stack
-    paths = (run / "checkpoints" / "best.pt", *student, run / "config.yaml", run / "results.json")
+    paths = (run / "checkpoints" / "best.pt", run / "config.yaml", run / "results.json")
     assert model.files == {path.name: path.read_bytes() for path in paths}
     used = {r.name: [stub.artifacts[identity] for identity in r.used] for r in found}
     if not lineage:  # offline wandb cannot note what a run has used
@@ -283,7 +289,7 @@ def test_an_online_run_sends_every_row_table_and_artifact(place: Path, stub: Wan
     holds_test_scores(found, run)
     holds_results(evaluated, run)
     holds_artifacts(stub, found, run, lineage=True)
-    assert set(evaluated.about["tags"]) == {"nightly", "utility", "exact", "reward-utility", "advantage-centred"}
+    assert set(evaluated.about["tags"]) == {"nightly", "taught", "sampled", "reward-utility", "advantage-centred"}
     assert all(each.about["notes"] == question_of("controller") for each in found)
     (view,) = stub.views.values()
     assert view["projectName"] == "knobwise"

@@ -60,7 +60,8 @@ def test_without_a_key_it_is_built_and_checked(capsys: pytest.CaptureFixture[str
     spreads = {panel["config"].get("groupArea") for panel in panels(content) if panel["viewType"] == "Bar Chart"}
     assert spreads == {"stddev"}
     losses = [panel["config"]["metrics"] for panel in panels(content) if "Loss" in str(panel["config"].get("metrics"))]
-    assert losses == [["Train/Regression_Loss"], ["Train/RCE_Loss"], ["Train/Loss"], ["Val/Loss"]]
+    before = [["Train/Regression_Loss"], ["Train/Imitation_Loss"], ["Train/RCE_Loss"]]
+    assert losses == [*before, ["Train/Loss"], ["Val/Loss"]]
     grouping = content["section"]["runSets"][0]["grouping"]
     keys = [{"section": "config", "name": f"{key}.value"} for key in ("run", "stage")]
     assert grouping == [{"section": "run", "name": "group"}, *keys]

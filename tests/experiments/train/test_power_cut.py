@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from commands import OPTIMISER, REPLAY, TABLE, Capture, ctrl_c, same, write_tabl
 from helpers import small_beams
 
 from knobwise.__main__ import main
+from knobwise.agents.checkpoint import load_checkpoint
 
-CONTROLLER = [*("train", "name=r", "seeds=[0,1]", "policy.members=2", "policy.experts=[]", "baselines=false")]
+CONTROLLER = [*("train", "name=r", "seeds=[0,2]", "policy.members=2", "policy.experts=[]", "baselines=false")]
 CONTROLLER += ["own_cost=false", *TABLE, *OPTIMISER]
 COMMANDS = {"controller": CONTROLLER, "selector": [*REPLAY, "name=r"]}
-SEED = {"controller": "checkpoints/seed1", "selector": "checkpoints/seed0/sft"}
+SEED = {"controller": "checkpoints/seed2", "selector": "checkpoints/seed0/sft"}
 """The training that a power cut comes into, or has just come after."""
 BLOCK = 4096
 CUTS: dict[str, Callable[[bytes], bytes]] = {
@@ -51,7 +53,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 assert main(words) == 0
             else:
                 late = {
-                    "controller": lambda t: (t.seed, t.iteration) == (1, 10),
+                    "controller": lambda t: (t.seed, t.stage.name, t.iteration) == (2, "GRPO", 14),
                     "selector": lambda t: t.stages[0].name == "rce",
                 }
                 with ctrl_c(late[system]):
@@ -93,5 +95,22 @@ def test_a_run_with_a_torn_file_ends_like_the_unbroken_run(
     assert {line.split(":")[0].removeprefix(f"{tmp_path}/") for line in said} == {str(torn.relative_to(tmp_path))}
     unbroken = run_in(stopped[f"{system} unbroken"])
     assert [path.name for path in run.parent.iterdir()] == ["r"]
+    for mine, other in zip(outcome(run), outcome(unbroken), strict=True):
+        assert same(mine, other)
+
+
+def test_a_run_that_was_stopped_before_it_settled_what_it_deploys_ends_like_the_unbroken(
+    stopped: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(stopped["controller stopped"], tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("knobwise.experiments.train.controller.deployed_by", Mock(side_effect=KeyboardInterrupt))
+        assert main(CONTROLLER) == 130
+    run, unbroken = run_in(tmp_path), run_in(stopped["controller unbroken"])
+    training = load_checkpoint(run / SEED["controller"] / "last.pt").extra["training"]
+    assert training["finished"]
+    assert training["best"]["iteration"] < training["iteration"], "the last weights must not be the best for this test"
+    assert main(CONTROLLER) == 0
     for mine, other in zip(outcome(run), outcome(unbroken), strict=True):
         assert same(mine, other)

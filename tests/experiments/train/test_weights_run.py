@@ -5,25 +5,29 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 from helpers import small_table
 
 import knobwise
 from knobwise.__main__ import main
+from knobwise.agents.policy.controller import NumpyController
 from knobwise.envs.readers.long_table import write_features, write_long_table
 from knobwise.experiments.results.decisions import read_decisions
 
 SHORT = [
-    *("optimiser.warmup_iterations=8", "optimiser.iterations=4", "optimiser.contexts=64", "optimiser.evaluate_every=4"),
+    *("optimiser.teacher_iterations=8", "optimiser.warmup_iterations=8", "optimiser.iterations=4"),
+    *("optimiser.contexts=64", "optimiser.evaluate_every=4"),
     *("policy.hidden=16", "policy.members=2", "tracking=disabled", "seeds=[0,1]"),
 ]
 TABLE = ["profile=table", "profile.path=measured.csv", "profile.features=features.npz"]
+CHECKPOINT = "checkpoint=runs/weights/grpo"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a table, and with two runs: of regression alone, and with GRPO."""
+    """With a table, and with two runs: as taught, and with GRPO."""
     folder, table = tmp_path_factory.mktemp("weights"), small_table(80)
     table = replace(table, cost=60 / table.latency_ms, cost_name="energy_j")
     write_long_table(table, folder / "measured.csv")
@@ -50,10 +54,33 @@ def test_a_run_leaves_fronts_a_report_and_a_policy(folder: Path, monkeypatch: py
     page = (run / "report.html").read_text()
     assert "mixtures on the front of the learned controller dominate" in page
     assert "mean energy_j" in page  # the axis of the picture
-    assert not (run / "controller.npz").exists()
     policy = knobwise.load(run)
     features = {name: [0.0] * width for name, width in policy.features.items()}
-    assert policy.decide(features, [20.0, 5.0]).keys() == {"max_crops", "top_k", "num_active_blocks"}
+    decision = policy.decide(features, [20.0, 5.0])
+    assert decision.keys() == {"max_crops", "top_k", "num_active_blocks"}
+    exported = NumpyController.load(run / "controller.npz")
+    blocks = {name: np.zeros((1, width), np.float32) for name, width in policy.features.items()}
+    (chosen,) = exported.choose(blocks, np.array([[20.0, 5.0]]))
+    assert exported.configuration(chosen) == decision
+
+
+def test_what_is_exported_decides_as_the_run_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["export", CHECKPOINT, *TABLE]) == 0
+    facts = json.loads(Path("exported/export.json").read_text())
+    assert facts["decision_us_p50"] > 0
+    run = NumpyController.load("runs/weights/grpo/controller.npz")
+    assert NumpyController.load("exported/controller.npz").digest == run.digest
+
+
+def test_what_grpo_added_is_known_on_held_out_samples_where_there_was_grpo(folder: Path) -> None:
+    results = {}
+    for name in ("grpo", "alone"):
+        results[name] = json.loads((folder / f"runs/weights/{name}/results.json").read_text())
+    assert results["grpo"]["grpo_gain"].keys() == {"held_out", "held_out_ci95"}
+    assert "grpo_gain" not in results["alone"]
+    page = (folder / "runs/weights/grpo/report.html").read_text()
+    assert re.search("GRPO (changes the reward of the deployed controller|does not improve this policy)", page)
 
 
 def test_compare_shows_the_hypervolume_beside_static_mixtures(
@@ -83,21 +110,28 @@ def test_the_default_policy_goes_without_experts_and_says_so(
     monkeypatch.chdir(folder)
     words = ["train", "experiment=controller", "budget=weights", *TABLE, *SHORT[:-1], "seeds=[0]", "name=default"]
     assert main(words) == 0
-    assert "budget=weights: the network decides alone, without experts" in capsys.readouterr().err
+    assert "budget=weights: the network teaches alone, without experts" in capsys.readouterr().err
     settings = Path("runs/controller/default/config.yaml").read_text()
     assert "experts: []" in settings
     assert "kind: priced" in settings
 
 
-CHECKPOINT = "checkpoint=runs/weights/grpo"
+def test_heads_without_a_teacher_draw_a_front_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    words = ["train", "experiment=weights", *TABLE, *SHORT[:-1], "seeds=[0]", "policy=independent", "name=heads"]
+    assert main(words) == 0
+    results = json.loads(Path("runs/weights/heads/results.json").read_text())
+    assert {row["policy"] for row in results["rows"]} == {"controller", "static_mix", "oracle"}
+    assert results["chosen"][0]["weights"] == {}
+
+
 MISTAKES = {
     "train experiment=weights profile=table profile.path=without.csv": "has no further cost; add a column cost.NAME",
-    "train experiment=weights policy=independent": "budget=weights: needs policy.structure=utility",
     "train experiment=weights budgets_ms=[3]": "budgets_ms: is for budget=mean and deadlines",
     "train experiment=weights split.repeats=2": "split.repeats: is for deadlines; under budget=weights there is one",
-    f"export {CHECKPOINT}": "export: a controller that weighs energy_j decides in Python only, by knobwise.load",
+    f"export {CHECKPOINT} onnx=true": "onnx=true: the controller is for worths or a mean over requests",
     f"evaluate {CHECKPOINT}": "was trained with budget=weights, which only its own run can judge",
-    f"explain {CHECKPOINT} sample=1 budget_ms=5": "budget_ms=5.0: must be a pair of worths, in ms and of energy_j",
+    f"explain {CHECKPOINT} sample=1 budget_ms=5": "budget_ms=5.0: must be a pair of worths, in ms and of a further",
 }
 
 

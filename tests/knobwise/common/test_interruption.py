@@ -138,13 +138,14 @@ def test_in_another_thread_nothing_changes() -> None:
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
-SHORT = OptimiserConfig(warmup_iterations=8, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=6)
+SHORT = OptimiserConfig(4, warmup_iterations=8, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=6)
 
 
 def controller(folder: Path, how: str) -> ControllerTrainer:
-    """`how`: structure or sense of the budgets, and objective."""
+    """`how`: what the heads learn from, or the sense of the budgets, and objective. A teacher takes 8 iterations."""
     table, (kind, objective) = small_table(80, holes=0.2), how.split()
-    policy = PolicyConfig(structure="independent" if kind == "independent" else "utility", hidden=16, members=3)
+    taught = {"teacher": True, "experts": ("ridge",), "drift": 0.2} if kind != "rewards" else {}
+    policy = PolicyConfig(hidden=16, teacher_hidden=8, members=3, **taught)
     loss = LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1))
     settings: dict[str, Any] = {"policy": policy, "loss": loss, "optimiser": SHORT, "reward": RewardConfig("utility")}
     settings["budget"] = BudgetConfig(sense="mean") if kind == "mean" else None
@@ -180,10 +181,11 @@ def press(trainer: Trainer, iteration: int, times: int = 1, error: Exception | N
 @pytest.mark.parametrize(
     ("make", "how", "stops", "crash"),
     [
-        (controller, "utility exact", [3, 11], 19),
-        (controller, "independent sampled", [7, 12], 19),
+        (controller, "teacher exact", [2, 5, 9, 20], 25),
+        (controller, "teacher sampled", [13], 19),
+        (controller, "rewards sampled", [7, 12], 19),
         (controller, "mean exact", [], 2),
-        (controller, "mean sampled", [], 9),
+        (controller, "mean sampled", [], 15),
         (selector, "sft best", [1, 4], 10),
         (selector, "rce best", [2], 5),
         (selector, "rce last", [], 9),
@@ -209,7 +211,8 @@ def test_what_was_stopped_ends_bit_for_bit_like_any(
         assert state["iteration"] == stop + 1  # nothing of what was done is lost
         load_checkpoint(tmp_path / "stopped" / "best.pt")
         assert f"{tmp_path / 'stopped' / 'last.pt'} holds iteration {stop + 1} of {trainer.total}" in note
-        assert f"validation {trainer.judged_by} {state['best']['score']:.4f}" in note
+        score = "" if state["best"]["state"] is None else f"{trainer.judged_by} {state['best']['score']:.4f} at"
+        assert (f"; best.pt beside it holds the best so far (validation {score}" in note) == bool(score)
         assert resumed().iteration == stop + 1
     press(trainer := resumed(), crash, error=RuntimeError("no power"))
     with pytest.raises(RuntimeError, match="no power"):
@@ -228,7 +231,7 @@ def test_what_was_stopped_ends_bit_for_bit_like_any(
 
 def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
-    trainer = controller(tmp_path, "independent sampled")
+    trainer = controller(tmp_path, "rewards sampled")
     press(trainer, 9, times=2)
     assert "holds iteration 6 of 20" in stopped(trainer.run).__notes__[0]
     assert iteration_of(tmp_path / "last.pt") == 6
@@ -236,7 +239,7 @@ def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path
 
 def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
-    trainer = controller(tmp_path, "independent sampled")
+    trainer = controller(tmp_path, "rewards sampled")
     press(trainer, 9)
     state = trainer.training_state
 
@@ -253,10 +256,10 @@ def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypat
 
 
 def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path) -> None:
-    trainer = controller(tmp_path, "independent sampled")
+    trainer = controller(tmp_path, "rewards sampled")
     press(trainer, 19)
     assert "finished" in stopped(trainer.run).__notes__[0]
-    again = controller(tmp_path, "independent sampled")
+    again = controller(tmp_path, "rewards sampled")
     assert again.resume(tmp_path / "last.pt")
     assert again.finished
 
@@ -265,8 +268,9 @@ def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path)
 
 TRAIN = [
     *("train", *TABLE, "policy=utility", "seeds=[0,1]"),
-    *("policy.hidden=16", "baselines=false", "tracking=disabled", "optimiser.warmup_iterations=20", "name=x"),
-    *("optimiser.iterations=180", "optimiser.contexts=64", "optimiser.evaluate_every=25", "optimiser.patience=0"),
+    *("policy.hidden=16", "baselines=false", "tracking=disabled", "name=x"),
+    *("optimiser.teacher_iterations=10", "optimiser.warmup_iterations=20", "optimiser.iterations=180"),
+    *("optimiser.contexts=64", "optimiser.evaluate_every=25", "optimiser.patience=0"),
 ]
 BEAMS = [
     *(*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=1", "sft.epochs=20"),

@@ -174,6 +174,7 @@ def controller_of(names):
         knobs=names,
         configurations=np.array([[0, 0, 0], [1, 1, 1]]),
         digest="in turn",
+        header={"limit": "budget_ms"},
         fall_back=lambda limit, drift: None,
         decide_expected=lambda blocks, limit, drift: (next(turns) % 2, 0.0, 0.1),
         choose_expected=lambda blocks, limits, mask, drift: (

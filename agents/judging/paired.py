@@ -1,0 +1,21 @@
+"""Whether one policy is better than another on the same samples, by more than chance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def standard_error(differences: Tensor) -> float:
+    """Return the standard error of the mean of paired differences [n]; 0 for fewer than two."""
+    if len(differences) < 2:
+        return 0.0
+    return float(differences.double().std()) / len(differences) ** 0.5
+
+
+def is_better(differences: Tensor, confidence: float) -> bool:
+    """Return whether the mean of paired differences [n] is above 0 with this one-sided confidence,
+    by the normal quantile."""
+    z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
+    mean = float(differences.double().mean()) if len(differences) else 0.0
+    return len(differences) > 1 and mean > z * standard_error(differences)

@@ -1,0 +1,119 @@
+"""Small functions on arrays that every decision uses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Arrays = Mapping[str, Array]
+
+LEAST_MS = 1e-9
+"""Lower bound that budgets are raised to before their logarithm is taken."""
+MOST_MS = 1e30
+"""Upper bound that budgets must stay below."""
+
+
+def digest_of(arrays: Arrays) -> bytes:
+    """Return the SHA-256 of the names, types, shapes and bytes of all arrays but `digest`."""
+    content = hashlib.sha256()
+    for name in sorted(set(arrays) - {"digest"}):
+        array = np.ascontiguousarray(arrays[name])
+        content.update(f"{name} {array.dtype} {arrays[name].shape} ".encode() + array.tobytes())
+    return content.digest()
+
+
+def below(arrays: Arrays, prefix: str) -> dict[str, Array]:
+    """Return the arrays whose names begin with `prefix`, without it."""
+    part = {}
+    for name, array in arrays.items():
+        if name.startswith(prefix):
+            part[name.removeprefix(prefix)] = array
+    return part
+
+
+def read_arrays(path: str | Path) -> dict[str, Array]:
+    """Read the arrays of an `.npz` without executing anything in it. Raises an error of any kind:
+    it is none, or damaged."""
+    # opened here, since np.load leaves a damaged file open
+    with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        if file.zip.testzip() is not None:
+            raise ValueError("is damaged (its checksum does not match); export it again")
+        return {name: file[name] for name in file.files}
+
+
+def header_of(arrays: Arrays, form: str) -> dict[str, Any]:
+    """Return what the array `header` says. Raises ValueError: nothing, or it is of another form."""
+    try:
+        header = json.loads(bytes(arrays["header"]).decode())
+        known = header["format"] == form
+    except (KeyError, TypeError, ValueError):
+        known = False
+    if not known:
+        raise ValueError(f"not an exported controller (expected format {form})")
+    return dict(header)
+
+
+def named_values(
+    knobs: Mapping[str, tuple[Any, ...]],
+    configurations: Array,
+) -> list[dict[str, Any]]:
+    """Return the knob values of each configuration by name."""
+    named = []
+    for row in configurations.tolist():
+        pairs = zip(knobs.items(), row, strict=True)
+        named.append({name: values[place] for (name, values), place in pairs})
+    return named
+
+
+def log_ms(limits: Array) -> Array:
+    """Return the natural logarithm of limits in ms, in their precision."""
+    return np.log(np.maximum(limits, limits.dtype.type(LEAST_MS)))
+
+
+def log_softmax(scores: Array, mask: Array | None = None) -> Array:
+    """Return log-probabilities [*, C] of scores [*, C]; −inf where the mask is False."""
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf)
+    shifted = scores - scores.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def pick(scores: Array, slow: Array, mask: Array | None) -> Array:
+    """Return the best score inside the mask, among equal ones the fastest: int64 [n].
+
+    Args:
+        scores: [n, C].
+        slow: what expands to it, on any monotone scale of latency, finite inside the mask.
+        mask: bool [n, C], None for everything.
+
+    Raises:
+        ValueError: the mask leaves a request without any configuration.
+    """
+    if mask is not None:
+        if not mask.any(1).all():
+            raise ValueError("the mask leaves a request without any configuration")
+        scores = np.where(mask, scores, -np.inf)
+    best = scores == scores.max(1, keepdims=True)
+    if mask is not None:
+        best &= mask
+    return np.where(best, slow, np.inf).argmin(1)
+
+
+def log_moments(latencies_ms: Array) -> tuple[Array, Array]:
+    """Return mean and standard deviation of ln ms over each row of [C, n], float64 [C] each.
+
+    Infinite latencies do not count; a row of nothing else has 0 and 0.
+    """
+    logs = np.log(np.maximum(latencies_ms.astype(np.float64), LEAST_MS))
+    measured = np.isfinite(logs)
+    count = np.maximum(measured.sum(1), 1)
+    mean = np.where(measured, logs, 0.0).sum(1) / count
+    squares = np.where(measured, logs - mean[:, None], 0.0) ** 2
+    return mean, np.sqrt(squares.sum(1) / count)

@@ -1,0 +1,39 @@
+"""The guard of a deployed policy: what it does at each budget was settled on held-out samples."""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from .arrays import Array, Arrays, log_ms
+
+
+class Guard:
+    """Margins and fall-backs for the calibrated budgets; a request uses the one nearest in log-ms.
+
+    Attributes:
+        budgets_ms: [B].
+        margin: [B], the share of its budget that the policy may plan with.
+        deploy: bool [B], False where budget-aware static decides.
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
+        self.margin = arrays["margin"].astype(np.float64)
+        self.deploy = arrays["deploy"].astype(bool)
+        self.never_falls_back = bool(self.deploy.all())
+        self._logs = log_ms(self.budgets_ms)
+        order = np.argsort(self._logs, kind="stable")
+        pairs = zip(self.margin[order].tolist(), self.deploy[order].tolist(), strict=True)
+        self._few = list(pairs)
+        logs = self._logs[order]
+        self._between = np.exp((logs[1:] + logs[:-1]) / 2).tolist()
+
+    def single(self, limit: float) -> tuple[float, bool]:
+        """Return the margin, and whether the policy decides, for one limit in ms."""
+        return self._few[bisect.bisect_left(self._between, limit)]
+
+    def groups(self, limits: Array) -> Array:
+        """Return the calibrated budget nearest to each limit [n] in ms, int64 [n]."""
+        return np.abs(log_ms(limits.astype(np.float64))[:, None] - self._logs).argmin(1)

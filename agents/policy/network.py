@@ -1,0 +1,255 @@
+"""The deployed network: features and a limit in, a score for every configuration out."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .arrays import LEAST_MS, Array, Arrays, below, log_ms
+
+# numbers of Python would cost more time
+_UNIT = np.array(1.0, np.float32)
+
+
+class Normaliser:
+    """Imputes missing values, takes heavy tails logarithmically, standardises and clips.
+
+    It adds an indicator for each column with missing values, and projects all of them onto fewer
+    components where there is a projection: [n, d] → [n, width].
+    """
+
+    def __init__(self, arrays: Arrays, clip: float) -> None:
+        self.mean = arrays["mean"]
+        self.scale = arrays["scale"]
+        self.median = arrays["median"]
+        self.heavy = np.flatnonzero(arrays["heavy"])
+        self.unit = arrays["unit"][self.heavy]
+        self.gappy = np.flatnonzero(arrays["has_missing"])
+        self.high = np.full_like(self.mean, clip)
+        self.low = -self.high
+        self.projection = arrays.get("projection")
+        # whether columns are only shifted, scaled and clipped
+        self.plain = not (self.heavy.size or self.gappy.size or self.projection is not None)
+
+    def __call__(self, raw: Array) -> Array:
+        """Normalise raw features float32 [n, d]."""
+        missing = np.isnan(raw)
+        x = np.where(missing, self.median, raw) if missing.any() else raw
+        if self.heavy.size:
+            x = x.copy()
+            tails = x[:, self.heavy]
+            x[:, self.heavy] = np.sign(tails) * np.log1p(np.abs(tails) / self.unit)
+        x = x - self.mean
+        x /= self.scale  # folded into the weights, features with large means would lose digits
+        np.maximum(x, self.low, out=x)
+        np.minimum(x, self.high, out=x)
+        if self.gappy.size:
+            x = np.concatenate([x, missing[:, self.gappy]], 1, dtype=np.float32)
+        return x if self.projection is None else x @ self.projection
+
+
+class Encoding:
+    """The standardised logarithm z of a limit, with sines and cosines of it.
+
+    A limit of L numbers is encoded number by number: [n] or [n, L] → float32 [n, L·width].
+    """
+
+    def __init__(self, arrays: Arrays, width: int) -> None:
+        self.mean = arrays["mean"].astype(np.float64).reshape(-1)
+        self.scale = arrays["scale"].astype(np.float64).reshape(-1)
+        self.frequencies = arrays["frequencies"].astype(np.float64)
+        self.width = width
+        # an even width leaves z itself out
+        self._first = 1 - width % 2
+        self._mean = float(self.mean[0])
+        self._scale = float(self.scale[0])
+        self._few = self.frequencies.tolist()
+
+    def single(self, limit: float) -> list[float]:
+        """Encode one number; plain numbers are faster than short arrays."""
+        z = (math.log(max(limit, LEAST_MS)) - self._mean) / self._scale
+        z = min(max(z, -4.0), 4.0)
+        angles = [z * frequency for frequency in self._few]
+        return [z, *map(math.sin, angles), *map(math.cos, angles)][self._first :]
+
+    def __call__(self, limits: Array) -> Array:
+        """Encode many limits."""
+        limits = limits.astype(np.float64).reshape(len(limits), -1)
+        z = ((log_ms(limits) - self.mean) / self.scale).clip(-4, 4)[..., None]
+        angle = z * self.frequencies
+        encoded = np.concatenate([z, np.sin(angle), np.cos(angle)], -1, dtype=np.float32)
+        return encoded[..., self._first :].reshape(len(limits), -1)
+
+
+def places_of(configurations: Array) -> Array:
+    """Return which knob values make up each configuration, float32 [values of all knobs, C]."""
+    sizes = configurations.max(0) + 1
+    rows = configurations + sizes.cumsum() - sizes
+    places = np.zeros((int(sizes.sum()), len(configurations)), np.float32)
+    places[rows, np.arange(len(configurations))[:, None]] = 1
+    return places
+
+
+class Heads:
+    """An MLP with a categorical head for each knob, or one over the configurations.
+
+    The score of a configuration is the sum of the logits of its knob values. A softmax of it over
+    the configurations that may be chosen is the policy.
+
+    Args:
+        arrays: `layers.<i>.weight` [inputs, outputs], `layers.<i>.bias` [outputs], the last of
+            which is that of the heads, and `encoding.…`.
+        places: float32 [values, C], which values make up a configuration; None for one head over
+            the configurations.
+    """
+
+    def __init__(self, arrays: Arrays, header: Mapping[str, Any], normaliser: Normaliser, places: Array | None) -> None:
+        self.normaliser = normaliser
+        self.encoding = Encoding(below(arrays, "encoding."), header["budget_width"])
+        self.places = places
+        self.values = header["drift_values"]
+        # SiLU is x·sigmoid(x) = (x/2)·(1 + tanh(x/2)), so that hidden layers give x/2
+        self.layers = []
+        for number in range(header["layers"] + 1):
+            weight = np.vstack([arrays[f"layers.{number}.weight"], arrays[f"layers.{number}.bias"]])
+            half = 0.5 if number < header["layers"] else 1.0
+            self.layers.append((weight * half).astype(np.float32))
+        inputs = len(self.layers[0]) - 1
+        self.width = inputs - self.encoding.width * len(self.encoding.mean) - self.values
+        self._single = _Single(self)
+
+    def scores(self, x: Array, limits: Array, by_value: Array | None = None) -> Array:
+        """Return scores [n, C] for normalised features [n, width], limits [n] and the drift of knob
+        values, [V]."""
+        drift = np.zeros((len(x), self.values), np.float32)
+        if by_value is not None:
+            drift += by_value
+        out = np.concatenate([x, self.encoding(limits), drift], 1, dtype=np.float32)
+        for number, weight in enumerate(self.layers):
+            out = out @ weight[:-1] + weight[-1]
+            if number < len(self.layers) - 1:
+                gate = np.tanh(out)
+                gate += _UNIT
+                out *= gate
+        return out if self.places is None else out @ self.places
+
+    def single(self, raw: Array, limit: float, by_value: Array | None = None) -> int:
+        """Return the configuration for raw features [d] of one request under a limit in ms, given
+        the drift of knob values, [V]."""
+        index = self._single(raw, limit, by_value)
+        if index is not None:
+            return index
+        normal = self.normaliser(raw[None])
+        return int(self.scores(normal, np.array([limit]), by_value).argmax())
+
+    def single_and_features(self, raw: Array, limit: float, by_value: Array | None = None) -> tuple[int, Array]:
+        """Return the same and the normalised features [width]."""
+        x = np.empty(self.width, np.float32)
+        index = self._single(raw, limit, by_value, x)
+        if index is not None:
+            return index, x
+        normal = self.normaliser(raw[None])
+        return int(self.scores(normal, np.array([limit]), by_value).argmax()), normal[0]
+
+
+class _Single:
+    """One request through the heads.
+
+    Right after a model has run, a call costs microseconds whatever the size of its arrays, and the
+    first call of each kind several times as much. So these are few and of few kinds, numbers go
+    into arrays that exist already, and a lock guards these.
+    """
+
+    def __init__(self, heads: Heads) -> None:
+        normaliser = heads.normaliser
+        self._normaliser = normaliser
+        self._encoding = heads.encoding
+        self._layers = heads.layers
+        self._places = heads.places
+        self._scales = 1 / normaliser.scale
+        self._lock = threading.Lock()
+        # an input that is always 1 adds the bias
+        self._inputs = [np.ones(len(weight), np.float32) for weight in heads.layers]
+        width = heads.width
+        self._x = self._inputs[0][:width]
+        self._limit = self._inputs[0][width : width + heads.encoding.width]
+        self._drift = self._inputs[0][width + heads.encoding.width : -1]
+        self._halves = [np.empty(weight.shape[1], np.float32) for weight in heads.layers[:-1]]
+        self._logits = np.empty(heads.layers[-1].shape[1], np.float32)
+        self._scores = self._logits
+        if heads.places is not None:
+            self._scores = np.empty(heads.places.shape[1], np.float32)
+
+    def __call__(
+        self,
+        raw: Array,
+        limit: float,
+        by_value: Array | None = None,
+        kept: Array | None = None,
+    ) -> int | None:
+        """Return a configuration; None if a feature is missing, which makes all scores NaN.
+
+        The normalised features are written into `kept`, for other threads overwrite those here.
+        """
+        normaliser = self._normaliser
+        with self._lock:
+            x = self._x
+            if normaliser.plain:
+                np.subtract(raw, normaliser.mean, out=x)
+                np.multiply(x, self._scales, out=x)
+                np.maximum(x, normaliser.low, out=x)
+                np.minimum(x, normaliser.high, out=x)
+            else:
+                x[:] = normaliser(raw[None])[0]
+            if kept is not None:
+                kept[:] = x
+            self._limit[:] = self._encoding.single(limit)
+            if len(self._drift):
+                self._drift[:] = 0.0 if by_value is None else by_value
+            for number, half in enumerate(self._halves):
+                np.dot(self._inputs[number], self._layers[number], out=half)
+                state = self._inputs[number + 1][:-1]
+                np.tanh(half, out=state)
+                np.add(state, _UNIT, out=state)
+                np.multiply(state, half, out=state)
+            np.dot(self._inputs[-1], self._layers[-1], out=self._logits)
+            if self._places is not None:
+                np.dot(self._logits, self._places, out=self._scores)
+            best = int(self._scores.argmax())
+            return None if math.isnan(self._scores[best]) else best
+
+
+class LatencyModel:
+    """The expected ln ms of a configuration, linear in the normalised features.
+
+    The tracker compares it with what answers take. It plays no part in decisions.
+
+    Args:
+        arrays: `bias` and `spread` [C], the standard deviation of what is left; `weight`
+            [width, C], which may be missing.
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.weight = arrays.get("weight")
+        self.bias = arrays["bias"]
+        self.spread = arrays["spread"]
+        self._columns = None if self.weight is None else np.ascontiguousarray(self.weight.T)
+        self._bias = self.bias.tolist()
+        self._spread = self.spread.tolist()
+
+    def single(self, x: Array, choice: int) -> tuple[float, float]:
+        """Return mean and standard deviation of ln ms for normalised features [width]."""
+        mean = self._bias[choice]
+        if self._columns is not None:
+            mean += float(self._columns[choice].dot(x))
+        return mean, self._spread[choice]
+
+    def means(self, x: Array) -> Array:
+        """Return the mean of ln ms for every configuration: [n, width] → [n, C]."""
+        if self.weight is None:
+            return np.broadcast_to(self.bias, (len(x), len(self.bias)))
+        return x @ self.weight + self.bias

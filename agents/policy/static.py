@@ -1,0 +1,126 @@
+"""Budget-aware static: for each budget the one configuration that was best on average."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from typing import Self
+
+import numpy as np
+
+from .arrays import Array, Arrays, log_moments, pick
+
+
+class Static:
+    """Takes, for each budget, the configuration with the best mean of accuracy·1[latency ≤ budget].
+
+    Where nothing ever met the budget all means are 0, and the one with the lowest mean latency is
+    taken. It never reads features.
+
+    Attributes:
+        latency_ms: [C], the mean latency of each configuration.
+        sorted_ms: [C, n], all measurements of each configuration in order, ∞ for none.
+        running: [C, n + 1], the mean utility under a budget between two of these.
+        starts, choices: [s] each: from `starts[i]` ms on, `choices[i]` is best of all.
+        log_latency, spread: float64 [C], mean and standard deviation of ln ms.
+    """
+
+    name = "budget_aware_static"
+
+    def __init__(self, latency_ms: Array, sorted_ms: Array, running: Array) -> None:
+        self.latency_ms = latency_ms
+        self.sorted_ms = sorted_ms
+        self.running = running
+        self.log_latency, self.spread = log_moments(sorted_ms)
+        self.starts, self.choices = self._steps()
+        self._few = self.starts.tolist()
+
+    @classmethod
+    def fit(cls, accuracy: Array, latency_ms: Array, measurements_ms: Array) -> Self:
+        """Fit on n samples: accuracy and median latency [n, C], and all measurements [n, C, R], NaN
+        where there is none.
+
+        A cell that was measured several times counts once. A configuration that was never profiled
+        counts as always wrong and as slow as the slowest of the others.
+        """
+        samples, count, repeats = measurements_ms.shape
+        valid: Array = np.logical_not(np.isnan(measurements_ms))
+        profiled = valid.any(2)
+        count_of = profiled.sum(0)
+        mean_ms = np.nansum(latency_ms.astype(np.float64), 0) / np.maximum(count_of, 1)
+        slowest_ms = mean_ms[count_of > 0].max(initial=0.0)
+        sorted_ms = np.empty((count, samples * repeats))
+        running = np.zeros((count, samples * repeats + 1))
+        # one configuration after the other, since tables may be large
+        for c in range(count):
+            of_cell = np.maximum(valid[:, c].sum(1, keepdims=True), 1)
+            weight = valid[:, c] / of_cell * np.nan_to_num(accuracy[:, c, None].astype(np.float64))
+            measured = np.where(valid[:, c], measurements_ms[:, c], np.inf).reshape(-1)
+            order = np.argsort(measured, kind="stable")
+            sorted_ms[c] = measured[order]
+            worth = np.cumsum(weight.reshape(-1)[order])
+            running[c, 1:] = worth / max(count_of[c], 1)
+        return cls(np.where(count_of > 0, mean_ms, slowest_ms), sorted_ms, running)
+
+    @classmethod
+    def restored(cls, arrays: Arrays) -> Self:
+        """Return the inverse of `arrays`."""
+        return cls(arrays["latency_ms"], arrays["sorted_ms"].astype(np.float64), arrays["running"])
+
+    def arrays(self) -> dict[str, Array]:
+        """Return what a file keeps."""
+        exact = self.sorted_ms.astype(np.float32)
+        short = exact if (exact == self.sorted_ms).all() else self.sorted_ms
+        return {"latency_ms": self.latency_ms, "sorted_ms": short, "running": self.running}
+
+    def scaled(self, factors: Array, accuracies: Array | None = None) -> Self:
+        """Return the same where each configuration takes a factor of its time, [C], and has a
+        factor of its accuracy, [C]."""
+        running = self.running if accuracies is None else self.running * accuracies[:, None]
+        return type(self)(self.latency_ms * factors, self.sorted_ms * factors[:, None], running)
+
+    def mean_utility(self, limits: Array) -> Array:
+        """Return every configuration's mean utility under limits [n] in ms, float64 [n, C]."""
+        limits = limits.astype(np.float64)
+        columns = []
+        for latencies, worth in zip(self.sorted_ms, self.running, strict=True):
+            columns.append(worth[np.searchsorted(latencies, limits, side="right")])
+        return np.stack(columns, 1)
+
+    def single(self, limit: float) -> int:
+        """Return the configuration for one limit in ms."""
+        return int(self.choices[bisect.bisect_right(self._few, limit) - 1])
+
+    def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None) -> Array:
+        """Return configurations int64 [n] for limits [n] in ms, inside the mask bool [n, C]."""
+        if mask is None:
+            return self.choices[np.searchsorted(self.starts, limits, side="right") - 1]
+        distinct, which = np.unique(limits, return_inverse=True)
+        return pick(self.mean_utility(distinct)[which.reshape(-1)], self.latency_ms, mask)
+
+    def _steps(self) -> tuple[Array, Array]:
+        """Find where the best of all configurations changes as the budget grows.
+
+        A configuration's mean utility never falls as the budget grows, so the best one is the
+        running maximum over all cells in order of latency; among equals the one with the lower
+        mean latency.
+        """
+        count, samples = self.sorted_ms.shape
+        order = np.argsort(self.latency_ms, kind="stable")
+        ranks = np.concatenate([[0], np.repeat(np.argsort(order), samples)])
+        time = np.concatenate([[-np.inf], self.sorted_ms.reshape(-1)])
+        worth = np.concatenate([[0.0], self.running[:, 1:].reshape(-1)])
+        measured = time < np.inf
+        time = time[measured]
+        place = np.unique(worth[measured], return_inverse=True)[1].reshape(-1)
+        by_time = np.argsort(time, kind="stable")
+        key = place * count + (count - 1 - ranks[measured])
+        best = np.maximum.accumulate(key[by_time])
+        time = time[by_time]
+        chosen = order[count - 1 - best % count]
+        # the last cell of each latency, which includes the others
+        last = np.append(time[1:] != time[:-1], True)
+        time = time[last]
+        chosen = chosen[last]
+        new = np.append(True, chosen[1:] != chosen[:-1])
+        return time[new], chosen[new]

@@ -1,0 +1,84 @@
+"""What a predictor expects of every configuration, and what a configuration is worth then."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from knobwise.envs.configurations.budgets import log_ms
+from knobwise.envs.configurations.reward import at_worths
+
+HOPELESS = 0.01
+"""Where no configuration is more likely than this to be on time, the fastest is chosen."""
+
+
+class Prediction(NamedTuple):
+    """Predicted outcomes of all C configurations, [*, C] each.
+
+    Attributes:
+        accuracy: expected.
+        log_latency: the mean of ln ms.
+        spread: the standard deviation of ln ms, which may be [C].
+        log_cost: ln of the expected further cost, under weights.
+    """
+
+    accuracy: Tensor
+    log_latency: Tensor
+    spread: Tensor
+    log_cost: Tensor | None = None
+
+    @property
+    def latency_ms(self) -> Tensor:
+        """E[latency] in ms, [*, C], of a log-normal variable: exp(μ + σ²/2)."""
+        return torch.exp(self.log_latency + self.spread.square() / 2)
+
+    def meets(self, budgets_ms: Tensor) -> Tensor:
+        """Return P(latency ≤ budget) = Φ((ln b − μ)/σ): budgets [*] in ms → [*, C]."""
+        logs = log_ms(budgets_ms).unsqueeze(-1)
+        return torch.special.ndtr((logs - self.log_latency) / self.spread)
+
+    def score(self, limits: Tensor, sense: str = "deadline") -> Tensor:
+        """Return what every configuration is worth under limits [*], [*, C].
+
+        Under a deadline b it is the expected utility Â·Φ((ln b − μ)/σ): feasibility is soft,
+        without a cut-off. Under a mean budget it is Â − L̂/worth; under weights, where limits are
+        pairs [*, 2], Â − L̂/worth − K̂/worth (the preference of Abels et al. 2019, "Dynamic Weights
+        in Multi-Objective Deep Reinforcement Learning").
+        """
+        accuracy = self.accuracy.clamp(1e-3, 1.0)
+        if sense == "deadline":
+            return accuracy * self.meets(limits)
+        if sense == "weights":
+            assert self.log_cost is not None
+            return at_worths(accuracy, self.latency_ms, self.log_cost.exp(), limits)
+        return accuracy - self.latency_ms / limits.unsqueeze(-1)
+
+
+def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the best score inside the mask, among equal ones the lowest latency: int64 [n].
+
+    Args:
+        scores: [n, C], or what expands to it.
+        latency_ms: likewise, on any monotone scale, finite inside the mask.
+        mask: bool [n, C], None for everything.
+
+    Raises:
+        ValueError: a sample has no configuration to choose.
+    """
+    if mask is None:
+        mask = torch.ones_like(scores, dtype=torch.bool)
+    if not bool(mask.any(1).all()):
+        raise ValueError("the mask leaves a sample without any configuration")
+    scores = scores.expand(mask.shape).masked_fill(~mask, -torch.inf)
+    best = mask & (scores == scores.amax(1, keepdim=True))
+    return latency_ms.expand(mask.shape).masked_fill(~best, torch.inf).argmin(1)
+
+
+def pick_in_time(scores: Tensor, meets: Tensor, log_latency: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the best score, or the fastest where nothing is likely to be on time: int64 [n]."""
+    likely = meets if mask is None else meets.masked_fill(~mask, 0.0)
+    hopeless = likely.amax(1) < HOPELESS
+    fastest = pick(-log_latency, log_latency, mask)
+    return torch.where(hopeless, fastest, pick(scores, log_latency, mask))

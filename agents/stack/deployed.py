@@ -1,0 +1,219 @@
+"""What a run deploys: a controller, and what was settled about it on held-out samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
+from knobwise.agents.policy.arrays import digest_of
+from knobwise.agents.policy.controller import FORMAT, NumpyController
+from knobwise.agents.stack import guard as guards
+from knobwise.agents.stack.prices import MeanBudgetPolicy, StaticMix
+from knobwise.agents.stack.teacher import Teacher
+from knobwise.common.files import written_whole
+
+Arrays = dict[str, NDArray[Any]]
+LIMITS = {"deadline": "budget_ms", "mean": "mean", "weights": "worths"}
+
+
+@dataclass
+class Settled:
+    """What was settled on held-out samples, in plain values and arrays.
+
+    Attributes:
+        guard: a row for each calibrated budget, see `knobwise.agents.stack.guard.calibrate`, or
+            under mean budgets `knobwise.agents.stack.prices.compared`; [] without a guard.
+        guard_if_free: the same if decisions and features cost nothing, for comparison.
+        static: what the guard falls back to under deadlines, see `Static.arrays`.
+        latency: what the tracker expects, see `policy.network.LatencyModel`.
+        mean: the mean budgets, see `policy.mean_budgets.MeanBudgets`.
+    """
+
+    guard: list[dict[str, Any]] = field(default_factory=list)
+    guard_if_free: list[dict[str, Any]] = field(default_factory=list)
+    static: Arrays = field(default_factory=dict)
+    latency: Arrays = field(default_factory=dict)
+    mean: Arrays = field(default_factory=dict)
+
+
+class DeployedController(nn.Module):
+    """A controller, the teacher of it, and what was settled on held-out samples.
+
+    It decides in NumPy, by `decider`; the torch modules are there to be trained further, to be
+    asked what they expect, and to be exported to other forms.
+    """
+
+    def __init__(self, controller: Controller, teacher: Teacher | None = None, settled: Settled | None = None) -> None:
+        super().__init__()
+        self.controller = controller
+        self.teacher = teacher
+        self.settled = settled or Settled()
+
+    @property
+    def if_free(self) -> NumpyController:
+        """What would decide if decisions and features cost nothing."""
+        settled = replace(self.settled, guard=self.settled.guard_if_free)
+        return DeployedController(self.controller, None, settled).decider
+
+    @property
+    def knobs(self) -> Any:
+        """Names and values."""
+        return self.controller.knobs
+
+    @property
+    def configurations(self) -> Tensor:
+        """int64 [C, K]."""
+        return self.controller.configurations
+
+    @property
+    def sense(self) -> str:
+        """Of the budget, see `Controller`."""
+        return self.controller.sense
+
+    @cached_property
+    def decider(self) -> NumpyController:
+        """What decides, by the weights at the first use after `train()`, `eval()` or
+        `load_state_dict`."""
+        return NumpyController(self.arrays())
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, as every loop of training does, and forget the `decider`."""
+        self.__dict__.pop("decider", None)
+        return super().train(mode)
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Take over weights, see `nn.Module`, and forget the `decider`."""
+        self.__dict__.pop("decider", None)
+        return super().load_state_dict(*arguments, **options)
+
+    def choose(self, features: Mapping[str, Any], limits: Any, mask: Any = None) -> NDArray[np.int64]:
+        """Return configurations int64 [n], see `NumpyController.choose`."""
+        return self.decider.choose(features, limits, mask)
+
+    def reads_features(self, limits: NDArray[Any]) -> NDArray[Any]:
+        """Return whether it reads features under each of these limits, bool [n]."""
+        return self.decider.reads_features(limits)
+
+    def under_mean_budgets(self) -> MeanBudgetPolicy:
+        """Return it as a policy under the mean budgets that it was calibrated for, whose static mix
+        can be asked for its expectation."""
+        mean = self.decider.mean
+        assert mean is not None
+
+        def decide(features: Mapping[str, NDArray[Any]], group: int, mask: NDArray[Any]) -> NDArray[Any]:
+            limits = np.full(len(mask), mean.budgets_ms[group])
+            return self.decider.log_probs(features, limits, mask).argmax(1)
+
+        budgets_ms = torch.from_numpy(mean.budgets_ms)
+        mix = None
+        if mean.mix:
+            accuracy = torch.from_numpy(mean.mix["mean_accuracy"])
+            mix = StaticMix(accuracy, torch.from_numpy(mean.mix["mean_cost"]), budgets_ms)
+        deployed = torch.from_numpy(mean.deployed)
+        worths = torch.from_numpy(mean.worths)
+        return MeanBudgetPolicy("controller", decide, budgets_ms, worths, deployed, mix)
+
+    def arrays(self) -> Arrays:
+        """Return the content of an exported file: every array by name, and `header`, JSON."""
+        controller = self.controller
+        normaliser = controller.normaliser
+        settled = self.settled
+        by_knobs = controller.network.head.by_knobs
+        header = {
+            "format": FORMAT,
+            "knobs": [[knob.name, list(knob.values)] for knob in controller.knobs],
+            "features": normaliser.sizes,
+            "clip": normaliser.clip,
+            "layers": controller.config.layers,
+            "heads": "knobs" if by_knobs else "configurations",
+            "budget_width": controller.config.budget_width,
+            "drift_values": len(controller.network.values),
+            "sharpness": controller.config.sharpness,
+            "datasets": normaliser.datasets,
+            "limit": LIMITS[controller.sense] if settled.mean or controller.sense != "mean" else "",
+            "guard": bool(settled.guard and settled.static),
+        }
+        arrays = {"configurations": controller.configurations.cpu().numpy()}
+        if len(controller.network.values):
+            by_value = DRIFT_SCALE * controller.network.values
+            arrays["values"] = by_value.cpu().numpy().astype(np.float32)
+        for name, values in normaliser.state_dict().items():
+            arrays[f"normaliser.{name}"] = values.cpu().numpy()
+        parts = {
+            "network": _network_arrays(controller),
+            "latency": settled.latency or _unknown_latency(len(controller.configurations)),
+            "static": settled.static,
+            "mean": settled.mean,
+        }
+        if header["guard"]:
+            parts["guard"] = guards.arrays_of(settled.guard)
+        for part, named in parts.items():
+            for name, values in named.items():
+                arrays[f"{part}.{name}"] = values
+        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        return arrays | {"digest": np.frombuffer(digest_of(arrays), np.uint8)}
+
+    def export(self, path: str | Path) -> NumpyController:
+        """Write the `.npz` that `NumpyController.load` reads, and return the same controller."""
+        arrays = self.arrays()
+        with written_whole(path) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
+        return NumpyController(arrays)
+
+    def plain(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a checkpoint."""
+        settled = self.settled
+        named = {"static": settled.static, "latency": settled.latency, "mean": settled.mean}
+        tensors = {
+            part: {name: torch.from_numpy(np.array(v)) for name, v in arrays.items()} for part, arrays in named.items()
+        }
+        return {
+            "controller": self.controller.plain(),
+            "teacher": self.teacher and self.teacher.plain(),
+            "guard": settled.guard,
+            "guard_if_free": settled.guard_if_free,
+            **tensors,
+        }
+
+    @classmethod
+    def restored(cls, plain: Mapping[str, Any]) -> DeployedController:
+        """Return the inverse of `plain`, in eval mode."""
+        controller = Controller.restored(plain["controller"])
+        teacher = None
+        if plain["teacher"]:
+            count = len(controller.configurations)
+            about = controller.normaliser, controller.config, count, controller.sense
+            teacher = Teacher.restored(plain["teacher"], *about)
+        parts = {}
+        for part in ("static", "latency", "mean"):
+            parts[part] = {name: values.numpy() for name, values in plain[part].items()}
+        return cls(controller, teacher, Settled(plain["guard"], plain["guard_if_free"], **parts)).eval()
+
+
+def _network_arrays(controller: Controller) -> Arrays:
+    """Return the arrays of the network that is deployed, as `policy.network` reads them."""
+    network = controller.network
+    assert isinstance(network.head, KnobHeads)
+    arrays = {}
+    for number, layer in enumerate([*network.layers, network.head.logits]):
+        arrays[f"layers.{number}.weight"] = layer.weight[-1].detach().cpu().numpy()
+        arrays[f"layers.{number}.bias"] = layer.bias[-1].detach().cpu().numpy()
+    for name, values in network.encoding.state_dict().items():
+        arrays[f"encoding.{name}"] = values.cpu().numpy()
+    return arrays
+
+
+def _unknown_latency(count: int) -> Arrays:
+    """Return a model of latencies before any was fitted."""
+    return {"bias": np.zeros(count, np.float32), "spread": np.ones(count, np.float32)}

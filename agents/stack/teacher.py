@@ -1,0 +1,403 @@
+"""The teacher: a network and experts that predict outcomes, weighted by how well each does.
+
+Every member predicts accuracy and latency of each configuration, from which follows what the
+configuration is worth under a limit; the weighted mean decides. It knows whole configurations,
+which makes it a good teacher, and takes a millisecond, which is why it is not deployed.
+
+The members are fitted in folds. A teacher of a fold has the parts that were fitted without it, so
+that what it teaches about the fold's samples is not what was measured of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from knobwise.agents.controller.networks import WIDEST, MemberLinear, OutcomeNetwork
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.predictors.experts import Expert, Experts, Measured
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.predictors.folds import folds_of
+from knobwise.agents.predictors.outcomes import HOPELESS, Prediction, pick, pick_in_time
+from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
+from knobwise.envs.configurations.budgets import thinned
+from knobwise.envs.configurations.reward import expected_utility
+from knobwise.envs.tables.profile_table import ProfileTable
+
+LEARNED = ("latency_offset", "latency_variance", "accuracy_logits")
+NARROWEST = 0.5
+"""The least factor on a predicted spread of what is learned after training."""
+AT_ONCE = 1024
+"""Requests that are predicted together."""
+
+
+class Mixture(NamedTuple):
+    """What the members of a teacher predict for n requests, whatever limits these have."""
+
+    weights: list[float]
+    predictions: list[Prediction]
+    sense: str
+
+    def score(self, limits: Tensor) -> Tensor:
+        """Return what every configuration is worth under limits [n], [n, C]."""
+        return weighted([p.score(limits, self.sense) for p in self.predictions], self.weights)
+
+    def meets(self, limits: Tensor) -> Tensor:
+        """Return the probability of being on time under budgets [n] in ms, [n, C]."""
+        return weighted([p.meets(limits) for p in self.predictions], self.weights)
+
+    def moments(self) -> Prediction:
+        """Return accuracy, and mean and standard deviation of ln ms, of the mixture."""
+        parts = []
+        for p in self.predictions:
+            spread = p.spread.expand_as(p.log_latency)
+            parts.append((p.accuracy.clamp(0, 1), p.log_latency, spread**2 + p.log_latency**2))
+        columns = zip(*parts, strict=True)
+        accuracy, mean, square = (weighted(column, self.weights) for column in columns)
+        return Prediction(accuracy, mean, (square - mean**2).clamp_min(1e-6).sqrt())
+
+    def drifted(self, offset: Tensor) -> Mixture:
+        """Return the same on a machine where ln ms is off by `offset`, [n, C]."""
+        moved = [p._replace(log_latency=p.log_latency + offset) for p in self.predictions]
+        return self._replace(predictions=moved)
+
+    def choose(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the best configurations under limits [n] inside the mask, int64 [n]."""
+        score = self.score(limits)
+        log_latency = weighted([p.log_latency for p in self.predictions], self.weights)
+        if self.sense != "deadline":
+            return pick(score, log_latency, mask)
+        return pick_in_time(score, self.meets(limits), log_latency, mask)
+
+
+class Teacher(nn.Module):
+    """Predicts outcomes by a network of M members and by experts; its own decisions are those of a
+    `Policy`.
+
+    Args:
+        network: of M members, which count alike.
+        normaliser: of the features.
+        experts: beside the network.
+        weights: float [1 + experts], the network's first.
+        sense: of the budget, see `Controller`.
+        held_out_worth: the mean of what its choices are worth, out of fold.
+    """
+
+    weights: Tensor
+    latency_offset: Tensor
+    latency_variance: Tensor
+    accuracy_logits: Tensor
+
+    def __init__(
+        self,
+        network: OutcomeNetwork,
+        normaliser: FeatureNormaliser,
+        experts: Sequence[Expert] = (),
+        weights: Tensor | None = None,
+        sense: str = "deadline",
+        held_out_worth: float = float("nan"),
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.normaliser = normaliser
+        self.experts = nn.ModuleList(experts)
+        self.register_buffer("weights", torch.ones(1) if weights is None else weights.float())
+        self.sense = sense
+        self.held_out_worth = held_out_worth
+        # what was learned after training, see `knobwise update`, [C] each
+        count = network.outcome_head.bias.shape[-1] // (3 + network.weighs)
+        for name in LEARNED:
+            self.register_buffer(name, torch.zeros(count))
+
+    @classmethod
+    def for_table(
+        cls,
+        table: ProfileTable,
+        rows: Tensor,
+        config: PolicyConfig,
+        normaliser: FeatureNormaliser,
+        member_rows: Tensor,
+        sense: str = "deadline",
+    ) -> Teacher:
+        """Return a fresh network without experts, at the means of these rows (int64 [n]).
+
+        Each member is fitted on `member_rows`, bool [M, n].
+        """
+        member_rows = thinned(member_rows.T).T
+        rows = thinned(rows)
+        x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
+        bins = 0 < normaliser.width <= WIDEST
+        weighs = sense == "weights"
+        network = OutcomeNetwork(normaliser.width, table.num_configurations, config, bins, weighs)
+        cost = table.weighed_cost[rows] if weighs else None
+        measured = table.accuracy[rows], table.latency_ms[rows]
+        network.start_from(x, *measured, member_rows, cost)
+        return cls(network, normaliser, sense=sense)
+
+    @property
+    def members(self) -> int:
+        """How many networks there are side by side."""
+        return len(self.network.outcome_head.bias)
+
+    def mixture(self, x: Tensor) -> Mixture:
+        """Predict from normalised features [n, width]."""
+        share, *of_experts = self.weights.tolist()
+        weights, predictions = [], []
+        if share > 0:
+            outcomes = self.network(x.expand(self.members, -1, -1))
+            for member in range(self.members):
+                predictions.append(outcomes.take(member).predicted())
+                weights.append(share / self.members)
+        for weight, expert in zip(of_experts, self.experts, strict=True):
+            if weight > 0:
+                predictions.append(expert(x))
+                weights.append(weight)
+        return Mixture(weights, [self._moved(p) for p in predictions], self.sense)
+
+    def _moved(self, prediction: Prediction) -> Prediction:
+        """Return a prediction with what was learned after training."""
+        if not any(getattr(self, name).any() for name in LEARNED):
+            return prediction
+        accuracy = prediction.accuracy
+        if self.accuracy_logits.any():
+            accuracy = (accuracy.clamp(0.01, 0.99).logit() + self.accuracy_logits).sigmoid()
+        variance = prediction.spread.square()
+        # members may be surer than all of them together, whose spread an update narrows
+        moved = (variance + self.latency_variance).maximum(NARROWEST**2 * variance)
+        return prediction._replace(
+            accuracy=accuracy,
+            log_latency=prediction.log_latency + self.latency_offset,
+            spread=moved.sqrt(),
+        )
+
+    @torch.no_grad()
+    def teach(self, x: Tensor, limits: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Return what it makes of requests under several limits each, for a pupil to imitate.
+
+        Where no configuration is likely to be on time, a faster one is worth more.
+
+        Args:
+            x: normalised features [n, width].
+            limits: [n, V], or pairs [n, V, 2].
+
+        Returns:
+            worths, float [n, V, C].
+        """
+        parts = []
+        for first in range(0, len(x), AT_ONCE):
+            part = slice(first, first + AT_ONCE)
+            still = self.mixture(x[part])
+            columns = []
+            for place, limit in enumerate(limits[part].unbind(1)):
+                mixture = still
+                if offsets is not None:
+                    mixture = still.drifted(offsets[part, place])
+                score = mixture.score(limit)
+                if self.sense == "deadline":
+                    hopeless = mixture.meets(limit).amax(1, keepdim=True) < HOPELESS
+                    score = torch.where(hopeless, -mixture.moments().log_latency, score)
+                columns.append(score)
+            parts.append(torch.stack(columns, 1))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def moments(self, x: Tensor) -> Prediction:
+        """Return what is expected of every configuration, from features [n, width]."""
+        parts = [self.mixture(some).moments()[:3] for some in x.split(AT_ONCE)]
+        return Prediction(*map(torch.cat, zip(*parts, strict=True)))
+
+    @torch.no_grad()
+    def choose(
+        self,
+        features: Mapping[str, NDArray[Any]],
+        limits: NDArray[Any],
+        mask: NDArray[Any] | None = None,
+    ) -> NDArray[np.int64]:
+        """Return its decisions: blocks [n, d], limits [n], mask bool [n, C] → int64 [n]."""
+        blocks = {name: torch.as_tensor(block) for name, block in features.items()}
+        x = self.normaliser(blocks, len(limits))
+        under = torch.tensor(limits, dtype=torch.float32)
+        chosen = []
+        for first in range(0, len(limits), AT_ONCE):
+            part = slice(first, first + AT_ONCE)
+            allowed = None if mask is None else torch.as_tensor(mask[part])
+            chosen.append(self.mixture(x[part]).choose(under[part], allowed))
+        return torch.cat(chosen).numpy()
+
+    def reads_features(self, limits: NDArray[Any]) -> NDArray[Any]:
+        """Return whether it reads features under each of these limits, bool [n]."""
+        return np.ones(len(limits), bool)
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the weights and settings chosen on held-out samples, in plain values."""
+        names = ["network"]
+        settings = {}
+        for expert in self.experts:
+            assert isinstance(expert, Expert)
+            names.append(expert.name)
+            settings[expert.name] = expert.settings
+        weights = dict(zip(names, self.weights.tolist(), strict=True))
+        return {"weights": weights, "settings": settings}
+
+    def plain(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a checkpoint."""
+        return {
+            "network": self.network.state_dict(),
+            "experts": [expert.plain() for expert in self.experts if isinstance(expert, Expert)],
+            "weights": self.weights,
+            "held_out_worth": self.held_out_worth,
+            "learned": {name: getattr(self, name) for name in LEARNED},
+        }
+
+    @classmethod
+    def restored(
+        cls,
+        plain: Mapping[str, Any],
+        normaliser: FeatureNormaliser,
+        config: PolicyConfig,
+        count: int,
+        sense: str,
+    ) -> Teacher:
+        """Return the inverse of `plain`, in eval mode."""
+        state = plain["network"]
+        bins = state["edges"].shape[1] > 0
+        network = OutcomeNetwork(normaliser.width, count, config, bins, sense == "weights")
+        network.load_state_dict(state)
+        experts = [Expert.restored(expert) for expert in plain["experts"]]
+        worth = plain["held_out_worth"]
+        teacher = cls(network, normaliser, experts, plain["weights"], sense, worth)
+        for name in LEARNED:
+            getattr(teacher, name).copy_(plain["learned"][name])
+        return teacher.eval()
+
+
+# -- fitting ---------------------------------------------------------------------------------------
+
+
+class Fitted(NamedTuple):
+    """A teacher of all samples, and for each fold one that was fitted without it.
+
+    Attributes:
+        rows: int64 [n], the samples.
+        folds: for each fold the positions of its samples in `rows`, int64.
+    """
+
+    teacher: Teacher
+    of_folds: list[Teacher]
+    rows: Tensor
+    folds: list[Tensor]
+
+
+@torch.no_grad()
+def fit_teacher(
+    table: ProfileTable,
+    rows: Tensor,
+    network: Teacher,
+    config: PolicyConfig,
+    limits: Tensor,
+    seed: int,
+    experts: Experts | None = None,
+) -> Fitted:
+    """Fit the experts and weigh all members, all out of fold.
+
+    A member that is worth more alone than with the others, by more than chance, decides alone.
+
+    Args:
+        rows: int64 [n], what the network's members were fitted on in folds (`folds_of` with the
+            same seed).
+        network: a teacher without experts, of at least two members.
+        limits: float [B] that worth is averaged over, see `Controller`; under weights [B, 2].
+        seed: of folds and trees.
+        experts: fitted on the same rows and features, for the same limits, in as many folds; None
+            fits those of `config`.
+    """
+    network.eval()  # in training it may come with dropout
+    sense = network.sense
+    deadlines = sense == "deadline"
+    families = config.experts if network.normaliser.width and sense != "weights" else ()
+    budgets_ms = limits if deadlines else limits[:0]
+    if experts is None:
+        about = budgets_ms, families, seed, network.normaliser, network.members
+        experts = Experts.fit(table, rows, *about)
+    fitted = experts.of_families(families)
+    folds = []
+    for _, hold in folds_of(table, rows, seed, network.members):
+        folds.append(torch.from_numpy(hold))
+    alone = [_of_member(network, member) for member in range(network.members)]
+    if sense == "weights":
+        return Fitted(network, alone, rows, folds)
+
+    unseen = _held_out(network, table, rows, folds)
+    predictions = [unseen, *(each.out_of_fold for each in fitted)]
+    known = _known(predictions, experts.measured, limits, sense)
+    weights, of_folds = _weights(known, experts.measured)
+    worth = known.mean_worth(weighted(known.scores, weights))
+    normaliser = network.normaliser
+    all_experts = [each.expert for each in fitted]
+    teacher = Teacher(network.network, normaliser, all_experts, weights, sense, worth)
+    teachers = []
+    for member, of_fold in enumerate(of_folds):
+        experts_of_fold = [each.of_folds[member] for each in fitted]
+        inner = alone[member].network
+        teachers.append(Teacher(inner, normaliser, experts_of_fold, of_fold, sense).eval())
+    return Fitted(teacher.eval(), teachers, rows, folds)
+
+
+def _held_out(teacher: Teacher, table: ProfileTable, rows: Tensor, folds: list[Tensor]) -> Prediction:
+    """Return what each network expects of the samples that it was not fitted on, [n, C]."""
+    blocks = {name: block[rows] for name, block in table.features.items()}
+    x = teacher.normaliser(blocks, len(rows))
+    unseen_by = torch.empty(len(rows), dtype=torch.int64)
+    for member, held in enumerate(folds):
+        unseen_by[held] = member
+    outcomes = teacher.network(x.expand(teacher.members, -1, -1))
+    return outcomes.take((unseen_by, torch.arange(len(rows)))).predicted()
+
+
+def _known(
+    predictions: list[Prediction],
+    measured: Measured,
+    limits: Tensor,
+    sense: str,
+) -> HeldOut:
+    """Return what was expected of held-out samples under limits [B], and what they were worth."""
+    each = [limit.expand(len(measured.rows)) for limit in limits]
+    scores = [torch.stack([p.score(limit, sense) for limit in each]) for p in predictions]
+    under = limits[:, None, None]
+    if sense == "deadline":
+        worth = expected_utility(measured.accuracy, measured.measurements_ms, under)
+    else:
+        worth = (measured.accuracy - measured.latency_ms / under).nan_to_num()
+    return HeldOut(scores, worth, measured.mask)
+
+
+def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
+    """Return the weights of all samples, and for each fold those of the others."""
+    scores = known.scores
+    weights = stack_weights(known)
+    of_folds = [stack_weights(known.take(torch.from_numpy(fit))) for fit, _ in measured.folds]
+    joined = torch.zeros_like(scores[0])
+    for (_, hold), of_fold in zip(measured.folds, of_folds, strict=True):
+        part = weighted([score[:, hold] for score in scores], of_fold)
+        joined[:, hold] = part.to(joined.dtype)
+    best = known.better_alone(joined)
+    if best is None:
+        return weights, of_folds
+    alone = torch.eye(len(scores), dtype=torch.float64)[best]
+    return alone, [alone] * len(of_folds)
+
+
+def _of_member(teacher: Teacher, member: int) -> Teacher:
+    """Return a teacher of one member of a network alone."""
+    network = copy.deepcopy(teacher.network)
+    for layer in network.modules():
+        if isinstance(layer, MemberLinear):
+            layer.weight = nn.Parameter(layer.weight[member : member + 1].clone())
+            layer.bias = nn.Parameter(layer.bias[member : member + 1].clone())
+    return Teacher(network, teacher.normaliser, sense=teacher.sense).eval()

@@ -1,0 +1,127 @@
+"""After training: what is deployed of a controller, settled on samples that it was not fitted on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.predictors.experts import Measured
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.predictors.regressors import ridge
+from knobwise.agents.stack.deployed import Arrays, DeployedController, Settled
+from knobwise.agents.stack.guard import GuardSettings, calibrate
+from knobwise.agents.stack.prices import StaticMix, compared, worths_for
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.envs.configurations.budgets import log_measured
+from knobwise.envs.tables.profile_table import ProfileTable
+
+MOST_LATENCIES = 1 << 18
+"""Weights of a latency model, beyond which it keeps the mean of each configuration alone."""
+SHRINKAGE = 0.03
+"""α of its ridge regression, as a share of the samples."""
+
+
+def deployed_by(trainer: ControllerTrainer, budgets_ms: Tensor) -> DeployedController:
+    """Return what a finished training deploys.
+
+    Args:
+        budgets_ms: float [B], that the guard, or under a mean budget the worths, are calibrated
+            for.
+    """
+    controller = copy.deepcopy(trainer.agent.controller).cpu()
+    teacher = trainer.taught_by.teacher if trainer.teaches else None
+    latency = latency_of(trainer.table, trainer.fitted, controller.normaliser)
+    settled = Settled(latency=latency)
+    policy = trainer.policy
+    if trainer.sense == "mean":
+        _settle_mean_budgets(settled, trainer, budgets_ms)
+    elif trainer.sense == "deadline" and policy.guard and trainer.judged_by == "utility":
+        measured, static_choice = _held_out(trainer, budgets_ms)
+        rows = trainer.judged_rows
+        first_look_ms = trainer.table.first_look_ms
+        settings = GuardSettings(policy.level, policy.confidence, policy.level_cost)
+
+        def decide(limit_ms: float) -> Tensor:
+            return trainer.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
+
+        looks = None if first_look_ms is None else first_look_ms[rows]
+        about = measured, decide, static_choice, settings
+        settled.guard = calibrate(*about, trainer.cost_ms, looks)
+        settled.guard_if_free = calibrate(*about, 0.0, looks)
+        settled.static = static_of(trainer.table, trainer.fitted).arrays()
+    return DeployedController(controller, teacher, settled).eval()
+
+
+def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser) -> Arrays:
+    """Return a linear model of ln ms for the tracker, fitted on these rows (int64 [n])."""
+    blocks = {name: block[rows] for name, block in table.features.items()}
+    x = normaliser(blocks, len(rows))
+    logs = log_measured(table.latency_ms[rows])
+    mean = logs.nanmean(0)
+    centred = (logs - mean).nan_to_num()
+    count = table.mask[rows].sum(0).clamp_min(1)
+    if 0 < x.shape[1] * logs.shape[1] <= MOST_LATENCIES:
+        fitted = ridge(x.double().numpy(), centred.double().numpy(), [SHRINKAGE], 0)[0]
+        left = (centred - fitted(x)).where(table.mask[rows], 0.0)
+        spread = (left.square().sum(0) / count).sqrt()
+        arrays = {"weight": fitted.weight.numpy(), "bias": (mean.nan_to_num() + fitted.bias)}
+    else:
+        spread = (centred.square().sum(0) / count).sqrt()
+        arrays = {"bias": mean.nan_to_num()}
+    arrays["spread"] = spread.clamp_min(1e-3)
+    return {name: np.asarray(values, np.float32) for name, values in arrays.items()}
+
+
+def _held_out(trainer: ControllerTrainer, budgets_ms: Tensor) -> tuple[Measured, Tensor]:
+    """Return what was measured of the samples that networks are judged on, and what static, fitted
+    on the others, chooses for them: int64 [B, n]."""
+    table = trainer.table
+    rows = trainer.judged_rows
+    cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
+    measured = Measured(rows, *cells, table.mask[rows], budgets_ms, [])
+    fitted, held_out = trainer.divide()
+    choices = []
+    for fit, hold in zip(fitted, held_out, strict=True):
+        static = static_of(table, fit)
+        mask = table.mask[hold].numpy()
+        columns = []
+        for limit in budgets_ms.double().numpy():
+            chosen = static.choose({}, np.full(len(hold), limit), mask)
+            columns.append(torch.from_numpy(chosen))
+        choices.append(torch.stack(columns))
+    return measured, torch.cat(choices, 1)
+
+
+def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tensor) -> None:
+    """Find the worth for each mean budget, and where the static mix decides instead."""
+    table = trainer.table
+    rows = trainer.judged_rows
+    cost_ms = trainer.cost_ms
+
+    def decide(worth: Tensor) -> Tensor:
+        return trainer.held_out_log_probs(worth.float()).argmax(-1).cpu()
+
+    worths, chosen = worths_for(decide, table, rows, budgets_ms - cost_ms)
+    mean: dict[str, Any] = {
+        "budgets_ms": budgets_ms.double().numpy(),
+        "worths": worths.numpy(),
+        "deployed": np.ones(len(worths), bool),
+    }
+    if trainer.policy.guard:
+        mixed = []
+        fitted, held_out = trainer.divide()
+        for fit, hold in zip(fitted, held_out, strict=True):
+            mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
+        accuracy = table.accuracy[rows].double().gather(1, chosen)
+        spent = table.latency_ms[rows].double().gather(1, chosen) + cost_ms
+        confidence = trainer.policy.confidence
+        settled.guard = compared(accuracy, spent, torch.cat(mixed), budgets_ms, confidence)
+        mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
+        mix = StaticMix.of_table(table, trainer.fitted, budgets_ms)
+        mean |= {f"mix.{name}": values for name, values in mix.arrays().items()}
+    settled.mean = mean

@@ -1,0 +1,508 @@
+"""The parts of a decision in NumPy, by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from knobwise.agents.policy.arrays import log_moments, log_softmax, pick
+from knobwise.agents.policy.guard import Guard
+from knobwise.agents.policy.mean_budgets import MeanBudgets
+from knobwise.agents.policy.network import Encoding, Heads, LatencyModel, Normaliser, places_of
+from knobwise.agents.policy.static import Static
+
+Array = NDArray[Any]
+
+
+def floats(*values: float) -> Array:
+    return np.array(values, np.float32)
+
+
+# -- small functions -------------------------------------------------------------------------------
+
+
+def test_log_softmax_inside_a_mask() -> None:
+    scores = np.log([[1.0, 2.0, 5.0]])
+    assert np.exp(log_softmax(scores)).tolist() == [pytest.approx([0.125, 0.25, 0.625])]
+    masked = log_softmax(scores, np.array([[True, False, True]]))
+    assert np.exp(masked).tolist() == [pytest.approx([1 / 6, 0.0, 5 / 6])]
+    assert masked[0, 1] == -np.inf
+
+
+def test_the_best_score_is_picked_and_among_equal_ones_the_fastest() -> None:
+    scores = np.array([[0.5, 0.7, 0.7], [0.9, 0.1, 0.2], [0.1, 0.9, 0.9]])
+    slow = np.array([1.0, 3.0, 2.0])
+    assert pick(scores, slow, None).tolist() == [2, 0, 2]
+    mask = np.array([[True, True, False], [False, True, True], [True, True, True]])
+    assert pick(scores, slow, mask).tolist() == [1, 2, 2]
+    assert pick(np.full((1, 3), -np.inf), slow, mask[1:2]).tolist() == [2]
+    with pytest.raises(ValueError, match="leaves a request without any configuration"):
+        pick(scores, slow, np.zeros((3, 3), bool))
+
+
+def test_moments_of_logarithms_leave_out_what_was_not_measured() -> None:
+    e = math.e
+    mean, spread = log_moments(np.array([[1.0, e**2, np.inf], [e, e, e], [np.inf] * 3]))
+    assert mean.tolist() == pytest.approx([1.0, 1.0, 0.0])
+    assert spread.tolist() == pytest.approx([1.0, 0.0, 0.0])
+
+
+# -- features and limits ---------------------------------------------------------------------------
+
+
+def normaliser_of(columns: int, clip: float = 5.0, **arrays: Any) -> Normaliser:
+    """One that changes nothing but what is given."""
+    plain: dict[str, Array] = {
+        "mean": np.zeros(columns, np.float32),
+        "scale": np.ones(columns, np.float32),
+        "median": np.zeros(columns, np.float32),
+        "unit": np.ones(columns, np.float32),
+        "heavy": np.zeros(columns, bool),
+        "has_missing": np.zeros(columns, bool),
+    }
+    return Normaliser(plain | arrays, clip)
+
+
+def test_features_are_normalised() -> None:
+    about = {
+        "mean": floats(1, 0.5, 7),
+        "scale": floats(2, 1, np.inf),  # the third never varies
+        "median": floats(3, 0, 7),
+        "heavy": np.array([False, True, False]),
+        "unit": floats(1, 2, 1),
+        "has_missing": np.array([True, False, False]),
+    }
+    normaliser = normaliser_of(3, 2.25, **about)
+    two = -2 * (math.e**2 - 1)  # whose logarithm is −ln(1 + (e² − 1)) = −2
+    raw = np.array([[5, two, 7], [np.nan, 0, 99], [-99, 0, 0]], np.float32)
+    wanted = [
+        [2.0, -2.25, 0.0, 0.0],  # −2.5, clipped
+        [1.0, -0.5, 0.0, 1.0],  # imputed by 3
+        [-2.25, -0.5, 0.0, 0.0],
+    ]
+    before = raw.copy()
+    np.testing.assert_allclose(normaliser(raw), wanted, atol=1e-6)
+    np.testing.assert_array_equal(raw, before)
+    assert not normaliser.plain
+    assert normaliser_of(3).plain
+    # onto the sum of the columns, and the indicator twice
+    projection = np.array([[1, 0], [1, 0], [1, 0], [0, 2]], np.float32)
+    projected = normaliser_of(3, 2.25, **about, projection=projection)
+    assert projected(raw).tolist() == [[-0.25, 0.0], [0.5, 2.0], [-2.75, 0.0]]
+
+
+def encoding_of(width: int, frequencies: list[float], mean: Any, scale: Any) -> Encoding:
+    arrays = {"mean": mean, "scale": scale, "frequencies": frequencies}
+    return Encoding({name: np.array(values) for name, values in arrays.items()}, width)
+
+
+def test_a_limit_is_encoded_by_its_logarithm_and_waves_of_it() -> None:
+    waves = [math.pi / 4, math.pi / 2]
+    encoding = encoding_of(5, waves, math.log(10), math.log(2))
+    half = math.sqrt(0.5)
+    wanted = [
+        [1.0, half, 1.0, half, 0.0],  # 20 ms is one standard deviation above 10 ms
+        [0.0, 0.0, 0.0, 1.0, 1.0],
+        [4.0, 0.0, 0.0, -1.0, 1.0],  # clipped
+        [-4.0, 0.0, 0.0, -1.0, 1.0],
+    ]
+    limits = np.array([20.0, 10.0, 1e6, 1e-12])
+    np.testing.assert_allclose(encoding(limits), wanted, atol=1e-6)
+    np.testing.assert_allclose([encoding.single(limit) for limit in limits], wanted, atol=1e-6)
+    # an even width leaves the logarithm itself out, and 1 is nothing else
+    even = encoding_of(4, waves, math.log(10), math.log(2))
+    np.testing.assert_allclose(even(limits), np.array(wanted)[:, 1:], atol=1e-6)
+    np.testing.assert_allclose(even.single(20.0), wanted[0][1:], atol=1e-6)
+    alone = encoding_of(1, [], math.log(10), math.log(2))
+    assert alone(limits[:2]).tolist() == [pytest.approx([1.0]), pytest.approx([0.0])]
+
+
+def test_a_pair_of_limits_is_encoded_number_by_number() -> None:
+    pair = encoding_of(3, [math.pi / 2], [math.log(10), 0.0], [math.log(2), 1.0])
+    np.testing.assert_allclose(pair(np.array([[20.0, 1.0]])), [[1, 1, 0, 0, 0, 1]], atol=1e-6)
+
+
+# -- the network -----------------------------------------------------------------------------------
+
+
+def silu(x: float) -> float:
+    return x / (1 + math.exp(-x))
+
+
+def test_heads_by_hand() -> None:
+    """One feature, one hidden unit, two knobs with two values each, of which one combination does
+    not exist."""
+    arrays = {
+        "layers.0.weight": np.array([[1.0], [2.0]], np.float32),
+        "layers.0.bias": np.array([[0.5]], np.float32),
+        "layers.1.weight": np.array([[1.0, -1.0, 0.0, 3.0]], np.float32),
+        "layers.1.bias": np.array([[0.0, 0.5, 0.25, 0.0]], np.float32),
+        "encoding.mean": np.array(math.log(10)),
+        "encoding.scale": np.array(math.log(2)),
+        "encoding.frequencies": np.zeros(0),
+    }
+    header = {"layers": 1, "budget_width": 1, "drift_values": 0}
+    places = places_of(np.array([[0, 0], [0, 1], [1, 0]]))
+    assert places.tolist() == [[1, 1, 0], [0, 0, 1], [1, 0, 1], [0, 1, 0]]
+    heads = Heads(arrays, header, normaliser_of(1), places)
+    # x = −3 under 20 ms, one standard deviation: −3 + 2·1 + 0.5 = −0.5
+    h = silu(-0.5)
+    wanted = [h + 0.25, 4 * h, -h + 0.5 + 0.25]
+    scores = heads.scores(np.array([[-3.0]], np.float32), np.array([20.0]))
+    assert scores.tolist() == [pytest.approx(wanted, abs=1e-6)]
+    assert heads.single(floats(-3.0), 20.0) == int(np.argmax(wanted)) == 2
+    assert heads.single(floats(3.0), 20.0) == 1  # h is large there, and 4h the most
+    # one head over the configurations takes the outputs as they are
+    alone = Heads(arrays, header, normaliser_of(1), None)
+    scores = alone.scores(np.array([[-3.0]], np.float32), np.array([20.0]))
+    assert scores.tolist() == [pytest.approx([h, -h + 0.5, 0.25, 3 * h], abs=1e-6)]
+    # with the drift of a knob value as one more input: −0.5 + 4·0.75 = 2.5
+    weight = np.array([[1.0], [2.0], [4.0]], np.float32)
+    drifts = arrays | {"layers.0.weight": weight}
+    told = Heads(drifts, header | {"drift_values": 1}, normaliser_of(1), places)
+    h = silu(2.5)
+    scores = told.scores(np.array([[-3.0]], np.float32), np.array([20.0]), np.array([0.75]))
+    assert scores.tolist() == [pytest.approx([h + 0.25, 4 * h, -h + 0.75], abs=1e-5)]
+    assert told.single(floats(-3.0), 20.0, np.array([0.75])) == 1
+    assert told.single(floats(-3.0), 20.0) == 2
+
+
+KINDS = ("plain", "gaps and tails", "far from 0", "projected", "no features")
+
+
+def requests_of(kind: str, generator: np.random.Generator) -> tuple[Array, Normaliser, int]:
+    """200 requests with missing features, a normaliser, and its width."""
+    columns = 0 if kind == "no features" else 4
+    raw = generator.normal(size=(200, columns)).astype(np.float32)
+    about: dict[str, Any] = {"scale": generator.uniform(0.5, 2, columns).astype(np.float32)}
+    width = columns
+    if kind == "gaps and tails":
+        about |= {"heavy": np.arange(4) == 1, "has_missing": np.arange(4) == 2}
+        width = 5
+    if kind == "far from 0":
+        about["mean"] = np.full(4, 1e4, np.float32)
+        raw += np.float32(1e4)
+        raw[::7, 1] = 1e9
+    if kind == "projected":
+        about["projection"] = generator.normal(size=(4, 2)).astype(np.float32)
+        width = 2
+    if columns:
+        raw[::5, 2] = np.nan
+        raw[3] = np.nan
+    return raw, normaliser_of(columns, **about), width
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_one_request_through_the_heads_as_many(kind: str, layers: int) -> None:
+    generator = np.random.default_rng(0)
+    raw, normaliser, width = requests_of(kind, generator)
+    places = places_of(np.array([[0, 0], [1, 0], [1, 1], [0, 1], [0, 2]]))
+    arrays = {
+        "encoding.mean": np.array(2.0),
+        "encoding.scale": np.array(0.7),
+        "encoding.frequencies": np.array([0.7, 1.4]),
+    }
+    sizes = [width + 5 + 2, *[6] * layers, 5]
+    for number, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+        weight = generator.normal(size=(inputs, outputs))
+        arrays[f"layers.{number}.weight"] = weight.astype(np.float32)
+        bias = 0.2 * generator.normal(size=(1, outputs))
+        arrays[f"layers.{number}.bias"] = bias.astype(np.float32)
+    header = {"layers": layers, "budget_width": 5, "drift_values": 2}
+    heads = Heads(arrays, header, normaliser, places)
+    limits = generator.uniform(1, 60, 200)
+    x = normaliser(raw)
+    still = heads.scores(x, limits)
+    np.testing.assert_array_equal(still, heads.scores(x, limits, np.zeros(2)))
+    assert len(set(still.argmax(1).tolist())) > 1
+    for drift in (None, np.array([2.0, -1.0])):  # and then none again
+        scores = heads.scores(x, limits, drift)
+        for row, limit in enumerate(limits.tolist()):
+            index = heads.single(raw[row], limit, drift)
+            assert scores[row, index] >= scores[row].max() - 1e-4
+            again, normal = heads.single_and_features(raw[row], limit, drift)
+            assert again == index
+            np.testing.assert_allclose(normal, x[row], rtol=1e-5, atol=1e-6)
+            alone = heads.single(raw[row], limit)
+            assert still[row, alone] >= still[row].max() - 1e-4
+    assert (still.argmax(1) != scores.argmax(1)).any()
+
+
+def test_expected_latencies_by_hand() -> None:
+    bias = floats(1.0, 2.0)
+    spread = floats(0.125, 0.25)
+    model = LatencyModel({"bias": bias, "spread": spread})
+    x = np.array([[1.0, 2.0, -1.0]], np.float32)
+    assert model.means(x).tolist() == [[1.0, 2.0]]
+    assert model.single(x[0], 1) == (2.0, 0.25)
+    weight = np.array([[0.5, 0.0], [0.25, 1.0], [0.0, -1.0]], np.float32)
+    linear = LatencyModel({"bias": bias, "spread": spread, "weight": weight})
+    assert linear.means(x).tolist() == [[2.0, 5.0]]
+    assert linear.single(x[0], 0) == (2.0, 0.125)
+    assert linear.single(x[0], 1) == (5.0, 0.25)
+
+
+# -- the guard -------------------------------------------------------------------------------------
+
+
+def test_the_nearest_calibrated_budget_counts_in_logarithm() -> None:
+    """10 and 40 ms meet at 20 ms, 40 and 90 ms at 60 ms, in whatever order they are given."""
+    guard = Guard(
+        {
+            "budgets_ms": np.array([40.0, 10.0, 90.0]),
+            "margin": np.array([0.5, 0.75, 1.0]),
+            "deploy": np.array([True, False, True]),
+        }
+    )
+    limits = np.array([1e-3, 19.99, 20.01, 40.0, 59.9, 60.1, 1e9])
+    assert guard.groups(limits).tolist() == [1, 1, 0, 0, 0, 2, 2]
+    wanted = [(0.75, False)] * 2 + [(0.5, True)] * 3 + [(1.0, True)] * 2
+    assert [guard.single(limit) for limit in limits.tolist()] == wanted
+    assert not guard.never_falls_back
+    arrays = {"budgets_ms": np.ones(1), "margin": np.ones(1), "deploy": np.ones(1, bool)}
+    assert Guard(arrays).never_falls_back
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    budgets=st.lists(st.floats(0.1, 1e4), min_size=1, max_size=6, unique=True),
+    limits=st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=20),
+)
+def test_one_limit_finds_the_budget_that_many_find(
+    budgets: list[float],
+    limits: list[float],
+) -> None:
+    margins = 0.5 + np.arange(len(budgets)) / 20
+    deploy = np.arange(len(budgets)) % 2 == 0
+    guard = Guard({"budgets_ms": np.array(budgets), "margin": margins, "deploy": deploy})
+    groups = guard.groups(np.array(limits))
+    for limit, group in zip(limits, groups.tolist(), strict=True):
+        margin, _ = guard.single(limit)
+        place = int(np.flatnonzero(margins == margin)[0])
+        # between two budgets that are as near, rounding decides
+        distance = np.abs(np.log(limit) - np.log(budgets))
+        assert distance[place] == pytest.approx(distance[group], abs=1e-9)
+        assert guard.single(limit)[1] == deploy[place]
+
+
+# -- static ----------------------------------------------------------------------------------------
+
+
+def by_hand() -> Static:
+    """Four samples, three configurations, of which the last was measured in two samples only, in
+    one of them twice.
+
+           accuracy      latencies              mean utility
+        0  1, 0, 0, 0    10, 10, 10, 10         ¼ from 10 ms on
+        1  1, 1, 0, 1    20, 30, 20, 40         ¼ from 20, ½ from 30, ¾ from 40
+        2  1, –, –, 1    20 and 60, –, –, 50    ¼ from 20, ¾ from 50, 1 from 60
+    """
+    nan = np.nan
+    accuracy = np.array([[1, 1, 1], [0, 1, nan], [0, 0, nan], [0, 1, 1]])
+    measurements = np.full((4, 3, 2), nan)
+    measurements[:, 0, 0] = 10
+    measurements[:, 1, 0] = [20, 30, 20, 40]
+    measurements[0, 2] = [60, 20]
+    measurements[3, 2, 1] = 50
+    latency = np.array([[10, 20, 40], [10, 30, nan], [10, 20, nan], [10, 40, 50]])
+    return Static.fit(accuracy, latency, measurements)
+
+
+def test_static_takes_the_best_mean_under_each_budget() -> None:
+    static = by_hand()
+    budgets = np.array([9.0, 10.0, 19.0, 20.0, 30.0, 40.0, 49.0, 50.0, 59.0, 60.0, 1e9])
+    wanted = {
+        9.0: [0, 0, 0],
+        10.0: [0.25, 0, 0],
+        20.0: [0.25, 0.25, 0.25],
+        30.0: [0.25, 0.5, 0.25],
+        40.0: [0.25, 0.75, 0.25],
+        50.0: [0.25, 0.75, 0.75],
+        60.0: [0.25, 0.75, 1.0],
+    }
+    assert static.mean_utility(np.array(list(wanted))).tolist() == list(wanted.values())
+    assert static.latency_ms.tolist() == [10.0, 27.5, 45.0]
+    # among equals the one with the lower mean latency; where nothing is on time the fastest of all
+    chosen = [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2]
+    assert static.choose({}, budgets).tolist() == chosen
+    assert [static.single(budget) for budget in budgets.tolist()] == chosen
+    assert static.choices.tolist() == [0, 1, 2]
+    assert static.starts.tolist() == [-np.inf, 30.0, 60.0]
+    # inside a mask
+    mask = np.ones((11, 3), bool)
+    mask[:, 1] = False
+    assert static.choose({}, budgets, mask).tolist() == [0] * 7 + [2] * 4
+    mask[:, 0] = False
+    assert static.choose({}, budgets, mask).tolist() == [2] * 11
+    with pytest.raises(ValueError, match="without any configuration"):
+        static.choose({}, budgets, np.zeros((11, 3), bool))
+
+
+def test_what_static_expects_of_latencies() -> None:
+    static = by_hand()
+    ten = math.log(10)
+    two = math.log(2)
+    logs = np.log([20, 30, 20, 40])
+    assert static.log_latency[:2].tolist() == pytest.approx([ten, logs.mean()])
+    assert static.spread[:2].tolist() == pytest.approx([0, logs.std()])
+    assert static.log_latency[2] == pytest.approx(ten + (two + math.log(5) + math.log(6)) / 3)
+
+
+def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slowest() -> None:
+    nan = np.nan
+    accuracy = np.array([[nan, 1.0, 0.0], [nan, 1.0, 0.0]])
+    latency = np.array([[nan, 5.0, 9.0], [nan, 7.0, 9.0]])
+    static = Static.fit(accuracy, latency, latency[..., None])
+    assert static.latency_ms.tolist() == [9.0, 6.0, 9.0]
+    assert static.choose({}, np.array([1.0, 6.0, 1e9])).tolist() == [1, 1, 1]
+    only = np.array([[True, False, True]])
+    assert static.choose({}, np.array([1e9]), only).tolist() == [0]
+
+
+def test_static_on_a_slower_machine_and_with_other_accuracies() -> None:
+    static = by_hand()
+    slower = static.scaled(np.array([4.0, 2.0, 1.0]))
+    budgets = np.array([20.0, 39.0, 40.0, 60.0, 80.0])
+    wanted = [[0, 0, 0.25], [0, 0, 0.25], [0.25, 0.25, 0.25], [0.25, 0.5, 1.0], [0.25, 0.75, 1.0]]
+    assert slower.mean_utility(budgets).tolist() == wanted
+    assert slower.latency_ms.tolist() == [40.0, 55.0, 45.0]
+    assert slower.choose({}, budgets).tolist() == [2, 2, 0, 2, 2]
+    worse = static.scaled(np.ones(3), np.array([1.0, 1.0, 0.5]))
+    assert worse.mean_utility(np.array([60.0])).tolist() == [[0.25, 0.75, 0.5]]
+    assert worse.choose({}, np.array([60.0])).tolist() == [1]
+    restored = Static.restored(slower.arrays())
+    assert restored.choose({}, budgets).tolist() == [2, 2, 0, 2, 2]
+    assert slower.arrays()["sorted_ms"].dtype == np.float32
+    exact = static.scaled(np.full(3, math.pi)).arrays()["sorted_ms"]
+    assert exact.dtype == np.float64  # which single precision would not keep
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    holes=st.sampled_from([0.0, 0.5]),
+    count=st.integers(2, 6),
+    samples=st.integers(1, 9),
+)
+def test_the_steps_of_static_are_what_it_chooses(
+    seed: int,
+    holes: float,
+    count: int,
+    samples: int,
+) -> None:
+    generator = np.random.default_rng(seed)
+    # few values, so that equals are many
+    accuracy = generator.integers(3, size=(samples, count)) / 2
+    latency = generator.integers(1, 6, size=(samples, count)).astype(float)
+    hole = generator.random((samples, count)) < holes
+    places = np.arange(max(samples, count))
+    hole[places % samples, places % count] = False
+    accuracy[hole] = np.nan
+    latency[hole] = np.nan
+    static = Static.fit(accuracy, latency, latency[..., None])
+    budgets = np.linspace(0.25, 6.75, 27)
+    everything = np.ones((len(budgets), count), bool)
+    of_masks = static.choose({}, budgets, everything).tolist()
+    assert static.choose({}, budgets).tolist() == of_masks
+    assert [static.single(budget) for budget in budgets.tolist()] == of_masks
+    # by the definition
+    for budget, chosen in zip(budgets, of_masks, strict=True):
+        worth = np.nan_to_num(accuracy * (latency <= budget)).sum(0) / np.logical_not(hole).sum(0)
+        mean_ms = np.nanmean(latency, 0)
+        best = np.isclose(worth, worth.max())
+        assert best[chosen]
+        assert mean_ms[chosen] == pytest.approx(mean_ms[best].min())
+
+
+# -- mean budgets ----------------------------------------------------------------------------------
+
+
+def mean_budgets(share: float = 0.25) -> MeanBudgets:
+    """At 9 ms the policy decides, at 12 ms a mix of configurations 1 and 3."""
+    return MeanBudgets(
+        {
+            "budgets_ms": np.array([9.0, 12.0]),
+            "worths": np.array([20.0, 50.0]),
+            "deployed": np.array([True, False]),
+            "mix.first": np.array([0, 1]),
+            "mix.second": np.array([1, 3]),
+            "mix.share": np.array([0.5, share]),
+            "mix.mean_accuracy": np.array([0.2, 0.4, 0.7, 0.9]),
+            "mix.mean_cost": np.array([5.0, 10.0, 11.0, 20.0]),
+        }
+    )
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.73])
+@pytest.mark.parametrize("every", [1, 2, 7])
+def test_turns_keep_a_share_in_any_stretch_of_requests(share: float, every: int) -> None:
+    mean = mean_budgets(share)
+    taken = np.array([mean.fall_back(12.0) for _ in range(7000)])[::every]
+    assert set(taken.tolist()) == {1, 3}
+    for start in range(0, len(taken) - 99, 100):
+        stretch = taken[start : start + 100]
+        assert (stretch == 3).mean() == pytest.approx(share, abs=0.05)
+
+
+def test_turns_by_hand_one_by_one_and_many_at_once() -> None:
+    """Multiples of 0.618 modulo 1: .618, .236, .854, .472, .090, .708, .326, .944, .562, .180."""
+    wanted = [1, 3, 1, 1, 3, 1, 1, 1, 1, 3]
+    alone = mean_budgets()
+    assert [alone.fall_back(12.0) for _ in range(10)] == wanted
+    assert alone.fall_back(9.0) is None
+    together = mean_budgets()
+    # those that the policy decides take no turn
+    groups = np.array([1, 1, 0, 1, 1, 0, 1, 1, 1, 1])
+    own = np.full(10, 2)
+    chosen = together.or_mix(own, groups, None).tolist()
+    assert chosen == [1, 3, 2, 1, 1, 2, 3, 1, 1, 1]
+    assert together.or_mix(own[:2], groups[:2], None).tolist() == wanted[8:]
+    assert together.or_mix(own[:1], np.array([0]), None).tolist() == [2]
+
+
+def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced() -> None:
+    """By the other one; both by the best that the budget affords, or else by the cheapest."""
+    mean = mean_budgets()
+    mask = np.array(
+        [
+            [True, True, True, True],
+            [True, False, True, True],
+            [True, True, True, False],
+            [True, False, True, False],
+            [True, False, False, False],
+        ]
+    )
+    first, second = mean.sides(np.full(5, 1), mask)
+    assert first.tolist() == [1, 3, 1, 2, 0]
+    assert second.tolist() == [3, 3, 1, 2, 0]
+    # at 9 ms nothing but configuration 0 is affordable
+    first, second = mean.sides(np.zeros(1, np.int64), np.array([[False, False, True, True]]))
+    assert (first.tolist(), second.tolist()) == ([2], [2])
+    chosen = mean.or_mix(np.zeros(5, np.int64), np.full(5, 1), mask)
+    assert mask[np.arange(5), chosen].all()
+
+
+def test_a_mean_budget_must_be_calibrated() -> None:
+    mean = mean_budgets()
+    assert mean.groups(np.array([12.0, 9.0, 9.0089])).tolist() == [1, 0, 0]
+    assert (mean.single(12.0), mean.single(11.989), mean.single(9.0)) == (1, 1, 0)
+    words = r"a mean budget of 11: the policy was calibrated for 9, 12 only"
+    with pytest.raises(ValueError, match=words):
+        mean.groups(np.array([9.0, 11.0]))
+    with pytest.raises(ValueError, match=words):
+        mean.single(11.0)
+
+
+def test_without_a_mix_the_policy_always_decides() -> None:
+    arrays = {"budgets_ms": np.ones(1), "worths": np.ones(1), "deployed": np.zeros(1, bool)}
+    mean = MeanBudgets(arrays)
+    assert mean.fall_back(1.0) is None
+    assert mean.or_mix(np.array([4]), np.zeros(1, np.int64), None).tolist() == [4]

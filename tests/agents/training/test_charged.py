@@ -1,0 +1,114 @@
+"""What a decision costs is charged: in the reward that is trained on, and where it is judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import BRIEF, TAUGHT, Always, small_table, table_of
+
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.judging.evaluation import judge
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.settle import deployed_by
+from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
+from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs.tables.profile_table import median_of
+
+NAN = torch.nan
+UTILITY = RewardConfig(kind="utility")
+ROWS = torch.arange(2)
+
+
+def test_a_cost_is_added_to_every_latency_by_hand() -> None:
+    table = table_of([[0.5, 1.0], [0.25, 0.75]], [[10.0, 20.0], [30.0, 40.0]])
+    rewards = RewardTable(table, UTILITY, cost_ms=1.0)
+    budgets_ms = torch.tensor([20.5, 41.0])
+    # 11 and 21 ms under 20.5, 31 and 41 under 41
+    assert rewards.all(ROWS, budgets_ms).tolist() == [[0.5, 0.0], [0.25, 0.75]]
+    chosen = torch.tensor([[1, 0], [1, 1]])
+    assert rewards.chosen(ROWS, chosen, budgets_ms).tolist() == [[0.0, 0.5], [0.75, 0.75]]
+    assert rewards.outcome(ROWS, chosen)[1].tolist() == [[21.0, 11.0], [41.0, 41.0]]
+    priced = RewardTable(table, RewardConfig(kind="priced"), cost_ms=1.0)
+    # accuracy − (latency + 1)/worth
+    wanted = [[0.5 - 11 / 50, 1.0 - 21 / 50], [0.25 - 31 / 50, 0.75 - 41 / 50]]
+    result = priced.all(ROWS, torch.full((2,), 50.0))
+    torch.testing.assert_close(result, torch.tensor(wanted))
+
+
+def test_a_cost_is_added_to_each_of_several_measurements_and_not_to_the_table() -> None:
+    repeats = torch.tensor([[[10.0, 11.0, 12.0], [20.0, 22.0, NAN]]])
+    table = table_of([[0.6, 1.0]], repeats)
+    budget_ms = torch.tensor([12.0])
+    row = torch.tensor([0])
+    plain = RewardTable(table, UTILITY)
+    charged = RewardTable(table, UTILITY, cost_ms=0.5)
+    torch.testing.assert_close(plain.all(row, budget_ms), torch.tensor([[0.6, 0.0]]))
+    # 10.5, 11.5 and 12.5
+    torch.testing.assert_close(charged.all(row, budget_ms), torch.tensor([[0.4, 0.0]]))
+    assert torch.equal(table.latency_ms, median_of(repeats))
+    median = RewardTable(table, UTILITY, repeats="median", cost_ms=0.5)
+    assert median.outcome(row, torch.tensor([[0]]))[1].tolist() == [[11.5]]
+
+
+def test_the_environment_charges_it() -> None:
+    table = small_table(30)
+    late = 0
+    for cost_ms in (0.0, 2.0):
+        settings = {"action": "configuration", "cost_ms": cost_ms}
+        env = ConfigBandit(table, batch_size=8, seed=0, **settings)
+        contexts = env.reset()
+        contexts["action"] = torch.zeros(8, dtype=torch.int64)
+        got = env.step(contexts)["next", "reward"].squeeze(-1)
+        row = contexts["row"]
+        in_time = table.latency_ms[row, 0] + cost_ms <= contexts["budget_ms"]
+        missed = torch.tensor(-TRAINING_REWARD.miss)
+        torch.testing.assert_close(got, torch.where(in_time, table.accuracy[row, 0], missed))
+        late = int((~in_time).sum()) - late
+    assert late > 0  # more than without the cost
+
+
+@pytest.mark.parametrize("sense", ["deadline", "mean"])
+def test_training_learns_from_what_its_decisions_leave(sense: str) -> None:
+    table = small_table(60)
+    settings = {"policy": PolicyConfig(hidden=8), "budget": BudgetConfig(sense=sense)}
+    student = ControllerTrainer(table, table.split(), **settings, optimiser=BRIEF, cost_ms=2.0)
+    learned = student.env.rewards
+    torch.testing.assert_close(learned.latency_ms, table.latency_ms + 2)
+    assert torch.equal(student.free_rewards.latency_ms, table.latency_ms)
+
+
+def test_it_is_judged_by_what_it_plans_with_and_by_what_it_takes() -> None:
+    table = table_of([[0.5, 1.0]], [[10.0, 20.0]])
+    rewards = RewardTable(table, UTILITY)
+    policy = Always(1)
+    cost_ms = torch.tensor([1.0, 1.0])
+    budgets_ms = torch.tensor([20.5, 21.0])
+    judged = judge(policy, table, torch.tensor([0]), budgets_ms, rewards, cost_ms)
+    assert policy.limits.tolist() == [20.0]  # of the last budget
+    assert judged.latency_ms.tolist() == [[21.0, 21.0]]
+    assert judged.utility.tolist() == judged.reward.tolist() == [[0.0, 1.0]]
+    # what it learned from is the same
+    learned = RewardTable(table, UTILITY, cost_ms=1.0)
+    row = torch.tensor([0])
+    for budget, wanted in zip(budgets_ms, (0.0, 1.0), strict=True):
+        assert float(learned.all(row, budget[None])[0, 1]) == wanted
+
+
+def test_a_policy_that_costs_more_than_every_budget_falls_back_everywhere() -> None:
+    table = small_table(60)
+    lean = replace(TAUGHT, experts=())
+    rulings = []
+    for cost_ms in (0.0, 1e3):
+        settings = {"policy": lean, "optimiser": BRIEF, "cost_ms": cost_ms}
+        student = ControllerTrainer(table, table.split(), **settings)
+        student.run()
+        rows = deployed_by(student, student.limits).settled.guard
+        rulings.append([row["satisfaction_before"] for row in rows])
+        if cost_ms:
+            assert not any(row["deployed"] for row in rows)
+            assert student.best["score"] == 0
+    assert rulings[1] == [0.0] * len(rulings[1])
+    assert max(rulings[0]) > 0

@@ -1,0 +1,233 @@
+"""Drift in training: machines on which some knob values are slower than in the profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import BRIEF, TAUGHT, arrays, repeated, small_table, table_of
+from tensordict import TensorDict
+from torch import Tensor
+
+from knobwise.agents.controller.networks import DRIFT_SCALE, drift_values
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.settle import deployed_by
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.configurations.drift import COPIES, Drift, drifted_copies, rows_of_copies
+from knobwise.envs.configurations.settings import BudgetConfig
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.losses.settings import LossConfig
+
+GRID = small_table(12).configurations
+DRIFTING = replace(TAUGHT, experts=(), drift=0.4)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def test_half_of_the_machines_are_as_profiled_and_offsets_have_no_level() -> None:
+    offsets = Drift(GRID, 0.4).draw((2000,), generator())
+    assert offsets is not None
+    assert offsets.shape == (2000, 12)
+    torch.testing.assert_close(offsets.mean(1), torch.zeros(2000), atol=1e-6, rtol=0)
+    still = (offsets == 0).all(1)
+    assert float(still.double().mean()) == pytest.approx(0.5, abs=0.04)
+    drifted = offsets[~still]
+    # what a configuration is off by is the sum over its knobs: without interactions
+    effect = drifted.reshape(-1, 3, 2, 2)
+    mixed = effect[:, :, 1, 1] - effect[:, :, 1, 0] - effect[:, :, 0, 1] + effect[:, :, 0, 0]
+    torch.testing.assert_close(mixed, torch.zeros_like(mixed), atol=1e-5, rtol=0)
+    # of sizes that differ from machine to machine, the largest near the one asked for
+    spread = drifted.std(1)
+    assert spread.quantile(0.95) > 5 * spread.quantile(0.05)
+    assert 0.05 < float(spread.mean()) < 0.4
+    assert Drift(GRID, 0.0).draw((3,), generator()) is None
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_copies_are_the_samples_on_other_machines(several: bool) -> None:
+    table = small_table(30, holes=0.2)
+    table = repeated(table) if several else table
+    drifted, offset = drifted_copies(table, 0.4, seed=0)
+    assert offset is not None
+    assert drifted.num_samples == len(offset) == 30 * (1 + COPIES)
+    assert drifted.features == {}
+    assert len(set(drifted.sample_ids)) == drifted.num_samples
+    for k in range(1 + COPIES):
+        rows = torch.arange(30) + 30 * k
+        factors = offset[rows].exp()
+        assert (factors == 1).all() == (k == 0)
+        torch.testing.assert_close(drifted.accuracy[rows], table.accuracy, equal_nan=True)
+        wanted = table.latency_ms * factors
+        torch.testing.assert_close(drifted.latency_ms[rows], wanted, equal_nan=True)
+        measured = table.measurements_ms * factors.unsqueeze(-1)
+        torch.testing.assert_close(drifted.measurements_ms[rows], measured, equal_nan=True)
+        assert torch.equal(drifted.mask[rows], table.mask)
+    same, nothing = drifted_copies(table, 0.0, seed=0)
+    assert same is table
+    assert nothing is None
+
+
+def test_half_of_what_is_drawn_is_of_the_profile_itself() -> None:
+    table = small_table(30)
+    drifted, _ = drifted_copies(table, 0.4, seed=0)
+    rows = rows_of_copies(torch.tensor([3, 7]), table, drifted)
+    copies = [k * 30 + row for k in range(1, 1 + COPIES) for row in (3, 7)]
+    assert sorted(rows.tolist()) == sorted([3, 7] * COPIES + copies)
+    assert rows_of_copies(torch.tensor([3, 7]), table, table).tolist() == [3, 7]
+
+
+def test_what_heads_are_told_of_it_by_hand() -> None:
+    # three values of one knob, and another that never varies
+    configurations = torch.tensor([[0, 0], [1, 0], [2, 0], [0, 0]])
+    values = drift_values(configurations, 0.3)
+    offset = torch.tensor([0.4, 0.0, -0.4, 0.8])  # mean .2
+    wanted = torch.tensor([0.6 - 0.2, 0.0 - 0.2, -0.4 - 0.2])
+    torch.testing.assert_close(values @ offset, wanted)
+    assert drift_values(configurations, 0.0).shape == (0, 4)
+    assert drift_values(torch.arange(65).unsqueeze(1), 0.3).shape == (0, 65)
+
+
+def trainer(table: ProfileTable, **options: Any) -> ControllerTrainer:
+    settings: dict[str, Any] = {"policy": DRIFTING, "optimiser": BRIEF}
+    settings["loss"] = LossConfig(objective="sampled", group_size=3)
+    return ControllerTrainer(table, table.split(), **settings | options)
+
+
+def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift() -> None:
+    table = small_table(60, holes=0.2)
+    student = trainer(table)
+    n = table.num_samples
+    learn, batches = student._learn, []
+
+    def learned(data: Any) -> Any:
+        batches.append(data.clone())
+        return learn(data)
+
+    student._learn = learned  # type: ignore[method-assign]
+    student.run()
+    rows = torch.cat([batch["row"] for batch in batches])
+    for network, fitted in enumerate(student.network_rows):
+        seen = rows[:, network]
+        assert set((seen % n).tolist()) == set(fitted.tolist())
+        assert float((seen < n).double().mean()) == pytest.approx(0.5, abs=0.1)
+    # the latencies that it is rewarded for are those of the copy
+    last = batches[-1]
+    offset = student.actor.module[0].module.offsets
+    row, chosen = last["row"].unsqueeze(-1), last["configuration"]
+    taken = table.latency_ms[row % n, chosen] * offset[row, chosen].exp()
+    in_time = taken <= last["budget_ms"].unsqueeze(-1)
+    missed = torch.tensor(-0.2)
+    wanted = torch.where(in_time, table.accuracy[row % n, chosen], missed)
+    torch.testing.assert_close(last["next", "reward"], wanted)
+    # and what draws reads how much slower knob values are there
+    contexts = last.select("row", "budget_ms")
+    log_probs = student.actor.get_dist(contexts).log_probs
+    network = student.agent.controller.network
+    sample = last["row"].T % n
+    x = student.all_features[sample]
+    limits, mask = last["budget_ms"].T, table.mask[sample]
+    told = network(x, limits, mask, offset[last["row"].T]).transpose(0, 1)
+    torch.testing.assert_close(log_probs, told)
+    untold = network(x, limits, mask).transpose(0, 1)
+    assert not torch.allclose(log_probs.exp(), untold.exp(), atol=1e-3)
+
+
+def test_heads_imitate_what_the_teacher_makes_of_a_drift() -> None:
+    table = small_table(60)
+    student = trainer(table)
+    student.run()
+    lessons, teacher = student.lessons, student.taught_by.teacher
+    assert lessons.offsets is not None
+    x, limits = lessons.x[-1, :40], lessons.limits[-1, :40]
+    offsets = lessons.offsets[-1, :40]
+    with torch.no_grad():
+        still = teacher.mixture(x)
+        wanted = []
+        for place in range(limits.shape[1]):
+            moved = [p._replace(log_latency=p.log_latency + offsets[:, place]) for p in still.predictions]
+            wanted.append(still._replace(predictions=moved).score(limits[:, place]))
+    # but where nothing is likely to be on time
+    worths = lessons.worths[-1, :40]
+    hopeful = worths.amax(-1) > 0.02
+    hopeful &= worths.amin(-1) >= 0
+    torch.testing.assert_close(worths[hopeful], torch.stack(wanted, 1)[hopeful])
+    drawn = lessons.draw(9)
+    assert drawn[3] is not None
+    assert drawn[3].shape == (3, 9, 12)
+
+
+def test_what_is_judged_and_deployed_does_not_drift() -> None:
+    table = small_table(60)
+    student = trainer(table)
+    student.run()
+    limit = default_budgets(table)[2]
+    unseen = student.held_out_log_probs(limit)
+    rows = student.held_out.flatten()
+    contexts = TensorDict({"row": rows, "budget_ms": limit.expand(len(rows))}, [len(rows)])
+    wanted = student.actor.get_dist(contexts).log_probs[student.places]
+    torch.testing.assert_close(unseen, wanted)
+    assert int(rows.max()) < table.num_samples
+    agent = deployed_by(student, student.limits)
+    limits = np.full(60, float(limit))
+    nothing = np.zeros(12), 1.0
+    request = arrays(table), limits, None
+    plain = agent.decider.log_probs(*request)
+    np.testing.assert_allclose(agent.decider.log_probs(*request, nothing), plain, atol=1e-5)
+    # a drift of the first knob's last value changes what is chosen, away from it
+    offset = np.where(GRID[:, 0].numpy() == 2, 0.5, -0.25)
+    moved = agent.decider.log_probs(*request, (offset, 1.0))
+    assert np.abs(np.exp(moved) - np.exp(plain)).max() > 1e-3
+    network = agent.controller
+    x = network.features(table.features, 60)
+    with torch.no_grad():
+        level = float(offset.mean())
+        under = torch.tensor(limits * np.exp(-level) * margins_of(agent, limits)).float()
+        by_hand = network(x, under, None, torch.tensor(offset).float().expand(60, -1))
+    np.testing.assert_allclose(moved, by_hand, atol=1e-3)
+
+
+def margins_of(agent: Any, limits: Any) -> Any:
+    guard = agent.decider.guard
+    return guard.margin[guard.groups(limits)]
+
+
+def test_under_a_mean_budget_nothing_drifts() -> None:
+    student = trainer(small_table(40), budget=BudgetConfig(sense="mean"))
+    assert student.drift == 0
+    assert student.drifted is student.table
+
+
+def test_with_more_knob_values_than_heads_can_be_told_of_nothing_changes() -> None:
+    cells = torch.rand(40, 70, generator=generator())
+    features = torch.randn(40, 2, generator=generator())
+    table = table_of(cells.round(), 5 + 10 * cells, features)
+    states = []
+    for policy in (replace(DRIFTING, drift=0.0), DRIFTING):
+        student = trainer(table, policy=policy)
+        assert student.drift == 0
+        states.append(student.run().controller.state_dict())
+    for name, values in states[0].items():
+        assert torch.equal(values, states[1][name]), name
+
+
+def test_scale_of_what_is_told() -> None:
+    table = small_table(40)
+    student = trainer(table)
+    network = student.agent.controller.network
+    assert network.values.shape == (7, 12)
+    offset = Drift(GRID, 0.4).draw((1, 1), generator())
+    assert offset is not None
+    x = torch.zeros(3, 1, student.all_features.shape[1])
+    limits = torch.full((3, 1), 9.0)
+    by_value: Tensor = DRIFT_SCALE * (offset.expand(3, 1, 12) @ network.values.T)
+    hidden = torch.cat([x, network.encoding(limits), by_value], -1)
+    wanted = torch.nn.functional.silu(network.layers[0](hidden))
+    wanted = torch.nn.functional.silu(network.layers[1](wanted))
+    with torch.no_grad():
+        got = network(x, limits, None, offset.expand(3, 1, 12))
+        torch.testing.assert_close(got, network.head(wanted))

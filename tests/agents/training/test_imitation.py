@@ -1,0 +1,200 @@
+"""What a teacher makes of requests, and heads that imitate it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import TAUGHT, small_table
+
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.imitation import BEYOND, LIMITS, composed, drawn_limits
+from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.configurations.settings import BudgetConfig
+from knobwise.envs.tables.profile_table import ProfileTable
+
+BRIEF = OptimiserConfig(
+    teacher_iterations=10,
+    warmup_iterations=10,
+    iterations=0,
+    contexts=32,
+    minibatch=32,
+    evaluate_every=10,
+)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def trained(table: ProfileTable, sense: str = "deadline", **options: object) -> ControllerTrainer:
+    settings = {"policy": TAUGHT, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)}
+    student = ControllerTrainer(table, table.split(), **settings | options)  # type: ignore[arg-type]
+    student.run()
+    return student
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def test_a_third_of_the_limits_are_among_the_judged_ones_and_the_others_even_in_logarithm() -> None:
+    judged = torch.tensor([5.0, 8.0, 20.0])
+    limits = drawn_limits(judged, (6000, 4), generator())
+    assert limits.shape == (6000, 4)
+    among = torch.isin(limits, judged)
+    assert float(among.double().mean()) == pytest.approx(1 / 3, abs=0.01)
+    counts = [int((limits == each).sum()) for each in judged]
+    assert min(counts) > 0.9 * max(counts)
+    others = limits[~among]
+    low, high = BEYOND[0] * 5, BEYOND[1] * 20
+    assert others.min() >= low * (1 - 1e-6)
+    assert others.max() <= high * (1 + 1e-6)
+    place = (others.log() - torch.tensor(low).log()) / (torch.tensor(high / low).log())
+    shares = torch.histc(place, 10, 0.0, 1.0) / len(place)
+    torch.testing.assert_close(shares, torch.full((10,), 0.1), atol=0.015, rtol=0)
+
+
+def test_pairs_of_worths_are_drawn_each_in_its_own_range_or_together_from_the_judged_ones() -> None:
+    judged = torch.tensor([[5.0, 0.1], [50.0, 0.1], [5.0, 2.0]])
+    limits = drawn_limits(judged, (3000, 2), generator()).reshape(-1, 2)
+    same = (limits.unsqueeze(1) == judged).all(2).any(1)
+    assert float(same.double().mean()) == pytest.approx(1 / 3, abs=0.02)
+    others = limits[~same]
+    for column, (low, high) in enumerate(((5.0, 50.0), (0.1, 2.0))):
+        drawn = others[:, column]
+        assert drawn.min() >= BEYOND[0] * low * (1 - 1e-6)
+        assert drawn.max() <= BEYOND[1] * high * (1 + 1e-6)
+    # the two are drawn apart from one another
+    assert torch.corrcoef(others.log().T)[0, 1].abs() < 0.05
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def test_requests_are_composed_of_samples_block_by_block() -> None:
+    # column j of sample i is i + 100 j: what it is made of can be read off
+    n, widths = 50, [2, 3]
+    x = torch.arange(n)[:, None] + 100.0 * torch.arange(5)
+    made = composed(x, widths, 4000, generator()) - 100.0 * torch.arange(5)
+    assert made.shape == (4000, 5)
+    assert made.min() >= 0
+    assert made.max() <= n - 1
+    whole = (made == made[:, :1]).all(1) & (made[:, 0] == made[:, 0].round())
+    # as they are: of one sample (half), not a mean with another (half), no column of a second: half,
+    # and where a share of half of a uniform number is drawn for each of five, ∫(1 − u/2)⁵ du
+    none_drawn = (1 - 2**-6) / 3
+    wanted = (1 + none_drawn) / 8
+    assert float(whole.double().mean()) == pytest.approx(wanted, abs=0.02)
+    by_block = (made[:, :2] == made[:, :1]).all(1) & (made[:, 2:] == made[:, 2:3]).all(1)
+    crossed = by_block & (made[:, 0] != made[:, 2])
+    assert float(crossed.double().mean()) > 0.1
+    # no column comes from another column
+    assert composed(x[:, :0], [], 7, generator()).shape == (7, 0)
+
+
+def test_columns_of_one_block_stay_together_unless_another_request_is_mixed_in() -> None:
+    generator_of = generator()
+    x = torch.randint(2, (40, 4), generator=generator_of).float()
+    x[:, 1] = x[:, 0]
+    x[:, 3] = x[:, 2]
+    made = composed(x, [2, 2], 2000, generator_of)
+    together = (made[:, 0] == made[:, 1]) & (made[:, 2] == made[:, 3])
+    # columns of a second request come into half of them, up to half of the columns
+    assert 0.75 < float(together.double().mean()) < 0.97
+
+
+# -- lessons ---------------------------------------------------------------------------------------
+
+
+def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples() -> None:
+    table = small_table(60)
+    # a column that tells the sample, so that requests show what they are made of
+    number = torch.arange(60.0).unsqueeze(1)
+    table = replace(table, features={"number": number})
+    student = trained(table)
+    lessons, (teacher, of_folds, rows, folds) = student.lessons, student.taught_by
+    assert student.networks == 3
+    count = lessons.x.shape[1]
+    assert lessons.x.shape == (3, count, student.agent.controller.normaliser.width)
+    assert lessons.limits.shape == (3, count, LIMITS)
+    assert lessons.worths.shape == (3, count, LIMITS, 12)
+    assert lessons.limits.min() >= BEYOND[0] * student.limits.min() * (1 - 1e-6)
+    assert lessons.limits.max() <= BEYOND[1] * student.limits.max() * (1 + 1e-6)
+    normal = student.all_features[:, 0]
+    for pupil, taught_by in enumerate([*of_folds, teacher]):
+        worths = taught_by.teach(lessons.x[pupil, :50], lessons.limits[pupil, :50])
+        torch.testing.assert_close(lessons.worths[pupil, :50], worths)
+        seen = lessons.x[pupil, :, 0]
+        whole = torch.isin(seen, normal)
+        named = {int((normal == value).nonzero()) for value in seen[whole].tolist()}
+        own = set(rows.tolist())
+        if pupil < 2:
+            own -= set(rows[folds[pupil]].tolist())
+        # of each sample that it is fitted on, and of no other
+        assert named == own
+    x, limits, worths, offsets = lessons.draw(500)
+    assert offsets is None
+    assert (x.shape, limits.shape, worths.shape) == ((3, 500, 1), (3, 500), (3, 500, 12))
+    for pupil in range(3):
+        distances = (lessons.limits[pupil].flatten()[:, None] == limits[pupil]).any(0)
+        assert distances.all()
+
+
+@torch.no_grad()
+def beside_its_teacher(student: ControllerTrainer) -> tuple[float, float]:
+    """How often what is deployed takes what its teacher takes of test samples, and what its choices
+    are worth less than those, as the teacher expects."""
+    teacher, rows = student.taught_by.teacher, student.split.test
+    x = student.all_features[rows]
+    same, lost = [], []
+    for limit in student.limits:
+        limits = limit.expand(len(rows))
+        chosen = student.agent.controller(x, limits).argmax(-1)
+        worths = teacher.teach(x, limits.unsqueeze(1)).squeeze(1)
+        same.append((chosen == teacher.mixture(x).choose(limits)).double().mean())
+        got = worths.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        lost.append((worths.amax(1) - got).mean())
+    return float(torch.stack(same).mean()), float(torch.stack(lost).mean())
+
+
+@pytest.mark.parametrize("sense", ["deadline", "mean"])
+def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense: str) -> None:
+    table = small_table(200)
+    agreed, lost = [], []
+    for iterations in (1, 30, 300):
+        changes = {"warmup_iterations": iterations, "evaluate_every": 300, "warmup_lr": 0.01}
+        optimiser = replace(BRIEF, **changes, contexts=64, minibatch=64)
+        policy = replace(TAUGHT, hidden=32)
+        student = trained(table, sense, policy=policy, optimiser=optimiser)
+        share, less = beside_its_teacher(student)
+        agreed.append(share)
+        lost.append(less)
+    assert agreed[0] < 0.2 < agreed[1] < agreed[2]
+    assert agreed[2] > 0.55  # of twelve configurations, some of which are nearly as good
+    assert lost[0] > lost[1] > lost[2]
+    assert lost[2] < 0.15 * lost[0]
+
+
+def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher() -> None:
+    table = small_table(60)
+    student = trained(table)
+    torch.manual_seed(0)
+    x, limits, worths, _ = student.lessons.draw(7)
+    torch.manual_seed(0)
+    loss = student._imitate(torch.zeros(7))["loss_imitation"]  # type: ignore[arg-type]
+    target = (student.policy.sharpness * worths).softmax(-1)
+    log_probs = student.agent.controller.network(x, limits)
+    torch.testing.assert_close(loss, -(target * log_probs).sum(-1).mean())
+    assert student.policy.sharpness == 40
+
+
+def test_judged_limits_are_what_is_asked_about_most() -> None:
+    table = small_table(60)
+    budgets_ms = torch.tensor([7.0, 9.0])
+    student = trained(table, budgets_ms=budgets_ms)
+    assert torch.equal(student.limits, budgets_ms)
+    share = torch.isin(student.lessons.limits, budgets_ms).double().mean()
+    assert float(share) == pytest.approx(1 / 3, abs=0.02)
+    assert not torch.equal(default_budgets(table), budgets_ms)
