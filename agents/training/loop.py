@@ -199,10 +199,10 @@ class Trainer(ABC):
                     if metrics:
                         self._note(metrics, {"Train/Actions_Per_Second": self.actions / self.seconds})
                         self.actions, self.seconds = 0, 0.0
-                    words = [self.stage.name]
+                    parts = [self.stage.name]
                     if self.best["state"] is not None:  # the heads have been judged since their stage began
-                        words.append(f"best {self.judged_by} {self.best['score']:.4f}")
-                    tick(self.iteration + 1, " · ".join(words))
+                        parts.append(f"best {self.judged_by} {self.best['score']:.4f}")
+                    tick(self.iteration + 1, " · ".join(parts))
                     self.iteration += 1
         except KeyboardInterrupt as stop:
             stop.add_note(self._what_is_saved())
