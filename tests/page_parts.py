@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import vl_convert
 from rich.console import Console
 
@@ -36,7 +37,11 @@ def charts_of(text: str) -> list[dict[str, Any]]:
 
 def specifications(figure: Any) -> list[dict[str, Any]]:
     """The charts of a figure."""
-    return [page.specification(chart) for chart in (figure if isinstance(figure, list) else [figure])]
+    charts = figure if isinstance(figure, list) else [figure]
+    found = [page.specification(chart) for chart in charts]
+    for each in found:
+        alt.Chart.from_dict(each)  # raises SchemaValidationError where it is not Vega-Lite
+    return found
 
 
 def data_of(*specs: dict[str, Any]) -> list[list[dict[str, Any]]]:

@@ -405,7 +405,9 @@ class ControllerTrainer(JudgedTrainer):
     def lessons(self) -> Lessons:
         """What the heads imitate."""
         normaliser = self.taught_by.teacher.normaliser
-        about = self.taught_by, self.table, normaliser, self.limits
+        settings = self.settings
+        draws = settings.warmup_iterations * settings.epochs * settings.contexts
+        about = self.taught_by, self.table, normaliser, self.limits, draws
         return Lessons(*about, self.seed, self.drift)
 
 

@@ -17,7 +17,8 @@ from knobwise.envs.configurations.drift import Drift
 from knobwise.envs.tables.profile_table import ProfileTable
 
 REQUESTS = 8192
-"""Requests that each network learns from, fewer where they would take too much memory."""
+"""Requests that each network learns from, fewer where they would take too much memory or would not
+all be drawn."""
 LIMITS = 4
 """Limits that the teacher is asked about for each of them."""
 MOST_CELLS = 1 << 25
@@ -41,13 +42,14 @@ class Lessons:
         table: ProfileTable,
         normaliser: FeatureNormaliser,
         judged: Tensor,
+        draws: int,
         seed: int,
         size: float = 0.0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         pupils = [*zip(fitted.of_folds, fitted.folds, strict=True), (fitted.teacher, None)]
         cells = len(pupils) * LIMITS * table.num_configurations
-        count = max(1, min(REQUESTS, MOST_CELLS // cells))
+        count = max(1, min(REQUESTS, MOST_CELLS // cells, draws))
         x = []
         limits = []
         worths = []

@@ -61,9 +61,12 @@ THEMES = {
 
 
 def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
-    """The chart as Vega-Lite, without Altair's own theme and without its limit on the number of rows."""
+    """The chart as Vega-Lite, without Altair's own theme and without its limit on the number of rows.
+
+    The tests check it against the schema, which takes most of a page's time.
+    """
     with alt.data_transformers.enable("default", max_rows=None), alt.theme.enable("none"):
-        return chart.to_dict()
+        return chart.to_dict(validate=False)
 
 
 def png(figure: Any) -> bytes:
