@@ -48,7 +48,10 @@ BEAMS = [
 ]
 """Trains a selector quickly on `b.safetensors`."""
 REPLAY = ["train", "experiment=selector_replay", *BEAMS]
-VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+VARIABLES = {
+    **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    "WANDB__SAVE_REQUIREMENTS": "false",  # W&B would list every installed package, for a third of a second a run
+}
 in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
 
 

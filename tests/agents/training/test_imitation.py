@@ -113,7 +113,7 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples() 
     # a column that tells the sample, so that requests show what they are made of
     number = torch.arange(60.0).unsqueeze(1)
     table = replace(table, features={"number": number})
-    student = trained(table)
+    student = trained(table, optimiser=replace(BRIEF, contexts=256))
     lessons, (teacher, of_folds, rows, folds) = student.lessons, student.taught_by
     assert student.networks == 3
     count = lessons.x.shape[1]
