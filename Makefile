@@ -1,7 +1,7 @@
 # make run   the main job on the built-in profile: train, judge, report
 # make quick a first result in a minute: no experts, one seed, no baselines
 # make test  lint, types and the whole test suite
-# make campaign  an hour of kills, torn files and changed inputs (docs/trust.md); repeat it to go on
+# make campaign  the slowest tests, and an hour of kills, torn files and changed inputs (docs/trust.md); repeat it to go on
 # make docs  the documentation site, in build/site
 # make bench what the performance claims run on
 # Another virtual environment: make run VENV=/path/to/venv
@@ -37,6 +37,7 @@ bench: $(INSTALLED)
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 campaign: $(INSTALLED)-test
+	$(BIN)/python -m pytest -m campaign
 	$(BIN)/python -m tests.campaign $(CAMPAIGN)
 
 $(INSTALLED): setup.cfg constraints.txt

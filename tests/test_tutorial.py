@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 from PIL import Image
 
@@ -71,6 +72,7 @@ def check_what_the_text_says(notebook: nbformat.NotebookNode) -> None:
     assert "taught is better than heads" in text["compare"]
 
 
+@pytest.mark.campaign
 def test_every_cell_runs_and_shows_what_is_committed(tmp_path: Path) -> None:
     fresh = executed(COMMITTED, tmp_path)
     assert not list(tmp_path.iterdir()), "the notebook leaves files beside itself"

@@ -374,6 +374,7 @@ def test_the_line_of_a_selectors_run(tmp_path: Path) -> None:
 # -- at the same time --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("launcher", ["joblib", "ray"])
 def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) -> None:
     """joblib also runs jobs that fail, which leave the others alone."""
@@ -402,6 +403,7 @@ def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) 
         assert last.startswith("knobwise: job 1 of 4 (loss=exact budgets_ms=[0]) (and 1 more of them): budgets_ms")
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("_signals_arrive")
 def test_ctrl_c_ends_jobs_in_other_processes_and_the_same_command_goes_on(folder: Path) -> None:
     # seconds: a job looks every 0.3 s whether to stop

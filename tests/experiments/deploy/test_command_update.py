@@ -259,6 +259,7 @@ def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeyp
     assert sorted(row["step"] for session in sessions for row in session.history) == [1, 2, 3]
 
 
+@pytest.mark.campaign
 def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     table = read_long_table("t.parquet", features="f.npz")
     agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller

@@ -38,6 +38,7 @@ def few(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.campaign
 def test_a_small_study_from_the_command_line(few: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs, out = tmp_path / "runs", tmp_path / "page.md"
     words = ["seeds=[0,1]", f"study={few}", f"runs={runs}", f"out={out}", "jobs=1"]

@@ -390,6 +390,7 @@ def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_w
     assert_frame_equal(metrics_of("runs/latest"), metrics_of(whole))
 
 
+@pytest.mark.campaign
 @commands.in_proc
 def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> None:
     words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=6", "seeds=[0,1]", "name=x"]
