@@ -90,12 +90,14 @@ def explain_policy(explained: Explained, questions: Mapping[str, str]) -> dict[s
 
     Returns:
         `samples`: their number. `reads`: the budgets at which the policy decides by features. `difficulty`,
-        `importance`, `tree`: see `by_difficulty`, `importance`, `distilled`. `best` and `worst`: see `best_and_worst`.
+        `more_time`, `importance`, `tree`: see `by_difficulty`, `with_more_time`, `importance`, `distilled`. `best` and
+        `worst`: see `best_and_worst`.
     """
     return {
         "samples": len(explained.rows),
         "reads": explained.budgets_ms[explained.reads].tolist(),
         "difficulty": by_difficulty(explained),
+        "more_time": with_more_time(explained),
         "importance": importance(explained),
         "tree": distilled(explained),
         **best_and_worst(explained, questions),
@@ -162,6 +164,32 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
         result["groups"].append(row | {"ci95": mean_interval(y[group])})
     points = np.stack([x, y], 1).round(4).tolist()
     return result | {"budget_ms": at[drawn[-1]]["budget_ms"], "points": points}
+
+
+# -- more time, better choices -----------------------------------------------------------------------------------------
+
+
+def with_more_time(explained: Explained) -> dict[str, float] | None:
+    """Return what choices become from one budget to the next larger one; None where there is one budget only.
+
+    A configuration has the mean latency and the mean accuracy of its profiled cells over the samples.
+
+    Returns:
+        Shares of all pairs of a sample and two neighbouring budgets: `cheaper`, the choice with more time has the lower
+        mean latency; `worse`, it has the higher one and a lower mean accuracy. `static_cheaper` and `static_worse`: the
+        same of static.
+    """
+    order = explained.budgets_ms.argsort()
+    if len(order) < 2:
+        return None
+    accuracy, latency_ms = averages(explained.table, explained.rows)
+    shares = {}
+    for prefix, chosen in (("", explained.chosen), ("static_", explained.static)):
+        slower_by = latency_ms[chosen[:, order]].diff()
+        better_by = accuracy[chosen[:, order]].diff()
+        shares[f"{prefix}cheaper"] = float((slower_by < 0).double().mean())
+        shares[f"{prefix}worse"] = float(((slower_by > 0) & (better_by < 0)).double().mean())
+    return shares
 
 
 # -- which features matter ---------------------------------------------------------------------------------------------
