@@ -36,9 +36,6 @@ class ActorLoss(LossModule):
         reduction: `mean`, `sum` or `none` over contexts; None for `mean`.
         functional: keep the parameters apart from the module, as TorchRL does (needed under vmap); off is faster.
 
-    Raises:
-        InputError: an actor of a policy that decides without probabilities, from which no gradient comes.
-
     Attributes:
         diagnostics: whether `forward` also gives diagnostics; without them it is faster.
     """
@@ -52,11 +49,6 @@ class ActorLoss(LossModule):
         self, actor_network: ProbabilisticTensorDictSequential, *, reduction: str | None = None, functional: bool = True
     ) -> None:
         super().__init__()
-        if not getattr(actor_network, "trainable", True):
-            raise InputError(
-                "actor_network: this policy decides without probabilities, so it cannot be trained; train the network "
-                "inside, make_actor(load_checkpoint(path).network)"
-            )
         self._forward_pre_hooks.clear()  # TorchRL looks there for target networks that nobody updates; we have none
         self.functional, self.reduction, self.diagnostics = functional, reduction or "mean", True
         if functional:
