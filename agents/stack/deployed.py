@@ -18,6 +18,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
 from knobwise.agents.policy.arrays import digest_of
 from knobwise.agents.policy.controller import FORMAT, NumpyController
+from knobwise.agents.policy.static import Static
 from knobwise.agents.stack import guard as guards
 from knobwise.agents.stack.prices import MeanBudgetPolicy, StaticMix
 from knobwise.agents.stack.teacher import Teacher
@@ -35,6 +36,7 @@ class Settled:
         guard: a row for each calibrated budget, see `knobwise.agents.stack.guard.calibrate`, or
             under mean budgets `knobwise.agents.stack.prices.compared`; [] without a guard.
         guard_if_free: the same if decisions and features cost nothing, for comparison.
+        guard_of_teacher: the same of the teacher, which decides for free, without margins.
         static: what the guard falls back to under deadlines, see `Static.arrays`.
         latency: what the tracker expects, see `policy.network.LatencyModel`.
         mean: the mean budgets, see `policy.mean_budgets.MeanBudgets`.
@@ -42,6 +44,7 @@ class Settled:
 
     guard: list[dict[str, Any]] = field(default_factory=list)
     guard_if_free: list[dict[str, Any]] = field(default_factory=list)
+    guard_of_teacher: list[dict[str, Any]] = field(default_factory=list)
     static: Arrays = field(default_factory=dict)
     latency: Arrays = field(default_factory=dict)
     mean: Arrays = field(default_factory=dict)
@@ -65,6 +68,14 @@ class DeployedController(nn.Module):
         """What would decide if decisions and features cost nothing."""
         settled = replace(self.settled, guard=self.settled.guard_if_free)
         return DeployedController(self.controller, None, settled).decider
+
+    @property
+    def guarded_teacher(self) -> Any:
+        """The teacher, and static where its guard found that it was no better; None without one."""
+        rows = self.settled.guard_of_teacher
+        if self.teacher is None or not rows:
+            return self.teacher
+        return guards.Guarded(self.teacher, rows, Static.restored(self.settled.static))
 
     @property
     def knobs(self) -> Any:
@@ -183,6 +194,7 @@ class DeployedController(nn.Module):
             "teacher": self.teacher and self.teacher.plain(),
             "guard": settled.guard,
             "guard_if_free": settled.guard_if_free,
+            "guard_of_teacher": settled.guard_of_teacher,
             **tensors,
         }
 
@@ -198,7 +210,8 @@ class DeployedController(nn.Module):
         parts = {}
         for part in ("static", "latency", "mean"):
             parts[part] = {name: values.numpy() for name, values in plain[part].items()}
-        return cls(controller, teacher, Settled(plain["guard"], plain["guard_if_free"], **parts)).eval()
+        rows = [plain.get(key, []) for key in ("guard", "guard_if_free", "guard_of_teacher")]
+        return cls(controller, teacher, Settled(*rows, **parts)).eval()
 
 
 def _network_arrays(controller: Controller) -> Arrays:

@@ -25,14 +25,18 @@ without it. In all three cases nothing is enforced, and the report says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.agents.judging.paired import is_better, standard_error
+from knobwise.agents.judging.policy import Policy
+from knobwise.agents.policy.guard import Guard
+from knobwise.agents.policy.static import Static
 from knobwise.agents.predictors.experts import Measured
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.reward import share_in_time
@@ -64,6 +68,7 @@ def calibrate(
     settings: GuardSettings,
     cost_ms: float = 0.0,
     first_look_ms: Tensor | None = None,
+    margins: Sequence[float] = MARGINS,
 ) -> list[dict[str, Any]]:
     """Find margins and fall-backs on n held-out samples, for B budgets.
 
@@ -73,6 +78,7 @@ def calibrate(
         static_choice: int64 [B, n], what budget-aware static chooses.
         cost_ms: what a decision of the policy takes from each budget. Static costs nothing.
         first_look_ms: float [n, C], what static does not pay of the measurements; None for nothing.
+        margins: to choose from, the widest first.
 
     Returns:
         For each budget plain values: `margin`, `deployed`, a `reason` in words, whether the level
@@ -85,7 +91,7 @@ def calibrate(
     rows = []
     for group, budget in enumerate(measured.budgets_ms):
         left = max(float(budget) - cost_ms, LEAST_LATENCY_MS)
-        choices = [decide(margin * left) for margin in MARGINS]
+        choices = [decide(margin * left) for margin in margins]
         # columns: the margins, then static
         columns = torch.stack([*choices, static_choice[group]], 1)
         cells = torch.arange(len(columns)).unsqueeze(1), columns
@@ -97,12 +103,18 @@ def calibrate(
         feasible = (quickest_ms <= budget).any(1)
         utilities = measured.accuracy[cells].double() * in_time
         met = in_time[feasible].sum(0)
-        row = _calibrated(utilities, met, int(feasible.sum()), settings)
+        row = _calibrated(utilities, met, int(feasible.sum()), settings, margins)
         rows.append({"budget_ms": float(budget)} | row)
     return rows
 
 
-def _calibrated(utilities: Tensor, met: Tensor, count: int, settings: GuardSettings) -> dict[str, Any]:
+def _calibrated(
+    utilities: Tensor,
+    met: Tensor,
+    count: int,
+    settings: GuardSettings,
+    margins: Sequence[float],
+) -> dict[str, Any]:
     """Return the row of one budget.
 
     Args:
@@ -142,7 +154,7 @@ def _calibrated(utilities: Tensor, met: Tensor, count: int, settings: GuardSetti
     unshown = count > 0 and late > may_miss + ROUNDING and not (unattainable or too_dear)
     row: dict[str, Any] = {
         "level": level,
-        "margin": MARGINS[chosen],
+        "margin": margins[chosen],
         "unattainable": unattainable,
         "too_dear": too_dear,
         "better": better,
@@ -182,6 +194,33 @@ def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what `policy.guard.Guard` reads."""
     names = {"budgets_ms": "budget_ms", "margin": "margin", "deploy": "deployed"}
     return {key: np.array([row[name] for row in rows]) for key, name in names.items()}
+
+
+class Guarded:
+    """A policy that gives way to budget-aware static where that was no worse on held-out samples.
+
+    Args:
+        rows: of `calibrate`, without any margin.
+    """
+
+    def __init__(self, policy: Policy, rows: list[dict[str, Any]], static: Static) -> None:
+        self.policy = policy
+        self.guard = Guard(arrays_of(rows))
+        self.static = static
+
+    def choose(
+        self,
+        features: Mapping[str, NDArray[Any]],
+        limits: NDArray[Any],
+        mask: NDArray[Any] | None = None,
+    ) -> NDArray[np.int64]:
+        """Return configurations, int64 [n]."""
+        chosen = self.policy.choose(features, limits, mask)
+        return np.where(self.reads_features(limits), chosen, self.static.choose({}, limits, mask))
+
+    def reads_features(self, limits: NDArray[Any]) -> NDArray[Any]:
+        """Return whether the policy decides under each of these limits, bool [n]."""
+        return self.guard.deploy[self.guard.groups(limits)]
 
 
 # -- in words --------------------------------------------------------------------------------------

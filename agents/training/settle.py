@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,9 @@ def deployed_by(trainer: ControllerTrainer, budgets_ms: Tensor) -> DeployedContr
         about = measured, decide, static_choice, settings
         settled.guard = calibrate(*about, trainer.cost_ms, looks)
         settled.guard_if_free = calibrate(*about, 0.0, looks)
+        if trainer.teaches:
+            taught = measured, _teachers_decide(trainer), static_choice, settings
+            settled.guard_of_teacher = calibrate(*taught, 0.0, looks, margins=(1.0,))
         settled.static = static_of(trainer.table, trainer.fitted).arrays()
     return DeployedController(controller, teacher, settled).eval()
 
@@ -95,6 +99,22 @@ def _held_out(trainer: ControllerTrainer, budgets_ms: Tensor) -> tuple[Measured,
             columns.append(torch.from_numpy(chosen))
         choices.append(torch.stack(columns))
     return measured, torch.cat(choices, 1)
+
+
+def _teachers_decide(trainer: ControllerTrainer) -> Callable[[float], Tensor]:
+    """Return what the teacher of each fold chooses for the samples that it was not fitted on."""
+    table = trainer.table
+    held_out = trainer.divide()[1]
+
+    def decide(limit_ms: float) -> Tensor:
+        columns = []
+        for teacher, rows in zip(trainer.taught_by.of_folds, held_out, strict=True):
+            features = {name: block[rows].numpy() for name, block in table.features.items()}
+            chosen = teacher.choose(features, np.full(len(rows), limit_ms), table.mask[rows].numpy())
+            columns.append(torch.from_numpy(chosen))
+        return torch.cat(columns)
+
+    return decide
 
 
 def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tensor) -> None:

@@ -70,7 +70,7 @@ def judge_deadlines(
     """
     times, spent = _own_costs(table, test, budgets_ms, controllers, charge)
     policies: dict[str, list[Any]] = {"controller": [each.decider for each in controllers]}
-    teachers = [each.teacher for each in controllers if each.teacher is not None]
+    teachers = [each.guarded_teacher for each in controllers if each.teacher is not None]
     if teachers:
         policies["teacher"] = teachers
     policies |= {baseline.name: [baseline] for baseline in baselines}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers import BRIEF, TAUGHT, Always, small_table, table_of
 
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.judging.evaluation import judge
+from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by
 from knobwise.envs.configurations.reward import RewardTable
@@ -112,3 +115,27 @@ def test_a_policy_that_costs_more_than_every_budget_falls_back_everywhere() -> N
             assert student.best["score"] == 0
     assert rulings[1] == [0.0] * len(rulings[1])
     assert max(rulings[0]) > 0
+
+
+def test_the_teacher_gives_way_to_static_where_it_was_no_better_for_free() -> None:
+    table = small_table(120)
+    trainer = ControllerTrainer(table, table.split(), policy=TAUGHT, optimiser=BRIEF, cost_ms=1e3)
+    trainer.run()
+    deployed = deployed_by(trainer, trainer.limits)
+    rows = deployed.settled.guard_of_teacher
+    # its own cost would make the policy late at every budget; the teacher pays nothing
+    assert not any(row["deployed"] for row in deployed.settled.guard)
+    assert [row["margin"] for row in rows] == [1.0] * len(trainer.limits)
+    rows[0]["deployed"] = False
+    rows[1]["deployed"] = True
+    teacher = deployed.guarded_teacher
+    assert deployed.teacher is not None
+    features = {name: block.numpy() for name, block in table.features.items()}
+    limits = trainer.limits.double().numpy()
+    assert teacher.reads_features(limits).tolist() == [row["deployed"] for row in rows]
+    static = static_of(table, trainer.fitted)
+    for limit, by in ((limits[0], static), (limits[1], deployed.teacher)):
+        under = np.full(table.num_samples, limit)
+        assert np.array_equal(teacher.choose(features, under), by.choose(features, under))
+    restored = DeployedController.restored(deployed.plain())
+    assert restored.settled.guard_of_teacher == rows
