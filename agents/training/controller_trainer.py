@@ -337,8 +337,12 @@ class ControllerTrainer(JudgedTrainer):
         self.best = {"score": -math.inf, "iteration": -1, "state": None}
 
     def _begin_grpo(self) -> None:
-        """Start from the best of the imitation, which later fits the teacher too closely, or from the
-        end of RCE, where the policy is sharp."""
+        """Take the best of the imitation, or the end of RCE, as start and reference.
+
+        Imitation fits the teacher ever closer, beyond where that is better on held-out samples. At
+        the end of RCE the temperature is down and the policy sharp; what its best held-out state
+        was better GRPO wins back.
+        """
         if self.teaches and self.best["state"] is not None:
             self.agent.load_state_dict(self.best["state"])
         self.reference.load_state_dict(self.agent.controller.state_dict())
