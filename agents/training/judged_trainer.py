@@ -60,7 +60,6 @@ class JudgedTrainer(Trainer):
     grpo: Any
     sense: str
     priced: bool
-    teaches: bool
     cost_ms: float
     fold_seed: int
     networks: int
@@ -240,14 +239,11 @@ class JudgedTrainer(Trainer):
         """Return the validation score where GRPO starts, and of its `best` and `last` evaluation;
         {} without warm-up or GRPO."""
         begins = self.total - self.settings.iterations
-        warm_up = begins - self.settings.warmup_iterations
-        before = [score for iteration, score in self.scores if warm_up < iteration <= begins]
+        before = [score for iteration, score in self.scores if iteration <= begins]
         after = [score for iteration, score in self.scores if iteration > begins]
-        if not (before and after):
+        if not (begins and before and after):
             return {}
-        # it starts from the best of the imitation, or from the end of RCE
-        start = max(before) if self.teaches else before[-1]
-        return {"start": start, "best": max(after), "last": after[-1]}
+        return {"start": before[-1], "best": max(after), "last": after[-1]}
 
     @property
     def kept_is_of_grpo(self) -> bool:
