@@ -337,14 +337,11 @@ class ControllerTrainer(JudgedTrainer):
         self.best = {"score": -math.inf, "iteration": -1, "state": None}
 
     def _begin_grpo(self) -> None:
-        """Take the best of the imitation, or the end of RCE, as start and reference.
+        """Take the end of the warm-up as the reference.
 
-        Imitation fits the teacher ever closer, beyond where that is better on held-out samples. At
-        the end of RCE the temperature is down and the policy sharp; what its best held-out state
-        was better GRPO wins back.
+        With its temperature down, the policy is sharp then, and what RCE's best held-out state was
+        better GRPO wins back.
         """
-        if self.teaches and self.best["state"] is not None:
-            self.agent.load_state_dict(self.best["state"])
         self.reference.load_state_dict(self.agent.controller.state_dict())
         self._note_scores_before_grpo()
 
