@@ -108,7 +108,9 @@ def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws() -> No
 
 def test_choices_with_more_time_by_hand() -> None:
     """The configurations take 1, 2 and 3 ms on average, and are right for 1/2, 1 and 0 of the samples."""
-    table = table_of([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]], [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], torch.tensor([[0.0], [1.0]]))
+    table = table_of(
+        [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]], [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], torch.tensor([[0.0], [1.0]])
+    )
     order = torch.tensor([[1, 0, 2], [0, 1, 2]])  # of each sample, by budget
 
     def choose(x: Tensor, limits: Tensor) -> Tensor:
