@@ -46,8 +46,9 @@ class ConfigurationCategorical(Distribution):
 
     def _match(self, value: Tensor) -> Tensor:
         """Actions → configuration indices, −1 for actions that do not exist; slower than an `ActionIndex`."""
-        actions = self.configurations.reshape(len(self.configurations), -1)
-        same = (value.reshape(*value.shape[: value.ndim + 1 - self.configurations.ndim], 1, -1) == actions).all(-1)
+        same = value.unsqueeze(-self.configurations.ndim) == self.configurations
+        if self.configurations.ndim > 1:
+            same = same.all(-1)
         return torch.where(same.any(-1), same.int().argmax(-1), -1)
 
     def sample_index(self, sample_shape: Sequence[int] = ()) -> Tensor:

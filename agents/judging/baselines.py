@@ -108,7 +108,10 @@ class PredictThenChoose:
     def predict(self, features: Mapping[str, Array], n: int) -> Prediction:
         """Return what is expected of every configuration for n samples."""
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
-        prediction = self.expert(self.normaliser(blocks, n))
+        return self.counted(self.expert(self.normaliser(blocks, n)))
+
+    def counted(self, prediction: Prediction) -> Prediction:
+        """Return a prediction of the expert with the accuracy that counts."""
         if self._predict_accuracy:
             return prediction
         accuracy = self.expert.mean_accuracy.expand_as(prediction.accuracy)

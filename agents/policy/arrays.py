@@ -60,11 +60,9 @@ def header_of(arrays: Arrays, form: str) -> dict[str, Any]:
     return dict(header)
 
 
-def named_values(
-    knobs: Mapping[str, tuple[Any, ...]],
-    configurations: Array,
-) -> list[dict[str, Any]]:
-    """Return the knob values of each configuration by name."""
+def named_values(knobs: Mapping[str, Any], configurations: Any) -> list[dict[str, Any]]:
+    """Return the knob values of each configuration by name; `configurations` int64 [C, K] has, for
+    each, the index of each knob's value."""
     named = []
     for row in configurations.tolist():
         pairs = zip(knobs.items(), row, strict=True)

@@ -276,8 +276,7 @@ class AdaptiveModel(FirstStages):
             candidate, trial, turn = self._turn()
             features = None if self.controller.fall_back(limit, drift) is not None else stage.features
             if candidate is not None and turn == "trial":
-                fixed = candidate.fall_back(limit, drift)
-                expected = candidate.decide_expected(stage.features, limit, drift) if fixed is None else fixed
+                expected = candidate.decide_expected(stage.features, limit, drift)
             about = self.controller, features, limit, drift, expected, turn
             pairs.append(self._exploration.draw(*about, candidate, trial))
         return [expected for expected, _ in pairs], [chances for _, chances in pairs]
@@ -285,16 +284,7 @@ class AdaptiveModel(FirstStages):
     def _note(self, result: Result, stage: FirstStage, drawn: Drawn | None) -> None:
         """Write the row of an answered request."""
         assert self.log is not None
-        result.request_id = self.log.add(
-            row_of(
-                controller=self.controller.digest,
-                configuration=result.configuration,
-                features=stage.features,
-                drawn=drawn or Drawn(1.0, {result.choice: 1.0}, result.choice),
-                result=result,
-                answer_ms=result.answer.total_ms + stage.unused_ms(result.configuration),
-            )
-        )
+        result.request_id = self.log.add(row_of(self.controller.digest, stage, drawn, result))
 
     def _answers(self, stages: Sequence[FirstStage], expected: Sequence[Expected]) -> list[Answer]:
         """Answers under one configuration, and learn from their times."""

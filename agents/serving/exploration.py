@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 
 from knobwise.agents.policy.arrays import Arrays
 from knobwise.agents.policy.controller import Drift, Expected, NumpyController
-from knobwise.common.checks import at_least
-from knobwise.common.errors import InputError
+from knobwise.common import checks
 
 Turn = Literal["exploit", "explore", "trial"]
 
@@ -46,9 +45,8 @@ class Exploration:
     """
 
     def __init__(self, share: float, loss: float, seed: int | None = None) -> None:
-        if not 0 <= share <= 1:
-            raise InputError(f"runtime: explore={share}: must be 0 to 1")
-        at_least("runtime: explore_loss", loss, 0)
+        checks.share("runtime: explore", share)
+        checks.at_least("runtime: explore_loss", loss, 0)
         self.share, self.loss, self._random = share, loss, random.Random(seed)
 
     def turn(self, trial: float = 0.0) -> Turn:

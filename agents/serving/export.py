@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knobwise.agents.policy.arrays import named_values
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
@@ -24,14 +25,9 @@ between them."""
 def configurations_of(controller: Any) -> list[dict[str, Any]]:
     """Return the values that each of a controller's or a table's configurations gives the knobs."""
     knobs = controller.knobs
-    named = knobs
     if not isinstance(knobs, Mapping):
-        named = {knob.name: knob.values for knob in knobs}
-    configurations = []
-    for row in controller.configurations.tolist():
-        pairs = zip(named.items(), row, strict=True)
-        configurations.append({name: values[place] for (name, values), place in pairs})
-    return configurations
+        knobs = {knob.name: knob.values for knob in knobs}
+    return named_values(knobs, controller.configurations)
 
 
 def agreement(

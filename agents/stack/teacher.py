@@ -24,7 +24,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.experts import Expert, Experts, Measured
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import folds_of
-from knobwise.agents.predictors.outcomes import HOPELESS, Prediction, pick, pick_in_time
+from knobwise.agents.predictors.outcomes import HOPELESS, Prediction, pick
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
 from knobwise.envs.configurations.budgets import thinned
 from knobwise.envs.configurations.reward import expected_utility
@@ -44,13 +44,24 @@ class Mixture(NamedTuple):
     predictions: list[Prediction]
     sense: str
 
-    def score(self, limits: Tensor) -> Tensor:
-        """Return what every configuration is worth under limits [n], [n, C]."""
-        return weighted([p.score(limits, self.sense) for p in self.predictions], self.weights)
+    @property
+    def log_latency(self) -> Tensor:
+        """The mean of ln ms, [n, C]."""
+        return weighted([p.log_latency for p in self.predictions], self.weights)
 
-    def meets(self, limits: Tensor) -> Tensor:
-        """Return the probability of being on time under budgets [n] in ms, [n, C]."""
-        return weighted([p.meets(limits) for p in self.predictions], self.weights)
+    def score(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return what every configuration is worth under limits [n], [n, C].
+
+        Where no configuration inside the mask is likely to be on time, a faster one is worth more.
+        """
+        score = weighted([p.score(limits, self.sense) for p in self.predictions], self.weights)
+        if self.sense != "deadline":
+            return score
+        likely = weighted([p.meets(limits) for p in self.predictions], self.weights)
+        if mask is not None:
+            likely = likely.masked_fill(~mask, 0.0)
+        hopeless = likely.amax(1, keepdim=True) < HOPELESS
+        return torch.where(hopeless, -self.log_latency, score)
 
     def moments(self) -> Prediction:
         """Return accuracy, and mean and standard deviation of ln ms, of the mixture."""
@@ -69,11 +80,7 @@ class Mixture(NamedTuple):
 
     def choose(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the best configurations under limits [n] inside the mask, int64 [n]."""
-        score = self.score(limits)
-        log_latency = weighted([p.log_latency for p in self.predictions], self.weights)
-        if self.sense != "deadline":
-            return pick(score, log_latency, mask)
-        return pick_in_time(score, self.meets(limits), log_latency, mask)
+        return pick(self.score(limits, mask), self.log_latency, mask)
 
 
 class Teacher(nn.Module):
@@ -180,8 +187,6 @@ class Teacher(nn.Module):
     def teach(self, x: Tensor, limits: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return what it makes of requests under several limits each, for a pupil to imitate.
 
-        Where no configuration is likely to be on time, a faster one is worth more.
-
         Args:
             x: normalised features [n, width].
             limits: [n, V], or pairs [n, V, 2].
@@ -198,11 +203,7 @@ class Teacher(nn.Module):
                 mixture = still
                 if offsets is not None:
                     mixture = still.drifted(offsets[part, place])
-                score = mixture.score(limit)
-                if self.sense == "deadline":
-                    hopeless = mixture.meets(limit).amax(1, keepdim=True) < HOPELESS
-                    score = torch.where(hopeless, -mixture.moments().log_latency, score)
-                columns.append(score)
+                columns.append(mixture.score(limit))
             parts.append(torch.stack(columns, 1))
         return torch.cat(parts)
 
