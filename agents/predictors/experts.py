@@ -215,35 +215,31 @@ def _fit(
         tick(name)
     wanted = torch.cat([measured.accuracy, log_measured(measured.latency_ms)], 1)
     chosen = []
-    parts_of_folds: list[list[Regressor]] = [[] for _ in folds]
     for part in range(2):
         columns = slice(part * mask.shape[1], (part + 1) * mask.shape[1])
         residuals = held_out[..., columns] - wanted[:, columns]
         errors = residuals.square().masked_fill(~mask, 0.0).sum((1, 2))
         best = int(errors.argmin())
-        block = targets.values[:, columns]
-        for parts, models in zip(parts_of_folds, of_folds, strict=True):
-            parts.append(models[best].outputs(columns))
-        trees = [parts[part] for parts in parts_of_folds if isinstance(parts[part], Trees)]
-        if trees:
-            regressor: Regressor = Trees.averaged(trees)  # type: ignore[arg-type]
+        in_folds = [models[best].outputs(columns) for models in of_folds]
+        if isinstance(in_folds[0], Trees):
+            regressor: Regressor = Trees.averaged(in_folds)
         else:
+            block = targets.values[:, columns]
             refitted: Regressor = constant(block, features)
             if best:
                 refitted = family.fit(x, block, [settings[best - 1]], seed)[0]
             regressor = refitted.rescaled(*(unit[columns] for unit in targets.units))
         words = str(settings[best - 1]) if best else "constant"
-        chosen.append((regressor, held_out[best, :, columns], words))
-    (accuracy, a, accuracy_setting), (latency, m, latency_setting) = chosen
-    spread = _spread(measured, a, m)
+        chosen.append((regressor, held_out[best, :, columns], words, in_folds))
+    regressors, predicted, settled, parts = zip(*chosen, strict=True)
+    spread = _spread(measured, *predicted)
     tick(name)
-    words = f"accuracy {accuracy_setting}, latency {latency_setting}"
-    means = [fold_targets.centre[0] for _, _, fold_targets in folds]
+    words = "accuracy {}, latency {}".format(*settled)
     experts = []
-    for (of_accuracy, of_latency), mean in zip(parts_of_folds, means, strict=True):
-        experts.append(Expert(name, of_accuracy, of_latency, mean, spread, words))
-    expert = Expert(name, accuracy, latency, targets.centre[0], spread, words)
-    return Fitted(expert, Prediction(a, m, spread), experts)
+    for *in_fold, (_, _, fold_targets) in zip(*parts, folds, strict=True):
+        experts.append(Expert(name, *in_fold, fold_targets.centre[0], spread, words))
+    expert = Expert(name, *regressors, targets.centre[0], spread, words)
+    return Fitted(expert, Prediction(*predicted, spread), experts)
 
 
 def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Array = NDArray[np.float64]
+NODES = ("feature", "threshold", "left", "right", "roots")
 MOST_POINTS = 2000
 """Kernel ridge regression is fitted on at most this many samples."""
 COMPONENTS = 8
@@ -95,14 +96,10 @@ class Trees(Regressor):
     @staticmethod
     def averaged(ensembles: Sequence[Trees]) -> Trees:
         """Trees that predict the mean of several."""
-        nodes = torch.tensor([0] + [len(e.feature) for e in ensembles]).cumsum(0)[:-1]
-        joined = {name: torch.cat([getattr(e, name) for e in ensembles]) for name in ("feature", "threshold")}
-        for name in ("left", "right", "roots"):
-            joined[name] = torch.cat([getattr(e, name) + first for e, first in zip(ensembles, nodes, strict=True)])
         most, pad = max(e.value.shape[1] for e in ensembles), functional.pad
         components = torch.cat([pad(e.components, (0, 0, 0, most - e.components.shape[1])) for e in ensembles])
         return Trees(
-            **joined,
+            **_joined([e.state_dict() for e in ensembles]),
             value=torch.cat([pad(e.value, (0, most - e.value.shape[1])) for e in ensembles]),
             fit=torch.cat([torch.full_like(e.fit, number) for number, e in enumerate(ensembles)]),
             components=components / len(ensembles),
@@ -226,25 +223,33 @@ def _principal(y: Array) -> tuple[Array, Array, Array]:
 
 def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) -> Trees:
     """scikit-learn's trees one after another in flat arrays."""
-    sizes = [tree.node_count for tree in trees]
-    first = np.cumsum([0, *sizes[:-1]])
-    itself = np.arange(sum(sizes))
-    left, right = (
-        np.concatenate([np.where((c := getattr(t, side)) < 0, -1, c + f) for t, f in zip(trees, first, strict=True)])
-        for side in ("children_left", "children_right")
-    )
+    parts = []
+    for tree in trees:
+        itself = torch.arange(tree.node_count)
+        left = torch.from_numpy(tree.children_left)
+        right = torch.from_numpy(tree.children_right)
+        nodes = {"left": left.where(left >= 0, itself), "right": right.where(right >= 0, itself)}
+        nodes["feature"] = torch.from_numpy(tree.feature).clamp_min(0)
+        nodes["threshold"] = torch.from_numpy(tree.threshold)
+        parts.append(nodes | {"roots": torch.zeros(1, dtype=torch.int64)})
     return Trees(
-        feature=torch.from_numpy(np.concatenate([t.feature for t in trees]).clip(0)).long(),
-        threshold=torch.from_numpy(np.concatenate([t.threshold for t in trees])),
-        left=torch.from_numpy(np.where(left < 0, itself, left)).long(),
-        right=torch.from_numpy(np.where(right < 0, itself, right)).long(),
+        **_joined(parts),
         value=_f(factor * np.concatenate([t.value[:, :, 0] for t in trees])),
-        roots=torch.from_numpy(first).long(),
         fit=torch.zeros(len(trees), dtype=torch.int64),
         components=_f(components).unsqueeze(0),
         bias=_f(bias),
         depth=torch.tensor(max(t.max_depth for t in trees)),
     )
+
+
+def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the nodes of trees one after another: numbers of nodes are counted on."""
+    first = 0
+    moved = []
+    for part in parts:
+        moved.append(part | {name: part[name] + first for name in ("left", "right", "roots")})
+        first += len(part["feature"])
+    return {name: torch.cat([part[name] for part in moved]) for name in NODES}
 
 
 class Family(NamedTuple):

@@ -209,10 +209,9 @@ class KnobPolicy:
         rows = self.agent.settled.guard
         if not rows:
             return [None] * len(limits)
-        decider = self.agent.decider
-        grouping = decider.mean if decider.mean is not None else decider.guard
-        assert grouping is not None
-        return [dict(rows[group]) for group in grouping.groups(limits)]
+        calibrated = self.agent.decider.calibrated
+        assert calibrated is not None
+        return [dict(rows[group]) for group in calibrated.groups(limits)]
 
     def _by_budget(
         self, blocks: Arrays, drift: Drift | None, low: float, high: float

@@ -57,7 +57,7 @@ class Deployed(nn.Module):
         if decider.guard is not None and decider.static is not None:
             self.logs = torch.from_numpy(np.log(decider.guard.budgets_ms))
             self.margin = torch.from_numpy(decider.guard.margin)
-            self.deploy = torch.from_numpy(decider.guard.deploy)
+            self.deploy = torch.from_numpy(decider.guard.deployed)
             # the first step begins at −∞, so that no budget is below it
             self.starts = torch.from_numpy(decider.static.starts[1:])
             self.choices = torch.from_numpy(decider.static.choices)
