@@ -76,7 +76,7 @@ class ConfigurationCategorical(Distribution):
         if self.group_size is None:
             return self.log_probs.expand(*index.shape, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
         samples = index.shape[: -1 - len(self.batch_shape)]
-        return (self.log_probs.expand(*samples, *self.log_probs.shape) if samples else self.log_probs).gather(-1, index)
+        return self.log_probs.expand(*samples, *self.log_probs.shape).gather(-1, index)
 
     def entropy(self) -> Tensor:
         """[*batch], in nats."""

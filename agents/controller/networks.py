@@ -136,11 +136,8 @@ class KnobNetwork(nn.Module):
         # an input for each knob value: how much slower it is than the others, in ln ms
         self.register_buffer("values", drift_values(configurations, config.drift), persistent=False)
         widths = [features + encoding.outputs + len(self.values)] + [config.hidden] * config.layers
-        self.layers = nn.ModuleList()
-        for inputs, outputs in itertools.pairwise(widths):
-            self.layers.append(MemberLinear(members, inputs, outputs))
-        heads = KnobHeads(config.hidden, configurations, members)
-        self.head: KnobHeads | ValueHead = heads
+        self.layers = nn.ModuleList(MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths))
+        self.head: KnobHeads | ValueHead = KnobHeads(config.hidden, configurations, members)
 
     def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
         """Return log-probs [M, n, C] for features [M, n, d], limits [M, n], mask [M, n, C], and
@@ -203,9 +200,7 @@ class OutcomeNetwork(nn.Module):
         self.register_buffer("edges", torch.zeros(BINS + 1, features if bins else 0))
         inputs = features * (1 + BINS * bins)
         widths = [inputs] + [config.teacher_hidden] * config.layers
-        self.layers = nn.ModuleList()
-        for width, outputs in itertools.pairwise(widths):
-            self.layers.append(MemberLinear(members, width, outputs))
+        self.layers = nn.ModuleList(MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths))
         parts = 3 + weighs
         self.outcome_head = MemberLinear(members, config.teacher_hidden, parts * count, zero=True)
         self.skip = MemberLinear(members, inputs, (parts - 1) * count, zero=True)

@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from .arrays import LEAST_MS, Array, Arrays, pick
+from .arrays import Array, Arrays, log_ms, pick
 
 
 class Static:
@@ -32,7 +32,7 @@ class Static:
         self.latency_ms = latency_ms
         self.sorted_ms = sorted_ms
         self.running = running
-        logs = np.ma.masked_invalid(np.log(np.maximum(sorted_ms, LEAST_MS)))
+        logs = np.ma.masked_invalid(log_ms(sorted_ms))
         self.log_latency = logs.mean(1).filled(0.0)
         self.spread = logs.std(1).filled(0.0)
         self.starts, self.choices = self._steps()

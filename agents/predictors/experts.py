@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.predictors.folds import FOLDS, Targets, folds_of
+from knobwise.agents.predictors.folds import FOLDS, Fold, Rows, Targets, folds_of
 from knobwise.agents.predictors.outcomes import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES, KINDS, Regressor, Trees, constant
 from knobwise.common.progress import progress
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
     measurements_ms: Tensor
     mask: Tensor
     budgets_ms: Tensor
-    folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
+    folds: list[Fold]
 
     @classmethod
     def from_table(
@@ -189,7 +189,7 @@ def _fit(
     x: NDArray[np.float64],
     x32: Tensor,
     targets: Targets,
-    folds: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], Targets]],
+    folds: Sequence[tuple[Rows, Rows, Targets]],
     measured: Measured,
     seed: int,
     informed: bool,
@@ -201,7 +201,7 @@ def _fit(
     # [settings, n, 2C]; 0 is the constant
     held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
 
-    def fitted(fit: NDArray[np.int64], _: NDArray[np.int64], fold_targets: Targets) -> list[Regressor]:
+    def fitted(fit: Rows, _: Rows, fold_targets: Targets) -> list[Regressor]:
         with threadpool_limits(1, user_api="openmp"):  # what limits the caller does not limit this thread
             several = family.fit(x[fit], fold_targets.values, settings, seed) if informed else ()
         return [each.rescaled(*fold_targets.units) for each in (constant(fold_targets.values, features), *several)]

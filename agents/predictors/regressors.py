@@ -8,6 +8,7 @@ module maps float32 [n, d] to [n, o].
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Array = NDArray[np.float64]
+OUTPUTS = {"weight", "coefficients", "components", "values", "bias"}
+"""Buffers of regressors whose last axis is the outputs."""
 NODES = ("feature", "threshold", "left", "right", "roots")
 MOST_POINTS = 2000
 """Kernel ridge regression is fitted on at most this many samples."""
@@ -39,16 +42,14 @@ class Regressor(nn.Module):
     def rescaled(self, scale: Tensor, offset: Tensor) -> Any:
         """The same with outputs·scale + offset, [o] each."""
         state = self.state_dict()
-        for name in state.keys() & {"weight", "coefficients", "components"}:
-            state[name] = state[name] * scale
-        for name in state.keys() & {"bias", "values"}:
-            state[name] = state[name] * scale + offset
+        for name in state.keys() & OUTPUTS:
+            state[name] = state[name] * scale + (offset if name in ("bias", "values") else 0)
         return type(self)(**state)
 
     def outputs(self, columns: slice) -> Any:
         """Return the same for some of the outputs."""
         state = self.state_dict()
-        for name in state.keys() & {"weight", "coefficients", "components", "values", "bias"}:
+        for name in state.keys() & OUTPUTS:
             state[name] = state[name][..., columns]
         return type(self)(**state)
 
@@ -153,13 +154,15 @@ def kernel_ridge(x: Array, y: Array, settings: Sequence[tuple[float, float]], se
     squares = (norms[:, None] + norms - 2 * x @ x.T).clip(0)
     off = squares[squares > 0]
     median, bias = (np.median(off) if len(off) else 1.0), y.mean(0)
-    solved: dict[float, tuple[Array, Array, Array]] = {}
+
+    @cache
+    def solved(multiple: float) -> tuple[Array, Array, Array]:
+        values, vectors = np.linalg.eigh(np.exp(-squares / (2 * median * multiple)))
+        return values, vectors, vectors.T @ (y - bias)
+
     models: list[Kernel] = []
     for multiple, alpha in settings:
-        if multiple not in solved:
-            values, vectors = np.linalg.eigh(np.exp(-squares / (2 * median * multiple)))
-            solved[multiple] = values, vectors, vectors.T @ (y - bias)
-        values, vectors, projected = solved[multiple]
+        values, vectors, projected = solved(multiple)
         coefficients = vectors @ (projected / (values + alpha)[:, None])
         width = torch.tensor(float(np.sqrt(median * multiple)))
         models.append(

@@ -214,7 +214,7 @@ class AdaptiveModel(FirstStages):
             InputError: as for `answer`, and if the numbers of requests, budgets and arrivals differ.
         """
         n, limits_ms = len(requests), np.asarray(budgets_ms, np.float64)
-        budgets: list[float] = (np.full(n, limits_ms) if limits_ms.ndim == 0 else limits_ms).tolist()
+        budgets = limits_ms.tolist() if limits_ms.ndim else [float(limits_ms)] * n
         if len(budgets) != n or (arrived is not None and len(arrived) != n):
             arrivals = "" if arrived is None else f" and {len(arrived)} arrivals"
             raise InputError(f"runtime: got {n} requests, but {len(budgets)} budgets{arrivals}; give as many of each")
@@ -252,12 +252,13 @@ class AdaptiveModel(FirstStages):
         results: dict[int, Result] = {}
         for choice, members in groups.items():
             before, configuration = self._now(), self.configurations[choice]
-            answers = self._answers([stages[i] for i in members], [each[i] for i in members])
+            some = [stages[i] for i in members]
+            answers = self._answers(some, [each[i] for i in members])
             done = self._now()
             # what the group took beyond its answers: setting knobs, tracking
-            used = [stages[i].total_ms - stages[i].extra_ms - stages[i].unused_ms(configuration) for i in members]
-            work = (answer.total_ms - ms for answer, ms in zip(answers, used, strict=True))
-            beyond_ms = _positive((done - before) * 1e3 - sum(work))
+            used = sum(stage.total_ms - stage.extra_ms - stage.unused_ms(configuration) for stage in some)
+            work_ms = sum(answer.total_ms for answer in answers) - used
+            beyond_ms = _positive((done - before) * 1e3 - work_ms)
             self._decided.add(decision_ms, beyond_ms)
             for i, answer in zip(members, answers, strict=True):
                 about = prepared[i], budgets[i], limits[i], drift, moments[i]

@@ -6,16 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from knobwise.agents.policy.arrays import named_values
+from knobwise.agents.policy.arrays import Array, Arrays, named_values
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.tables.profile_table import ProfileTable
 
-Decide = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], NDArray[np.int64]]
+Decide = Callable[[Arrays, Array], Array]
 """Blocks [n, d], budgets [n] in ms → configurations int64 [n], as `NumpyController.choose`."""
 TOLERANCE = 1e-4
 """Configurations whose log-probabilities differ by at most this are equally good: rounding decides

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +181,7 @@ class KnobPolicy:
                 for knobs, row in zip(self.configurations, rows, strict=True)
             ]
             row = expected[int(chosen[i])]
-            expected.sort(key=itemgetter("probability"), reverse=True)
+            expected.sort(key=lambda each: -each["probability"])
             others = (other for other in expected if other is not row)
             reason = self._reason(row, expected, guards[i])
             low, high = between_ms or (float(limits[i]) / 10, float(limits[i]) * 10)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knobwise.agents.policy.arrays import LEAST_MS
+from knobwise.agents.policy.arrays import log_ms
 from knobwise.agents.policy.static import Static
 from knobwise.common.errors import InputError
 
@@ -219,7 +219,7 @@ class TrackedStatic:
         self.tracker = tracker
         self.log_latency = static.log_latency
         self.spread = static.spread
-        logs = np.log(np.maximum(static.sorted_ms.astype(np.float64), LEAST_MS))
+        logs = log_ms(static.sorted_ms)
         measured = np.isfinite(logs)
         # one sorted array for all configurations: each has its own interval
         self._low, self._width = float(logs[measured].min()) - 1, float(np.ptp(logs[measured])) + 3

@@ -13,12 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.agents.judging.baselines import PredictThenChoose, averages
 from knobwise.agents.judging.paired import is_better, standard_error
-from knobwise.agents.judging.policy import requests_of
+from knobwise.agents.judging.policy import Array, requests_of
 from knobwise.agents.predictors.experts import Experts
 from knobwise.agents.predictors.outcomes import pick
 from knobwise.agents.predictors.regressors import FAMILIES
@@ -157,7 +156,7 @@ class StaticMix:
         """Return that of the averages over rows, int64 [n]."""
         return cls(*averages(table, rows), budgets)
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> dict[str, Array]:
         """Return what `policy.mean_budgets.MeanBudgets` reads."""
         accuracy, cost, _ = self._means
         return {
@@ -196,7 +195,7 @@ def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tens
 
 WORTHS = 400
 """Worths of a right answer that are tried for a policy whose predictions are not known."""
-Features = dict[str, NDArray[Any]]
+Features = dict[str, Array]
 
 
 class MeanBudgetPolicy:
@@ -214,7 +213,7 @@ class MeanBudgetPolicy:
     def __init__(
         self,
         name: str,
-        decide: Callable[[Features, int, NDArray[Any]], NDArray[Any]],
+        decide: Callable[[Features, int, Array], Array],
         budgets_ms: Tensor,
         worths: Tensor,
         deployed: Tensor | None = None,
@@ -224,8 +223,7 @@ class MeanBudgetPolicy:
         self._decide = decide
         self.budgets_ms = budgets_ms
         self.worths = worths.double()
-        everywhere = torch.ones(len(budgets_ms), dtype=torch.bool)
-        self.deployed = everywhere if deployed is None else deployed
+        self.deployed = torch.ones_like(worths, dtype=torch.bool) if deployed is None else deployed
         self.mix = mix
 
     @property
@@ -344,9 +342,7 @@ def make_priced_baselines(
     return baselines
 
 
-def _at_price(
-    predictor: PredictThenChoose, prices: Tensor, features: Features, group: int, mask: NDArray[Any]
-) -> NDArray[Any]:
+def _at_price(predictor: PredictThenChoose, prices: Tensor, features: Features, group: int, mask: Array) -> Array:
     """Choose by what is predicted, at the price for a budget; see `MeanBudgetPolicy`."""
     expected = predictor.predict(features, len(mask))
     allowed = torch.from_numpy(mask)

@@ -11,19 +11,19 @@ that what it teaches about the fold's samples is not what was measured of them.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from knobwise.agents.controller.networks import WIDEST, MemberLinear, OutcomeNetwork
+from knobwise.agents.controller.networks import WIDEST, OutcomeNetwork
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.policy.arrays import Array, Arrays
 from knobwise.agents.predictors.experts import Expert, Experts, Measured
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.predictors.outcomes import HOPELESS, Prediction, pick
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
 from knobwise.envs.configurations.budgets import thinned
@@ -65,12 +65,9 @@ class Mixture(NamedTuple):
 
     def moments(self) -> Prediction:
         """Return accuracy, and mean and standard deviation of ln ms, of the mixture."""
-        parts = []
-        for p in self.predictions:
-            spread = p.spread.expand_as(p.log_latency)
-            parts.append((p.accuracy.clamp(0, 1), p.log_latency, spread**2 + p.log_latency**2))
-        columns = zip(*parts, strict=True)
-        accuracy, mean, square = (weighted(column, self.weights) for column in columns)
+        accuracy = weighted([p.accuracy.clamp(0, 1) for p in self.predictions], self.weights)
+        square = weighted([p.spread**2 + p.log_latency**2 for p in self.predictions], self.weights)
+        mean = self.log_latency
         return Prediction(accuracy, mean, (square - mean**2).clamp_min(1e-6).sqrt())
 
     def drifted(self, offset: Tensor) -> Mixture:
@@ -200,9 +197,7 @@ class Teacher(nn.Module):
             still = self.mixture(x[part])
             columns = []
             for place, limit in enumerate(limits[part].unbind(1)):
-                mixture = still
-                if offsets is not None:
-                    mixture = still.drifted(offsets[part, place])
+                mixture = still if offsets is None else still.drifted(offsets[part, place])
                 columns.append(mixture.score(limit))
             parts.append(torch.stack(columns, 1))
         return torch.cat(parts)
@@ -216,22 +211,19 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def choose(
         self,
-        features: Mapping[str, NDArray[Any]],
-        limits: NDArray[Any],
-        mask: NDArray[Any] | None = None,
-    ) -> NDArray[np.int64]:
+        features: Arrays,
+        limits: Array,
+        mask: Array | None = None,
+    ) -> Array:
         """Return its decisions: blocks [n, d], limits [n], mask bool [n, C] → int64 [n]."""
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
         x = self.normaliser(blocks, len(limits))
         under = torch.tensor(limits, dtype=torch.float32)
-        chosen = []
-        for first in range(0, len(limits), AT_ONCE):
-            part = slice(first, first + AT_ONCE)
-            allowed = None if mask is None else torch.as_tensor(mask[part])
-            chosen.append(self.mixture(x[part]).choose(under[part], allowed))
-        return torch.cat(chosen).numpy()
+        masks = itertools.repeat(None) if mask is None else torch.as_tensor(mask).split(AT_ONCE)
+        parts = zip(x.split(AT_ONCE), under.split(AT_ONCE), masks, strict=False)
+        return torch.cat([self.mixture(some).choose(*each) for some, *each in parts]).numpy()
 
-    def reads_features(self, limits: NDArray[Any]) -> NDArray[Any]:
+    def reads_features(self, limits: Array) -> Array:
         """Return whether it reads features under each of these limits, bool [n]."""
         return np.ones(len(limits), bool)
 
@@ -327,9 +319,7 @@ def fit_teacher(
         about = budgets_ms, families, seed, network.normaliser, network.members
         experts = Experts.fit(table, rows, *about)
     fitted = experts.of_families(families)
-    folds = []
-    for _, hold in folds_of(table, rows, seed, network.members):
-        folds.append(torch.from_numpy(hold))
+    folds = [torch.from_numpy(hold) for _, hold in experts.measured.folds]
     alone = [_of_member(network, member) for member in range(network.members)]
     if sense == "weights":
         return Fitted(network, alone, rows, folds)
@@ -397,8 +387,6 @@ def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
 def _of_member(teacher: Teacher, member: int) -> Teacher:
     """Return a teacher of one member of a network alone."""
     network = copy.deepcopy(teacher.network)
-    for layer in network.modules():
-        if isinstance(layer, MemberLinear):
-            layer.weight = nn.Parameter(layer.weight[member : member + 1].clone())
-            layer.bias = nn.Parameter(layer.bias[member : member + 1].clone())
+    for parameter in network.parameters():
+        parameter.data = parameter.data[member : member + 1].clone()
     return Teacher(network, teacher.normaliser, sense=teacher.sense).eval()
