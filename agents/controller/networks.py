@@ -174,7 +174,7 @@ class Outcomes(NamedTuple):
 
     def take(self, index: Any) -> Outcomes:
         """Return some of them, by the same index for all parts."""
-        return Outcomes(*(part if part is None else part[index] for part in self))
+        return Outcomes._make(part if part is None else part[index] for part in self)
 
     def predicted(self) -> Prediction:
         """Return them as any predictor gives them."""

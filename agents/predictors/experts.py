@@ -231,15 +231,15 @@ def _fit(
             regressor = refitted.rescaled(*(unit[columns] for unit in targets.units))
         words = str(settings[best - 1]) if best else "constant"
         chosen.append((regressor, held_out[best, :, columns], words, in_folds))
-    regressors, predicted, settled, parts = zip(*chosen, strict=True)
-    spread = _spread(measured, *predicted)
+    (accuracy, latency), (a, m), settled, parts = zip(*chosen, strict=True)
+    spread = _spread(measured, a, m)
     tick(name)
     words = "accuracy {}, latency {}".format(*settled)
     experts = []
-    for *in_fold, (_, _, fold_targets) in zip(*parts, folds, strict=True):
-        experts.append(Expert(name, *in_fold, fold_targets.centre[0], spread, words))
-    expert = Expert(name, *regressors, targets.centre[0], spread, words)
-    return Fitted(expert, Prediction(*predicted, spread), experts)
+    for of_accuracy, of_latency, (_, _, fold_targets) in zip(*parts, folds, strict=True):
+        experts.append(Expert(name, of_accuracy, of_latency, fold_targets.centre[0], spread, words))
+    expert = Expert(name, accuracy, latency, targets.centre[0], spread, words)
+    return Fitted(expert, Prediction(a, m, spread), experts)
 
 
 def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:

@@ -179,8 +179,8 @@ class StaticMix:
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return expected accuracy and latency (ms) of each sample, float64 [n, B] each, without
         the noise of draws."""
-        sides = [outcomes_of(table, rows, side) for side in self.both(table.mask[rows])]
-        accuracy, cost = (torch.lerp(*each, self.share) for each in zip(*sides, strict=True))
+        first, second = (outcomes_of(table, rows, side) for side in self.both(table.mask[rows]))
+        accuracy, cost = (torch.lerp(*each, self.share) for each in zip(first, second, strict=True))
         return accuracy, cost
 
 
