@@ -113,8 +113,9 @@ def _knows_means(samples: int) -> DeployedController:
     controller.network.layers[0].weight.data[:, :width] = 0
     optimiser = torch.optim.Adam(controller.network.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
+    members = SMALL.members_trained
     for _ in range(STEPS):
-        loss = -(target * controller.by_members(x, limits)).sum(-1).mean()
+        loss = -(target * controller.network(x.expand(members, -1, -1), limits.expand(members, -1))).sum(-1).mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

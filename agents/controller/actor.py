@@ -47,9 +47,8 @@ class _FromBlocks(nn.Module):
         for name, x in zip(controller.normaliser.sizes, features, strict=True):
             if x is not None:
                 blocks[name] = x
-        inputs = [*blocks.values(), *([] if mask is None else [mask])]
-        pairs = controller.sense == "weights"
-        if not pairs and any(x.ndim == limit.ndim for x in inputs):
+        alike = any(x is not None and x.ndim == limit.ndim for x in others)
+        if controller.sense != "weights" and alike:
             limit = limit.squeeze(-1)
         limit = limit.float()
         x = controller.features(blocks, *controller.requests(limit))
@@ -89,20 +88,14 @@ class _FromRows(nn.Module):
         mask = None if self.complete else self.mask[sample]
         if not self.members:
             return self.controller(x, limit, mask)
-        offset = None
-        if self.offsets is not None:
-            offset = nn.functional.embedding(row, self.offsets)
-            offset = self._by_member(offset, offset.shape[-1])
-        limit = self._by_member(limit, *limit.shape[row.ndim :])
-        if mask is not None:
-            mask = self._by_member(mask, mask.shape[-1])
-        out = self.controller.network(self._by_member(x, x.shape[-1]), limit, mask, offset)
-        return out.transpose(0, 1).reshape(*row.shape, -1)
-
-    def _by_member(self, contexts: Tensor, *each: int) -> Tensor:
-        """[*, *each] → [M, n, *each]."""
-        count = contexts.shape[: contexts.ndim - len(each)].numel() // self.members
-        return contexts.reshape(count, self.members, *each).transpose(0, 1)
+        offset = None if self.offsets is None else nn.functional.embedding(row, self.offsets)
+        inputs = []
+        for values in (x, limit, mask, offset):
+            if values is not None:
+                each = values.shape[row.ndim :]
+                values = values.reshape(row.numel() // self.members, self.members, *each).transpose(0, 1)
+            inputs.append(values)
+        return self.controller.network(*inputs).transpose(0, 1).reshape(*row.shape, -1)
 
 
 class Actor(ProbabilisticTensorDictSequential):

@@ -90,28 +90,17 @@ class Controller(nn.Module):
             features: normalised, float [*, width].
             limit: float [*], or pairs [*, 2].
             mask: bool [*, C], None for everything.
+            offset: of ln ms, float [*, C], None for no drift.
         """
-        return self.by_members(features, limit, mask, offset)[-1]
-
-    def by_members(
-        self,
-        features: Tensor,
-        limit: Tensor,
-        mask: Tensor | None = None,
-        offset: Tensor | None = None,
-    ) -> Tensor:
-        """Return the log-probs of all M networks, [M, *, C]; arguments as in `forward`."""
-        members = self.config.members_trained
         shape = self.requests(limit)
         n = math.prod(shape)
-        pair = limit.shape[len(shape) :]
-        x = features.reshape(n, features.shape[-1]).expand(members, -1, -1)
-        limits = limit.reshape(n, *pair).expand(members, n, *pair)
-        allowed = None
-        if mask is not None:
-            allowed = mask.reshape(n, -1).expand(members, -1, -1)
-        by = None if offset is None else offset.reshape(n, -1).expand(members, -1, -1)
-        return self.network(x, limits, allowed, by).reshape(members, *shape, -1)
+        inputs = []
+        for values in (features, limit, mask, offset):
+            if values is not None:
+                each = values.shape[len(shape) :]
+                values = values.reshape(n, *each).expand(self.config.members_trained, n, *each)
+            inputs.append(values)
+        return self.network(*inputs)[-1].reshape(*shape, -1)
 
     def features(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
         """Return normalised features [*shape, width]; width 0 for a profile that has none."""

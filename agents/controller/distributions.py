@@ -46,8 +46,9 @@ class ConfigurationCategorical(Distribution):
 
     def _match(self, value: Tensor) -> Tensor:
         """Actions → configuration indices, −1 for actions that do not exist; slower than an `ActionIndex`."""
-        actions = self.configurations.reshape(len(self.configurations), -1)
-        same = (value.reshape(*value.shape[: value.ndim + 1 - self.configurations.ndim], 1, -1) == actions).all(-1)
+        same = value.unsqueeze(-self.configurations.ndim) == self.configurations
+        if self.configurations.ndim > 1:
+            same = same.all(-1)
         return torch.where(same.any(-1), same.int().argmax(-1), -1)
 
     def sample_index(self, sample_shape: Sequence[int] = ()) -> Tensor:
@@ -75,7 +76,7 @@ class ConfigurationCategorical(Distribution):
         if self.group_size is None:
             return self.log_probs.expand(*index.shape, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
         samples = index.shape[: -1 - len(self.batch_shape)]
-        return (self.log_probs.expand(*samples, *self.log_probs.shape) if samples else self.log_probs).gather(-1, index)
+        return self.log_probs.expand(*samples, *self.log_probs.shape).gather(-1, index)
 
     def entropy(self) -> Tensor:
         """[*batch], in nats."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.policy.network import places_of
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, BudgetEncoding, log_measured
 
@@ -43,13 +44,6 @@ class MemberLinear(nn.Module):
         return torch.baddbmm(self.bias, x, self.weight)
 
 
-def masked_log_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Return log-probs over what the mask allows, −inf elsewhere: [*, C] → [*, C]."""
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf)
-    return logits.log_softmax(-1)
-
-
 # -- the policy ------------------------------------------------------------------------------------
 
 
@@ -72,16 +66,11 @@ class KnobHeads(nn.Module):
 
     def __init__(self, hidden: int, configurations: Tensor, members: int = 1) -> None:
         super().__init__()
-        sizes = configurations.amax(0) + 1
         count = len(configurations)
-        self.by_knobs = 2 * count > int(sizes.prod())
-        places = None
-        if self.by_knobs:
-            first = sizes.cumsum(0) - sizes
-            places = torch.zeros(int(sizes.sum()), count)
-            places.T.scatter_(1, configurations + first, 1.0)
+        self.by_knobs = 2 * count > int((configurations.amax(0) + 1).prod())
+        places = torch.from_numpy(places_of(configurations.numpy())) if self.by_knobs else None
         self.register_buffer("places", places, persistent=False)
-        outputs = int(sizes.sum()) if self.by_knobs else count
+        outputs = count if places is None else len(places)
         self.logits = MemberLinear(members, hidden, outputs)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -89,7 +78,9 @@ class KnobHeads(nn.Module):
         logits = self.logits(hidden)
         if self.places is not None:
             logits = logits @ self.places
-        return masked_log_softmax(logits, mask)
+        if mask is not None:
+            logits = logits.masked_fill(~mask, -torch.inf)
+        return logits.log_softmax(-1)
 
 
 MOST_VALUES = 64
@@ -145,11 +136,8 @@ class KnobNetwork(nn.Module):
         # an input for each knob value: how much slower it is than the others, in ln ms
         self.register_buffer("values", drift_values(configurations, config.drift), persistent=False)
         widths = [features + encoding.outputs + len(self.values)] + [config.hidden] * config.layers
-        self.layers = nn.ModuleList()
-        for inputs, outputs in itertools.pairwise(widths):
-            self.layers.append(MemberLinear(members, inputs, outputs))
-        heads = KnobHeads(config.hidden, configurations, members)
-        self.head: KnobHeads | ValueHead = heads
+        self.layers = nn.ModuleList(MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths))
+        self.head: KnobHeads | ValueHead = KnobHeads(config.hidden, configurations, members)
 
     def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
         """Return log-probs [M, n, C] for features [M, n, d], limits [M, n], mask [M, n, C], and
@@ -184,18 +172,13 @@ class Outcomes(NamedTuple):
     spread: Tensor
     log_cost: Tensor | None = None
 
-    @property
-    def accuracy(self) -> Tensor:
-        return torch.sigmoid(self.accuracy_logits)
-
     def take(self, index: Any) -> Outcomes:
         """Return some of them, by the same index for all parts."""
-        cost = None if self.log_cost is None else self.log_cost[index]
-        return Outcomes(self.accuracy_logits[index], self.log_latency[index], self.spread[index], cost)
+        return Outcomes._make(part if part is None else part[index] for part in self)
 
     def predicted(self) -> Prediction:
         """Return them as any predictor gives them."""
-        return Prediction(self.accuracy, self.log_latency, self.spread, self.log_cost)
+        return Prediction(self.accuracy_logits.sigmoid(), *self[1:])
 
 
 class OutcomeNetwork(nn.Module):
@@ -217,9 +200,7 @@ class OutcomeNetwork(nn.Module):
         self.register_buffer("edges", torch.zeros(BINS + 1, features if bins else 0))
         inputs = features * (1 + BINS * bins)
         widths = [inputs] + [config.teacher_hidden] * config.layers
-        self.layers = nn.ModuleList()
-        for width, outputs in itertools.pairwise(widths):
-            self.layers.append(MemberLinear(members, width, outputs))
+        self.layers = nn.ModuleList(MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths))
         parts = 3 + weighs
         self.outcome_head = MemberLinear(members, config.teacher_hidden, parts * count, zero=True)
         self.skip = MemberLinear(members, inputs, (parts - 1) * count, zero=True)
@@ -230,7 +211,7 @@ class OutcomeNetwork(nn.Module):
         x: Tensor,
         accuracy: Tensor,
         latency_ms: Tensor,
-        member_rows: Tensor | None = None,
+        member_rows: Tensor,
         cost: Tensor | None = None,
     ) -> None:
         """Begin at the means of a table.
@@ -238,13 +219,11 @@ class OutcomeNetwork(nn.Module):
         Args:
             x: features [n, d].
             accuracy, latency_ms, cost: [n, C], NaN where not profiled; the cost under weights.
-            member_rows: bool [M, n], which samples each member is fitted on; None for all.
+            member_rows: bool [M, n], which samples each member is fitted on.
         """
         shares = torch.linspace(0, 1, BINS + 1)
         for column in range(self.edges.shape[1]):
             self.edges[:, column] = x[:, column].quantile(shares)
-        if member_rows is None:
-            member_rows = torch.ones(len(self.outcome_head.bias), len(x), dtype=torch.bool)
         log_latency = log_measured(latency_ms)
         # what was held out of a member must not be in what it starts from
         for member, mine in enumerate(member_rows):

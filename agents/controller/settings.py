@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from knobwise.common.checks import at_least, one_of, positive
+from knobwise.common.checks import at_least, one_of, positive, share
 from knobwise.common.errors import InputError
 
 EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
@@ -92,8 +92,7 @@ class PolicyConfig:
         for name in ("level", "confidence"):
             if not 0 < getattr(self, name) < 1:
                 raise InputError(f"policy.{name}={getattr(self, name)}: must be between 0 and 1")
-        if not 0 <= self.level_cost <= 1:
-            raise InputError(f"policy.level_cost={self.level_cost}: must be in [0, 1]")
+        share("policy.level_cost", self.level_cost)
         for name in ("members", "layers", "teacher_hidden", "budget_width"):
             at_least(f"policy.{name}", getattr(self, name), 1)
         for name in ("hidden", "project"):

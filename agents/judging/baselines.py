@@ -8,6 +8,7 @@ of the scale. All are fitted on some rows of the table; only the oracle knows th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 import numpy as np
 import torch
@@ -44,11 +45,53 @@ def averages_with_cost(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tenso
     return *averages(table, rows), cost.nan_to_num(float(cost.nan_to_num().amax()))
 
 
-def static_of(table: ProfileTable, rows: Tensor) -> Static:
+class FittedStatic(Static):
+    """Budget-aware static, with how it is fitted and kept in files."""
+
+    @classmethod
+    def fit(cls, accuracy: Array, latency_ms: Array, measurements_ms: Array) -> Self:
+        """Fit on n samples: accuracy and median latency [n, C], and all measurements [n, C, R], NaN
+        where there is none.
+
+        A cell that was measured several times counts once. A configuration that was never profiled
+        counts as always wrong and as slow as the slowest of the others.
+        """
+        samples, count, repeats = measurements_ms.shape
+        valid: Array = np.logical_not(np.isnan(measurements_ms))
+        count_of = valid.any(2).sum(0)
+        mean_ms = np.nansum(latency_ms.astype(np.float64), 0) / np.maximum(count_of, 1)
+        slowest_ms = mean_ms[count_of > 0].max(initial=0.0)
+        sorted_ms = np.empty((count, samples * repeats))
+        running = np.zeros((count, samples * repeats + 1))
+        # one configuration after the other, since tables may be large
+        for c in range(count):
+            of_cell = np.maximum(valid[:, c].sum(1, keepdims=True), 1)
+            weight = valid[:, c] / of_cell * np.nan_to_num(accuracy[:, c, None].astype(np.float64))
+            measured = np.where(valid[:, c], measurements_ms[:, c], np.inf).reshape(-1)
+            order = np.argsort(measured, kind="stable")
+            sorted_ms[c] = measured[order]
+            worth = np.cumsum(weight.reshape(-1)[order])
+            running[c, 1:] = worth / max(count_of[c], 1)
+        return cls(np.where(count_of > 0, mean_ms, slowest_ms), sorted_ms, running)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return what a file keeps."""
+        exact = self.sorted_ms.astype(np.float32)
+        short = exact if (exact == self.sorted_ms).all() else self.sorted_ms
+        return {"latency_ms": self.latency_ms, "sorted_ms": short, "running": self.running}
+
+    def scaled(self, factors: Array, accuracies: Array | None = None) -> Self:
+        """Return the same where each configuration takes a factor of its time, [C], and has a
+        factor of its accuracy, [C]."""
+        running = self.running if accuracies is None else self.running * accuracies[:, None]
+        return type(self)(self.latency_ms * factors, self.sorted_ms * factors[:, None], running)
+
+
+def static_of(table: ProfileTable, rows: Tensor) -> FittedStatic:
     """Return budget-aware static, fitted on these rows (int64 [n]); it pays for no first look."""
     table = table.without_first_look
     cells = table.accuracy, table.latency_ms, table.measurements_ms
-    return Static.fit(*(values[rows].numpy() for values in cells))
+    return FittedStatic.fit(*(values[rows].numpy() for values in cells))
 
 
 class BestStatic:
@@ -108,7 +151,10 @@ class PredictThenChoose:
     def predict(self, features: Mapping[str, Array], n: int) -> Prediction:
         """Return what is expected of every configuration for n samples."""
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
-        prediction = self.expert(self.normaliser(blocks, n))
+        return self.counted(self.expert(self.normaliser(blocks, n)))
+
+    def counted(self, prediction: Prediction) -> Prediction:
+        """Return a prediction of the expert with the accuracy that counts."""
         if self._predict_accuracy:
             return prediction
         accuracy = self.expert.mean_accuracy.expand_as(prediction.accuracy)

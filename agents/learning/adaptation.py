@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.policy.static import Static
+from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST, Teacher
@@ -157,7 +157,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     for row in (*settled.guard, *settled.guard_if_free):
         row["budget_ms"] *= math.exp(overall)
     if settled.static:
-        static = Static.restored(settled.static).scaled(offsets.mean.exp().numpy())
+        static = FittedStatic.restored(settled.static).scaled(offsets.mean.exp().numpy())
         settled.static = static.arrays()
     latency = settled.latency
     bias = latency["bias"] + offsets.mean.numpy()

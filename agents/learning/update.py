@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.learning.adaptation import (
     LEAST_CELLS,
     Offsets,
@@ -38,7 +39,6 @@ from knobwise.agents.learning.adaptation import (
 )
 from knobwise.agents.learning.off_policy import LEAST_DIFFERENT, Judgement, decisions, judge
 from knobwise.agents.learning.settings import UpdateConfig
-from knobwise.agents.policy.static import Static
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.serving.request_log import Array, Logged
 from knobwise.agents.stack.deployed import DeployedController
@@ -259,7 +259,7 @@ def _with_logits(agent: Agent, logits: Tensor, logged: Logged) -> Agent:
     agent.teacher.accuracy_logits += logits.float()
     effect = agent.teacher.moments(x).accuracy.mean(0) / before.moments(x).accuracy.mean(0)
     if agent.settled.static:
-        static = Static.restored(agent.settled.static)
+        static = FittedStatic.restored(agent.settled.static)
         scaled = static.scaled(np.ones(len(logits)), effect.double().numpy())
         agent.settled.static = scaled.arrays()
     teach_again(agent, before, x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,8 @@ def digest_of(arrays: Arrays) -> bytes:
 
 def below(arrays: Arrays, prefix: str) -> dict[str, Array]:
     """Return the arrays whose names begin with `prefix`, without it."""
-    part = {}
-    for name, array in arrays.items():
-        if name.startswith(prefix):
-            part[name.removeprefix(prefix)] = array
-    return part
+    names = [name for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): arrays[name] for name in names}
 
 
 def read_arrays(path: str | Path) -> dict[str, Array]:
@@ -50,21 +48,16 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
 
 def header_of(arrays: Arrays, form: str) -> dict[str, Any]:
     """Return what the array `header` says. Raises ValueError: nothing, or it is of another form."""
-    try:
-        header = json.loads(bytes(arrays["header"]).decode())
-        known = header["format"] == form
-    except (KeyError, TypeError, ValueError):
-        known = False
-    if not known:
-        raise ValueError(f"not an exported controller (expected format {form})")
-    return dict(header)
+    with suppress(KeyError, TypeError, ValueError):
+        header: dict[str, Any] = json.loads(bytes(arrays["header"]).decode())
+        if header["format"] == form:
+            return header
+    raise ValueError(f"not an exported controller (expected format {form})")
 
 
-def named_values(
-    knobs: Mapping[str, tuple[Any, ...]],
-    configurations: Array,
-) -> list[dict[str, Any]]:
-    """Return the knob values of each configuration by name."""
+def named_values(knobs: Mapping[str, Any], configurations: Any) -> list[dict[str, Any]]:
+    """Return the knob values of each configuration by name; `configurations` int64 [C, K] has, for
+    each, the index of each knob's value."""
     named = []
     for row in configurations.tolist():
         pairs = zip(knobs.items(), row, strict=True)
@@ -100,20 +93,6 @@ def pick(scores: Array, slow: Array, mask: Array | None) -> Array:
         if not mask.any(1).all():
             raise ValueError("the mask leaves a request without any configuration")
         scores = np.where(mask, scores, -np.inf)
+        slow = np.where(mask, slow, np.inf)
     best = scores == scores.max(1, keepdims=True)
-    if mask is not None:
-        best &= mask
     return np.where(best, slow, np.inf).argmin(1)
-
-
-def log_moments(latencies_ms: Array) -> tuple[Array, Array]:
-    """Return mean and standard deviation of ln ms over each row of [C, n], float64 [C] each.
-
-    Infinite latencies do not count; a row of nothing else has 0 and 0.
-    """
-    logs = np.log(np.maximum(latencies_ms.astype(np.float64), LEAST_MS))
-    measured = np.isfinite(logs)
-    count = np.maximum(measured.sum(1), 1)
-    mean = np.where(measured, logs, 0.0).sum(1) / count
-    squares = np.where(measured, logs - mean[:, None], 0.0) ** 2
-    return mean, np.sqrt(squares.sum(1) / count)

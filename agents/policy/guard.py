@@ -15,18 +15,17 @@ class Guard:
     Attributes:
         budgets_ms: [B].
         margin: [B], the share of its budget that the policy may plan with.
-        deploy: bool [B], False where budget-aware static decides.
+        deployed: bool [B], False where budget-aware static decides.
     """
 
     def __init__(self, arrays: Arrays) -> None:
         self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
         self.margin = arrays["margin"].astype(np.float64)
-        self.deploy = arrays["deploy"].astype(bool)
-        self.never_falls_back = bool(self.deploy.all())
+        self.deployed = arrays["deploy"].astype(bool)
+        self.never_falls_back = bool(self.deployed.all())
         self._logs = log_ms(self.budgets_ms)
         order = np.argsort(self._logs, kind="stable")
-        pairs = zip(self.margin[order].tolist(), self.deploy[order].tolist(), strict=True)
-        self._few = list(pairs)
+        self._few = list(zip(self.margin[order].tolist(), self.deployed[order].tolist(), strict=True))
         logs = self._logs[order]
         self._between = np.exp((logs[1:] + logs[:-1]) / 2).tolist()
 

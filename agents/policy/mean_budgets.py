@@ -77,21 +77,15 @@ class MeanBudgets:
         place = np.ones(len(group))
         drawn = itertools.islice(self.turns, int(mixed.sum()))
         place[mixed] = np.fromiter(drawn, np.float64) * GOLDEN % 1
-        first, second = self.sides(group, mask)
-        either = np.where(place < self.mix["share"][group], second, first)
-        return np.where(mixed, either, chosen)
-
-    def sides(self, group: Array, mask: Array | None) -> tuple[Array, Array]:
-        """Return the cheaper and the dearer side of the mix inside the mask, int64 [n] each."""
         first = self.mix["first"][group]
         second = self.mix["second"][group]
-        if mask is None:
-            return first, second
-        rows = np.arange(len(group))
-        affordable = self.mix["mean_cost"] <= self.budgets_ms[group][:, None]
-        accuracy = np.where(affordable, self.mix["mean_accuracy"], -np.inf)
-        instead = pick(accuracy, self.mix["mean_cost"], mask)
-        has_first = mask[rows, first]
-        has_second = mask[rows, second]
-        first = np.where(has_first, first, np.where(has_second, second, instead))
-        return first, np.where(has_second, second, first)
+        if mask is not None:
+            rows = np.arange(len(group))
+            affordable = self.mix["mean_cost"] <= self.budgets_ms[group][:, None]
+            accuracy = np.where(affordable, self.mix["mean_accuracy"], -np.inf)
+            instead = pick(accuracy, self.mix["mean_cost"], mask)
+            has_second = mask[rows, second]
+            first = np.where(mask[rows, first], first, np.where(has_second, second, instead))
+            second = np.where(has_second, second, first)
+        either = np.where(place < self.mix["share"][group], second, first)
+        return np.where(mixed, either, chosen)

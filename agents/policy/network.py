@@ -45,8 +45,7 @@ class Normaliser:
             x[:, self.heavy] = np.sign(tails) * np.log1p(np.abs(tails) / self.unit)
         x = x - self.mean
         x /= self.scale  # folded into the weights, features with large means would lose digits
-        np.maximum(x, self.low, out=x)
-        np.minimum(x, self.high, out=x)
+        x.clip(self.low, self.high, out=x)
         if self.gappy.size:
             x = np.concatenate([x, missing[:, self.gappy]], 1, dtype=np.float32)
         return x if self.projection is None else x @ self.projection
@@ -100,6 +99,10 @@ class Heads:
     The score of a configuration is the sum of the logits of its knob values. A softmax of it over
     the configurations that may be chosen is the policy.
 
+    Right after a model has run, a call costs microseconds whatever the size of its arrays, and the
+    first call of each kind several times as much. So one request takes few calls of few kinds,
+    numbers go into arrays that exist already, and a lock guards these.
+
     Args:
         arrays: `layers.<i>.weight` [inputs, outputs], `layers.<i>.bias` [outputs], the last of
             which is that of the heads, and `encoding.…`.
@@ -120,7 +123,15 @@ class Heads:
             self.layers.append((weight * half).astype(np.float32))
         inputs = len(self.layers[0]) - 1
         self.width = inputs - self.encoding.width * len(self.encoding.mean) - self.values
-        self._single = _Single(self)
+        # what one request is decided in; an input that is always 1 adds the bias
+        self._lock = threading.Lock()
+        self._scales = 1 / normaliser.scale
+        self._inputs = [np.ones(len(weight), np.float32) for weight in self.layers]
+        parts = np.split(self._inputs[0], [self.width, inputs - self.values, inputs])
+        self._x, self._limit, self._drift, _ = parts
+        self._halves = [np.empty(weight.shape[1], np.float32) for weight in self.layers[:-1]]
+        self._logits = np.empty(self.layers[-1].shape[1], np.float32)
+        self._scores = self._logits if places is None else np.empty(places.shape[1], np.float32)
 
     def scores(self, x: Array, limits: Array, by_value: Array | None = None) -> Array:
         """Return scores [n, C] for normalised features [n, width], limits [n] and the drift of knob
@@ -137,65 +148,14 @@ class Heads:
                 out *= gate
         return out if self.places is None else out @ self.places
 
-    def single(self, raw: Array, limit: float, by_value: Array | None = None) -> int:
-        """Return the configuration for raw features [d] of one request under a limit in ms, given
-        the drift of knob values, [V]."""
-        index = self._single(raw, limit, by_value)
-        if index is not None:
-            return index
-        normal = self.normaliser(raw[None])
-        return int(self.scores(normal, np.array([limit]), by_value).argmax())
+    def single(self, raw: Array, limit: float, by_value: Array | None = None, kept: Array | None = None) -> int:
+        """Return the configuration for raw features [d] of one request under a limit in ms.
 
-    def single_and_features(self, raw: Array, limit: float, by_value: Array | None = None) -> tuple[int, Array]:
-        """Return the same and the normalised features [width]."""
-        x = np.empty(self.width, np.float32)
-        index = self._single(raw, limit, by_value, x)
-        if index is not None:
-            return index, x
-        normal = self.normaliser(raw[None])
-        return int(self.scores(normal, np.array([limit]), by_value).argmax()), normal[0]
-
-
-class _Single:
-    """One request through the heads.
-
-    Right after a model has run, a call costs microseconds whatever the size of its arrays, and the
-    first call of each kind several times as much. So these are few and of few kinds, numbers go
-    into arrays that exist already, and a lock guards these.
-    """
-
-    def __init__(self, heads: Heads) -> None:
-        normaliser = heads.normaliser
-        self._normaliser = normaliser
-        self._encoding = heads.encoding
-        self._layers = heads.layers
-        self._places = heads.places
-        self._scales = 1 / normaliser.scale
-        self._lock = threading.Lock()
-        # an input that is always 1 adds the bias
-        self._inputs = [np.ones(len(weight), np.float32) for weight in heads.layers]
-        width = heads.width
-        self._x = self._inputs[0][:width]
-        self._limit = self._inputs[0][width : width + heads.encoding.width]
-        self._drift = self._inputs[0][width + heads.encoding.width : -1]
-        self._halves = [np.empty(weight.shape[1], np.float32) for weight in heads.layers[:-1]]
-        self._logits = np.empty(heads.layers[-1].shape[1], np.float32)
-        self._scores = self._logits
-        if heads.places is not None:
-            self._scores = np.empty(heads.places.shape[1], np.float32)
-
-    def __call__(
-        self,
-        raw: Array,
-        limit: float,
-        by_value: Array | None = None,
-        kept: Array | None = None,
-    ) -> int | None:
-        """Return a configuration; None if a feature is missing, which makes all scores NaN.
-
-        The normalised features are written into `kept`, for other threads overwrite those here.
+        Args:
+            by_value: the drift of knob values, [V].
+            kept: [width], takes the normalised features, since other threads overwrite those here.
         """
-        normaliser = self._normaliser
+        normaliser = self.normaliser
         with self._lock:
             x = self._x
             if normaliser.plain:
@@ -207,20 +167,26 @@ class _Single:
                 x[:] = normaliser(raw[None])[0]
             if kept is not None:
                 kept[:] = x
-            self._limit[:] = self._encoding.single(limit)
-            if len(self._drift):
+            self._limit[:] = self.encoding.single(limit)
+            if self.values:
                 self._drift[:] = 0.0 if by_value is None else by_value
             for number, half in enumerate(self._halves):
-                np.dot(self._inputs[number], self._layers[number], out=half)
+                np.dot(self._inputs[number], self.layers[number], out=half)
                 state = self._inputs[number + 1][:-1]
                 np.tanh(half, out=state)
                 np.add(state, _UNIT, out=state)
                 np.multiply(state, half, out=state)
-            np.dot(self._inputs[-1], self._layers[-1], out=self._logits)
-            if self._places is not None:
-                np.dot(self._logits, self._places, out=self._scores)
+            np.dot(self._inputs[-1], self.layers[-1], out=self._logits)
+            if self.places is not None:
+                np.dot(self._logits, self.places, out=self._scores)
             best = int(self._scores.argmax())
-            return None if math.isnan(self._scores[best]) else best
+            if not math.isnan(self._scores[best]):
+                return best
+        # a feature is missing
+        normal = normaliser(raw[None])
+        if kept is not None:
+            kept[:] = normal[0]
+        return int(self.scores(normal, np.array([limit]), by_value).argmax())
 
 
 class LatencyModel:
@@ -238,15 +204,13 @@ class LatencyModel:
         self.bias = arrays["bias"]
         self.spread = arrays["spread"]
         self._columns = None if self.weight is None else np.ascontiguousarray(self.weight.T)
-        self._bias = self.bias.tolist()
-        self._spread = self.spread.tolist()
 
     def single(self, x: Array, choice: int) -> tuple[float, float]:
         """Return mean and standard deviation of ln ms for normalised features [width]."""
-        mean = self._bias[choice]
+        mean = self.bias.item(choice)
         if self._columns is not None:
             mean += float(self._columns[choice].dot(x))
-        return mean, self._spread[choice]
+        return mean, self.spread.item(choice)
 
     def means(self, x: Array) -> Array:
         """Return the mean of ln ms for every configuration: [n, width] → [n, C]."""

@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from .arrays import Array, Arrays, log_moments, pick
+from .arrays import Array, Arrays, log_ms, pick
 
 
 class Static:
@@ -22,7 +22,8 @@ class Static:
         sorted_ms: [C, n], all measurements of each configuration in order, ∞ for none.
         running: [C, n + 1], the mean utility under a budget between two of these.
         starts, choices: [s] each: from `starts[i]` ms on, `choices[i]` is best of all.
-        log_latency, spread: float64 [C], mean and standard deviation of ln ms.
+        log_latency, spread: float64 [C], mean and standard deviation of ln ms; 0 without any
+            measurement.
     """
 
     name = "budget_aware_static"
@@ -31,53 +32,16 @@ class Static:
         self.latency_ms = latency_ms
         self.sorted_ms = sorted_ms
         self.running = running
-        self.log_latency, self.spread = log_moments(sorted_ms)
+        logs = np.ma.masked_invalid(log_ms(sorted_ms))
+        self.log_latency = logs.mean(1).filled(0.0)
+        self.spread = logs.std(1).filled(0.0)
         self.starts, self.choices = self._steps()
         self._few = self.starts.tolist()
 
     @classmethod
-    def fit(cls, accuracy: Array, latency_ms: Array, measurements_ms: Array) -> Self:
-        """Fit on n samples: accuracy and median latency [n, C], and all measurements [n, C, R], NaN
-        where there is none.
-
-        A cell that was measured several times counts once. A configuration that was never profiled
-        counts as always wrong and as slow as the slowest of the others.
-        """
-        samples, count, repeats = measurements_ms.shape
-        valid: Array = np.logical_not(np.isnan(measurements_ms))
-        profiled = valid.any(2)
-        count_of = profiled.sum(0)
-        mean_ms = np.nansum(latency_ms.astype(np.float64), 0) / np.maximum(count_of, 1)
-        slowest_ms = mean_ms[count_of > 0].max(initial=0.0)
-        sorted_ms = np.empty((count, samples * repeats))
-        running = np.zeros((count, samples * repeats + 1))
-        # one configuration after the other, since tables may be large
-        for c in range(count):
-            of_cell = np.maximum(valid[:, c].sum(1, keepdims=True), 1)
-            weight = valid[:, c] / of_cell * np.nan_to_num(accuracy[:, c, None].astype(np.float64))
-            measured = np.where(valid[:, c], measurements_ms[:, c], np.inf).reshape(-1)
-            order = np.argsort(measured, kind="stable")
-            sorted_ms[c] = measured[order]
-            worth = np.cumsum(weight.reshape(-1)[order])
-            running[c, 1:] = worth / max(count_of[c], 1)
-        return cls(np.where(count_of > 0, mean_ms, slowest_ms), sorted_ms, running)
-
-    @classmethod
     def restored(cls, arrays: Arrays) -> Self:
-        """Return the inverse of `arrays`."""
+        """Return what was kept in a file, see `FittedStatic.arrays`."""
         return cls(arrays["latency_ms"], arrays["sorted_ms"].astype(np.float64), arrays["running"])
-
-    def arrays(self) -> dict[str, Array]:
-        """Return what a file keeps."""
-        exact = self.sorted_ms.astype(np.float32)
-        short = exact if (exact == self.sorted_ms).all() else self.sorted_ms
-        return {"latency_ms": self.latency_ms, "sorted_ms": short, "running": self.running}
-
-    def scaled(self, factors: Array, accuracies: Array | None = None) -> Self:
-        """Return the same where each configuration takes a factor of its time, [C], and has a
-        factor of its accuracy, [C]."""
-        running = self.running if accuracies is None else self.running * accuracies[:, None]
-        return type(self)(self.latency_ms * factors, self.sorted_ms * factors[:, None], running)
 
     def mean_utility(self, limits: Array) -> Array:
         """Return every configuration's mean utility under limits [n] in ms, float64 [n, C]."""

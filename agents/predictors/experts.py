@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.predictors.folds import FOLDS, Targets, folds_of
+from knobwise.agents.predictors.folds import FOLDS, Fold, Rows, Targets, folds_of
 from knobwise.agents.predictors.outcomes import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES, KINDS, Regressor, Trees, constant
 from knobwise.common.progress import progress
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
     measurements_ms: Tensor
     mask: Tensor
     budgets_ms: Tensor
-    folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
+    folds: list[Fold]
 
     @classmethod
     def from_table(
@@ -189,7 +189,7 @@ def _fit(
     x: NDArray[np.float64],
     x32: Tensor,
     targets: Targets,
-    folds: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], Targets]],
+    folds: Sequence[tuple[Rows, Rows, Targets]],
     measured: Measured,
     seed: int,
     informed: bool,
@@ -201,7 +201,7 @@ def _fit(
     # [settings, n, 2C]; 0 is the constant
     held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
 
-    def fitted(fit: NDArray[np.int64], _: NDArray[np.int64], fold_targets: Targets) -> list[Regressor]:
+    def fitted(fit: Rows, _: Rows, fold_targets: Targets) -> list[Regressor]:
         with threadpool_limits(1, user_api="openmp"):  # what limits the caller does not limit this thread
             several = family.fit(x[fit], fold_targets.values, settings, seed) if informed else ()
         return [each.rescaled(*fold_targets.units) for each in (constant(fold_targets.values, features), *several)]
@@ -215,33 +215,29 @@ def _fit(
         tick(name)
     wanted = torch.cat([measured.accuracy, log_measured(measured.latency_ms)], 1)
     chosen = []
-    parts_of_folds: list[list[Regressor]] = [[] for _ in folds]
     for part in range(2):
         columns = slice(part * mask.shape[1], (part + 1) * mask.shape[1])
         residuals = held_out[..., columns] - wanted[:, columns]
         errors = residuals.square().masked_fill(~mask, 0.0).sum((1, 2))
         best = int(errors.argmin())
-        block = targets.values[:, columns]
-        for parts, models in zip(parts_of_folds, of_folds, strict=True):
-            parts.append(models[best].outputs(columns))
-        trees = [parts[part] for parts in parts_of_folds if isinstance(parts[part], Trees)]
-        if trees:
-            regressor: Regressor = Trees.averaged(trees)  # type: ignore[arg-type]
+        in_folds = [models[best].outputs(columns) for models in of_folds]
+        if isinstance(in_folds[0], Trees):
+            regressor: Regressor = Trees.averaged(in_folds)
         else:
+            block = targets.values[:, columns]
             refitted: Regressor = constant(block, features)
             if best:
                 refitted = family.fit(x, block, [settings[best - 1]], seed)[0]
             regressor = refitted.rescaled(*(unit[columns] for unit in targets.units))
         words = str(settings[best - 1]) if best else "constant"
-        chosen.append((regressor, held_out[best, :, columns], words))
-    (accuracy, a, accuracy_setting), (latency, m, latency_setting) = chosen
+        chosen.append((regressor, held_out[best, :, columns], words, in_folds))
+    (accuracy, latency), (a, m), settled, parts = zip(*chosen, strict=True)
     spread = _spread(measured, a, m)
     tick(name)
-    words = f"accuracy {accuracy_setting}, latency {latency_setting}"
-    means = [fold_targets.centre[0] for _, _, fold_targets in folds]
+    words = "accuracy {}, latency {}".format(*settled)
     experts = []
-    for (of_accuracy, of_latency), mean in zip(parts_of_folds, means, strict=True):
-        experts.append(Expert(name, of_accuracy, of_latency, mean, spread, words))
+    for of_accuracy, of_latency, (_, _, fold_targets) in zip(*parts, folds, strict=True):
+        experts.append(Expert(name, of_accuracy, of_latency, fold_targets.centre[0], spread, words))
     expert = Expert(name, accuracy, latency, targets.centre[0], spread, words)
     return Fitted(expert, Prediction(a, m, spread), experts)
 

@@ -133,8 +133,8 @@ class FeatureNormaliser(nn.Module):
             InputError: if a block is missing or has another width than in fitting.
         """
         for name, size in self.sizes.items():
-            if name not in blocks or blocks[name].shape[-1] != size:
-                width = blocks[name].shape[-1] if name in blocks else "nothing"
+            width = blocks[name].shape[-1] if name in blocks else "nothing"
+            if width != size:
                 raise InputError(
                     f"features: block {name!r} must be {size} wide, got {width}; give the features "
                     "that the policy was trained with (profile.features=…)"

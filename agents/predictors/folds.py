@@ -12,6 +12,9 @@ from knobwise.envs.configurations.budgets import log_measured
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 FOLDS = 5
+Rows = NDArray[np.int64]
+Fold = tuple[Rows, Rows]
+"""Positions of samples to fit on and to hold out."""
 
 
 class Targets:
@@ -59,9 +62,7 @@ def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64
     return deviation
 
 
-def folds_of(
-    table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS
-) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -> list[Fold]:
     """Row positions to fit on and to hold out, `count` times; samples of the same image stay together."""
     from sklearn.model_selection import GroupKFold
 

@@ -74,11 +74,3 @@ def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:
     scores = scores.expand(mask.shape).masked_fill(~mask, -torch.inf)
     best = mask & (scores == scores.amax(1, keepdim=True))
     return latency_ms.expand(mask.shape).masked_fill(~best, torch.inf).argmin(1)
-
-
-def pick_in_time(scores: Tensor, meets: Tensor, log_latency: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the best score, or the fastest where nothing is likely to be on time: int64 [n]."""
-    likely = meets if mask is None else meets.masked_fill(~mask, 0.0)
-    hopeless = likely.amax(1) < HOPELESS
-    fastest = pick(-log_latency, log_latency, mask)
-    return torch.where(hopeless, fastest, pick(scores, log_latency, mask))

@@ -8,6 +8,7 @@ module maps float32 [n, d] to [n, o].
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Array = NDArray[np.float64]
+OUTPUTS = {"weight", "coefficients", "components", "values", "bias"}
+"""Buffers of regressors whose last axis is the outputs."""
+NODES = ("feature", "threshold", "left", "right", "roots")
 MOST_POINTS = 2000
 """Kernel ridge regression is fitted on at most this many samples."""
 COMPONENTS = 8
@@ -38,16 +42,14 @@ class Regressor(nn.Module):
     def rescaled(self, scale: Tensor, offset: Tensor) -> Any:
         """The same with outputs·scale + offset, [o] each."""
         state = self.state_dict()
-        for name in state.keys() & {"weight", "coefficients", "components"}:
-            state[name] = state[name] * scale
-        for name in state.keys() & {"bias", "values"}:
-            state[name] = state[name] * scale + offset
+        for name in state.keys() & OUTPUTS:
+            state[name] = state[name] * scale + (offset if name in ("bias", "values") else 0)
         return type(self)(**state)
 
     def outputs(self, columns: slice) -> Any:
         """Return the same for some of the outputs."""
         state = self.state_dict()
-        for name in state.keys() & {"weight", "coefficients", "components", "values", "bias"}:
+        for name in state.keys() & OUTPUTS:
             state[name] = state[name][..., columns]
         return type(self)(**state)
 
@@ -95,14 +97,10 @@ class Trees(Regressor):
     @staticmethod
     def averaged(ensembles: Sequence[Trees]) -> Trees:
         """Trees that predict the mean of several."""
-        nodes = torch.tensor([0] + [len(e.feature) for e in ensembles]).cumsum(0)[:-1]
-        joined = {name: torch.cat([getattr(e, name) for e in ensembles]) for name in ("feature", "threshold")}
-        for name in ("left", "right", "roots"):
-            joined[name] = torch.cat([getattr(e, name) + first for e, first in zip(ensembles, nodes, strict=True)])
         most, pad = max(e.value.shape[1] for e in ensembles), functional.pad
         components = torch.cat([pad(e.components, (0, 0, 0, most - e.components.shape[1])) for e in ensembles])
         return Trees(
-            **joined,
+            **_joined([e.state_dict() for e in ensembles]),
             value=torch.cat([pad(e.value, (0, most - e.value.shape[1])) for e in ensembles]),
             fit=torch.cat([torch.full_like(e.fit, number) for number, e in enumerate(ensembles)]),
             components=components / len(ensembles),
@@ -156,13 +154,15 @@ def kernel_ridge(x: Array, y: Array, settings: Sequence[tuple[float, float]], se
     squares = (norms[:, None] + norms - 2 * x @ x.T).clip(0)
     off = squares[squares > 0]
     median, bias = (np.median(off) if len(off) else 1.0), y.mean(0)
-    solved: dict[float, tuple[Array, Array, Array]] = {}
+
+    @cache
+    def solved(multiple: float) -> tuple[Array, Array, Array]:
+        values, vectors = np.linalg.eigh(np.exp(-squares / (2 * median * multiple)))
+        return values, vectors, vectors.T @ (y - bias)
+
     models: list[Kernel] = []
     for multiple, alpha in settings:
-        if multiple not in solved:
-            values, vectors = np.linalg.eigh(np.exp(-squares / (2 * median * multiple)))
-            solved[multiple] = values, vectors, vectors.T @ (y - bias)
-        values, vectors, projected = solved[multiple]
+        values, vectors, projected = solved(multiple)
         coefficients = vectors @ (projected / (values + alpha)[:, None])
         width = torch.tensor(float(np.sqrt(median * multiple)))
         models.append(
@@ -226,25 +226,33 @@ def _principal(y: Array) -> tuple[Array, Array, Array]:
 
 def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) -> Trees:
     """scikit-learn's trees one after another in flat arrays."""
-    sizes = [tree.node_count for tree in trees]
-    first = np.cumsum([0, *sizes[:-1]])
-    itself = np.arange(sum(sizes))
-    left, right = (
-        np.concatenate([np.where((c := getattr(t, side)) < 0, -1, c + f) for t, f in zip(trees, first, strict=True)])
-        for side in ("children_left", "children_right")
-    )
+    parts = []
+    for tree in trees:
+        itself = torch.arange(tree.node_count)
+        left = torch.from_numpy(tree.children_left)
+        right = torch.from_numpy(tree.children_right)
+        nodes = {"left": left.where(left >= 0, itself), "right": right.where(right >= 0, itself)}
+        nodes["feature"] = torch.from_numpy(tree.feature).clamp_min(0)
+        nodes["threshold"] = torch.from_numpy(tree.threshold)
+        parts.append(nodes | {"roots": torch.zeros(1, dtype=torch.int64)})
     return Trees(
-        feature=torch.from_numpy(np.concatenate([t.feature for t in trees]).clip(0)).long(),
-        threshold=torch.from_numpy(np.concatenate([t.threshold for t in trees])),
-        left=torch.from_numpy(np.where(left < 0, itself, left)).long(),
-        right=torch.from_numpy(np.where(right < 0, itself, right)).long(),
+        **_joined(parts),
         value=_f(factor * np.concatenate([t.value[:, :, 0] for t in trees])),
-        roots=torch.from_numpy(first).long(),
         fit=torch.zeros(len(trees), dtype=torch.int64),
         components=_f(components).unsqueeze(0),
         bias=_f(bias),
         depth=torch.tensor(max(t.max_depth for t in trees)),
     )
+
+
+def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the nodes of trees one after another: numbers of nodes are counted on."""
+    first = 0
+    moved = []
+    for part in parts:
+        moved.append(part | {name: part[name] + first for name in ("left", "right", "roots")})
+        first += len(part["feature"])
+    return {name: torch.cat([part[name] for part in moved]) for name in NODES}
 
 
 class Family(NamedTuple):

@@ -214,7 +214,7 @@ class AdaptiveModel(FirstStages):
             InputError: as for `answer`, and if the numbers of requests, budgets and arrivals differ.
         """
         n, limits_ms = len(requests), np.asarray(budgets_ms, np.float64)
-        budgets: list[float] = (np.full(n, limits_ms) if limits_ms.ndim == 0 else limits_ms).tolist()
+        budgets = limits_ms.tolist() if limits_ms.ndim else [float(limits_ms)] * n
         if len(budgets) != n or (arrived is not None and len(arrived) != n):
             arrivals = "" if arrived is None else f" and {len(arrived)} arrivals"
             raise InputError(f"runtime: got {n} requests, but {len(budgets)} budgets{arrivals}; give as many of each")
@@ -252,12 +252,13 @@ class AdaptiveModel(FirstStages):
         results: dict[int, Result] = {}
         for choice, members in groups.items():
             before, configuration = self._now(), self.configurations[choice]
-            answers = self._answers([stages[i] for i in members], [each[i] for i in members])
+            some = [stages[i] for i in members]
+            answers = self._answers(some, [each[i] for i in members])
             done = self._now()
             # what the group took beyond its answers: setting knobs, tracking
-            used = [stages[i].total_ms - stages[i].extra_ms - stages[i].unused_ms(configuration) for i in members]
-            work = (answer.total_ms - ms for answer, ms in zip(answers, used, strict=True))
-            beyond_ms = _positive((done - before) * 1e3 - sum(work))
+            used = sum(stage.total_ms - stage.extra_ms - stage.unused_ms(configuration) for stage in some)
+            work_ms = sum(answer.total_ms for answer in answers) - used
+            beyond_ms = _positive((done - before) * 1e3 - work_ms)
             self._decided.add(decision_ms, beyond_ms)
             for i, answer in zip(members, answers, strict=True):
                 about = prepared[i], budgets[i], limits[i], drift, moments[i]
@@ -276,8 +277,7 @@ class AdaptiveModel(FirstStages):
             candidate, trial, turn = self._turn()
             features = None if self.controller.fall_back(limit, drift) is not None else stage.features
             if candidate is not None and turn == "trial":
-                fixed = candidate.fall_back(limit, drift)
-                expected = candidate.decide_expected(stage.features, limit, drift) if fixed is None else fixed
+                expected = candidate.decide_expected(stage.features, limit, drift)
             about = self.controller, features, limit, drift, expected, turn
             pairs.append(self._exploration.draw(*about, candidate, trial))
         return [expected for expected, _ in pairs], [chances for _, chances in pairs]
@@ -285,16 +285,7 @@ class AdaptiveModel(FirstStages):
     def _note(self, result: Result, stage: FirstStage, drawn: Drawn | None) -> None:
         """Write the row of an answered request."""
         assert self.log is not None
-        result.request_id = self.log.add(
-            row_of(
-                controller=self.controller.digest,
-                configuration=result.configuration,
-                features=stage.features,
-                drawn=drawn or Drawn(1.0, {result.choice: 1.0}, result.choice),
-                result=result,
-                answer_ms=result.answer.total_ms + stage.unused_ms(result.configuration),
-            )
-        )
+        result.request_id = self.log.add(row_of(self.controller.digest, stage, drawn, result))
 
     def _answers(self, stages: Sequence[FirstStage], expected: Sequence[Expected]) -> list[Answer]:
         """Answers under one configuration, and learn from their times."""

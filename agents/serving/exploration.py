@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from knobwise.agents.policy.arrays import Arrays
 from knobwise.agents.policy.controller import Drift, Expected, NumpyController
-from knobwise.common.checks import at_least
-from knobwise.common.errors import InputError
+from knobwise.common import checks
 
 Turn = Literal["exploit", "explore", "trial"]
 
@@ -46,9 +47,8 @@ class Exploration:
     """
 
     def __init__(self, share: float, loss: float, seed: int | None = None) -> None:
-        if not 0 <= share <= 1:
-            raise InputError(f"runtime: explore={share}: must be 0 to 1")
-        at_least("runtime: explore_loss", loss, 0)
+        checks.share("runtime: explore", share)
+        checks.at_least("runtime: explore_loss", loss, 0)
         self.share, self.loss, self._random = share, loss, random.Random(seed)
 
     def turn(self, trial: float = 0.0) -> Turn:
@@ -81,7 +81,7 @@ class Exploration:
         """
         under = features, budget_ms, drift, decided[0]
         best = _choice(controller, *under) if turn == "trial" else decided[0]
-        places = controller.near_best(features, budget_ms, self.loss, drift) or [best]
+        places = near_best(controller, features, budget_ms, self.loss, drift) or [best]
         if turn == "explore":
             index = self._random.choice(places)
             decided = controller.expected_of(features, index)
@@ -93,6 +93,23 @@ class Exploration:
             chances[tried] = chances.get(tried, 0.0) + trial
         likely = {place: chance for place, chance in chances.items() if chance > 0}
         return decided, Drawn(likely[decided[0]], likely, best, tried)
+
+
+def near_best(
+    controller: NumpyController, features: Arrays | None, budget_ms: float, loss: float, drift: Drift | None = None
+) -> list[int]:
+    """Return the configurations that are expected to lose at most `loss` utility.
+
+    The policy was taught softmax(sharpness · utility), so these are those whose log-probability is
+    at most sharpness · loss below the highest; without features those that static knows.
+    """
+    if features is None:
+        assert controller.static is not None
+        worth = controller.static.mean_utility(np.array([budget_ms * controller.factor(drift)]))[0]
+    else:
+        blocks = {name: np.asarray(block)[None] for name, block in features.items()}
+        worth = controller.log_probs(blocks, np.array([budget_ms]), None, drift)[0] / controller.header["sharpness"]
+    return np.flatnonzero(worth >= worth.max() - loss).tolist()
 
 
 def _choice(

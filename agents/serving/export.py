@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from knobwise.agents.policy.arrays import Array, Arrays, named_values
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.tables.profile_table import ProfileTable
 
-Decide = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], NDArray[np.int64]]
+Decide = Callable[[Arrays, Array], Array]
 """Blocks [n, d], budgets [n] in ms → configurations int64 [n], as `NumpyController.choose`."""
 TOLERANCE = 1e-4
 """Configurations whose log-probabilities differ by at most this are equally good: rounding decides
@@ -24,14 +24,9 @@ between them."""
 def configurations_of(controller: Any) -> list[dict[str, Any]]:
     """Return the values that each of a controller's or a table's configurations gives the knobs."""
     knobs = controller.knobs
-    named = knobs
     if not isinstance(knobs, Mapping):
-        named = {knob.name: knob.values for knob in knobs}
-    configurations = []
-    for row in controller.configurations.tolist():
-        pairs = zip(named.items(), row, strict=True)
-        configurations.append({name: values[place] for (name, values), place in pairs})
-    return configurations
+        knobs = {knob.name: knob.values for knob in knobs}
+    return named_values(knobs, controller.configurations)
 
 
 def agreement(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
+from knobwise.agents.policy.arrays import Array, Arrays
 from knobwise.agents.policy.controller import Drift
 from knobwise.agents.serving.export import configurations_of
 from knobwise.common.errors import InputError
@@ -129,8 +129,8 @@ class KnobPolicy:
         n = next(iter(sizes), 1)
         if n == 0:
             return []
-        blocks = {name: torch.from_numpy(block).expand(n, -1) for name, block in arrays.items()}
-        limits = torch.from_numpy(budgets).expand(n, *pair)
+        blocks = {name: np.broadcast_to(block, (n, block.shape[-1])) for name, block in arrays.items()}
+        limits = np.broadcast_to(budgets, (n, *pair))
         chosen = self._choose(blocks, limits, drift)
         results: list[Any] = [dict(self.configurations[index]) for index in chosen.tolist()]
         if explain:
@@ -141,7 +141,7 @@ class KnobPolicy:
         """Write a checkpoint; `knobwise.load` reads it. Raises InputError if it cannot be written."""
         self.loaded.save(path)
 
-    def _blocks(self, features: Any) -> dict[str, NDArray[np.float32]]:
+    def _blocks(self, features: Any) -> dict[str, Array]:
         """Blocks [d] or [n, d] by name, checked."""
         if features is not None and not isinstance(features, Mapping):
             features = {next(iter(self.features)) if len(self.features) == 1 else "without a name": features}
@@ -155,20 +155,18 @@ class KnobPolicy:
             raise InputError(f"features: {', '.join(infinite)} hold infinite values; write NaN for what is missing")
         return blocks
 
-    def _choose(self, blocks: Mapping[str, Tensor], limits: Tensor, drift: Drift | None) -> Tensor:
+    def _choose(self, blocks: Arrays, limits: Array, drift: Drift | None) -> Array:
         """Return configurations int64 [n]."""
-        arrays = {name: block.numpy() for name, block in blocks.items()}
         try:
-            chosen = self.agent.decider.choose(arrays, limits.double().numpy(), None, drift)
+            return self.agent.decider.choose(blocks, limits, None, drift)
         except ValueError as error:
             raise InputError(f"decide: {error}") from error
-        return torch.from_numpy(chosen)
 
     def _explained(
         self,
-        blocks: Mapping[str, Tensor],
-        limits: Tensor,
-        chosen: Tensor,
+        blocks: Arrays,
+        limits: Array,
+        chosen: Array,
         drift: Drift | None,
         between_ms: tuple[float, float] | None,
     ) -> list[Explanation]:
@@ -183,7 +181,7 @@ class KnobPolicy:
                 for knobs, row in zip(self.configurations, rows, strict=True)
             ]
             row = expected[int(chosen[i])]
-            expected.sort(key=itemgetter("probability"), reverse=True)
+            expected.sort(key=lambda each: -each["probability"])
             others = (other for other in expected if other is not row)
             reason = self._reason(row, expected, guards[i])
             low, high = between_ms or (float(limits[i]) / 10, float(limits[i]) * 10)
@@ -205,25 +203,23 @@ class KnobPolicy:
             reason += ", though its teacher expects more of another"
         return reason
 
-    def _guards(self, limits: Tensor) -> list[dict[str, Any] | None]:
+    def _guards(self, limits: Array) -> list[dict[str, Any] | None]:
         """Return what the guard has calibrated for these budgets."""
         rows = self.agent.settled.guard
         if not rows:
             return [None] * len(limits)
-        decider = self.agent.decider
-        grouping = decider.mean if decider.mean is not None else decider.guard
-        assert grouping is not None
-        groups = grouping.groups(limits.double().numpy())
-        return [dict(rows[group]) for group in groups.tolist()]
+        calibrated = self.agent.decider.calibrated
+        assert calibrated is not None
+        return [dict(rows[group]) for group in calibrated.groups(limits)]
 
     def _by_budget(
-        self, blocks: Mapping[str, Tensor], drift: Drift | None, low: float, high: float
+        self, blocks: Arrays, drift: Drift | None, low: float, high: float
     ) -> list[tuple[float, Configuration]]:
         """For one input [1, d] the budgets from which on each of its decisions holds."""
 
-        def decided(logs: NDArray[np.float64]) -> NDArray[np.int64]:
-            some = {name: block.expand(len(logs), -1) for name, block in blocks.items()}
-            return self._choose(some, torch.from_numpy(np.exp(logs)).float(), drift).numpy()
+        def decided(logs: Array) -> Array:
+            some = {name: block.repeat(len(logs), 0) for name, block in blocks.items()}
+            return self._choose(some, np.exp(logs).astype(np.float32), drift)
 
         logs, exact = np.linspace(math.log(low), math.log(high), GRID), EXACT
         mean = self.agent.decider.mean
@@ -239,20 +235,19 @@ class KnobPolicy:
         return [(float(np.exp(logs[i])), dict(self.configurations[chosen[i]])) for i in starts]
 
     @torch.no_grad()
-    def _expected(self, blocks: Mapping[str, Tensor], limits: Tensor, drift: Drift | None) -> dict[str, Tensor]:
+    def _expected(self, blocks: Arrays, limits: Array, drift: Drift | None) -> dict[str, Tensor]:
         """Return the numbers of `Explanation.expected` by name, [n, C] each."""
         agent = self.agent
-        arrays = {name: block.numpy() for name, block in blocks.items()}
-        log_probs = agent.decider.log_probs(arrays, limits.double().numpy(), None, drift)
+        log_probs = agent.decider.log_probs(blocks, limits, None, drift)
         numbers = {"probability": torch.from_numpy(np.exp(log_probs))}
         if agent.teacher is None:
             return numbers
-        x = agent.controller.features(blocks, len(limits))
+        x = agent.controller.features({name: torch.tensor(block) for name, block in blocks.items()}, len(limits))
         moments = agent.teacher.moments(x)
         numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
         mean = agent.decider.mean
         if mean is not None:
-            worths = torch.from_numpy(mean.worths[mean.groups(limits.double().numpy())])
+            worths = torch.from_numpy(mean.worths[mean.groups(limits)])
             return numbers | {"utility": moments.score(worths, "mean")}
         if drift is not None:
             offset = torch.as_tensor(drift[0]).float().expand(len(self.configurations))
@@ -260,10 +255,11 @@ class KnobPolicy:
             slower = moved.latency_ms / moments.latency_ms
             numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
             moments = moved
-        return numbers | {"on_time": moments.meets(limits), "utility": moments.score(limits)}
+        budgets = torch.tensor(limits)
+        return numbers | {"on_time": moments.meets(budgets), "utility": moments.score(budgets)}
 
 
-def _numbers(name: str, value: Any) -> NDArray[np.float32]:
+def _numbers(name: str, value: Any) -> Array:
     """A copy as float32. Raises InputError if these are no numbers."""
     try:
         with np.errstate(over="ignore"):  # infinite values are refused by name

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from knobwise.agents.policy.arrays import Array, Arrays
 from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
@@ -57,7 +56,7 @@ class Deployed(nn.Module):
         if decider.guard is not None and decider.static is not None:
             self.logs = torch.from_numpy(np.log(decider.guard.budgets_ms))
             self.margin = torch.from_numpy(decider.guard.margin)
-            self.deploy = torch.from_numpy(decider.guard.deploy)
+            self.deploy = torch.from_numpy(decider.guard.deployed)
             # the first step begins at −∞, so that no budget is below it
             self.starts = torch.from_numpy(decider.static.starts[1:])
             self.choices = torch.from_numpy(decider.static.choices)
@@ -119,14 +118,14 @@ class OnnxController:
         # the graph has no input for what it does not read
         self._names = [value.name for value in self._session.get_inputs()]
 
-    def choose(self, blocks: Mapping[str, NDArray[Any]], limits: NDArray[Any]) -> NDArray[np.int64]:
+    def choose(self, blocks: Arrays, limits: Array) -> Array:
         """Return configurations int64 [n]: blocks [n, d], budgets [n] in ms."""
         requested = {**blocks, "budget_ms": limits}
         feed = {name: requested[name].astype(np.float32, copy=False) for name in self._names}
         (chosen,) = self._session.run(None, feed)
         return chosen
 
-    def decide_index(self, features: Mapping[str, NDArray[Any]], budget_ms: float) -> int:
+    def decide_index(self, features: Arrays, budget_ms: float) -> int:
         """Return the configuration for one request: blocks [d]."""
         blocks = {name: block[None] for name, block in features.items()}
         return int(self.choose(blocks, np.array([budget_ms]))[0])

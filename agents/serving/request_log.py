@@ -25,10 +25,13 @@ from numpy.typing import NDArray
 from knobwise.agents.policy.controller import Drift
 from knobwise.agents.serving.exploration import Drawn
 from knobwise.common.errors import InputError
-from knobwise.profiling.measuring.adaptive_model import Answer
+from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage
 
 FORMAT = "knobwise.RequestLog/1"
 REQUESTS, LABELS = "requests", "labels"
+COLUMNS = dict.fromkeys(("budget_ms", "limit_ms", "log_latency", "answer_ms", "accuracy"), "f8")
+COLUMNS |= {"choice": "i8", "best": "i8", "met": "?"}
+"""What `Logged` has as it is in a row, and its type."""
 
 Array = NDArray[Any]
 
@@ -138,30 +141,21 @@ class RequestLog:
                 logging.getLogger(__name__).warning("log: a row is lost (%s); this and later losses are counted", error)
 
 
-def row_of(
-    *,
-    controller: str,
-    configuration: Mapping[str, Any],
-    features: Mapping[str, Array],
-    drawn: Drawn,
-    result: Result,
-    answer_ms: float,
-) -> dict[str, Any]:
+def row_of(controller: str, stage: FirstStage, drawn: Drawn | None, result: Result) -> dict[str, Any]:
     """A row in plain values.
 
     Args:
         controller: digest of the controller that decided.
-        configuration: the knobs of the answer.
-        features: blocks [d]; empty where the guard fell back before there were any.
-        drawn: the chances that the configuration was drawn with.
+        stage: of the request; its features are empty where the guard fell back before there were any.
+        drawn: the chances that the configuration was drawn with; None if no other was possible.
         result: what the request got.
-        answer_ms: what the predicted latency is compared with.
     """
+    drawn = drawn or Drawn(1.0, {result.choice: 1.0}, result.choice)
     drift = None if result.drift is None else [_packed(result.drift[0]), float(result.drift[1])]
     return {
         "controller": controller,
         "choice": result.choice,
-        "knobs": dict(configuration),
+        "knobs": dict(result.configuration),
         "probability": drawn.probability,
         "among": list(drawn.chances),
         "chances": list(drawn.chances.values()),
@@ -169,10 +163,10 @@ def row_of(
         "tried": drawn.tried,
         "budget_ms": float(result.budget_ms),
         "limit_ms": float(result.limit_ms),
-        "features": {name: _packed(block) for name, block in features.items()} or None,
+        "features": {name: _packed(block) for name, block in stage.features.items()} or None,
         "log_latency": result.expected[0],
         "drift": drift,
-        "answer_ms": answer_ms,
+        "answer_ms": result.answer.total_ms + stage.unused_ms(result.configuration),
         "total_ms": result.total_ms,
         "met": bool(result.met),
         "accuracy": None,
@@ -182,7 +176,7 @@ def row_of(
 class Logged(NamedTuple):
     """n requests of a log, with C configurations."""
 
-    ids: list[str]
+    ids: Array
     features: dict[str, Array]
     """Blocks float32 [n, d]; NaN where there were none, see `seen`."""
     seen: Array
@@ -215,17 +209,15 @@ class Logged(NamedTuple):
 
     def take(self, rows: Array) -> Logged:
         """Some of the requests: bool or int64."""
-        kept = np.arange(len(self.ids))[rows]
-        parts = {name: part[kept] for name, part in self._asdict().items() if name not in ("ids", "features")}
-        blocks = {name: block[kept] for name, block in self.features.items()}
-        return Logged(ids=[self.ids[row] for row in kept], features=blocks, **parts)
+        blocks = {name: block[rows] for name, block in self.features.items()}
+        return Logged(self.ids[rows], blocks, *(part[rows] for part in self[2:]))
 
     @classmethod
     def joined(cls, parts: Sequence[Logged]) -> Logged:
         """One after the other."""
         ids, features, *arrays = zip(*parts, strict=True)
         blocks = {name: np.concatenate([part[name] for part in features]) for name in features[0]}
-        return cls([each for part in ids for each in part], blocks, *map(np.concatenate, arrays))
+        return cls(np.concatenate(ids), blocks, *map(np.concatenate, arrays))
 
 
 class ReadLog(NamedTuple):
@@ -289,26 +281,16 @@ def logged_of(
         if row["drift"] is not None:
             offset[place], scale[place] = _unpacked(row["drift"][0]), row["drift"][1]
         propensity[place, row["among"]] = row["chances"]
-
-    def column(name: str, kind: Any = np.float64) -> Array:
-        return np.array([row[name] for row in rows], kind)
-
+    columns = {name: np.array([row[name] for row in rows], kind) for name, kind in COLUMNS.items()}
     return Logged(
-        ids=[row["id"] for row in rows],
+        ids=np.array([row["id"] for row in rows]),
         features=features,
         seen=np.array([row["features"] is not None or not feature_sizes for row in rows], bool),
-        budget_ms=column("budget_ms"),
-        limit_ms=column("limit_ms"),
         offset=offset,
         scale=scale,
-        choice=column("choice", np.int64),
-        best=column("best", np.int64),
         tried=np.array([-1 if row["tried"] is None or row["controller"] != digest else row["tried"] for row in rows]),
         propensity=propensity,
-        log_latency=column("log_latency"),
-        answer_ms=column("answer_ms"),
-        met=column("met", bool),
-        accuracy=column("accuracy"),
+        **columns,
     )
 
 
@@ -361,12 +343,12 @@ def _fault(
         return "an accuracy outside [0, 1]"
     try:
         sizes = {name: len(_unpacked(block)) for name, block in (row["features"] or {}).items()}
-        packed, scale = (None, 1.0) if row["drift"] is None else row["drift"]
-        offsets = None if row["drift"] is None else _unpacked(packed)
+        packed, scale = ("", 1.0) if row["drift"] is None else row["drift"]
+        offsets = _unpacked(packed)
     except (KeyError, TypeError, ValueError, AttributeError):
         return "a damaged row"
-    shaped = offsets is None or (np.isfinite(offsets).all() and (count == math.inf or len(offsets) == count))
-    if not (shaped and _is_number(scale) and scale > 0):
+    shaped = row["drift"] is None or count in (math.inf, len(offsets))
+    if not (shaped and np.isfinite(offsets).all() and _is_number(scale) and scale > 0):
         return "a drift of another shape"
     if sizes and feature_sizes is not None and sizes != dict(feature_sizes):
         return "features of other shapes"
@@ -385,11 +367,11 @@ def _are_chances(among: Any, chances: Any, count: float, choice: int, probabilit
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) in (int, float) and math.isfinite(value)  # a bool is no number here
 
 
 def _is_index(value: Any, count: float) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < count
+    return type(value) is int and 0 <= value < count
 
 
 def _packed(values: Array) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knobwise.agents.policy.arrays import LEAST_MS
+from knobwise.agents.policy.arrays import log_ms
 from knobwise.agents.policy.static import Static
 from knobwise.common.errors import InputError
 
@@ -186,17 +186,17 @@ class LatencyTracker:
                 raise ValueError(f"format {state['format']}, expected {FORMAT}")
             if state["controller"] != self.digest or state["names"] != self.names:
                 raise InputError("tracker: the state belongs to another controller; start without it")
-            mean, variance = (np.array(state[name], np.float64) for name in ("mean", "variance"))
-            if not mean.shape == variance.shape == (len(self.names),):
+            moments = np.array([state["mean"], state["variance"]], np.float64)
+            if moments.shape != (2, len(self.names)):
                 raise ValueError("wrong sizes")
-            valid = (np.abs(mean) < LARGEST).all() and (variance >= 0).all() and (variance < LARGEST).all()
+            valid = (np.abs(moments) < LARGEST).all() and (moments[1] >= 0).all()
             if not (valid and SCALES[0] <= state["scale"] <= SCALES[1]):
                 raise ValueError("numbers out of range")
             scale, run, answers = float(state["scale"]), int(state["run"]), int(state["answers"])
             ignored = {str(reason): int(count) for reason, count in state["ignored"].items()}
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise InputError(f"tracker: is not the state of a tracker ({type(error).__name__}: {error})") from None
-        self._mean, self._variance = mean.tolist(), variance.tolist()
+        self._mean, self._variance = moments.tolist()
         self._scale, self._run, self.answers, self.ignored = scale, run, answers, ignored
         self.drift = None
         if answers:
@@ -219,7 +219,7 @@ class TrackedStatic:
         self.tracker = tracker
         self.log_latency = static.log_latency
         self.spread = static.spread
-        logs = np.log(np.maximum(static.sorted_ms.astype(np.float64), LEAST_MS))
+        logs = log_ms(static.sorted_ms)
         measured = np.isfinite(logs)
         # one sorted array for all configurations: each has its own interval
         self._low, self._width = float(logs[measured].min()) - 1, float(np.ptp(logs[measured])) + 3

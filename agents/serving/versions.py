@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from knobwise.agents.policy.controller import NumpyController
+from knobwise.common import checks
 from knobwise.common.errors import InputError
 from knobwise.common.files import replace_link, sync
 
@@ -47,7 +48,7 @@ def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
 def serve(folder: Path, version: Path) -> None:
     """Make a version the one that serves; no other is on trial any more."""
     replace_link(folder / CURRENT, Path(VERSIONS) / version.name)
-    (folder / CANDIDATE).unlink(missing_ok=True)
+    try_out(folder, None)
 
 
 def try_out(folder: Path, version: Path | None) -> None:
@@ -77,8 +78,7 @@ class Watched:
     """
 
     def __init__(self, path: Path, like: NumpyController, trial: float = 0.0) -> None:
-        if not 0 <= trial <= 1:
-            raise InputError(f"watch: trial={trial}: must be 0 to 1")
+        checks.share("watch: trial", trial)
         self._paths = [path / CONTROLLER if path.is_dir() else path]
         if not self._paths[0].exists():
             raise InputError(f"watch: {self._paths[0]} does not exist; give a controller.npz, or the folder of one")

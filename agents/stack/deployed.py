@@ -11,12 +11,11 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
-from knobwise.agents.policy.arrays import digest_of
+from knobwise.agents.policy.arrays import Array, digest_of
 from knobwise.agents.policy.controller import FORMAT, NumpyController
 from knobwise.agents.policy.static import Static
 from knobwise.agents.stack import guard as guards
@@ -24,7 +23,11 @@ from knobwise.agents.stack.prices import MeanBudgetPolicy, StaticMix
 from knobwise.agents.stack.teacher import Teacher
 from knobwise.common.files import written_whole
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, Array]
+ARRAYS = ("static", "latency", "mean")
+"""What is settled in arrays, see `Settled`."""
+GUARDS = ("guard", "guard_if_free", "guard_of_teacher")
+"""What is settled in rows of plain values."""
 LIMITS = {"deadline": "budget_ms", "mean": "mean", "weights": "worths"}
 
 
@@ -60,6 +63,8 @@ class DeployedController(nn.Module):
     def __init__(self, controller: Controller, teacher: Teacher | None = None, settled: Settled | None = None) -> None:
         super().__init__()
         self.controller = controller
+        self.knobs = controller.knobs
+        self.sense = controller.sense
         self.teacher = teacher
         self.settled = settled or Settled()
 
@@ -78,19 +83,9 @@ class DeployedController(nn.Module):
         return guards.Guarded(self.teacher, rows, Static.restored(self.settled.static))
 
     @property
-    def knobs(self) -> Any:
-        """Names and values."""
-        return self.controller.knobs
-
-    @property
     def configurations(self) -> Tensor:
         """int64 [C, K]."""
         return self.controller.configurations
-
-    @property
-    def sense(self) -> str:
-        """Of the budget, see `Controller`."""
-        return self.controller.sense
 
     @cached_property
     def decider(self) -> NumpyController:
@@ -108,11 +103,11 @@ class DeployedController(nn.Module):
         self.__dict__.pop("decider", None)
         return super().load_state_dict(*arguments, **options)
 
-    def choose(self, features: Mapping[str, Any], limits: Any, mask: Any = None) -> NDArray[np.int64]:
+    def choose(self, features: Mapping[str, Any], limits: Any, mask: Any = None) -> Array:
         """Return configurations int64 [n], see `NumpyController.choose`."""
         return self.decider.choose(features, limits, mask)
 
-    def reads_features(self, limits: NDArray[Any]) -> NDArray[Any]:
+    def reads_features(self, limits: Array) -> Array:
         """Return whether it reads features under each of these limits, bool [n]."""
         return self.decider.reads_features(limits)
 
@@ -122,17 +117,17 @@ class DeployedController(nn.Module):
         mean = self.decider.mean
         assert mean is not None
 
-        def decide(features: Mapping[str, NDArray[Any]], group: int, mask: NDArray[Any]) -> NDArray[Any]:
+        def decide(features: Mapping[str, Array], group: int, mask: Array) -> Array:
             limits = np.full(len(mask), mean.budgets_ms[group])
             return self.decider.log_probs(features, limits, mask).argmax(1)
 
-        budgets_ms = torch.from_numpy(mean.budgets_ms)
+        parts = mean.budgets_ms, mean.worths, mean.deployed
+        budgets_ms, worths, deployed = map(torch.from_numpy, parts)
         mix = None
         if mean.mix:
-            accuracy = torch.from_numpy(mean.mix["mean_accuracy"])
-            mix = StaticMix(accuracy, torch.from_numpy(mean.mix["mean_cost"]), budgets_ms)
-        deployed = torch.from_numpy(mean.deployed)
-        worths = torch.from_numpy(mean.worths)
+            averages = mean.mix["mean_accuracy"], mean.mix["mean_cost"]
+            accuracy, cost = map(torch.from_numpy, averages)
+            mix = StaticMix(accuracy, cost, budgets_ms)
         return MeanBudgetPolicy("controller", decide, budgets_ms, worths, deployed, mix)
 
     def arrays(self) -> Arrays:
@@ -156,14 +151,15 @@ class DeployedController(nn.Module):
             "guard": bool(settled.guard and settled.static),
         }
         arrays = {"configurations": controller.configurations.cpu().numpy()}
+        count = len(controller.configurations)
         if len(controller.network.values):
             by_value = DRIFT_SCALE * controller.network.values
             arrays["values"] = by_value.cpu().numpy().astype(np.float32)
-        for name, values in normaliser.state_dict().items():
-            arrays[f"normaliser.{name}"] = values.cpu().numpy()
+        unknown = {"bias": np.zeros(count, np.float32), "spread": np.ones(count, np.float32)}
         parts = {
+            "normaliser": {name: values.cpu().numpy() for name, values in normaliser.state_dict().items()},
             "network": _network_arrays(controller),
-            "latency": settled.latency or _unknown_latency(len(controller.configurations)),
+            "latency": settled.latency or unknown,
             "static": settled.static,
             "mean": settled.mean,
         }
@@ -185,16 +181,14 @@ class DeployedController(nn.Module):
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""
         settled = self.settled
-        named = {"static": settled.static, "latency": settled.latency, "mean": settled.mean}
-        tensors = {
-            part: {name: torch.from_numpy(np.array(v)) for name, v in arrays.items()} for part, arrays in named.items()
-        }
+        tensors = {}
+        for part in ARRAYS:
+            arrays = getattr(settled, part).items()
+            tensors[part] = {name: torch.from_numpy(np.array(values)) for name, values in arrays}
         return {
             "controller": self.controller.plain(),
             "teacher": self.teacher and self.teacher.plain(),
-            "guard": settled.guard,
-            "guard_if_free": settled.guard_if_free,
-            "guard_of_teacher": settled.guard_of_teacher,
+            **{part: getattr(settled, part) for part in GUARDS},
             **tensors,
         }
 
@@ -207,11 +201,12 @@ class DeployedController(nn.Module):
             count = len(controller.configurations)
             about = controller.normaliser, controller.config, count, controller.sense
             teacher = Teacher.restored(plain["teacher"], *about)
-        parts = {}
-        for part in ("static", "latency", "mean"):
+        parts: dict[str, Any] = {}
+        for part in GUARDS:
+            parts[part] = plain.get(part, [])
+        for part in ARRAYS:
             parts[part] = {name: values.numpy() for name, values in plain[part].items()}
-        rows = [plain.get(key, []) for key in ("guard", "guard_if_free", "guard_of_teacher")]
-        return cls(controller, teacher, Settled(*rows, **parts)).eval()
+        return cls(controller, teacher, Settled(**parts)).eval()
 
 
 def _network_arrays(controller: Controller) -> Arrays:
@@ -225,8 +220,3 @@ def _network_arrays(controller: Controller) -> Arrays:
     for name, values in network.encoding.state_dict().items():
         arrays[f"encoding.{name}"] = values.cpu().numpy()
     return arrays
-
-
-def _unknown_latency(count: int) -> Arrays:
-    """Return a model of latencies before any was fitted."""
-    return {"bias": np.zeros(count, np.float32), "spread": np.ones(count, np.float32)}

@@ -162,9 +162,10 @@ def _calibrated(
         "deployed": deployed,
         "reason": "",
     }
-    columns = dict(zip(WHEN, (0, chosen, cautious, -1), strict=True))
-    row |= _shares(met, count, columns, deployed)
+    for when, column in zip(WHEN, (0, chosen, cautious, -1), strict=True):
+        row[f"satisfaction_{when}"] = float(met[column]) / count if count else None
     row |= {
+        "satisfaction_deployed": row["satisfaction_after" if deployed else "satisfaction_static"],
         "utility_policy": float(means[chosen]),
         "utility_unconstrained": float(means[0]),
         "utility_static": float(means[-1]),
@@ -174,20 +175,6 @@ def _calibrated(
         "feasible": count,
     }
     return row | {"reason": _reason(row, settings)}
-
-
-def _shares(
-    met: Tensor,
-    count: int,
-    columns: dict[str, int],
-    deployed: bool,
-) -> dict[str, float | None]:
-    """Return the share on time in each of `columns`, and of what is deployed."""
-    shares = {}
-    for when, column in columns.items():
-        shares[f"satisfaction_{when}"] = float(met[column]) / count if count else None
-    used = "after" if deployed else "static"
-    return shares | {"satisfaction_deployed": shares[f"satisfaction_{used}"]}
 
 
 def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -220,7 +207,7 @@ class Guarded:
 
     def reads_features(self, limits: NDArray[Any]) -> NDArray[Any]:
         """Return whether the policy decides under each of these limits, bool [n]."""
-        return self.guard.deploy[self.guard.groups(limits)]
+        return self.guard.deployed[self.guard.groups(limits)]
 
 
 # -- in words --------------------------------------------------------------------------------------

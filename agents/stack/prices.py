@@ -9,15 +9,15 @@ numbers ≥ 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from knobwise.agents.judging.baselines import averages
+from knobwise.agents.judging.baselines import PredictThenChoose, averages
 from knobwise.agents.judging.paired import is_better, standard_error
-from knobwise.agents.judging.policy import requests_of
+from knobwise.agents.judging.policy import Array, requests_of
 from knobwise.agents.predictors.experts import Experts
 from knobwise.agents.predictors.outcomes import pick
 from knobwise.agents.predictors.regressors import FAMILIES
@@ -156,7 +156,7 @@ class StaticMix:
         """Return that of the averages over rows, int64 [n]."""
         return cls(*averages(table, rows), budgets)
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> dict[str, Array]:
         """Return what `policy.mean_budgets.MeanBudgets` reads."""
         accuracy, cost, _ = self._means
         return {
@@ -179,19 +179,23 @@ class StaticMix:
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return expected accuracy and latency (ms) of each sample, float64 [n, B] each, without
         the noise of draws."""
-        first, second = self.both(table.mask[rows])
-        both = []
-        for values in (table.accuracy[rows].double(), table.latency_ms[rows].double()):
-            sides = values.gather(1, first), values.gather(1, second)
-            both.append(torch.lerp(*sides, self.share))
-        return both[0], both[1]
+        first, second = (outcomes_of(table, rows, side) for side in self.both(table.mask[rows]))
+        accuracy, cost = (torch.lerp(*each, self.share) for each in zip(first, second, strict=True))
+        return accuracy, cost
+
+
+def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return accuracy and latency (ms) of choices int64 [n, B] for samples int64 [n], float64
+    [n, B] each."""
+    accuracy = table.accuracy[rows].double().gather(1, chosen)
+    return accuracy, table.latency_ms[rows].double().gather(1, chosen)
 
 
 # -- policies under mean budgets -------------------------------------------------------------------
 
 WORTHS = 400
 """Worths of a right answer that are tried for a policy whose predictions are not known."""
-Features = dict[str, NDArray[Any]]
+Features = dict[str, Array]
 
 
 class MeanBudgetPolicy:
@@ -209,7 +213,7 @@ class MeanBudgetPolicy:
     def __init__(
         self,
         name: str,
-        decide: Callable[[Features, int, NDArray[Any]], NDArray[Any]],
+        decide: Callable[[Features, int, Array], Array],
         budgets_ms: Tensor,
         worths: Tensor,
         deployed: Tensor | None = None,
@@ -219,8 +223,7 @@ class MeanBudgetPolicy:
         self._decide = decide
         self.budgets_ms = budgets_ms
         self.worths = worths.double()
-        everywhere = torch.ones(len(budgets_ms), dtype=torch.bool)
-        self.deployed = everywhere if deployed is None else deployed
+        self.deployed = torch.ones_like(worths, dtype=torch.bool) if deployed is None else deployed
         self.mix = mix
 
     @property
@@ -240,8 +243,7 @@ class MeanBudgetPolicy:
     def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor) -> tuple[Tensor, Tensor]:
         """Return accuracy and latency (ms) of each sample at each budget, float64 [n, B] each, of
         these choices, and where the mix decides, of its expectation instead of a draw."""
-        accuracy = table.accuracy[rows].double().gather(1, decided)
-        cost = table.latency_ms[rows].double().gather(1, decided)
+        accuracy, cost = outcomes_of(table, rows, decided)
         if self.mix is None:
             return accuracy, cost
         mixed, mixed_cost = self.mix.expected(table, rows)
@@ -266,8 +268,7 @@ def worths_for(
     low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).double().log()
     tried = torch.linspace(float(low), float(high), WORTHS, dtype=torch.float64).exp()
     choices = torch.stack([decide(worth) for worth in tried], 1)
-    accuracy = table.accuracy[rows].double().gather(1, choices).mean(0)
-    cost = table.latency_ms[rows].double().gather(1, choices).mean(0)
+    accuracy, cost = (values.mean(0) for values in outcomes_of(table, rows, choices))
     keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
     best = accuracy.where(keeps, -torch.inf).argmax(1)
     place = best.where(keeps.any(1), cost.argmin())
@@ -332,30 +333,17 @@ def make_priced_baselines(
     named = [("latency_only", fitted[0]), *((each.expert.name, each) for each in fitted)]
     baselines = []
     for name, (expert, held_out, _) in named:
-        fixed = expert.mean_accuracy if name == "latency_only" else None
-        accuracy = held_out.accuracy if fixed is None else fixed.expand_as(held_out.accuracy)
-        known = accuracy, held_out.latency_ms, measured.latency_ms, measured.mask
+        predictor = PredictThenChoose(name, expert, normaliser, name != "latency_only")
+        expected = predictor.counted(held_out)
+        known = expected.accuracy, expected.latency_ms, measured.latency_ms, measured.mask
         prices = calibrate_prices(*known, budgets_ms)
-        chooser = _AtPrices(expert, normaliser, prices, fixed)
-        baselines.append(MeanBudgetPolicy(name, chooser, budgets_ms, 1 / prices))
+        decide = partial(_at_price, predictor, prices)
+        baselines.append(MeanBudgetPolicy(name, decide, budgets_ms, 1 / prices))
     return baselines
 
 
-class _AtPrices:
-    """Predicts accuracy and latency of every configuration, then takes the best Â − λ·L̂."""
-
-    def __init__(self, expert: Any, normaliser: Any, prices: Tensor, mean_accuracy: Tensor | None) -> None:
-        self._expert = expert
-        self._normaliser = normaliser
-        self._prices = prices
-        self._mean_accuracy = mean_accuracy
-
-    def __call__(self, features: Features, group: int, mask: NDArray[Any]) -> NDArray[Any]:
-        blocks = {name: torch.as_tensor(block) for name, block in features.items()}
-        predicted = self._expert(self._normaliser(blocks, len(mask)))
-        accuracy = predicted.accuracy
-        if self._mean_accuracy is not None:
-            accuracy = self._mean_accuracy.expand_as(accuracy)
-        price = self._prices[group]
-        allowed = torch.from_numpy(mask)
-        return choose_at_price(accuracy, predicted.latency_ms, price, allowed).numpy()
+def _at_price(predictor: PredictThenChoose, prices: Tensor, features: Features, group: int, mask: Array) -> Array:
+    """Choose by what is predicted, at the price for a budget; see `MeanBudgetPolicy`."""
+    expected = predictor.predict(features, len(mask))
+    allowed = torch.from_numpy(mask)
+    return choose_at_price(expected.accuracy, expected.latency_ms, prices[group], allowed).numpy()

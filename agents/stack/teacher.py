@@ -11,20 +11,20 @@ that what it teaches about the fold's samples is not what was measured of them.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from knobwise.agents.controller.networks import WIDEST, MemberLinear, OutcomeNetwork
+from knobwise.agents.controller.networks import WIDEST, OutcomeNetwork
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.policy.arrays import Array, Arrays
 from knobwise.agents.predictors.experts import Expert, Experts, Measured
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.predictors.folds import folds_of
-from knobwise.agents.predictors.outcomes import HOPELESS, Prediction, pick, pick_in_time
+from knobwise.agents.predictors.outcomes import HOPELESS, Prediction, pick
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
 from knobwise.envs.configurations.budgets import thinned
 from knobwise.envs.configurations.reward import expected_utility
@@ -44,22 +44,30 @@ class Mixture(NamedTuple):
     predictions: list[Prediction]
     sense: str
 
-    def score(self, limits: Tensor) -> Tensor:
-        """Return what every configuration is worth under limits [n], [n, C]."""
-        return weighted([p.score(limits, self.sense) for p in self.predictions], self.weights)
+    @property
+    def log_latency(self) -> Tensor:
+        """The mean of ln ms, [n, C]."""
+        return weighted([p.log_latency for p in self.predictions], self.weights)
 
-    def meets(self, limits: Tensor) -> Tensor:
-        """Return the probability of being on time under budgets [n] in ms, [n, C]."""
-        return weighted([p.meets(limits) for p in self.predictions], self.weights)
+    def score(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return what every configuration is worth under limits [n], [n, C].
+
+        Where no configuration inside the mask is likely to be on time, a faster one is worth more.
+        """
+        score = weighted([p.score(limits, self.sense) for p in self.predictions], self.weights)
+        if self.sense != "deadline":
+            return score
+        likely = weighted([p.meets(limits) for p in self.predictions], self.weights)
+        if mask is not None:
+            likely = likely.masked_fill(~mask, 0.0)
+        hopeless = likely.amax(1, keepdim=True) < HOPELESS
+        return torch.where(hopeless, -self.log_latency, score)
 
     def moments(self) -> Prediction:
         """Return accuracy, and mean and standard deviation of ln ms, of the mixture."""
-        parts = []
-        for p in self.predictions:
-            spread = p.spread.expand_as(p.log_latency)
-            parts.append((p.accuracy.clamp(0, 1), p.log_latency, spread**2 + p.log_latency**2))
-        columns = zip(*parts, strict=True)
-        accuracy, mean, square = (weighted(column, self.weights) for column in columns)
+        accuracy = weighted([p.accuracy.clamp(0, 1) for p in self.predictions], self.weights)
+        square = weighted([p.spread**2 + p.log_latency**2 for p in self.predictions], self.weights)
+        mean = self.log_latency
         return Prediction(accuracy, mean, (square - mean**2).clamp_min(1e-6).sqrt())
 
     def drifted(self, offset: Tensor) -> Mixture:
@@ -69,11 +77,7 @@ class Mixture(NamedTuple):
 
     def choose(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the best configurations under limits [n] inside the mask, int64 [n]."""
-        score = self.score(limits)
-        log_latency = weighted([p.log_latency for p in self.predictions], self.weights)
-        if self.sense != "deadline":
-            return pick(score, log_latency, mask)
-        return pick_in_time(score, self.meets(limits), log_latency, mask)
+        return pick(self.score(limits, mask), self.log_latency, mask)
 
 
 class Teacher(nn.Module):
@@ -180,8 +184,6 @@ class Teacher(nn.Module):
     def teach(self, x: Tensor, limits: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return what it makes of requests under several limits each, for a pupil to imitate.
 
-        Where no configuration is likely to be on time, a faster one is worth more.
-
         Args:
             x: normalised features [n, width].
             limits: [n, V], or pairs [n, V, 2].
@@ -195,14 +197,8 @@ class Teacher(nn.Module):
             still = self.mixture(x[part])
             columns = []
             for place, limit in enumerate(limits[part].unbind(1)):
-                mixture = still
-                if offsets is not None:
-                    mixture = still.drifted(offsets[part, place])
-                score = mixture.score(limit)
-                if self.sense == "deadline":
-                    hopeless = mixture.meets(limit).amax(1, keepdim=True) < HOPELESS
-                    score = torch.where(hopeless, -mixture.moments().log_latency, score)
-                columns.append(score)
+                mixture = still if offsets is None else still.drifted(offsets[part, place])
+                columns.append(mixture.score(limit))
             parts.append(torch.stack(columns, 1))
         return torch.cat(parts)
 
@@ -215,22 +211,19 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def choose(
         self,
-        features: Mapping[str, NDArray[Any]],
-        limits: NDArray[Any],
-        mask: NDArray[Any] | None = None,
-    ) -> NDArray[np.int64]:
+        features: Arrays,
+        limits: Array,
+        mask: Array | None = None,
+    ) -> Array:
         """Return its decisions: blocks [n, d], limits [n], mask bool [n, C] → int64 [n]."""
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
         x = self.normaliser(blocks, len(limits))
         under = torch.tensor(limits, dtype=torch.float32)
-        chosen = []
-        for first in range(0, len(limits), AT_ONCE):
-            part = slice(first, first + AT_ONCE)
-            allowed = None if mask is None else torch.as_tensor(mask[part])
-            chosen.append(self.mixture(x[part]).choose(under[part], allowed))
-        return torch.cat(chosen).numpy()
+        masks = itertools.repeat(None) if mask is None else torch.as_tensor(mask).split(AT_ONCE)
+        parts = zip(x.split(AT_ONCE), under.split(AT_ONCE), masks, strict=False)
+        return torch.cat([self.mixture(some).choose(*each) for some, *each in parts]).numpy()
 
-    def reads_features(self, limits: NDArray[Any]) -> NDArray[Any]:
+    def reads_features(self, limits: Array) -> Array:
         """Return whether it reads features under each of these limits, bool [n]."""
         return np.ones(len(limits), bool)
 
@@ -326,9 +319,7 @@ def fit_teacher(
         about = budgets_ms, families, seed, network.normaliser, network.members
         experts = Experts.fit(table, rows, *about)
     fitted = experts.of_families(families)
-    folds = []
-    for _, hold in folds_of(table, rows, seed, network.members):
-        folds.append(torch.from_numpy(hold))
+    folds = [torch.from_numpy(hold) for _, hold in experts.measured.folds]
     alone = [_of_member(network, member) for member in range(network.members)]
     if sense == "weights":
         return Fitted(network, alone, rows, folds)
@@ -396,8 +387,6 @@ def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
 def _of_member(teacher: Teacher, member: int) -> Teacher:
     """Return a teacher of one member of a network alone."""
     network = copy.deepcopy(teacher.network)
-    for layer in network.modules():
-        if isinstance(layer, MemberLinear):
-            layer.weight = nn.Parameter(layer.weight[member : member + 1].clone())
-            layer.bias = nn.Parameter(layer.bias[member : member + 1].clone())
+    for parameter in network.parameters():
+        parameter.data = parameter.data[member : member + 1].clone()
     return Teacher(network, teacher.normaliser, sense=teacher.sense).eval()

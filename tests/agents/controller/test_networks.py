@@ -17,7 +17,6 @@ from knobwise.agents.controller.networks import (
     KnobHeads,
     KnobNetwork,
     OutcomeNetwork,
-    masked_log_softmax,
 )
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
@@ -45,16 +44,21 @@ def stirred(net: OutcomeNetwork) -> OutcomeNetwork:
 # -- where a teacher's network starts --------------------------------------------------------------
 
 
+def everyone(members: int, samples: int) -> Tensor:
+    """Each member is fitted on all samples."""
+    return torch.ones(members, samples, dtype=torch.bool)
+
+
 def test_it_starts_at_the_means_of_the_table_by_hand() -> None:
     net = network(members=2)
     accuracy = torch.tensor([[1.0, 0.0, NAN], [0.5, 1.0, NAN]])
     log_latency = torch.tensor([[1.0, 2.0, NAN], [3.0, 2.0, NAN]])
     x = torch.randn(2, 2)
-    net.start_from(x, accuracy, log_latency.exp())
+    net.start_from(x, accuracy, log_latency.exp(), everyone(2, 2))
     out = net(x.expand(2, -1, -1))
     # one more cell, half right, at the mean of all cells, ln ms = 2; what was never profiled is only that
     wanted = torch.tensor([(1.5 + 0.5) / 3, (1 + 0.5) / 3, 0.5])
-    torch.testing.assert_close(out.accuracy, wanted.expand(2, 2, 3))
+    torch.testing.assert_close(out.predicted().accuracy, wanted.expand(2, 2, 3))
     torch.testing.assert_close(out.log_latency, torch.tensor([2.0, 2.0, 2.0]).expand(2, 2, 3))
     # squares 2, 0 and none: their mean over the cells is .5, which is one more cell of each
     spread = torch.tensor([2.5 / 3, 0.5 / 3, 0.5]).sqrt()
@@ -69,15 +73,15 @@ def test_a_member_starts_at_the_means_of_its_own_samples() -> None:
     net.start_from(torch.randn(2, 2), accuracy, latency_ms, mine)
     out = net(torch.randn(2, 1, 2))
     # of one cell: half of 1 + .5, and of 0 + .5
-    torch.testing.assert_close(out.accuracy[:, 0, 0], torch.tensor([0.75, 0.25]))
+    torch.testing.assert_close(out.predicted().accuracy[:, 0, 0], torch.tensor([0.75, 0.25]))
     torch.testing.assert_close(out.log_latency[:, 0, 0], torch.tensor([4.0, 9.0]).log())
 
 
 def test_certain_outcomes_stay_finite() -> None:
     net = network()
-    net.start_from(torch.randn(2000, 2), torch.ones(2000, 3), torch.full((2000, 3), 5.0))
+    net.start_from(torch.randn(2000, 2), torch.ones(2000, 3), torch.full((2000, 3), 5.0), everyone(1, 2000))
     out = net(torch.randn(1, 4, 2))
-    torch.testing.assert_close(out.accuracy, torch.full((1, 4, 3), 0.98))
+    torch.testing.assert_close(out.predicted().accuracy, torch.full((1, 4, 3), 0.98))
     torch.testing.assert_close(out.spread, torch.full((1, 4, 3), 0.02))
 
 
@@ -125,7 +129,7 @@ def test_a_teachers_network_by_hand() -> None:
     logits, log_latency, log_spread = outputs.chunk(3, -1)
     skipped = x[0] @ net.skip.weight[0] + net.skip.bias[0]
     out = net(x)
-    torch.testing.assert_close(out.accuracy[0], (logits + skipped[:, :3]).sigmoid())
+    torch.testing.assert_close(out.predicted().accuracy[0], (logits + skipped[:, :3]).sigmoid())
     torch.testing.assert_close(out.log_latency[0], log_latency + skipped[:, 3:])
     torch.testing.assert_close(out.spread[0], log_spread.clamp(-5, 1.5).exp())
     assert not torch.equal(net.train()(x).log_latency, out.log_latency)
@@ -134,7 +138,7 @@ def test_a_teachers_network_by_hand() -> None:
 def test_what_it_predicts_under_a_deadline_and_at_a_price_by_hand() -> None:
     net = network()
     latency_ms = torch.tensor([4.0, 8.0, 16.0]).expand(9, 3)
-    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), latency_ms)
+    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), latency_ms, everyone(1, 9))
     out = net(torch.randn(1, 1, 2))
     predicted = out.predicted()
     normal = torch.distributions.Normal(out.log_latency[0, 0], out.spread[0, 0])
@@ -174,7 +178,7 @@ def test_without_features_the_heads_see_the_limit_alone() -> None:
 def test_without_its_bins_a_network_is_as_if_it_never_had_them() -> None:
     x = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
     net = network(features=4)
-    net.start_from(x, torch.ones(50, 3), torch.ones(50, 3))
+    net.start_from(x, torch.ones(50, 3), torch.ones(50, 3), everyone(1, 50))
     spread = 4**-0.5 / 3  # of inputs and bins: nine times as many
     assert net.layers[0].weight.abs().max() <= spread
     net.leave_out_bins()
@@ -187,18 +191,19 @@ def test_without_its_bins_a_network_is_as_if_it_never_had_them() -> None:
     for name in ("layers.0.weight", "skip.weight"):
         state[name] = state[name][:, :4]
     plain.load_state_dict(state)
-    torch.testing.assert_close(net(x[None]).accuracy, plain(x[None]).accuracy)
+    torch.testing.assert_close(net(x[None]).predicted().accuracy, plain(x[None]).predicted().accuracy)
     torch.testing.assert_close(net(x[None]).log_latency, plain(x[None]).log_latency)
 
 
 def test_features_are_cut_into_bins_piecewise_linearly() -> None:
     net = network(features=1)
-    net.start_from(torch.arange(9.0).unsqueeze(1), torch.ones(9, 3), torch.ones(9, 3))  # edges 0, 1 … 8
+    cells = torch.ones(9, 3)
+    net.start_from(torch.arange(9.0).unsqueeze(1), cells, cells, everyone(1, 9))  # edges 0, 1 … 8
     assert net.edges[:, 0].tolist() == list(range(9))
     result = net._shares(torch.tensor([[[2.25], [-7.0], [8.5]]]))[0].tolist()
     assert result == [[1, 1, 0.25, 0, 0, 0, 0, 0], [0] * 8, [1] * 8]
     # a feature of two values is not spoiled by bins of no width
-    net.start_from(torch.tensor([[0.0]] * 8 + [[1.0]]), torch.ones(9, 3), torch.ones(9, 3))
+    net.start_from(torch.tensor([[0.0]] * 8 + [[1.0]]), cells, cells, everyone(1, 9))
     low, high = net._shares(torch.tensor([[[0.0], [1.0]]]))[0]
     assert low.isfinite().all()
     assert high.isfinite().all()
@@ -334,8 +339,3 @@ def test_where_at_most_half_of_the_grid_exists_there_is_one_head_over_the_config
     mask = torch.tensor([True, True, True, False])
     log_probs = head(torch.randn(1, 1, 5), mask[None, None])
     torch.testing.assert_close(log_probs.exp()[0, 0], torch.tensor([0.25, 0.25, 0.5, 0.0]))
-
-
-def test_masked_log_softmax_by_hand() -> None:
-    result = masked_log_softmax(torch.tensor([0.0, 50.0, 0.0]), torch.tensor([True, False, True]))
-    torch.testing.assert_close(result.exp(), torch.tensor([0.5, 0.0, 0.5]))

@@ -76,10 +76,11 @@ def test_the_score_by_hand_and_one_prediction_for_all_worths() -> None:
     worths = torch.tensor([[5.0, 2.0], [50.0, 9.0], [1e9, 1e9]]).expand(2, 3, 2)
     predicted = outcomes.predicted()
     of_ms = predicted.latency_ms / worths[..., :1]
-    wanted = outcomes.accuracy - of_ms - outcomes.log_cost.exp() / worths[..., 1:]
+    accuracy = outcomes.accuracy_logits.sigmoid()
+    wanted = accuracy - of_ms - outcomes.log_cost.exp() / worths[..., 1:]
     score = predicted.score(worths, "weights")
     torch.testing.assert_close(score, wanted)
-    torch.testing.assert_close(score[:, 2], outcomes.accuracy[:, 2])
+    torch.testing.assert_close(score[:, 2], accuracy[:, 2])
 
 
 def test_an_untrained_teacher_expects_the_mean_costs_of_each_configuration() -> None:

@@ -16,7 +16,7 @@ def logged_outcomes(choice: list[int], propensity: list[list[float]], reward: li
     ones, chances = np.ones(n), np.array(propensity)
     met, offset = np.ones(n, bool), np.zeros(chances.shape, np.float32)
     accuracy = np.array(reward, np.float64)
-    ids = list(map(str, range(n)))
+    ids = np.arange(n).astype(str)
     chosen, tried = np.array(choice), np.full(n, -1)
     return Logged(ids, {}, met, ones, ones, offset, ones, chosen, chosen, tried, chances, 0 * ones, ones, met, accuracy)
 

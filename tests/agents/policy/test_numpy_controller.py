@@ -34,6 +34,7 @@ from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.policy import controller as policy
 from knobwise.agents.policy.arrays import digest_of
 from knobwise.agents.policy.controller import FORMAT, NumpyController
+from knobwise.agents.serving.exploration import near_best
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.prices import StaticMix
 from knobwise.envs.configurations.budgets import default_budgets
@@ -496,15 +497,15 @@ def test_the_configurations_that_lose_little_by_hand() -> None:
     # silu(log₂ 1.975) = 0.7169 logits, or 0.01792 of utility, above the other
     logit = math.log2(1.975)
     worth = logit / (1 + math.exp(-logit)) / 40
-    assert light.near_best(X, 40.0, 1e-9) == [0, 1]
-    assert light.near_best(X, 79.0, 0.99 * worth) == [1]
-    assert light.near_best(X, 79.0, 1.01 * worth) == [0, 1]
-    assert light.near_best(X, 79.0, 0.0) == [1]
-    assert light.near_best(X, 158.0, 0.99 * worth, (math.log(2), 1.0)) == [1]
+    assert near_best(light, X, 40.0, 1e-9) == [0, 1]
+    assert near_best(light, X, 79.0, 0.99 * worth) == [1]
+    assert near_best(light, X, 79.0, 1.01 * worth) == [0, 1]
+    assert near_best(light, X, 79.0, 0.0) == [1]
+    assert near_best(light, X, 158.0, 0.99 * worth, (math.log(2), 1.0)) == [1]
     # without features by the mean utility of static: 0.4 and 0.1 at 81 ms
-    assert light.near_best(None, 81.0, 0.29) == [0]
-    assert light.near_best(None, 81.0, 0.31) == [0, 1]
-    assert light.near_best(None, 324.0, 0.29, (math.log(4), 1.0)) == [0]
+    assert near_best(light, None, 81.0, 0.29) == [0]
+    assert near_best(light, None, 81.0, 0.31) == [0, 1]
+    assert near_best(light, None, 324.0, 0.29, (math.log(4), 1.0)) == [0]
     assert light.expected_of(None, 1) == pytest.approx((1, math.log(30), math.log(3)))
 
 
@@ -528,7 +529,7 @@ def test_heads_that_know_the_drift_by_hand() -> None:
             # what all have in common is taken off the budget, and nothing else
             more = drift + math.log(3), 1.0
             assert light.decide_expected(X, 3 * factor * least, more)[0] == chosen
-            near = light.near_best(X, factor * least, 0.0, (drift, 1.0))
+            near = near_best(light, X, factor * least, 0.0, (drift, 1.0))
             assert near == [chosen]
     # a number is the same for all
     assert light.decide_index(X, 19.0, (-0.1, 1.0)) == 1
@@ -587,12 +588,12 @@ def test_the_same_offset_everywhere_is_another_budget(
     request = {name: block[0] for name, block in many.items()}
     moved = budget * math.exp(-offset)
     wanted = light.decide_expected(request, moved)
-    near = light.near_best(request, moved, loss)
+    near = near_best(light, request, moved, loss)
     for drift in ((offset, 1.0), (np.full(12, offset), 1.0)):
         assert light.decide_expected(request, budget, drift) == wanted
         chosen = light.choose_expected(many, np.full(1, budget), None, drift)
         assert [float(values[0]) for values in chosen] == pytest.approx(wanted)
-        assert light.near_best(request, budget, loss, drift) == near
+        assert near_best(light, request, budget, loss, drift) == near
 
 
 def test_a_wrong_drift_is_refused_in_words() -> None:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from knobwise.agents.policy.arrays import log_moments, log_softmax, pick
+from knobwise.agents.judging.baselines import FittedStatic
+from knobwise.agents.policy.arrays import log_softmax, pick
 from knobwise.agents.policy.guard import Guard
 from knobwise.agents.policy.mean_budgets import MeanBudgets
 from knobwise.agents.policy.network import Encoding, Heads, LatencyModel, Normaliser, places_of
@@ -45,13 +46,6 @@ def test_the_best_score_is_picked_and_among_equal_ones_the_fastest() -> None:
     assert pick(np.full((1, 3), -np.inf), slow, mask[1:2]).tolist() == [2]
     with pytest.raises(ValueError, match="leaves a request without any configuration"):
         pick(scores, slow, np.zeros((3, 3), bool))
-
-
-def test_moments_of_logarithms_leave_out_what_was_not_measured() -> None:
-    e = math.e
-    mean, spread = log_moments(np.array([[1.0, e**2, np.inf], [e, e, e], [np.inf] * 3]))
-    assert mean.tolist() == pytest.approx([1.0, 1.0, 0.0])
-    assert spread.tolist() == pytest.approx([1.0, 0.0, 0.0])
 
 
 # -- features and limits ---------------------------------------------------------------------------
@@ -228,8 +222,8 @@ def test_one_request_through_the_heads_as_many(kind: str, layers: int) -> None:
         for row, limit in enumerate(limits.tolist()):
             index = heads.single(raw[row], limit, drift)
             assert scores[row, index] >= scores[row].max() - 1e-4
-            again, normal = heads.single_and_features(raw[row], limit, drift)
-            assert again == index
+            normal = np.zeros(width, np.float32)
+            assert heads.single(raw[row], limit, drift, normal) == index
             np.testing.assert_allclose(normal, x[row], rtol=1e-5, atol=1e-6)
             alone = heads.single(raw[row], limit)
             assert still[row, alone] >= still[row].max() - 1e-4
@@ -313,7 +307,7 @@ def by_hand() -> Static:
     measurements[0, 2] = [60, 20]
     measurements[3, 2, 1] = 50
     latency = np.array([[10, 20, 40], [10, 30, nan], [10, 20, nan], [10, 40, 50]])
-    return Static.fit(accuracy, latency, measurements)
+    return FittedStatic.fit(accuracy, latency, measurements)
 
 
 def test_static_takes_the_best_mean_under_each_budget() -> None:
@@ -360,8 +354,11 @@ def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slo
     nan = np.nan
     accuracy = np.array([[nan, 1.0, 0.0], [nan, 1.0, 0.0]])
     latency = np.array([[nan, 5.0, 9.0], [nan, 7.0, 9.0]])
-    static = Static.fit(accuracy, latency, latency[..., None])
+    static = FittedStatic.fit(accuracy, latency, latency[..., None])
     assert static.latency_ms.tolist() == [9.0, 6.0, 9.0]
+    # mean and standard deviation of ln ms leave out what was not measured
+    assert static.log_latency.tolist() == pytest.approx([0.0, math.log(35) / 2, math.log(9)])
+    assert static.spread.tolist() == pytest.approx([0.0, math.log(7 / 5) / 2, 0.0])
     assert static.choose({}, np.array([1.0, 6.0, 1e9])).tolist() == [1, 1, 1]
     only = np.array([[True, False, True]])
     assert static.choose({}, np.array([1e9]), only).tolist() == [0]
@@ -407,7 +404,7 @@ def test_the_steps_of_static_are_what_it_chooses(
     hole[places % samples, places % count] = False
     accuracy[hole] = np.nan
     latency[hole] = np.nan
-    static = Static.fit(accuracy, latency, latency[..., None])
+    static = FittedStatic.fit(accuracy, latency, latency[..., None])
     budgets = np.linspace(0.25, 6.75, 27)
     everything = np.ones((len(budgets), count), bool)
     of_masks = static.choose({}, budgets, everything).tolist()
@@ -468,6 +465,15 @@ def test_turns_by_hand_one_by_one_and_many_at_once() -> None:
     assert together.or_mix(own[:1], np.array([0]), None).tolist() == [2]
 
 
+def sides(mean: MeanBudgets, group: Array, mask: Array) -> list[Array]:
+    """What no request, and what every request, gets of the dearer side."""
+    chosen = []
+    for share in (0.0, 1.0):
+        mean.mix["share"] = np.full(len(mean.budgets_ms), share)
+        chosen.append(mean.or_mix(np.zeros(len(group), np.int64), group, mask))
+    return chosen
+
+
 def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced() -> None:
     """By the other one; both by the best that the budget affords, or else by the cheapest."""
     mean = mean_budgets()
@@ -480,14 +486,15 @@ def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced() -> None:
             [True, False, False, False],
         ]
     )
-    first, second = mean.sides(np.full(5, 1), mask)
+    chosen = mean.or_mix(np.zeros(5, np.int64), np.full(5, 1), mask)
+    assert mask[np.arange(5), chosen].all()
+    mean.deployed[:] = False
+    first, second = sides(mean, np.full(5, 1), mask)
     assert first.tolist() == [1, 3, 1, 2, 0]
     assert second.tolist() == [3, 3, 1, 2, 0]
     # at 9 ms nothing but configuration 0 is affordable
-    first, second = mean.sides(np.zeros(1, np.int64), np.array([[False, False, True, True]]))
+    first, second = sides(mean, np.zeros(1, np.int64), np.array([[False, False, True, True]]))
     assert (first.tolist(), second.tolist()) == ([2], [2])
-    chosen = mean.or_mix(np.zeros(5, np.int64), np.full(5, 1), mask)
-    assert mask[np.arange(5), chosen].all()
 
 
 def test_a_mean_budget_must_be_calibrated() -> None:

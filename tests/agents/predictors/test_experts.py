@@ -19,7 +19,7 @@ from torch import Tensor
 from knobwise.agents.predictors.experts import Expert, Fitted, Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import Targets, folds_of
-from knobwise.agents.predictors.outcomes import Prediction, pick, pick_in_time
+from knobwise.agents.predictors.outcomes import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES, Trees
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -360,13 +360,3 @@ def test_pick_takes_the_faster_among_equals_and_stays_in_the_mask() -> None:
     assert pick(scores, latency, mask).tolist() == [2, 1, 0]
     with pytest.raises(ValueError, match="without any configuration"):
         pick(scores, latency, torch.zeros(1, 4, dtype=torch.bool))
-
-
-def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken() -> None:
-    scores = torch.tensor([[1.0, 3.0, 2.0]]).expand(3, 3)
-    log_latency = torch.tensor([[2.0, 1.0, 0.0]]).expand(3, 3)
-    # a hundredth is enough; where only the second could be on time the mask may forbid it
-    meets = torch.tensor([[0.0, 0.01, 0.0], [0.009, 0.009, 0.009], [0.0, 0.5, 0.0]])
-    mask = torch.tensor([[True] * 3, [True] * 3, [True, False, True]])
-    assert pick_in_time(scores, meets, log_latency, mask).tolist() == [1, 2, 2]
-    assert pick_in_time(scores, meets, log_latency, None).tolist() == [1, 2, 1]

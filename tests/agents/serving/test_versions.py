@@ -131,7 +131,7 @@ def test_a_candidate_on_trial_decides_its_share_of_the_requests(
     batch = model.generate([Request(row, "") for row in range(3)], 12.0)
     assert len(batch) == 3
     for wrong in (-0.1, 1.1):
-        with pytest.raises(InputError, match=r"trial=.*: must be 0 to 1"):
+        with pytest.raises(InputError, match=r"trial=.*: must be from 0 to 1"):
             model.watch(tmp_path / "current", trial=wrong)
     with pytest.raises(InputError, match=r"controller\.npz is a file"):
         model.watch(tmp_path / "current" / "controller.npz", trial=0.5)

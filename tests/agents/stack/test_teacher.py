@@ -16,7 +16,8 @@ from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.predictors.experts import Experts, Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import folds_of, rows_of_members
-from knobwise.agents.stack.teacher import Fitted, Teacher, fit_teacher
+from knobwise.agents.predictors.outcomes import Prediction
+from knobwise.agents.stack.teacher import Fitted, Mixture, Teacher, fit_teacher
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
 from knobwise.agents.training.regression import PredictedOutcomes
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
@@ -207,7 +208,8 @@ def test_what_it_expects_is_the_weighted_mean_of_its_members() -> None:
     torch.testing.assert_close(other.teach(x, limits[:, None]).squeeze(1), wanted)
     first = teacher.experts[0](x)
     alone = reweighted(teacher, [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]).mixture(x)
-    torch.testing.assert_close(alone.meets(limits), first.meets(limits))
+    (only,) = alone.predictions
+    torch.testing.assert_close(only.meets(limits), first.meets(limits))
 
 
 @torch.no_grad()
@@ -240,6 +242,21 @@ def test_what_cannot_be_on_time_is_taught_by_its_speed() -> None:
     torch.testing.assert_close(worths[:, 1], -teacher.moments(x).log_latency)
     fastest = teacher.choose(arrays(table, rows), np.full(len(rows), 1e-6))
     assert worths[:, 1].argmax(1).tolist() == fastest.tolist()
+
+
+def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken() -> None:
+    # a hundredth is enough; where only the second could be on time the mask may forbid it
+    meets = torch.tensor([[0.0, 0.011, 0.0], [0.009, 0.009, 0.009], [0.0, 0.5, 0.0]])
+    log_latency = torch.tensor([[3.0, 2.0, 1.0]]).expand(3, 3)
+    spread = log_latency / torch.special.ndtri(meets).abs()
+    prediction = Prediction(torch.tensor([[0.2, 0.9, 0.5]]).expand(3, 3), log_latency, spread)
+    mixture = Mixture([1.0], [prediction], "deadline")
+    torch.testing.assert_close(prediction.meets(torch.ones(3)), meets)
+    mask = torch.tensor([[True] * 3, [True] * 3, [True, False, True]])
+    assert mixture.choose(torch.ones(3), mask).tolist() == [1, 2, 2]
+    assert mixture.choose(torch.ones(3)).tolist() == [1, 2, 1]
+    # where a deadline is hopeless, what is taught is ln ms
+    assert mixture.score(torch.ones(3))[1].tolist() == [-3.0, -2.0, -1.0]
 
 
 @torch.no_grad()
@@ -369,7 +386,7 @@ def test_a_teacher_of_a_fold_does_not_know_its_fold() -> None:
     for member, each in enumerate(after.of_folds):
         # and its network is the member that was not fitted on it
         alone = each.network(x[None])
-        torch.testing.assert_close(alone.accuracy[0], everything.accuracy[member])
+        torch.testing.assert_close(alone.accuracy_logits[0], everything.accuracy_logits[member])
         assert torch.equal(before.folds[member], after.folds[member])
 
 
@@ -412,7 +429,7 @@ def test_at_a_price_accuracy_minus_latency_over_worth_decides() -> None:
     everyone = torch.arange(90)
     x, worths = normal(teacher, table, everyone), torch.linspace(2, 300, 90)
     out = teacher.network(x.expand(3, -1, -1))
-    members = [(out.accuracy.mean(0), out.predicted().latency_ms.mean(0))]
+    members = [(out.predicted().accuracy.mean(0), out.predicted().latency_ms.mean(0))]
     members += [(e(x).accuracy.clamp(1e-3, 1), e(x).latency_ms) for e in teacher.experts]
     score = torch.zeros(90, 12)
     for weight, (accuracy, ms) in zip(teacher.weights, members, strict=True):
