@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knobwise.agents.policy.guard import Guard
+from knobwise.agents.policy.static import Static
 from knobwise.envs.tables.profile_table import ProfileTable
 
 Array = NDArray[Any]
@@ -41,6 +43,24 @@ class Baseline(Protocol):
     def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, /) -> Array:
         """Choose for n requests, see `Policy.choose`."""
         ...
+
+
+class Guarded:
+    """A `Policy` that gives way to budget-aware static where its guard says so; margins are unused."""
+
+    def __init__(self, policy: Policy, guard: Guard, static: Static) -> None:
+        self.policy = policy
+        self.guard = guard
+        self.static = static
+
+    def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None) -> Array:
+        """Choose for n requests, see `Policy.choose`."""
+        chosen = self.policy.choose(features, limits, mask)
+        return np.where(self.reads_features(limits), chosen, self.static.choose({}, limits, mask))
+
+    def reads_features(self, limits: Array) -> Array:
+        """Return whether the policy itself decides under each of these limits, bool [n]."""
+        return self.guard.deployed[self.guard.groups(limits)]
 
 
 def reads_features(policy: Any, limits: Array) -> Array:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
+from knobwise.agents.judging.policy import Guarded
 from knobwise.agents.policy.arrays import Array, digest_of
 from knobwise.agents.policy.controller import FORMAT, NumpyController
+from knobwise.agents.policy.guard import Guard
 from knobwise.agents.policy.static import Static
 from knobwise.agents.stack import guard as guards
 from knobwise.agents.stack.prices import MeanBudgetPolicy, StaticMix
@@ -80,7 +82,8 @@ class DeployedController(nn.Module):
         rows = self.settled.guard_of_teacher
         if self.teacher is None or not rows:
             return self.teacher
-        return guards.Guarded(self.teacher, rows, Static.restored(self.settled.static))
+        guard = Guard(guards.arrays_of(rows))
+        return Guarded(self.teacher, guard, Static.restored(self.settled.static))
 
     @property
     def configurations(self) -> Tensor:

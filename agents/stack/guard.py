@@ -25,18 +25,14 @@ without it. In all three cases nothing is enforced, and the report says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.agents.judging.paired import is_better, standard_error
-from knobwise.agents.judging.policy import Policy
-from knobwise.agents.policy.guard import Guard
-from knobwise.agents.policy.static import Static
 from knobwise.agents.predictors.experts import Measured
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.reward import share_in_time
@@ -181,33 +177,6 @@ def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what `policy.guard.Guard` reads."""
     names = {"budgets_ms": "budget_ms", "margin": "margin", "deploy": "deployed"}
     return {key: np.array([row[name] for row in rows]) for key, name in names.items()}
-
-
-class Guarded:
-    """A policy that gives way to budget-aware static where that was no worse on held-out samples.
-
-    Args:
-        rows: of `calibrate`, without any margin.
-    """
-
-    def __init__(self, policy: Policy, rows: list[dict[str, Any]], static: Static) -> None:
-        self.policy = policy
-        self.guard = Guard(arrays_of(rows))
-        self.static = static
-
-    def choose(
-        self,
-        features: Mapping[str, NDArray[Any]],
-        limits: NDArray[Any],
-        mask: NDArray[Any] | None = None,
-    ) -> NDArray[np.int64]:
-        """Return configurations, int64 [n]."""
-        chosen = self.policy.choose(features, limits, mask)
-        return np.where(self.reads_features(limits), chosen, self.static.choose({}, limits, mask))
-
-    def reads_features(self, limits: NDArray[Any]) -> NDArray[Any]:
-        """Return whether the policy decides under each of these limits, bool [n]."""
-        return self.guard.deployed[self.guard.groups(limits)]
 
 
 # -- in words --------------------------------------------------------------------------------------
