@@ -160,17 +160,20 @@ def _calibrated(
     }
     for when, column in zip(WHEN, (0, chosen, cautious, -1), strict=True):
         row[f"satisfaction_{when}"] = float(met[column]) / count if count else None
-    row |= {
-        "satisfaction_deployed": row["satisfaction_after" if deployed else "satisfaction_static"],
+    row["satisfaction_deployed"] = row["satisfaction_after" if deployed else "satisfaction_static"]
+    row |= _utilities(means, chosen, deployed)
+    row |= {"gain": float(gain.mean()), "gain_se": standard_error(gain), "feasible": count}
+    return row | {"reason": _reason(row, settings)}
+
+
+def _utilities(means: Tensor, chosen: int, deployed: bool) -> dict[str, float]:
+    """Return mean utilities, of [M + 1] as in `_calibrated`, under the names of a row."""
+    return {
         "utility_policy": float(means[chosen]),
         "utility_unconstrained": float(means[0]),
         "utility_static": float(means[-1]),
         "utility_deployed": float(means[chosen if deployed else -1]),
-        "gain": float(gain.mean()),
-        "gain_se": standard_error(gain),
-        "feasible": count,
     }
-    return row | {"reason": _reason(row, settings)}
 
 
 def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
