@@ -2,10 +2,10 @@
 
 Budgets and the order of the requests are drawn; the model, its answers and the clock are real. Each request arrives
 when the one before it has been answered. It is served by the controller (`knobwise.agents.serving.adaptive_model`), by
-budget-aware static and by fixed configurations. Each follows the drift of this machine by a tracker fed with its own
-answers; the frozen controller and two fixed configurations, which do not depend on latencies, do not. Each is charged
-everything that it takes beyond the model's own time. Then the same decisions are looked up in the profile: a replay
-that disagrees with the real model would be worth nothing.
+budget-aware static and by fixed configurations. Controller and static follow the drift of this machine, each by a
+tracker fed with its own answers; the frozen controller and fixed configurations do not. Each is charged everything
+that it takes beyond the model's own time. Then the same decisions are looked up in the profile: a replay that disagrees
+with the real model would be worth nothing.
 """
 
 from __future__ import annotations
@@ -196,19 +196,15 @@ class Server:
         self.model, self.stream, self.config, self.score = model, stream, config, requests.score
         self.frozen = AdaptiveModel(model.model, model.controller, clock=model.clock, tracker=False)
         self.clock = time.thread_time if model.clock == "cpu" else time.perf_counter
-        # its choices from tables: decided in torch they would slow down the answers that follow
-        self.statics = {
-            name: TrackedStatic(static, LatencyTracker(model.configurations, name), budgets)
-            for name, budgets in ((STATIC, None), (BEST_STATIC, np.unique(stream.budgets_ms)))
-        }
-        # what a choice cost lately is taken off the next budget, as in the runtime
-        self.latest: dict[str, deque[float]] = {name: deque(maxlen=DECISIONS_KEPT) for name in self.statics}
-        self.trackers = [model.tracker, *(static.tracker for static in self.statics.values())]
+        self.static = TrackedStatic(static, LatencyTracker(model.configurations, STATIC))
+        # what a choice of static cost lately is taken off the next budget, as in the runtime
+        self.latest: deque[float] = deque(maxlen=DECISIONS_KEPT)
+        self.trackers = [model.tracker, self.static.tracker]
         self.policies: dict[str, Callable[[int], Served]] = {
             LEARNED: partial(self.by_controller, self.model),
             FROZEN: partial(self.by_controller, self.frozen),
-            **{name: partial(self.by_static, static) for name, static in self.statics.items()},
-            **{name: partial(self.by_configuration, fixed[name]) for name in fixed if name != BEST_STATIC},
+            STATIC: self.by_static,
+            **{name: partial(self.by_configuration, choice) for name, choice in fixed.items()},
         }
         self._complete = 0, 0  # repeats, and requests of the next one, that every policy served
 
@@ -227,16 +223,18 @@ class Server:
         about = result.limit_ms, result.decision_us, *result.expected
         return Served(result.choice, score, inference_ms, overhead_ms, *about, result.drift)
 
-    def by_static(self, static: TrackedStatic, i: int) -> Served:
-        latest, budget = self.latest[static.tracker.digest], float(self.stream.budgets_ms[i])
-        limit = max(budget - (statistics.median(latest) if latest else 0.0), LEAST_LATENCY_MS)
+    def by_static(self, i: int) -> Served:
+        static = self.static
+        budget = float(self.stream.budgets_ms[i])
+        spent = statistics.median(self.latest) if self.latest else 0.0
+        limit = max(budget - spent, LEAST_LATENCY_MS)
         drift, start = static.tracker.drift, self.clock()
         choice, decided = static.decide(limit), self.clock()
         served, answered = self.by_configuration(choice, i), self.clock()
         static.update(choice, served.inference_ms)
         decision_ms = max((decided - start) * 1e3, 0.0)
         overhead_ms = decision_ms + max((self.clock() - answered) * 1e3, 0.0)
-        latest.append(overhead_ms)
+        self.latest.append(overhead_ms)
         return served._replace(limit_ms=limit, drift=drift, overhead_ms=overhead_ms, decision_us=decision_ms * 1e3)
 
     def by_configuration(self, choice: int, i: int) -> Served:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from replayed import small_stack, untrained
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import BestStatic, static_of
+from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.tracker import (
@@ -264,44 +264,31 @@ def table() -> ProfileTable:
     return replace(table, latency_ms=latency, accuracy=table.accuracy.where(mask, torch.nan), mask=mask)
 
 
-def test_without_drift_static_decides_as_budget_aware_static(table: ProfileTable) -> None:
-    rows = torch.arange(1, 60)
-    static = static_of(table, rows)
+def test_tracked_static_decides_by_the_part_of_a_budget_that_the_level_leaves(table: ProfileTable) -> None:
+    static = static_of(table, torch.arange(1, 60))
     configurations = [table.configuration(c) for c in range(table.num_configurations)]
     tracked = TrackedStatic(static, LatencyTracker(configurations))
-    budgets = torch.cat([table.latency_ms[table.mask], torch.tensor([1e-9, 1e9]), torch.linspace(0.5, 60, 300)])
-    limits = budgets.double().numpy()
-    assert [tracked.decide(budget) for budget in limits.tolist()] == static.choose({}, limits).tolist()
-    few = budgets[::97]
-    best = BestStatic(table, rows, few).choose({}, few[:1].numpy()).tolist()
-    fixed = TrackedStatic(static, tracked.tracker, few.double().numpy())
-    assert [fixed.decide(1.0), fixed.decide(99.0)] == best * 2
-
-
-def test_under_drift_static_decides_as_on_a_slower_table(table: ProfileTable) -> None:
-    rows = torch.arange(1, 60)
-    configurations = [table.configuration(c) for c in range(table.num_configurations)]
-    tracked = TrackedStatic(static_of(table, rows), LatencyTracker(configurations))
-    offset = np.random.default_rng(0).normal(0.3, 0.1, table.num_configurations)
-    logs = np.log(np.linspace(3, 60, 40))
-    # each time as ln t → m + offset + scale·(ln t − m)
-    mean = torch.from_numpy(tracked.log_latency)
-    moved = torch.exp(mean + torch.from_numpy(offset) + 1.5 * (table.latency_ms.double().log() - mean))
-    slower = static_of(replace(table, latency_ms=moved.float()), rows)
-    expected = slower.mean_utility(np.exp(logs))
-    np.testing.assert_allclose(tracked.mean_utility(logs, offset, 1.5), expected, atol=1e-6)
+    budgets = np.linspace(0.5, 60, 300)
+    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose({}, budgets).tolist()
+    # offsets that differ count by their mean
+    offset = np.zeros(len(configurations), np.float32)
+    offset[::2] = 2 * math.log(2)
+    offset += math.log(2) - offset.mean()
+    tracked.tracker.drift = offset, 1.5
+    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose({}, budgets / 2 + 1e-6).tolist()
 
 
 def test_static_learns_from_its_own_answers(table: ProfileTable) -> None:
     configurations = [table.configuration(c) for c in range(table.num_configurations)]
-    tracked = TrackedStatic(static_of(table, torch.arange(1, 60)), LatencyTracker(configurations))
+    static = static_of(table, torch.arange(1, 60))
+    tracked = TrackedStatic(static, LatencyTracker(configurations))
     budget = float(table.latency_ms.nanmedian())
     before = tracked.decide(budget)
     for _ in range(60):
         choice = tracked.decide(budget)
-        tracked.update(choice, 3 * math.exp(tracked.log_latency[choice]))
+        tracked.update(choice, 3 * math.exp(static.log_latency[choice]))
     assert tracked.tracker.factors()["level"] == pytest.approx(3, rel=0.1)
-    assert tracked.log_latency[tracked.decide(budget)] < tracked.log_latency[before]
+    assert static.log_latency[tracked.decide(budget)] < static.log_latency[before]
 
 
 # -- in front of a model -----------------------------------------------------------------------------------------------

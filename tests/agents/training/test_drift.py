@@ -13,8 +13,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from knobwise.agents.controller.networks import DRIFT_SCALE, drift_values
+from knobwise.agents.policy.network import LatencyModel
+from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.settle import deployed_by
+from knobwise.agents.training.settle import deployed_by, latency_of
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.drift import COPIES, Drift, drifted_copies, rows_of_copies
 from knobwise.envs.configurations.settings import BudgetConfig
@@ -231,3 +233,21 @@ def test_scale_of_what_is_told() -> None:
     with torch.no_grad():
         got = network(x, limits, None, offset.expand(3, 1, 12))
         torch.testing.assert_close(got, network.head(wanted))
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_answers_as_in_the_profile_show_no_drift(features: bool) -> None:
+    """Measurements are skewed: on average they take longer, in logarithm too, than their median."""
+    table = small_table(80, features=features)
+    stalls = 1 + torch.empty(80, 12, 7).exponential_(4, generator=generator())
+    skewed = table.latency_ms.unsqueeze(-1) * stalls
+    table = replace(table, latency_ms=skewed.median(-1).values, repeats_ms=skewed)
+    rows = torch.arange(80)
+    normaliser = FeatureNormaliser.fit(table, rows)
+    latency = LatencyModel(latency_of(table, rows, normaliser))
+    x = normaliser({name: block[rows] for name, block in table.features.items()}, 80).numpy()
+    logs = np.log(skewed.double().numpy())
+    residuals = logs - latency.means(x)[..., None]
+    assert np.abs(residuals.mean((0, 2))).max() < 1e-3
+    np.testing.assert_allclose(latency.spread, residuals.std((0, 2)), rtol=1e-3)
+    assert np.log(np.median(skewed, -1)).mean() < logs.mean() - 0.01
