@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,7 @@ class LatencyTracker:
         self.names = ["level", *(f"{name}={value}" for name, value in pairs)]
         rows = [[1.0, *(float(values[name] == value) for name, value in pairs)] for values in configurations]
         self._design = np.array(rows, np.float32)
+        self._shares = self._design.mean(0, np.float64).tolist()
         self._places = [np.flatnonzero(row).tolist() for row in self._design]
         self._begin()
 
@@ -84,6 +86,11 @@ class LatencyTracker:
         self._scale, self._run, self.answers = 1.0, 0, 0
         self.ignored: dict[str, int] = {}
         self.drift: tuple[NDArray[np.float32], float] | None = None
+
+    @property
+    def level(self) -> float:
+        """The mean offset of ln ms over configurations; 0 before the first answer."""
+        return sum(map(operator.mul, self._mean, self._shares))
 
     def _refresh(self) -> None:
         self.drift = self._design.dot(np.array(self._mean, np.float32)), self._scale
@@ -155,9 +162,8 @@ class LatencyTracker:
     def factors(self) -> dict[str, float]:
         """Latency here / latency predicted: `level`, the typical one, and for each knob value (as `max_crops=12`) what
         comes on top; `spread` is κ."""
-        offset, scale = self.drift or (np.zeros(1), self._scale)
         values = dict(zip(self.names, np.exp(self._mean).tolist(), strict=True))
-        return values | {"level": math.exp(float(offset.mean())), "spread": scale}
+        return values | {"level": math.exp(self.level), "spread": self._scale}
 
     def state(self) -> dict[str, Any]:
         """Everything it has learned, in plain values that JSON keeps exactly."""
@@ -214,8 +220,7 @@ class TrackedStatic:
 
     def decide(self, budget_ms: float) -> int:
         """Return the index of a configuration for one request."""
-        level = 0.0 if self.tracker.drift is None else float(self.tracker.drift[0].mean())
-        return self.static.single(budget_ms * math.exp(-level))
+        return self.static.single(budget_ms * math.exp(-self.tracker.level))
 
     def update(self, configuration: int, measured_ms: float) -> None:
         """Learn from the time of an answer."""
