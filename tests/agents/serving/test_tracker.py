@@ -270,12 +270,13 @@ def test_tracked_static_decides_by_the_part_of_a_budget_that_the_level_leaves(ta
     tracked = TrackedStatic(static, LatencyTracker(configurations))
     budgets = np.linspace(0.5, 60, 300)
     assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose({}, budgets).tolist()
-    # offsets that differ count by their mean
-    offset = np.zeros(len(configurations), np.float32)
-    offset[::2] = 2 * math.log(2)
-    offset += math.log(2) - offset.mean()
-    tracked.tracker.drift = offset, 1.5
-    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose({}, budgets / 2 + 1e-6).tolist()
+    # twice as slow here, and half of the configurations a little more
+    tracked.tracker.warm_start(range(12), np.log(2) + 0.02 * (np.arange(12) % 2))
+    offset, _ = tracked.tracker.drift or (np.zeros(0), 0.0)
+    assert np.ptp(offset) > 0.001
+    assert tracked.tracker.level == pytest.approx(offset.mean(), abs=1e-6)
+    limits = budgets * math.exp(-tracked.tracker.level)
+    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose({}, limits).tolist()
 
 
 def test_static_learns_from_its_own_answers(table: ProfileTable) -> None:
