@@ -26,12 +26,13 @@ OUTSIDE_THE_NETWORK = (
     *("dropout", "guard", "level", "level_cost", "confidence", "sharpness"),
     *("teacher", "experts", "teacher_hidden", "teacher_dropout"),
 )
-"""Settings of a policy or selector in which a training may differ from the checkpoint that it starts from."""
+"""Settings of a policy or selector in which a training may differ from the checkpoint that it
+starts from."""
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint holds: the agent, in eval mode, on the CPU; the profile that it was trained on; and what the
-    writer added, the trainer's state and the run's settings."""
+    """What a checkpoint holds: the agent, in eval mode, on the CPU; the profile that it was trained
+    on; and what the writer added, the trainer's state and the run's settings."""
 
     agent: Agent
     profile_name: str
@@ -42,24 +43,29 @@ class Loaded(NamedTuple):
     def controller(self) -> DeployedController:
         """The agent; an `InputError` when it is a selector."""
         if isinstance(self.agent, Selector):
-            raise InputError(f"it holds a selector trained on {self.profile_name!r}; give that of a controller")
+            raise InputError(
+                f"it holds a selector trained on {self.profile_name!r}; give that of a controller"
+            )
         return self.agent
 
     @property
     def network(self) -> Controller:
-        """The network of a controller, without teacher and guard; an `InputError` when it is a selector."""
+        """The network of a controller, without teacher and guard; an `InputError` when it is a
+        selector."""
         return self.controller.controller
 
     @property
     def selector(self) -> Selector:
         """The agent; an `InputError` when it is a controller."""
         if not isinstance(self.agent, Selector):
-            raise InputError(f"it holds a controller trained on {self.profile_name!r}; give that of a selector")
+            raise InputError(
+                f"it holds a controller trained on {self.profile_name!r}; give that of a selector"
+            )
         return self.agent
 
     def save(self, path: str | Path, previous: Path | None = None) -> None:
-        """Write the checkpoint; `load_checkpoint` reads it. What was at `path` moves to `previous`, if that is given.
-        Raises InputError if it cannot be written."""
+        """Write the checkpoint; `load_checkpoint` reads it. What was at `path` moves to `previous`,
+        if that is given. Raises InputError if it cannot be written."""
         content = {
             "format": FORMAT,
             "kind": type(self.agent).__name__,
@@ -71,8 +77,11 @@ class Loaded(NamedTuple):
             torch.save(content, temporary)
 
 
-def save_checkpoint(path: str | Path, agent: Agent, table: ProfileTable | BeamTable, extra: dict[str, Any]) -> None:
-    """Write an agent, everything that is needed to decide with it, and `extra` (tensors and plain values)."""
+def save_checkpoint(
+    path: str | Path, agent: Agent, table: ProfileTable | BeamTable, extra: dict[str, Any]
+) -> None:
+    """Write an agent, everything that is needed to decide with it, and `extra` (tensors and plain
+    values)."""
     Loaded(agent, table.name, table.digest, extra).save(path)
 
 
@@ -81,8 +90,8 @@ def load_checkpoint(path: str | Path) -> Loaded:
 
     Raises:
         Damaged: it is not whole, or does not agree with the checksums in it.
-        InputError: no such file, not a checkpoint of knobwise, weights that are not finite, or what the agent was
-            trained along with is missing.
+        InputError: no such file, not a checkpoint of knobwise, weights that are not finite, or what
+            the agent was trained along with is missing.
     """
     try:
         if is_damaged(path):
@@ -93,27 +102,47 @@ def load_checkpoint(path: str | Path) -> Loaded:
     except Damaged:
         raise
     except Exception as error:
-        raise InputError(f"{path}: not a checkpoint that knobwise can read ({type(error).__name__})") from error
+        raise InputError(
+            f"{path}: not a checkpoint that knobwise can read ({type(error).__name__})"
+        ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of knobwise (expected format {FORMAT})")
     try:
         agent = KINDS[content["kind"]].restored(content["controller"])
         _check_decides(agent)
-        return Loaded(agent, content["profile"]["name"], content["profile"]["digest"], content["extra"])
+        return Loaded(
+            agent, content["profile"]["name"], content["profile"]["digest"], content["extra"]
+        )
     except Missing as error:
         raise InputError(f"{path}: {error}") from error
     except InputError as error:  # a setting of an earlier version
         raise InputError(f"{path}: cannot be used any more: {error}; train again") from error
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{path}: damaged, or written by another version of knobwise ({error})") from error
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        OverflowError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:
+        raise InputError(
+            f"{path}: damaged, or written by another version of knobwise ({error})"
+        ) from error
 
 
 def load_if_whole(path: Path) -> Loaded | None:
-    """What a checkpoint holds; None where there is none, or only a damaged one, which is reported and removed."""
+    """What a checkpoint holds; None where there is none, or only a damaged one, which is reported
+    and removed."""
     try:
-        return load_checkpoint(path) if path.exists() else None
+        if path.exists():
+            return load_checkpoint(path)
+        return None
     except Damaged:
-        say(f"{path}: is damaged (its checksum does not match); continuing from the checkpoint before it")
+        say(
+            f"{path}: is damaged (its checksum does not match); continuing from the checkpoint "
+            "before it"
+        )
         path.unlink()
         return None
 
@@ -128,18 +157,20 @@ def _check_decides(agent: Any) -> None:
         _ = agent.decider
 
 
-# -- to start a training from (`init_from=PATH`) -----------------------------------------------------------------------
+# -- to start a training from (`init_from=PATH`) ---------------------------------------------------
 
 
 def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
-    """Return an agent with the weights of a checkpoint and the settings of a fresh agent, in eval mode.
+    """Return an agent with the weights of a checkpoint and the settings of a fresh agent, in eval
+    mode.
 
-    The statistics that features, embeddings and limits are standardised by come along with the weights: on inputs that
-    are standardised otherwise these weights would decide otherwise. Of a stack it takes the network.
+    The statistics that features, embeddings and limits are standardised by come along with the
+    weights: on inputs that are standardised otherwise these weights would decide otherwise. Of a
+    stack it takes the network.
 
     Raises:
-        InputError: one is a controller and the other a selector; knobs, configurations, features, limits or settings
-            of the network differ; or it does not say what it was trained on.
+        InputError: one is a controller and the other a selector; knobs, configurations, features,
+            limits or settings of the network differ; or it does not say what it was trained on.
     """
     selects = isinstance(fresh, Selector)
     group = "selector" if selects else "policy"
@@ -161,11 +192,18 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
 def _described(agent: Controller | Selector, group: str) -> dict[str, Any]:
     """What must be the same where weights are taken over, by its name in a message."""
     plain = agent.plain()
-    parts = {f"{group}.{key}": value for key, value in plain[group].items() if key not in OUTSIDE_THE_NETWORK}
+    parts = {
+        f"{group}.{key}": value
+        for key, value in plain[group].items()
+        if key not in OUTSIDE_THE_NETWORK
+    }
     if isinstance(agent, Selector):
         return parts | {"the width of the embeddings": agent.features}
     parts |= {f"knob {knob.name}": knob.values for knob in agent.knobs}
-    parts |= {f"the width of feature block {name}": width for name, width in agent.normaliser.sizes.items()}
+    parts |= {
+        f"the width of feature block {name}": width
+        for name, width in agent.normaliser.sizes.items()
+    }
     parts["the limit of a request"] = agent.limit_key
     configurations = agent.configurations
     checksum = zlib.crc32(configurations.numpy().tobytes())

@@ -63,7 +63,9 @@ def deployed_on(table: ProfileTable) -> NumpyController:
     return DeployedController(controller, None, settled).decider
 
 
-def forms_of(controller: NumpyController, table: ProfileTable) -> dict[str, Callable[[int], object]]:
+def forms_of(
+    controller: NumpyController, table: ProfileTable
+) -> dict[str, Callable[[int], object]]:
     """Return by name functions that decide on request number i, each under its own budget."""
     generator = np.random.default_rng(1)
     count = table.num_samples
@@ -79,7 +81,9 @@ def forms_of(controller: NumpyController, table: ProfileTable) -> dict[str, Call
     }
 
 
-def measure(forms: Mapping[str, Callable[[int], object]], requests: int, rounds: int) -> dict[str, list[float]]:
+def measure(
+    forms: Mapping[str, Callable[[int], object]], requests: int, rounds: int
+) -> dict[str, list[float]]:
     """Return µs of every call; the forms take turns after a few requests each."""
     micros: dict[str, list[float]] = {name: [] for name in forms}
     for number in range(rounds + 1):
@@ -105,7 +109,9 @@ def main(rounds: int = 200) -> None:
         times = {}
         for form, micros in measure(forms_of(controller, table), table.num_samples, rounds).items():
             fastest = statistics.quantiles(micros, n=10)[0]
-            times[form] = f"median {statistics.median(micros):6.1f} µs   fastest tenth {fastest:6.1f} µs"
+            times[form] = (
+                f"median {statistics.median(micros):6.1f} µs   fastest tenth {fastest:6.1f} µs"
+            )
         budgets_ms = default_budgets(table)
         (cost,) = own_costs([controller], table, torch.arange(100), budgets_ms)
         times[MODEL] = f"median {float(cost.decision_us.median()):6.1f} µs"

@@ -1,8 +1,9 @@
-"""Latency of requests to the built-in elastic model, in ms, with and without `AdaptiveModel.prefetch`.
+"""Latency of requests to the built-in elastic model, in ms, with and without
+`AdaptiveModel.prefetch`.
 
-Requests come 2 ms after the answer to the one before. Their first stage is prepared not at all, beside the answer to
-the one before, or in the pause after it. Medians are over 500 requests each; the three take turns after 20 requests.
-Torch runs on one thread.
+Requests come 2 ms after the answer to the one before. Their first stage is prepared not at all,
+beside the answer to the one before, or in the pause after it. Medians are over 500 requests each;
+the three take turns after 20 requests. Torch runs on one thread.
 
     python benchmarks/prefetch.py
 """

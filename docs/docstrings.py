@@ -1,4 +1,5 @@
-"""Docstrings as the API reference reads them: parameters that share a line, `seed, device: …`, get one each."""
+"""Docstrings as the API reference reads them: parameters that share a line, `seed, device: …`, get
+one each."""
 
 import re
 from typing import Any

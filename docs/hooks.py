@@ -1,5 +1,6 @@
-"""What the site has beyond the files in docs/, made while MkDocs builds it (`make docs`): the tutorial from its
-notebook, a page for each command with every setting, the API reference, and the project's own pages."""
+"""What the site has beyond the files in docs/, made while MkDocs builds it (`make docs`): the
+tutorial from its notebook, a page for each command with every setting, the API reference, and the
+project's own pages."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+PROJECT = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 PROJECT |= {"CODE_OF_CONDUCT.md": "conduct.md"}
 PACKAGES = ("knobwise", "knobwise.envs", "knobwise.agents", "knobwise.losses")
 WORDS = {"True": "true", "False": "false", "${policy}": "as policy"}
@@ -42,17 +47,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **about: Any) -> str:
-    """Links and lists that work on GitHub work on the site: links lead to its pages, and a list needs no blank line."""
+    """Links and lists that work on GitHub work on the site: links lead to its pages, and a list
+    needs no blank line."""
     markdown = re.sub(r"\]\((?:\.\./)(examples/\w+\.py)\)", r"](\1)", markdown)
     for source, name in PROJECT.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{source}", f"]({name}", markdown)
-    markdown = re.sub(r"\]\((?:docs/|\.\./docs/)", "](", markdown.replace("](tutorial.ipynb)", "](tutorial.md)"))
-    parts = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)  # code is left alone
-    parts[::2] = (re.sub(r"(?<=\n)((?![-*>| ]|\d+\.)\S.*\n)(?=(?:[-*]|1\.) )", r"\1\n", part) for part in parts[::2])
+    markdown = re.sub(
+        r"\]\((?:docs/|\.\./docs/)", "](", markdown.replace("](tutorial.ipynb)", "](tutorial.md)")
+    )
+    parts = re.split(
+        r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL
+    )  # code is left alone
+    parts[::2] = (
+        re.sub(r"(?<=\n)((?![-*>| ]|\d+\.)\S.*\n)(?=(?:[-*]|1\.) )", r"\1\n", part)
+        for part in parts[::2]
+    )
     return "".join(parts)
 
 
-# -- the tutorial ------------------------------------------------------------------------------------------------------
+# -- the tutorial ----------------------------------------------------------------------------------
 
 
 def tutorial(pictures: dict[str, bytes]) -> str:
@@ -72,17 +85,21 @@ def tutorial(pictures: dict[str, bytes]) -> str:
     return "\n\n".join(parts)
 
 
-# -- commands and settings ---------------------------------------------------------------------------------------------
+# -- commands and settings -------------------------------------------------------------------------
 
 
 def command_pages() -> Iterator[tuple[str, str]]:
-    """A page for each command, with the settings that `knobwise VERB --help` lists, from the dataclasses."""
+    """A page for each command, with the settings that `knobwise VERB --help` lists, from the
+    dataclasses."""
     usage = (ROOT / "experiments" / "command_line" / "usage.txt").read_text()
     yield "commands/index.md", f"# Commands\n\n```text\n{usage}```\n"
     for verb, settings in VERBS.items():
         title = f"knobwise {verb.replace('_', ' experiment=')}"
         summary = " ".join(str(settings.__doc__).split()).removeprefix(f"{title}: ")
-        yield f"commands/{verb}.md", f"# {title}\n\n{summary[0].upper()}{summary[1:]}\n" + "".join(sections(verb))
+        yield (
+            f"commands/{verb}.md",
+            f"# {title}\n\n{summary[0].upper()}{summary[1:]}\n" + "".join(sections(verb)),
+        )
 
 
 def sections(verb: str) -> Iterator[str]:
@@ -109,7 +126,7 @@ def sections(verb: str) -> Iterator[str]:
                 yield f"| `{name}` | {compose.question_of(name)} |\n"
 
 
-# -- the API reference -------------------------------------------------------------------------------------------------
+# -- the API reference -----------------------------------------------------------------------------
 
 
 def reference_pages() -> Iterator[tuple[str, str]]:
@@ -119,7 +136,9 @@ def reference_pages() -> Iterator[tuple[str, str]]:
         names = [f"{package}.{name}" for name in module.__all__ if not name.startswith("__")]
         yield reference_page(package, str(module.__doc__), names)
     names = [f"knobwise.profiling.measuring.adaptive_model.{name}" for name in PROFILING]
-    yield reference_page("knobwise.profiling", "What a model implements that is to be profiled and served.", names)
+    yield reference_page(
+        "knobwise.profiling", "What a model implements that is to be profiled and served.", names
+    )
 
 
 def reference_page(package: str, summary: str, names: list[str]) -> tuple[str, str]:

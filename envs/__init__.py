@@ -1,4 +1,5 @@
-"""Profiles in, decisions replayed: tables, readers, budgets, rewards, and the bandit environments."""
+"""Profiles in, decisions replayed: tables, readers, budgets, rewards, and the bandit
+environments."""
 
 from __future__ import annotations
 
@@ -10,14 +11,20 @@ if TYPE_CHECKING:
     from knobwise.common.errors import InputError as InputError
     from knobwise.envs.configurations.budgets import default_budgets as default_budgets
     from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv as ConfigBanditEnv
-    from knobwise.envs.configurations.gymnasium_env import ConfigBanditVectorEnv as ConfigBanditVectorEnv
+    from knobwise.envs.configurations.gymnasium_env import (
+        ConfigBanditVectorEnv as ConfigBanditVectorEnv,
+    )
     from knobwise.envs.configurations.settings import BudgetConfig as BudgetConfig
     from knobwise.envs.configurations.settings import RewardConfig as RewardConfig
     from knobwise.envs.configurations.torchrl_env import ConfigBandit as ConfigBandit
     from knobwise.envs.demonstrations.beam_files import read_beam_data as read_beam_data
     from knobwise.envs.demonstrations.beam_table import BeamTable as BeamTable
-    from knobwise.envs.demonstrations.gymnasium_env import DemonstrationBanditEnv as DemonstrationBanditEnv
-    from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig as DemonstrationRewardConfig
+    from knobwise.envs.demonstrations.gymnasium_env import (
+        DemonstrationBanditEnv as DemonstrationBanditEnv,
+    )
+    from knobwise.envs.demonstrations.settings import (
+        DemonstrationRewardConfig as DemonstrationRewardConfig,
+    )
     from knobwise.envs.demonstrations.settings import GroupConfig as GroupConfig
     from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit as DemonstrationBandit
     from knobwise.envs.readers.builtin import builtin_profile as builtin_profile

@@ -14,14 +14,18 @@ from torchrl.envs import EnvBase
 
 
 class SingleStepEnv(EnvBase):
-    """P contexts at once, a group of G actions for each and a reward per action; every episode ends after one step."""
+    """P contexts at once, a group of G actions for each and a reward per action; every episode ends
+    after one step."""
 
     def _set_outcome_specs(self, contexts: int, group: int) -> None:
         self.reward_spec = Unbounded(shape=(contexts, group), device=self.device)
         self.done_spec = Binary(shape=(contexts, 1), dtype=torch.bool, device=self.device)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._about()}, batch {self.batch_size.numel()}, group {self.group_size})"
+        return (
+            f"{type(self).__name__}({self._about()}, batch "
+            f"{self.batch_size.numel()}, group {self.group_size})"
+        )
 
     @abstractmethod
     def _about(self) -> str:
@@ -38,7 +42,10 @@ class SingleStepEnv(EnvBase):
         return TensorDict(content, batch_size=self.batch_size, device=self.device)
 
     def _outcome(
-        self, before: Mapping[str, Tensor] | TensorDictBase, reward: Tensor, observation: dict[str, Tensor]
+        self,
+        before: Mapping[str, Tensor] | TensorDictBase,
+        reward: Tensor,
+        observation: dict[str, Tensor],
     ) -> TensorDictBase:
         """What `_step` returns: the observation before the step with what changed in it."""
         done = torch.ones_like(reward[:, :1], dtype=torch.bool)
@@ -46,14 +53,23 @@ class SingleStepEnv(EnvBase):
         content |= {**observation, "reward": reward, "done": done, "terminated": done}
         return TensorDict(content, batch_size=self.batch_size, device=self.device)
 
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """A step and the contexts after it; every episode ends here, so there is no need to check `done`."""
+    def step_and_maybe_reset(
+        self, tensordict: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        """A step and the contexts after it; every episode ends here, so there is no need to check
+        `done`."""
         return tensordict.set("next", self._step(tensordict)), self._reset()
 
-    def rollout(self, *args: Any, break_when_any_done: bool | None = None, **options: Any) -> TensorDictBase:
-        """Play as many steps as are asked for; TorchRL's default, to stop when an episode ends, would play one."""
+    def rollout(
+        self, *args: Any, break_when_any_done: bool | None = None, **options: Any
+    ) -> TensorDictBase:
+        """Play as many steps as are asked for; TorchRL's default, to stop when an episode ends,
+        would play one."""
         return super().rollout(*args, break_when_any_done=bool(break_when_any_done), **options)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As in `nn.Module`; an empty state, which a collector saves of an environment without transforms, fits too."""
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As in `nn.Module`; an empty state, which a collector saves of an environment without
+        transforms, fits too."""
         return super().load_state_dict(state_dict, strict and bool(state_dict), assign)

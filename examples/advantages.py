@@ -1,6 +1,7 @@
 """Advantages of your own for GRPO: `loss.advantage=examples.advantages:leave_one_out`.
 
-knobwise train -m experiment=advantages loss.advantage=centred,examples.advantages:leave_one_out seeds=[0,1,2]
+knobwise train -m experiment=advantages loss.advantage=centred,examples.advantages:leave_one_out
+seeds=[0,1,2]
 """
 
 import torch
@@ -14,6 +15,9 @@ def leave_one_out(reward: Tensor, weight: Tensor | None) -> Tensor:
         reward: [*, G], the group is the last axis.
         weight: [*, G], the share of each draw in its group; None for 1/G.
     """
-    share = torch.full_like(reward, 1 / reward.shape[-1]) if weight is None else weight
+    if weight is None:
+        share = torch.full_like(reward, 1 / reward.shape[-1])
+    else:
+        share = weight
     mean = (share * reward).sum(-1, keepdim=True)
     return (reward - mean) / (1 - share).clamp_min(1e-3)

@@ -2,8 +2,8 @@
 
     python examples/deploy.py runs/latest
 
-The model is the small elastic vision-language model that the built-in profile measures. Train a controller for it with
-`knobwise train`.
+The model is the small elastic vision-language model that the built-in profile measures. Train a
+controller for it with `knobwise train`.
 """
 
 import sys

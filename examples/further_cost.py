@@ -1,4 +1,5 @@
-"""A further cost beside time: the operations of every answer in the built-in profile, counted as the model really runs.
+"""A further cost beside time: the operations of every answer in the built-in profile, counted as
+the model really runs.
 
     python examples/further_cost.py counted.safetensors
     knobwise train experiment=weights profile=table profile.path=counted.safetensors
@@ -21,9 +22,12 @@ from knobwise.profiling.elastic.settings import Configuration
 
 
 def counted(table: ProfileTable) -> ProfileTable:
-    """The built-in profile with `cost.mflop`: millions of floating-point operations in matrix products and attention.
-    They depend only on the numbers of tokens and on the configuration, so each such case is counted once."""
-    model, requests, cost = shipped_model(), ElasticRequests(), torch.empty_like(table.latency_ms)
+    """The built-in profile with `cost.mflop`: millions of floating-point operations in matrix
+    products and attention. They depend only on the numbers of tokens and on the configuration, so
+    each such case is counted once."""
+    model = shipped_model()
+    requests = ElasticRequests()
+    cost = torch.empty_like(table.latency_ms)
     settings = [Configuration(**table.configuration(c)) for c in range(table.num_configurations)]
     cases: dict[tuple[int, ...], float] = {}
     with progress("counting operations", len(cost)) as tick:
@@ -31,7 +35,12 @@ def counted(table: ProfileTable) -> ProfileTable:
             scene = requests.request(sample)
             for column, setting in enumerate(settings):
                 answer = model.generate(scene.image, scene.question, setting)
-                case = answer.vision_tokens, len(answer.tokens), setting.top_k, setting.num_active_blocks
+                case = (
+                    answer.vision_tokens,
+                    len(answer.tokens),
+                    setting.top_k,
+                    setting.num_active_blocks,
+                )
                 if case not in cases:
                     # of attention the counter knows the plain form only
                     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -2,8 +2,9 @@
 
     python examples/own_table.py measured.csv
 
-A row is one sample under one configuration: `sample_id`, any columns that are knobs, `accuracy` and `latency_ms`.
-Without an argument the example writes the built-in profile as such a table, with its features, and shows how it begins.
+A row is one sample under one configuration: `sample_id`, any columns that are knobs, `accuracy` and
+`latency_ms`. Without an argument the example writes the built-in profile as such a table, with its
+features, and shows how it begins.
 """
 
 import sys
@@ -18,14 +19,17 @@ from knobwise.envs.readers.long_table import write_features, write_long_table
 def builtin_files(folder: Path) -> tuple[Path, Path]:
     """A CSV with a row for every measured cell, and the features of the samples."""
     table = builtin_profile()
-    measured, features = folder / "measured.csv", folder / "features.npz"
+    measured = folder / "measured.csv"
+    features = folder / "features.npz"
     write_long_table(table, measured)
     write_features(table, features)
     print(*measured.read_text().splitlines()[:3], sep="\n")
     return measured, features
 
 
-def main(measured: Path, features: Path | None = None, **settings: object) -> list[dict[str, object]]:
+def main(
+    measured: Path, features: Path | None = None, **settings: object
+) -> list[dict[str, object]]:
     """Train a controller on these files; return what it decides for the first three samples."""
     table = knobwise.read(measured, features=features)
     print(table)

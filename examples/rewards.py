@@ -1,9 +1,11 @@
 """A reward for another aim than utility, to copy and to change; run it in the folder above.
 
-    knobwise train policy=utility reward=function reward.function=examples.rewards:late_answers loss.kl_to_ref_coeff=0
+    knobwise train policy=utility reward=function reward.function=examples.rewards:late_answers
+    loss.kl_to_ref_coeff=0
 
-A reward gets accuracy, latency_ms, budget_ms, float tensors of one shape, and for each knob a tensor of its values, and
-returns the reward of each of these decisions. docs/aims.md compares what training on this one and two others gained.
+A reward gets accuracy, latency_ms, budget_ms, float tensors of one shape, and for each knob a
+tensor of its values, and returns the reward of each of these decisions. docs/aims.md compares what
+training on this one and two others gained.
 """
 
 from collections.abc import Mapping
@@ -11,10 +13,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 LONGEST = 4.0
-"""An answer is given up, and counts as late by no more, this many budgets after its budget has run out."""
+"""An answer is given up, and counts as late by no more, this many budgets after its budget has run
+out."""
 
 
-def late_answers(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, knobs: Mapping[str, Tensor]) -> Tensor:
-    """An answer counts however late it is, and each moment of waiting costs more than the one before."""
+def late_answers(
+    accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, knobs: Mapping[str, Tensor]
+) -> Tensor:
+    """An answer counts however late it is, and each moment of waiting costs more than the one
+    before."""
     late = (latency_ms / budget_ms - 1).clamp(0, LONGEST)
     return accuracy - 0.5 * late - 0.5 * late**2

@@ -1,4 +1,5 @@
-"""Choose the knobs for one input yourself, under your own budget, and see what the choice gets beside the best one.
+"""Choose the knobs for one input yourself, under your own budget, and see what the choice gets
+beside the best one.
 
     python examples/step_by_hand.py [picture.png]
 

@@ -1,6 +1,8 @@
-"""Warm-up and GRPO with TorchRL's parts and nothing hidden: environment, policy, losses, collector, buffer, optimiser.
+"""Warm-up and GRPO with TorchRL's parts and nothing hidden: environment, policy, losses, collector,
+buffer, optimiser.
 
-Each knob is drawn under its own key. Prints the utility on held-out samples. It takes about a minute on one core.
+Each knob is drawn under its own key. Prints the utility on held-out samples. It takes about a
+minute on one core.
 """
 
 import copy
@@ -14,25 +16,37 @@ from knobwise.envs import ConfigBandit, builtin_profile, default_budgets
 from knobwise.losses import GRPOLoss, RCELoss
 
 
-def main(warm_up: int = 600, iterations: int = 300, contexts: int = 256, group_size: int = 16) -> float:
+def main(
+    warm_up: int = 600, iterations: int = 300, contexts: int = 256, group_size: int = 16
+) -> float:
     """Train a controller and return its utility on the test split."""
     table = builtin_profile()
-    split, budgets_ms = table.split(), default_budgets(table)
-    best, weights = -1.0, {}
+    split = table.split()
+    budgets_ms = default_budgets(table)
+    best = -1.0
+    weights = {}
 
     shape = {"batch_size": contexts, "group_size": group_size}
-    env = ConfigBandit(table, **shape, rows=split.train, action_keys="knobs", lean=True, full_information=True)
+    env = ConfigBandit(
+        table, **shape, rows=split.train, action_keys="knobs", lean=True, full_information=True
+    )
     agent = DeployedController(Controller.for_table(table, split.train, PolicyConfig()))
     policy = make_actor(agent, table, group_size=group_size, separate=True)
-    storage, sampler = LazyTensorStorage(contexts), SamplerWithoutReplacement()
+    storage = LazyTensorStorage(contexts)
+    sampler = SamplerWithoutReplacement()
     buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=contexts // 2)
-    stages = ((RCELoss(policy), warm_up, 2e-3), (GRPOLoss(policy, advantage="centred"), iterations, 1e-3))
+    stages = (
+        (RCELoss(policy), warm_up, 2e-3),
+        (GRPOLoss(policy, advantage="centred"), iterations, 1e-3),
+    )
     for loss_module, count, lr in stages:
         warming_up = isinstance(loss_module, RCELoss)
         optimiser = torch.optim.AdamW(loss_module.parameters(), lr=lr, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, count)
         frames = {"frames_per_batch": contexts, "total_frames": contexts * count}
-        collector = Collector(env, policy, **frames, auto_register_policy_transforms=False)  # no recurrent state
+        collector = Collector(
+            env, policy, **frames, auto_register_policy_transforms=False
+        )  # no recurrent state
         for iteration, batch in enumerate(collector):
             if warming_up:
                 loss_module.temperature.fill_(0.5 - 0.4 * iteration / count)
@@ -49,7 +63,8 @@ def main(warm_up: int = 600, iterations: int = 300, contexts: int = 256, group_s
             if iteration % 20 == 0:
                 score = float(judge(agent, table, split.validation, budgets_ms).utility.mean())
                 if score > best:
-                    best, weights = score, copy.deepcopy(agent.state_dict())
+                    best = score
+                    weights = copy.deepcopy(agent.state_dict())
         print(f"validation utility after {type(loss_module).__name__}: {best:.3f}", flush=True)
     agent.load_state_dict(weights)
     return float(judge(agent, table, split.test, budgets_ms).utility.mean())

@@ -16,8 +16,11 @@ from knobwise.losses import GRPOLoss
 def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tuple[float, float]:
     """Train a controller; return its utility on the test split before and after."""
     table = builtin_profile()
-    split, budgets_ms = table.split(), default_budgets(table)
-    env = ConfigBandit(table, batch_size=contexts, group_size=group_size, rows=split.train, lean=True)
+    split = table.split()
+    budgets_ms = default_budgets(table)
+    env = ConfigBandit(
+        table, batch_size=contexts, group_size=group_size, rows=split.train, lean=True
+    )
     controller = Controller.for_table(table, split.train, PolicyConfig(dropout=0.0))
     policy = make_actor(controller, table, group_size=group_size)
     loss_module = GRPOLoss(policy, advantage="centred")
@@ -25,7 +28,11 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
     frames = contexts * iterations
     trainer = Trainer(
         collector=Collector(
-            env, policy, frames_per_batch=contexts, total_frames=frames, auto_register_policy_transforms=False
+            env,
+            policy,
+            frames_per_batch=contexts,
+            total_frames=frames,
+            auto_register_policy_transforms=False,
         ),
         total_frames=frames,
         frame_skip=1,
@@ -37,7 +44,9 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
         progress_bar=False,
     )
     buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(contexts), sampler=SamplerWithoutReplacement(), batch_size=contexts // 2
+        storage=LazyTensorStorage(contexts),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=contexts // 2,
     )
     minibatches = ReplayBufferTrainer(buffer, flatten_tensordicts=True)
     trainer.register_op("batch_process", minibatches.extend)

@@ -1,10 +1,12 @@
-"""knobwise: learn which setting of a large model's knobs to use for each input under a latency budget.
+"""knobwise: learn which setting of a large model's knobs to use for each input under a latency
+budget.
 
-`import knobwise` is light; it makes `gymnasium.make("knobwise/ConfigBandit-v0")` and, for selectors of demonstrations,
-`gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)` known and nothing more. `knobwise.read`, `knobwise.fit` and
-`knobwise.load` (`knobwise.api`) read a profile, train a policy and load one. The parts, in the order in which data
-passes through them: `knobwise.profiling` measures, `knobwise.envs` reads and replays, `knobwise.agents` decides and
-learns, `knobwise.losses` holds what is minimised, `knobwise.experiments` launches, tracks and reports.
+`import knobwise` is light; it makes `gymnasium.make("knobwise/ConfigBandit-v0")` and, for selectors
+of demonstrations, `gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)` known and nothing
+more. `knobwise.read`, `knobwise.fit` and `knobwise.load` (`knobwise.api`) read a profile, train a
+policy and load one. The parts, in the order in which data passes through them: `knobwise.profiling`
+measures, `knobwise.envs` reads and replays, `knobwise.agents` decides and learns, `knobwise.losses`
+holds what is minimised, `knobwise.experiments` launches, tracks and reports.
 """
 
 from typing import TYPE_CHECKING

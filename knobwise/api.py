@@ -35,22 +35,28 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     """Read a profile: a row for each sample and configuration.
 
     Args:
-        data: the path of a CSV, Parquet or JSON lines file, of a `.safetensors` that `ProfileTable.save` wrote, or of a
-            folder that `knobwise profile` wrote, features included; or a data frame of polars or pandas.
-        features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; None for a policy that sees
-            the budget only.
+        data: the path of a CSV, Parquet or JSON lines file, of a `.safetensors` that
+            `ProfileTable.save` wrote, or of a folder that `knobwise profile` wrote, features
+            included; or a data frame of polars or pandas.
+        features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; None
+            for a policy that sees the budget only.
         options: the other options of `profile=table`: knobs, accuracy, latency, unit, name.
 
     Raises:
         InputError: no such file, or wrong content, see `table_from_frame` and `read_features`.
 
-    >>> frame = polars.DataFrame({"sample_id": 2 * ["q"], "crops": [1, 4], "accuracy": [0, 1], "latency_ms": [2, 9]})
-    >>> knobwise.read(frame, {"sample_id": ["q"], "image": [[0.1, 0.2]]}, name="two cells")
-    ProfileTable 'two cells': 1 samples × 2 configurations of crops; 100.0% profiled; features: image 2 wide
+    >>> cells = {"crops": [1, 4], "accuracy": [0, 1], "latency_ms": [2, 9]}
+    >>> frame = polars.DataFrame({"sample_id": 2 * ["q"], **cells})
+    >>> table = knobwise.read(frame, {"sample_id": ["q"], "image": [[0.1, 0.2]]})
+    >>> table.num_samples, table.num_configurations, list(table.features)
+    (1, 2, ['image'])
     """
     content = _content(features)
     if not isinstance(data, (str, Path)):
-        frame = data if isinstance(data, pl.DataFrame) else pl.DataFrame(data.to_dict("list")).fill_nan(None)
+        if isinstance(data, pl.DataFrame):
+            frame = data
+        else:
+            frame = pl.DataFrame(data.to_dict("list")).fill_nan(None)
         return table_from_frame(frame, features=content, **{"name": "frame", **options})
     path = Path(data)
     if path.is_dir():
@@ -60,40 +66,57 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
 
 
 def load(path: str | Path = "runs/latest") -> KnobPolicy:
-    """Load a trained policy: the folder of a run, of whose seeds it takes the best on validation, or a checkpoint.
+    """Load a trained policy: the folder of a run, of whose seeds it takes the best on validation,
+    or a checkpoint.
 
     Raises:
-        InputError: no such run or checkpoint, a run that is not finished, the checkpoint of a selector.
+        InputError: no such run or checkpoint, a run that is not finished, the checkpoint of a
+            selector.
     """
     return KnobPolicy(load_checkpoint(checkpoint_at(path)))
 
 
-def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int = 0, **options: Any) -> KnobPolicy:
-    """Train a policy as `knobwise train` does with one seed, and say how it did on test samples beside budget-aware
-    static, and what GRPO added. Returns what a run would deploy. Writes no files.
+def fit(
+    data: Any, features: Features = None, *, policy: str = "auto", seed: int = 0, **options: Any
+) -> KnobPolicy:
+    """Train a policy as `knobwise train` does with one seed, and say how it did on test samples
+    beside budget-aware static, and what GRPO added. Returns what a run would deploy. Writes no
+    files.
 
     Args:
         data: a profile, or what `read` takes.
-        features: as in `read`; of a profile also blocks [N, d] in the order of its samples, without ids.
-        policy: auto, a head for each knob, taught by a network and experts that predict outcomes, then trained by GRPO;
-            utility, the same without experts, which trains several times faster; or independent, by rewards alone,
-            without a teacher and a guard.
-        options: any other option of `knobwise train`, such as reward="shaped", budget="mean", budgets_ms=[20, 40] or
-            optimiser={"iterations": 100}.
+        features: as in `read`; of a profile also blocks [N, d] in the order of its samples, without
+            ids.
+        policy: auto, a head for each knob, taught by a network and experts that predict outcomes,
+            then trained by GRPO; utility, the same without experts, which trains several times
+            faster; or independent, by rewards alone, without a teacher and a guard.
+        options: any other option of `knobwise train`, such as reward="shaped", budget="mean",
+            budgets_ms=[20, 40] or optimiser={"iterations": 100}.
 
     Raises:
         InputError: data or options that cannot be used.
 
-    >>> table, quick = builtin_profile(), {"teacher_iterations": 20, "warmup_iterations": 20, "iterations": 0}
+    >>> table = builtin_profile()
+    >>> quick = {"teacher_iterations": 20, "warmup_iterations": 20, "iterations": 0}
     >>> policy = knobwise.fit(table, policy="utility", optimiser=quick)
-    >>> policy.decide({name: block[0] for name, block in table.features.items()}, budget_ms=3.0).keys()
+    >>> features = {name: block[0] for name, block in table.features.items()}
+    >>> policy.decide(features, budget_ms=3.0).keys()
     dict_keys(['max_crops', 'top_k', 'num_active_blocks'])
     """
-    table = data if isinstance(data, ProfileTable) else read(data, features)
+    if isinstance(data, ProfileTable):
+        table = data
+    else:
+        table = read(data, features)
     if table is data and features is not None:
         content = _content(features, sample_id=table.sample_ids, dataset=table.dataset_names)
         table = attach_features(table, content)
-    options = {"tracking": "disabled", "baselines": False, "policy": policy, **options, "seeds": [seed]}
+    options = {
+        "tracking": "disabled",
+        "baselines": False,
+        "policy": policy,
+        **options,
+        "seeds": [seed],
+    }
     threads = torch.get_num_threads()
     try:
         experiment = ControllerExperiment(read_settings("train", list(_words(options))), table)
@@ -126,5 +149,8 @@ def _content(features: Any, **ids: Any) -> Any:
     """Features in memory with their ids, `ids` if they have none; a path as it is."""
     if features is None or isinstance(features, (str, Path)):
         return features
-    blocks = features if isinstance(features, Mapping) else {"features": features}
+    if isinstance(features, Mapping):
+        blocks = features
+    else:
+        blocks = {"features": features}
     return features_from({**({} if "sample_id" in blocks else ids), **blocks}, "features")

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy(
     __name__,
-    {"GRPOLoss": "grpo", "RCELoss": "warm_up", "RegressionLoss": "warm_up", "group_advantage": "functional"},
+    {
+        "GRPOLoss": "grpo",
+        "RCELoss": "warm_up",
+        "RegressionLoss": "warm_up",
+        "group_advantage": "functional",
+    },
 )
 
 __all__ = ["GRPOLoss", "RCELoss", "RegressionLoss", "group_advantage"]

@@ -27,14 +27,16 @@ Keys: TypeAlias = NestedKey | list[NestedKey]
 class ActorLoss(LossModule):
     """A loss of one actor.
 
-    The actor may draw the parts of an action under keys of their own, by a `CompositeDistribution`. As in TorchRL's
-    losses the keys of draws and of log-probs are then lists, read from the actor or set by `set_keys(action=[…],
-    sample_log_prob=[…])`; the key of the summed log-prob may stand for its list.
+    The actor may draw the parts of an action under keys of their own, by a `CompositeDistribution`.
+    As in TorchRL's losses the keys of draws and of log-probs are then lists, read from the actor or
+    set by `set_keys(action=[…], sample_log_prob=[…])`; the key of the summed log-prob may stand for
+    its list.
 
     Args:
         actor_network: a module with `get_dist(tensordict)`.
         reduction: `mean`, `sum` or `none` over contexts; None for `mean`.
-        functional: keep the parameters apart from the module, as TorchRL does (needed under vmap); off is faster.
+        functional: keep the parameters apart from the module, as TorchRL does (needed under vmap);
+            off is faster.
 
     Attributes:
         diagnostics: whether `forward` also gives diagnostics; without them it is faster.
@@ -46,11 +48,18 @@ class ActorLoss(LossModule):
     target_actor_network_params: TensorDictParams
 
     def __init__(
-        self, actor_network: ProbabilisticTensorDictSequential, *, reduction: str | None = None, functional: bool = True
+        self,
+        actor_network: ProbabilisticTensorDictSequential,
+        *,
+        reduction: str | None = None,
+        functional: bool = True,
     ) -> None:
         super().__init__()
-        self._forward_pre_hooks.clear()  # TorchRL looks there for target networks that nobody updates; we have none
-        self.functional, self.reduction, self.diagnostics = functional, reduction or "mean", True
+        # TorchRL looks there for target networks that nobody updates; we have none
+        self._forward_pre_hooks.clear()
+        self.functional = functional
+        self.reduction = reduction or "mean"
+        self.diagnostics = True
         if functional:
             self.convert_to_functional(actor_network, "actor_network")
         else:
@@ -77,7 +86,11 @@ class ActorLoss(LossModule):
         """The keys that the loss reads beside those of the actor."""
 
     def _distribution(self, tensordict: TensorDictBase) -> Any:
-        with self.actor_network_params.to_module(self.actor_network) if self.functional else nullcontext():
+        with (
+            self.actor_network_params.to_module(self.actor_network)
+            if self.functional
+            else nullcontext()
+        ):
             return self.actor_network.get_dist(tensordict)
 
     def _log_prob(self, dist: Any, tensordict: TensorDictBase) -> Any:
@@ -93,7 +106,8 @@ class ActorLoss(LossModule):
         """ln π of all configurations."""
         if not hasattr(dist, "log_probs"):
             raise InputError(
-                f"{type(dist).__name__}: its configurations are not known; take make_actor(…, separate=True), or "
+                f"{type(dist).__name__}: its configurations are not known; take make_actor(…, "
+                "separate=True), or "
                 "objective=sampled and recorded=True, which need only draws"
             )
         return dist.log_probs
@@ -107,7 +121,9 @@ class ActorLoss(LossModule):
     def _summed(tensordict: TensorDictBase, keys: Keys) -> Any:
         """Sum what is under these keys; None if any is missing."""
         each = [tensordict.get(key, None) for key in _listed(keys)]
-        return None if any(part is None for part in each) else sum(each[1:], each[0])
+        if any(part is None for part in each):
+            return None
+        return sum(each[1:], each[0])
 
 
 def _listed(keys: Keys) -> list[NestedKey]:
@@ -115,8 +131,8 @@ def _listed(keys: Keys) -> list[NestedKey]:
 
 
 def is_zero(coefficient: Tensor) -> bool:
-    """Whether a term with this coefficient (a single number) need not be computed. Under `torch.compile` and vmap that
-    is not known, and the term is computed."""
+    """Whether a term with this coefficient (a single number) need not be computed. Under
+    `torch.compile` and vmap that is not known, and the term is computed."""
     if torch.compiler.is_compiling():
         return False
     try:

@@ -1,8 +1,9 @@
 """The formulae, each once, as pure functions of tensors.
 
-A *group* is the last axis, of J alternatives for one context: the G draws of a policy, or all C configurations. The
-`weight` says how the expectation over the group is taken: 1/G for draws, the behaviour policy's probabilities for the
-exact expectation over all configurations. That is the only difference between sampled and exact GRPO.
+A *group* is the last axis, of J alternatives for one context: the G draws of a policy, or all C
+configurations. The `weight` says how the expectation over the group is taken: 1/G for draws, the
+behaviour policy's probabilities for the exact expectation over all configurations. That is the only
+difference between sampled and exact GRPO.
 """
 
 from __future__ import annotations
@@ -20,26 +21,36 @@ from knobwise.losses.settings import ADVANTAGES
 
 def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
     """Σ_j weight_j · values_j over the last axis; None for the plain mean. [*, J] → [*]."""
-    return values.mean(-1) if weight is None else (weight * values).sum(-1)
+    if weight is None:
+        return values.mean(-1)
+    return (weight * values).sum(-1)
 
 
 def even_weight(mask: Tensor) -> Tensor:
-    """1/n for each of the n alternatives in the mask, 0 for the others: bool [*, J] → float [*, J]."""
+    """1/n for each of the n alternatives in the mask, 0 for the others: bool [*, J] → float [*,
+    J]."""
     return mask / mask.sum(-1, keepdim=True).clamp_min(1)
 
 
 def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> Tensor:
-    """Return even weights of the `count` alternatives with the highest rewards, and 0 for the others.
+    """Return even weights of the `count` alternatives with the highest rewards, and 0 for the
+    others.
 
     Args:
-        reward: float [*, J], the group is the last axis. Of equal rewards the first counts as higher.
+        reward: float [*, J], the group is the last axis. Of equal rewards the first counts as
+            higher.
         count: how many take part, of those whose weight is above 0.
         weight: [*, J], None for equal weights.
 
     Returns: [*, J].
     """
-    present = torch.ones_like(reward, dtype=torch.bool) if weight is None else weight > 0
-    best_first = reward.masked_fill(~present, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    if weight is None:
+        present = torch.ones_like(reward, dtype=torch.bool)
+    else:
+        present = weight > 0
+    best_first = reward.masked_fill(~present, -torch.inf).argsort(
+        dim=-1, descending=True, stable=True
+    )
     rank = best_first.argsort(-1)
     return even_weight(present & (rank < count))
 
@@ -47,8 +58,9 @@ def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> 
 def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute the share of the group that is worse minus the share that is better, by rank alone.
 
-    It is divided by 1 − Σ weight², the probability that two draws differ, so that G draws without ties get
-    1 − 2·rank/(G − 1), rank 0 the best. The divisor is at least 1/2, its value for two draws.
+    It is divided by 1 − Σ weight², the probability that two draws differ, so that G draws without
+    ties get 1 − 2·rank/(G − 1), rank 0 the best. The divisor is at least 1/2, its value for two
+    draws.
 
     Args:
         reward: float [*, J], the group is the last axis.
@@ -68,7 +80,8 @@ def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 AdvantageFunction = Callable[[Tensor, Tensor | None], Tensor]
-"""Rewards and weights, both [*, J] with the group last (weights None for draws) → advantages [*, J]."""
+"""Rewards and weights, both [*, J] with the group last (weights None for draws) → advantages [*,
+J]."""
 
 
 def advantage_function(name: str) -> AdvantageFunction:
@@ -81,16 +94,21 @@ def advantage_function(name: str) -> AdvantageFunction:
     try:
         group_advantage(torch.tensor([[[0.0, 0.5, 1.0]], [[1.0, 0.0, 0.0]]]), function)
     except Exception as error:
-        raise InputError(f"loss.advantage={name}: tried on two groups, it fails: {in_a_line(error)}") from error
+        raise InputError(
+            f"loss.advantage={name}: tried on two groups, it fails: {in_a_line(error)}"
+        ) from error
     return function
 
 
 def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
-    """A kind that `group_advantage` takes, from that or from `module:name`. Raises ValueError for any other."""
+    """A kind that `group_advantage` takes, from that or from `module:name`. Raises ValueError for
+    any other."""
     if isinstance(kind, str) and ":" in kind:
         return advantage_function(kind)
     if not callable(kind) and kind not in ADVANTAGES:
-        raise ValueError(f"advantage {kind!r}: must be module:name or one of {', '.join(ADVANTAGES)}")
+        raise ValueError(
+            f"advantage {kind!r}: must be module:name or one of {', '.join(ADVANTAGES)}"
+        )
     return kind
 
 
@@ -104,14 +122,16 @@ def group_advantage(
 ) -> Tensor:
     """Advantages inside each group.
 
-    `unnormalised`: A = r, without a baseline. `centred`: A = r − E r. `zscore`: A = (r − E r)/max(std, std_floor), the
-    form of GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1.1) with a floor, so that where all rewards of a group
-    are equal but for noise the noise is not blown up to unit size. `rank`: see `rank_advantage`.
+    `unnormalised`: A = r, without a baseline. `centred`: A = r − E r. `zscore`: A = (r − E
+    r)/max(std, std_floor), the form of GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1.1) with
+    a floor, so that where all rewards of a group are equal but for noise the noise is not blown up
+    to unit size. `rank`: see `rank_advantage`.
 
     Args:
         reward: [*, J], the group is the last axis.
         kind: one of `ADVANTAGES`, or a function of the rewards and the weights.
-        weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not touch the others.
+        weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not touch
+            the others.
         std_floor: smallest standard deviation divided by, in units of reward.
         clip: advantages are cut to ±clip.
 
@@ -119,22 +139,34 @@ def group_advantage(
 
     Raises:
         ValueError: another kind.
-        InputError: the function returns something else than finite advantages in the shape of the rewards.
+        InputError: the function returns something else than finite advantages in the shape of the
+            rewards.
     """
     reward = reward.detach()
     if kind in ("zscore", "centred"):
         advantage = reward - expectation(reward, weight).unsqueeze(-1)
         if kind == "zscore":
-            advantage = advantage / expectation(advantage.square(), weight).sqrt().clamp_min(std_floor).unsqueeze(-1)
+            advantage = advantage / expectation(advantage.square(), weight).sqrt().clamp_min(
+                std_floor
+            ).unsqueeze(-1)
     elif kind == "rank":
         advantage = rank_advantage(reward, weight)
     elif kind == "unnormalised":
         advantage = reward
     elif callable(kind):
         advantage = kind(reward, weight)
-        if not isinstance(advantage, Tensor) or advantage.shape != reward.shape or not advantage.isfinite().all():
-            shape = f"a tensor {[*advantage.shape]}" if isinstance(advantage, Tensor) else type(advantage).__name__
-            raise InputError(f"loss.advantage: {shape}; must be finite, in the shape of the rewards {[*reward.shape]}")
+        if (
+            not isinstance(advantage, Tensor)
+            or advantage.shape != reward.shape
+            or not advantage.isfinite().all()
+        ):
+            got = (
+                f"a tensor {[*advantage.shape]}" if torch.is_tensor(advantage) else repr(advantage)
+            )
+            raise InputError(
+                f"loss.advantage: {got}; must be finite, in the shape of the rewards "
+                f"{[*reward.shape]}"
+            )
     else:
         raise ValueError(f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}")
     return torch.clamp(advantage, -clip, clip)
@@ -147,7 +179,8 @@ def clipped_surrogate(
 
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7.
 
-    Args, each [*]: ln π of the policy that is trained and of the behaviour policy; the advantage; ε.
+    Args, each [*]: ln π of the policy that is trained and of the behaviour policy; the advantage;
+    ε.
 
     Returns: the objective, to be maximised, [*]; and where the clip cut the gradient off, bool [*].
     """
@@ -158,21 +191,26 @@ def clipped_surrogate(
 
 
 def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
-    """Estimate of KL(π ‖ π_ref) from draws of π: r − 1 − ln r with r = π_ref(a)/π(a). Never negative, unbiased.
+    """Estimate of KL(π ‖ π_ref) from draws of π: r − 1 − ln r with r = π_ref(a)/π(a). Never
+    negative, unbiased.
 
-    Schulman 2020, "Approximating KL Divergence"; Shao et al. 2024, "DeepSeekMath", equation 4. Shapes: [*] → [*].
+    Schulman 2020, "Approximating KL Divergence"; Shao et al. 2024, "DeepSeekMath", equation 4.
+    Shapes: [*] → [*].
     """
     log_ratio = reference_log_prob - log_prob
     return log_ratio.exp() - 1 - log_ratio
 
 
 def expected_k3(
-    log_prob: Tensor, reference_log_prob: Tensor, old_log_prob: Tensor | None = None, weight: Tensor | None = None
+    log_prob: Tensor,
+    reference_log_prob: Tensor,
+    old_log_prob: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """E_j k3_j over the last axis, [*, J] → [*]; the plain mean, or weighted by `weight`.
 
-    Far from the reference π_ref/π overflows where π is next to 0. Where the weight is π_old and given also as ln π_old,
-    it meets it first.
+    Far from the reference π_ref/π overflows where π is next to 0. Where the weight is π_old and
+    given also as ln π_old, it meets it first.
     """
     if weight is None or old_log_prob is None:
         return expectation(k3(log_prob, reference_log_prob), weight)
@@ -186,7 +224,8 @@ def entropy(log_probs: Tensor) -> Tensor:
 
 
 def effective_sample_size(log_ratio: Tensor, weight: Tensor | None = None) -> Tensor:
-    """(E ρ)² / E ρ² over everything given, a share in (0, 1]: 1 while the policy is still the behaviour policy.
+    """(E ρ)² / E ρ² over everything given, a share in (0, 1]: 1 while the policy is still the
+    behaviour policy.
 
     Kish 1965. `log_ratio` is ln ρ, [*, J].
     """
@@ -202,35 +241,47 @@ def reward_weighted_cross_entropy(
     Args:
         log_probs: [*, C], −inf where masked.
         rewards: [*, C]; what stands where masked does not matter.
-        temperature: τ > 0, in units of reward; infinite for a plain mean, which is supervised learning.
+        temperature: τ > 0, in units of reward; infinite for a plain mean, which is supervised
+            learning.
         mask: bool [*, C], True where an alternative takes part; where none does the result is 0.
 
     Returns: [*].
     """
     scores = rewards / temperature
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # finite: there may be nothing else
+        scores = scores.masked_fill(
+            ~mask, torch.finfo(scores.dtype).min
+        )  # finite: there may be nothing else
         log_probs = log_probs.masked_fill(~mask, 0.0)
     return -(torch.softmax(scores, -1) * log_probs).sum(-1)
 
 
-def gaussian_nll(target: Tensor, mean: Tensor, spread: Tensor, variance: Tensor | None = None) -> Tensor:
-    """−ln N(target | mean, spread²) but for a constant: (target − mean)²/(2·spread²) + ln spread. Shapes broadcast.
+def gaussian_nll(
+    target: Tensor, mean: Tensor, spread: Tensor, variance: Tensor | None = None
+) -> Tensor:
+    """−ln N(target | mean, spread²) but for a constant: (target − mean)²/(2·spread²) + ln spread.
+    Shapes broadcast.
 
     With a variance the mean over several targets, of which `target` is the mean."""
-    square = (target - mean).square() if variance is None else (target - mean).square() + variance
+    if variance is None:
+        square = (target - mean).square()
+    else:
+        square = (target - mean).square() + variance
     return 0.5 * square / spread.square() + spread.log()
 
 
-# -- from a log --------------------------------------------------------------------------------------------------------
+# -- from a log ------------------------------------------------------------------------------------
 
 
-def doubly_robust(expected: Tensor, chosen: Tensor, reward: Tensor, probability: Tensor, clip: float) -> Tensor:
-    """The reward of every alternative, from the outcome of a single one: q̂(c) + 1[c = a]·min(1/p, clip)·(r − q̂(a)).
+def doubly_robust(
+    expected: Tensor, chosen: Tensor, reward: Tensor, probability: Tensor, clip: float
+) -> Tensor:
+    """The reward of every alternative, from the outcome of a single one: q̂(c) + 1[c = a]·min(1/p,
+    clip)·(r − q̂(a)).
 
-    Dudík, Langford and Li 2011, "Doubly Robust Policy Evaluation and Learning", equation 2. The mean over contexts of
-    Σ_c π(c)·this is the value of a policy π; it is unbiased if either q̂ or the probabilities are right, no weight is
-    clipped, and all that π chooses could have been drawn.
+    Dudík, Langford and Li 2011, "Doubly Robust Policy Evaluation and Learning", equation 2. The
+    mean over contexts of Σ_c π(c)·this is the value of a policy π; it is unbiased if either q̂ or
+    the probabilities are right, no weight is clipped, and all that π chooses could have been drawn.
 
     Args:
         expected: q̂, what a model that has not seen the outcomes expects, [n, C].
@@ -243,14 +294,18 @@ def doubly_robust(expected: Tensor, chosen: Tensor, reward: Tensor, probability:
     """
     place = chosen.unsqueeze(1)
     weight = (1 / probability).clamp_max(clip).unsqueeze(1)
-    return expected.scatter_add(1, place, weight * (reward.unsqueeze(1) - expected.gather(1, place)))
+    return expected.scatter_add(
+        1, place, weight * (reward.unsqueeze(1) - expected.gather(1, place))
+    )
 
 
 def self_normalised(reward: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ w·r / Σ w, the value of a policy from importance weights w = π(a)/p alone, and how far each context moves it,
-    of mean 0, whose standard error is that of the value (the delta method): [n], [n] → [], [n]. NaN without any weight.
+    """Σ w·r / Σ w, the value of a policy from importance weights w = π(a)/p alone, and how far each
+    context moves it, of mean 0, whose standard error is that of the value (the delta method): [n],
+    [n] → [], [n]. NaN without any weight.
 
-    Swaminathan and Joachims 2015, "The Self-Normalized Estimator for Counterfactual Learning", equation 6.
+    Swaminathan and Joachims 2015, "The Self-Normalized Estimator for Counterfactual Learning",
+    equation 6.
     """
     mean = weight.mean()
     value = (weight * reward).mean() / mean

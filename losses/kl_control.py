@@ -1,4 +1,5 @@
-"""Keep a measured KL inside a band by moving a coefficient: the weight of the KL, or a temperature."""
+"""Keep a measured KL inside a band by moving a coefficient: the weight of the KL, or a
+temperature."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch import Tensor
 class KLControl:
     """Multiply a coefficient when the KL leaves its band.
 
-    The rule is that of Schulman et al. 2017, "Proximal Policy Optimization Algorithms", section 4, with a band in the
-    place of a target.
+    The rule is that of Schulman et al. 2017, "Proximal Policy Optimization Algorithms", section 4,
+    with a band in the place of a target.
     """
 
     coefficient: Tensor

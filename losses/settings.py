@@ -18,9 +18,10 @@ class GRPOConfig:
     group_size: int = 8
     """G, draws for each context."""
     advantage: str = "centred"
-    """How the rewards r of a group become advantages: `centred` (r − mean, as in Dr. GRPO), `zscore` ((r − mean)/std,
-    as in GRPO), `rank` (the share of the group that is worse − the share that is better), `unnormalised` (r), or a
-    function of your own as module:name, of rewards and weights."""
+    """How the rewards r of a group become advantages: `centred` (r − mean, as in Dr. GRPO),
+    `zscore` ((r − mean)/std, as in GRPO), `rank` (the share of the group that is worse − the share
+    that is better), `unnormalised` (r), or a function of your own as module:name, of rewards and
+    weights."""
     advantage_std_floor: float = 0.1
     """Smallest standard deviation that `zscore` divides by, in units of reward."""
     advantage_clip: float = 5.0
@@ -33,8 +34,8 @@ class GRPOConfig:
     """β, weight of the k3 KL to the reference policy. None: 0.1 where a teacher taught the
     reference, 0 for heads that learn from rewards alone."""
     kl_band: tuple[float, float] | None = None
-    """Lowest and highest KL to the reference policy, in nats. Above it β grows by half, below it β shrinks by a third;
-    β stays within 0.001 and 10. None keeps β as it is."""
+    """Lowest and highest KL to the reference policy, in nats. Above it β grows by half, below it β
+    shrinks by a third; β stays within 0.001 and 10. None keeps β as it is."""
     temperature_start: float = 0.5
     """τ of the RCE warm-up at its beginning, in units of reward."""
     temperature_end: float = 0.1
@@ -42,7 +43,10 @@ class GRPOConfig:
 
     def of_grpo(self) -> dict[str, Any]:
         """Those that `GRPOLoss` takes."""
-        names = "objective clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_std_floor advantage_clip"
+        names = (
+            "objective clip_epsilon entropy_coeff kl_to_ref_coeff advantage "
+            "advantage_std_floor advantage_clip"
+        )
         return {name: getattr(self, name) for name in names.split() if hasattr(self, name)}
 
     def __post_init__(self) -> None:
@@ -51,19 +55,26 @@ class GRPOConfig:
         at_least("loss.group_size", self.group_size, 1)
         for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"):
             at_least(f"loss.{name}", getattr(self, name) or 0, 0)
-        for name in ("temperature_start", "temperature_end", "advantage_std_floor", "advantage_clip"):
+        for name in (
+            "temperature_start",
+            "temperature_end",
+            "advantage_std_floor",
+            "advantage_clip",
+        ):
             positive(f"loss.{name}", getattr(self, name))
         band("loss.kl_band", self.kl_band)
 
 
 @dataclass
 class LossConfig(GRPOConfig):
-    """What is minimised after the warm-up. The reference policy is that of the end of the warm-up."""
+    """What is minimised after the warm-up. The reference policy is that of the end of the
+    warm-up."""
 
     objective: str = "exact"
-    """`exact`: GRPO in expectation over all configurations; `sampled`: over `group_size` draws; `ppo`: TorchRL's
-    ClipPPOLoss on as many draws, with the advantage reward − V, where V is what a value network expected of the context
-    before. With advantage=zscore these are standardised over the draws of a step."""
+    """`exact`: GRPO in expectation over all configurations; `sampled`: over `group_size` draws;
+    `ppo`: TorchRL's ClipPPOLoss on as many draws, with the advantage reward − V, where V is what a
+    value network expected of the context before. With advantage=zscore these are standardised over
+    the draws of a step."""
     value_coeff: float = 1.0
     """Weight of the value network's squared error, for `ppo`."""
 
@@ -75,7 +86,8 @@ class LossConfig(GRPOConfig):
             one_of("loss.advantage", self.advantage, ("centred", "zscore"))
             if self.kl_to_ref_coeff:
                 raise InputError(
-                    f"loss.kl_to_ref_coeff={self.kl_to_ref_coeff}: PPO has no reference policy; leave it out"
+                    f"loss.kl_to_ref_coeff={self.kl_to_ref_coeff}: PPO has no reference policy; "
+                    "leave it out"
                 )
             if self.kl_band is not None:
                 raise InputError("loss.kl_band: PPO has no reference policy; leave it out")
@@ -92,11 +104,12 @@ class SelectorLossConfig(GRPOConfig):
     """τ of the RCE warm-up at its beginning, in units of reward."""
     temperature_end: float = 0.5
     temperature_band: tuple[float, float] | None = None
-    """Lowest and highest KL to the SFT policy in GRPO, in nats. Above it the temperature of the draws falls by a tenth,
-    below it the temperature rises by a tenth; it stays within 0.5 and 2. None keeps it at 1."""
+    """Lowest and highest KL to the SFT policy in GRPO, in nats. Above it the temperature of the
+    draws falls by a tenth, below it the temperature rises by a tenth; it stays within 0.5 and 2.
+    None keeps it at 1."""
     curriculum: float = 0.0
-    """Share of GRPO, at its beginning, in which only the best `curriculum_top` sequences of each group are learned
-    from. Advantages are still taken over the whole group."""
+    """Share of GRPO, at its beginning, in which only the best `curriculum_top` sequences of each
+    group are learned from. Advantages are still taken over the whole group."""
     curriculum_top: int = 3
     """How many sequences these are."""
     min_positive: float = 0.0

@@ -1,5 +1,5 @@
-"""The losses of the warm-up before GRPO: RCE imitates the softmax of the rewards (with an infinite temperature all
-alike), regression teaches a policy that predicts outcomes what was measured."""
+"""The losses of the warm-up before GRPO: RCE imitates the softmax of the rewards (with an infinite
+temperature all alike), regression teaches a policy that predicts outcomes what was measured."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from knobwise.losses.functional import gaussian_nll, reward_weighted_cross_entro
 
 
 class RCELoss(ActorLoss):
-    """Reward-weighted cross-entropy to softmax(reward/τ) over every profiled configuration of a context.
+    """Reward-weighted cross-entropy to softmax(reward/τ) over every profiled configuration of a
+    context.
 
-    With `recorded` it is over the group's recorded actions instead, for contexts with more alternatives than can be
-    listed: −Σ_b softmax(reward/τ)_b ln π(b).
+    With `recorded` it is over the group's recorded actions instead, for contexts with more
+    alternatives than can be listed: −Σ_b softmax(reward/τ)_b ln π(b).
 
     Args:
-        actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs` [P, C], or with
-            `recorded` with `log_prob(action)` [P, G]; or a `CompositeDistribution`, see `ActorLoss`.
+        actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs`
+            [P, C], or with `recorded` with `log_prob(action)` [P, G]; or a `CompositeDistribution`,
+            see `ActorLoss`.
         recorded: imitate `action` instead of every configuration.
-        temperature: τ, in units of reward; may be changed between steps (it falls during the warm-up); infinite for
-            a plain mean, supervised fine-tuning.
+        temperature: τ, in units of reward; may be changed between steps (it falls during the
+            warm-up); infinite for a plain mean, supervised fine-tuning.
         reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_rce`; and as a diagnostic the `entropy` of the policy.
@@ -40,7 +42,8 @@ class RCELoss(ActorLoss):
 
         Attributes:
             reward_per_configuration: float [P, C], NaN where not profiled.
-            action: with `recorded`, the actions of the group, [P, G, …], or of a composite a list of keys.
+            action: with `recorded`, the actions of the group, [P, G, …], or of a composite a list
+                of keys.
             reward: with `recorded`, float [P, G].
             group_mask: with `recorded`, bool [P, G], which of them exist.
         """
@@ -72,18 +75,23 @@ class RCELoss(ActorLoss):
 
     def _loss_keys(self) -> list[Keys]:
         keys = self.tensor_keys
-        return [keys.action, keys.reward, keys.group_mask] if self.recorded else [keys.reward_per_configuration]
+        if self.recorded:
+            return [keys.action, keys.reward, keys.group_mask]
+        return [keys.reward_per_configuration]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The loss of a batch of contexts, [P], with the keys above and those that the actor reads."""
+        """The loss of a batch of contexts, [P], with the keys above and those that the actor
+        reads."""
         keys = self.tensor_keys
         rewards = tensordict.get(keys.reward if self.recorded else keys.reward_per_configuration)
         dist = self._distribution(tensordict)
         if self.recorded:
-            log_probs, mask = self._log_prob(dist, tensordict), tensordict.get(keys.group_mask)
+            log_probs = self._log_prob(dist, tensordict)
+            mask = tensordict.get(keys.group_mask)
         else:
-            log_probs, mask = self._log_probs(dist), ~rewards.isnan()
+            log_probs = self._log_probs(dist)
+            mask = ~rewards.isnan()
         loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, mask)
         out = {"loss_rce": self._reduce_loss(loss, tensordict)}
         if self.diagnostics:
@@ -93,15 +101,15 @@ class RCELoss(ActorLoss):
 
 
 class RegressionLoss(LossModule):
-    """Cross-entropy of predicted accuracies and Gaussian likelihood of predicted log-latencies, of all configurations;
-    and where the predictor writes `log_cost`, Poisson's likelihood of a further cost, in units of its mean: its minimum
-    is at the expected cost, and costs may be 0.
+    """Cross-entropy of predicted accuracies and Gaussian likelihood of predicted log-latencies, of
+    all configurations; and where the predictor writes `log_cost`, Poisson's likelihood of a further
+    cost, in units of its mean: its minimum is at the expected cost, and costs may be 0.
 
     Args:
-        predictor: a module that writes `accuracy_logits`, `log_latency` and `spread`, [*, C] each; it is not called
-            where the tensordict holds them already.
-        reduction: `mean`, `sum` or `none` over contexts, None for `mean`; the loss of a context is the mean over its
-            profiled configurations.
+        predictor: a module that writes `accuracy_logits`, `log_latency` and `spread`, [*, C] each;
+            it is not called where the tensordict holds them already.
+        reduction: `mean`, `sum` or `none` over contexts, None for `mean`; the loss of a context is
+            the mean over its profiled configurations.
 
     Outputs: `loss_accuracy`, `loss_latency`, and `loss_cost` where it is predicted.
     """
@@ -113,7 +121,8 @@ class RegressionLoss(LossModule):
         Attributes:
             accuracy: float [*, C], measured, NaN where not profiled.
             log_latency: float [*, C], measured, ln ms, NaN where not profiled.
-            variance: float [*, C], of a cell's measurements, whose mean `log_latency` then is; may be left out.
+            variance: float [*, C], of a cell's measurements, whose mean `log_latency` then is; may
+                be left out.
             cost: float [*, C], measured, NaN where not profiled; only where it is predicted.
         """
 
@@ -135,31 +144,47 @@ class RegressionLoss(LossModule):
         self._forward_value_estimator_keys()
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        self.in_keys = [*self.predictor.in_keys, self.tensor_keys.accuracy, self.tensor_keys.log_latency]
+        self.in_keys = [
+            *self.predictor.in_keys,
+            self.tensor_keys.accuracy,
+            self.tensor_keys.log_latency,
+        ]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The loss of a batch of contexts, [*], with the keys above and those that the predictor reads."""
+        """The loss of a batch of contexts, [*], with the keys above and those that the predictor
+        reads."""
         predicted = tensordict
         if "accuracy_logits" not in tensordict:
             predicted = self.predictor(tensordict.select(*self.predictor.in_keys))
-        accuracy, log_latency = tensordict.get(self.tensor_keys.accuracy), tensordict.get(self.tensor_keys.log_latency)
+        accuracy = tensordict.get(self.tensor_keys.accuracy)
+        log_latency = tensordict.get(self.tensor_keys.log_latency)
         profiled = ~accuracy.isnan()
         count = profiled.sum(-1).clamp_min(1)
         wrong = functional.binary_cross_entropy_with_logits(
             predicted.get("accuracy_logits"), accuracy.nan_to_num(), reduction="none"
         )
         variance = tensordict.get(self.tensor_keys.variance, None)
-        variance = None if variance is None else variance.nan_to_num()
-        off = gaussian_nll(log_latency.nan_to_num(), predicted.get("log_latency"), predicted.get("spread"), variance)
+        if variance is None:
+            variance = None
+        else:
+            variance = variance.nan_to_num()
+        off = gaussian_nll(
+            log_latency.nan_to_num(),
+            predicted.get("log_latency"),
+            predicted.get("spread"),
+            variance,
+        )
         losses = [wrong, off]
         if "log_cost" in self.predictor.out_keys:
-            cost, log_cost = tensordict.get(self.tensor_keys.cost).nan_to_num(), predicted.get("log_cost")
+            cost = tensordict.get(self.tensor_keys.cost).nan_to_num()
+            log_cost = predicted.get("log_cost")
             scale = (cost.sum() / profiled.sum()).clamp_min(torch.finfo(cost.dtype).tiny)
             losses.append(functional.poisson_nll_loss(log_cost, cost, reduction="none") / scale)
         means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in losses]
         reduced = [self._reduce_loss(mean, tensordict) for mean in means]
         # not `out_keys`, which `select_out_keys` shortens
         return TensorDict(
-            dict(zip(("loss_accuracy", "loss_latency", "loss_cost"), reduced, strict=False)), batch_size=[]
+            dict(zip(("loss_accuracy", "loss_latency", "loss_cost"), reduced, strict=False)),
+            batch_size=[],
         )

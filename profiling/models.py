@@ -24,8 +24,9 @@ def load_model(
     """A model and its requests.
 
     Args:
-        name: `elastic`, the built-in model, or `ocr`, RapidOCR, each with its own scenes; `module:Class`, a class of
-            the user's own; or a Hugging Face vision-language model, by folder or name.
+        name: `elastic`, the built-in model, or `ocr`, RapidOCR, each with its own scenes;
+            `module:Class`, a class of the user's own; or a Hugging Face vision-language model, by
+            folder or name.
         data: a file of questions (`read_vqa_data`); None for the `questions` of the user's class.
         config: metric, prompt and length of answers.
         importance, dtype, device: of a Hugging Face model, see `profile_hugging_face`.
@@ -50,16 +51,22 @@ def load_model(
     from knobwise.profiling.huggingface.model import HuggingFaceVLM
     from knobwise.profiling.huggingface.profile import read_importance
 
-    questions = Questions(read_vqa_data(data).queries, config.metric, config.prompt)  # before a large model is loaded
-    known = None if importance is None else read_importance(importance)
+    questions = Questions(
+        read_vqa_data(data).queries, config.metric, config.prompt
+    )  # before a large model is loaded
+    if importance is None:
+        known = None
+    else:
+        known = read_importance(importance)
     return HuggingFaceVLM.load(
         name, device=device, dtype=dtype, importance=known, max_new_tokens=config.max_new_tokens
     ), questions
 
 
 def model_of_class(name: str) -> AdaptiveVLM:
-    """An instance of the class `module:Class`, made without arguments, or the model `elastic`. Raises InputError: there
-    is no such class, it raises, or lacks a member of `AdaptiveVLM` (named)."""
+    """An instance of the class `module:Class`, made without arguments, or the model `elastic`.
+    Raises InputError: there is no such class, it raises, or lacks a member of `AdaptiveVLM`
+    (named)."""
     if name == "elastic":
         from knobwise.profiling.elastic.adapter import ElasticAdaptive
 
@@ -71,16 +78,20 @@ def model_of_class(name: str) -> AdaptiveVLM:
         raise InputError(f"model={name}: making one raises {in_a_line(error)}") from error
     for member in ("name", "knobs", "set_knobs", "first_stage", "answer"):
         if not hasattr(model, member):
-            raise InputError(f"model={name}: has no {member}; see knobwise.profiling.measuring.adaptive_model")
+            raise InputError(
+                f"model={name}: has no {member}; see knobwise.profiling.measuring.adaptive_model"
+            )
     return model
 
 
 def questions_of(name: str, model: AdaptiveVLM, data: str | None) -> Sequence[VQAItem]:
-    """The questions of a file, or those that the class of a model brings along. Raises InputError where there are
-    none."""
+    """The questions of a file, or those that the class of a model brings along. Raises InputError
+    where there are none."""
     if data is not None:
         return read_vqa_data(data).queries
     items: Sequence[VQAItem] = tuple(getattr(model, "questions", ()))
     if not items:
-        raise InputError(f"model={name}: needs data=FILE, or an attribute `questions`, a list of VQAItem")
+        raise InputError(
+            f"model={name}: needs data=FILE, or an attribute `questions`, a list of VQAItem"
+        )
     return items

@@ -1,4 +1,5 @@
-"""The command line in tests: data to train on, mistakes, Ctrl-C, and commands in processes of their own."""
+"""The command line in tests: data to train on, mistakes, Ctrl-C, and commands in processes of their
+own."""
 
 from __future__ import annotations
 
@@ -39,20 +40,41 @@ SIMULATED = [
 """A small table without a file."""
 OPTIMISER = [
     *("optimiser.teacher_iterations=4", "optimiser.warmup_iterations=4", "optimiser.iterations=8"),
-    *("optimiser.contexts=32", "optimiser.evaluate_every=4", "policy.hidden=16", "tracking=disabled"),
+    *(
+        "optimiser.contexts=32",
+        "optimiser.evaluate_every=4",
+        "policy.hidden=16",
+        "tracking=disabled",
+    ),
 ]
 """Is quick."""
 BEAMS = [
-    *("beams.path=b.safetensors", "beams.train=0.6", "beams.validation=0.2", "selector.width=16", "selector.heads=2"),
-    *("sft.queries=8", "rce.queries=8", "grpo.queries=8", "rce.epochs=1", "seeds=[0]", "tracking=disabled"),
+    *(
+        "beams.path=b.safetensors",
+        "beams.train=0.6",
+        "beams.validation=0.2",
+        "selector.width=16",
+        "selector.heads=2",
+    ),
+    *(
+        "sft.queries=8",
+        "rce.queries=8",
+        "grpo.queries=8",
+        "rce.epochs=1",
+        "seeds=[0]",
+        "tracking=disabled",
+    ),
 ]
 """Trains a selector quickly on `b.safetensors`."""
 REPLAY = ["train", "experiment=selector_replay", *BEAMS]
 VARIABLES = {
     **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    "WANDB__SAVE_REQUIREMENTS": "false",  # W&B would list every installed package, for a third of a second a run
+    # W&B would list every installed package, for a third of a second a run
+    "WANDB__SAVE_REQUIREMENTS": "false",
 }
-in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+in_proc = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="looks processes up in /proc"
+)
 
 
 def write_table(samples: int = 60, seed: int = 0, holes: float = 0.0, prefix: str = "") -> None:
@@ -67,7 +89,9 @@ def mistake(words: list[str], capsys: Capture) -> str:
     capsys.readouterr()
     assert main(words) == 2
     printed = capsys.readouterr()
-    (line,) = [line for line in printed.err.rstrip("\n").split("\n") if "Loading weights" not in line]
+    (line,) = [
+        line for line in printed.err.rstrip("\n").split("\n") if "Loading weights" not in line
+    ]
     assert line.startswith("knobwise: ")
     assert not printed.out
     return line
@@ -83,7 +107,8 @@ def refused(words: list[str], capsys: Capture) -> str:
 
 @contextmanager
 def ctrl_c(when: Callable[[Any], bool], error: BaseException | None = None) -> Iterator[None]:
-    """A block in which Ctrl-C is pressed, or an error raised, in each iteration of a `Trainer` for which this holds."""
+    """A block in which Ctrl-C is pressed, or an error raised, in each iteration of a `Trainer` for
+    which this holds."""
     learn = Trainer._learn
 
     def pressed(self: Trainer, data: Any) -> Any:
@@ -114,24 +139,31 @@ def same(first: Any, second: Any) -> bool:
     return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
 
 
-# -- in other processes ------------------------------------------------------------------------------------------------
+# -- in other processes ----------------------------------------------------------------------------
 
 
 def started(words: list[str], **variables: str) -> subprocess.Popen[str]:
     """A command at work in a new interpreter, which joblib and Ray start their processes from."""
     environment = {**os.environ, **VARIABLES, **variables}
     pipe = subprocess.PIPE
-    return subprocess.Popen([*COMMAND, *words], env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [*COMMAND, *words], env=environment, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 class Command:
-    """A command at work, in a process forked from one that has imported everything, which others need seconds for."""
+    """A command at work, in a process forked from one that has imported everything, which others
+    need seconds for."""
 
     def __init__(self, words: list[str]) -> None:
-        self.printed = tuple(Path(tempfile.mkstemp(prefix=f"{name}-")[1]) for name in ("out", "err"))
+        self.printed = tuple(
+            Path(tempfile.mkstemp(prefix=f"{name}-")[1]) for name in ("out", "err")
+        )
         environment = {**os.environ, **VARIABLES}
         context = multiprocessing.get_context("forkserver")
-        self.process = context.Process(target=_work, args=(words, os.getcwd(), environment, self.printed))
+        self.process = context.Process(
+            target=_work, args=(words, os.getcwd(), environment, self.printed)
+        )
         self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -157,7 +189,9 @@ class Command:
         return out, err
 
 
-def _work(words: list[str], folder: str, environment: dict[str, str], printed: Sequence[Path]) -> None:
+def _work(
+    words: list[str], folder: str, environment: dict[str, str], printed: Sequence[Path]
+) -> None:
     """`python -m knobwise …` in this process."""
     os.chdir(folder)
     os.environ.clear()
@@ -207,4 +241,6 @@ def alive(process: int) -> bool:
 
 
 def children_of(process: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [
+        int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ]

@@ -1,4 +1,5 @@
-"""Warnings of libraries are not ours; neither is their chatter. One thread: the tests run side by side."""
+"""Warnings of libraries are not ours; neither is their chatter. One thread: the tests run side by
+side."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from knobwise.agents.serving import own_cost
 from knobwise.common import interruption
 
 PRELOADED = [
-    *("pytest", "hydra.compose", "torch.utils.tensorboard", "torchrl.collectors", "torchrl.weight_update"),
+    *(
+        "pytest",
+        "hydra.compose",
+        "torch.utils.tensorboard",
+        "torchrl.collectors",
+        "torchrl.weight_update",
+    ),
     *(f"knobwise.experiments.train.{module}" for module in ("controller", "selector", "run")),
 ]
 """By the process that others are forked from: imported there once, and not for seconds in each."""
@@ -39,11 +46,15 @@ def _quiet_and_single_threaded() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_work(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fewer boosted trees where tests are not about what predictors have learned, and fewer decisions
-    timed where they are not about time."""
+    """Fewer boosted trees where tests are not about what predictors have learned, and fewer
+    decisions timed where they are not about time."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name not in ("predictors", "judging"):
-            patch.setitem(FAMILIES, "gradient_boosting", FAMILIES["gradient_boosting"]._replace(settings=(10, 40)))
+            patch.setitem(
+                FAMILIES,
+                "gradient_boosting",
+                FAMILIES["gradient_boosting"]._replace(settings=(10, 40)),
+            )
         if request.path.parent.name != "serving":
             patch.setattr(own_cost, "ROUNDS", 1)
             patch.setattr(own_cost, "CALLS", 4)

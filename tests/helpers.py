@@ -24,21 +24,37 @@ from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 from knobwise.profiling.demonstrations import builtin
 
 
-def small_table(samples: int = 60, seed: int = 0, holes: float = 0.0, features: bool = True) -> ProfileTable:
-    """3 × 2 × 2 configurations; accuracy and latency depend on two hidden traits that the features show."""
+def small_table(
+    samples: int = 60, seed: int = 0, holes: float = 0.0, features: bool = True
+) -> ProfileTable:
+    """3 × 2 × 2 configurations; accuracy and latency depend on two hidden traits that the features
+    show."""
     generator = torch.Generator().manual_seed(seed)
     grid = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(2))
     size = grid.float() @ torch.tensor([2.0, 1.0, 1.0])
     hard, large = torch.rand(2, samples, 1, generator=generator)
-    latency = (4 + 2 * size) * (0.7 + large) * (1 + 0.05 * torch.rand(samples, len(grid), generator=generator))
-    accuracy = (torch.rand(samples, len(grid), generator=generator) < torch.sigmoid(size - 8 * hard + 2)).float()
+    latency = (
+        (4 + 2 * size)
+        * (0.7 + large)
+        * (1 + 0.05 * torch.rand(samples, len(grid), generator=generator))
+    )
+    accuracy = (
+        torch.rand(samples, len(grid), generator=generator) < torch.sigmoid(size - 8 * hard + 2)
+    ).float()
     mask = torch.rand(samples, len(grid), generator=generator) >= holes
     mask[torch.arange(samples), torch.arange(samples) % len(grid)] = True
     blocks = {}
     if features:
         noise = torch.randn(samples, 3, generator=generator)
-        blocks = {"image_features": torch.cat([large, noise], 1), "language_features": torch.cat([hard, noise], 1)}
-    knobs = (Knob("max_crops", (2, 6, 10)), Knob("top_k", (4, 8)), Knob("num_active_blocks", (12, 16)))
+        blocks = {
+            "image_features": torch.cat([large, noise], 1),
+            "language_features": torch.cat([hard, noise], 1),
+        }
+    knobs = (
+        Knob("max_crops", (2, 6, 10)),
+        Knob("top_k", (4, 8)),
+        Knob("num_active_blocks", (12, 16)),
+    )
     cells = table_of(accuracy.masked_fill(~mask, torch.nan), latency.masked_fill(~mask, torch.nan))
     return replace(cells, name="small", knobs=knobs, configurations=grid, features=blocks)
 
@@ -47,7 +63,8 @@ Cells = Tensor | list[list[float]] | list[list[list[float]]]
 
 
 def table_of(accuracy: Cells, latency_ms: Cells, features: Tensor | None = None) -> ProfileTable:
-    """A table of one knob with these cells, measured once or, [N, C, R], repeatedly; NaN where not profiled."""
+    """A table of one knob with these cells, measured once or, [N, C, R], repeatedly; NaN where not
+    profiled."""
     a, ms = torch.as_tensor(accuracy), torch.as_tensor(latency_ms)
     repeats = ms if ms.ndim == 3 else None
     ms = ms if repeats is None else median_of(repeats)
@@ -65,23 +82,31 @@ def table_of(accuracy: Cells, latency_ms: Cells, features: Tensor | None = None)
     )
 
 
-def repeated(table: ProfileTable, most: int = 4, seed: int = 0, jitter: float = 0.1) -> ProfileTable:
-    """The table with 1 to `most` measurements of each cell, which vary by a factor; some cell has `most`."""
+def repeated(
+    table: ProfileTable, most: int = 4, seed: int = 0, jitter: float = 0.1
+) -> ProfileTable:
+    """The table with 1 to `most` measurements of each cell, which vary by a factor; some cell has
+    `most`."""
     generator = torch.Generator().manual_seed(seed)
     shape = (*table.latency_ms.shape, most)
     count = torch.randint(1, most + 1, shape[:2], generator=generator).masked_fill(~table.mask, 0)
     count[tuple(table.mask.nonzero()[0])] = most
     factors = (jitter * torch.randn(shape, generator=generator)).exp()
-    measured = table.latency_ms.unsqueeze(-1) * factors.where(torch.arange(most) < count.unsqueeze(-1), torch.nan)
+    measured = table.latency_ms.unsqueeze(-1) * factors.where(
+        torch.arange(most) < count.unsqueeze(-1), torch.nan
+    )
     return replace(table, latency_ms=median_of(measured), repeats_ms=measured)
 
 
 def two_kinds(samples: int, shown: bool, seed: int = 0) -> ProfileTable:
-    """Two kinds of samples: one needs configuration 1, the other 2; the needed one is fast and the other is slow."""
+    """Two kinds of samples: one needs configuration 1, the other 2; the needed one is fast and the
+    other is slow."""
     generator = torch.Generator().manual_seed(seed)
     kind = torch.rand(samples, generator=generator) < 0.5
     accuracy = torch.stack([torch.full((samples,), 0.3), kind.float(), 1 - kind.float()], 1)
-    slow = torch.stack([torch.ones(samples), torch.where(kind, 1.0, 4.0), torch.where(kind, 4.0, 1.0)], 1)
+    slow = torch.stack(
+        [torch.ones(samples), torch.where(kind, 1.0, 4.0), torch.where(kind, 4.0, 1.0)], 1
+    )
     latency = 10 * slow * (1 + 0.05 * torch.rand(samples, 3, generator=generator))
     x = torch.randn(samples, 2, generator=generator)
     if shown:
@@ -90,9 +115,13 @@ def two_kinds(samples: int, shown: bool, seed: int = 0) -> ProfileTable:
 
 
 def portfolio(samples: int) -> ProfileTable:
-    """37 solvers without an order, times over orders of magnitude, skewed features of which some are missing, holes."""
+    """37 solvers without an order, times over orders of magnitude, skewed features of which some
+    are missing, holes."""
     generator = torch.Generator().manual_seed(0)
-    hardness, suits = torch.randn(samples, 4, generator=generator), torch.randn(4, 74, generator=generator)
+    hardness, suits = (
+        torch.randn(samples, 4, generator=generator),
+        torch.randn(4, 74, generator=generator),
+    )
     better, slower = (hardness @ suits).chunk(2, 1)
     noise = torch.randn(samples, 37, generator=generator)
     holes = torch.rand(samples, 37, generator=generator) < 0.05
@@ -114,7 +143,8 @@ def otherwise(table: ProfileTable, rows: Tensor) -> ProfileTable:
 
 
 class MatchScorer:
-    """A scorer: right where each of the query's two wishes is met by a demonstration, and none by a liar.
+    """A scorer: right where each of the query's two wishes is met by a demonstration, and none by a
+    liar.
 
     Query i wishes for kinds w₁(i) and w₂(i); candidate j is of kind k(j), and may be a liar.
     """
@@ -141,9 +171,11 @@ class MatchScorer:
         return self(queries, demonstrations)["vqa_correct"]
 
 
-def small_beams(queries: int = 40, pool: int = 8, seed: int = 0, kinds: int = 3) -> tuple[BeamTable, MatchScorer]:
-    """Queries that wish for one or two kinds, a bank with liars, and six recorded sequences of two for each: two that
-    were found by looking at the answer, four at random."""
+def small_beams(
+    queries: int = 40, pool: int = 8, seed: int = 0, kinds: int = 3
+) -> tuple[BeamTable, MatchScorer]:
+    """Queries that wish for one or two kinds, a bank with liars, and six recorded sequences of two
+    for each: two that were found by looking at the answer, four at random."""
     generator = torch.Generator().manual_seed(seed)
     wishes, bank = torch.randint(kinds, (queries, 2), generator=generator), 4 * pool
     kind, liar = torch.arange(bank) % kinds, torch.rand(bank, generator=generator) < 0.4
@@ -153,8 +185,14 @@ def small_beams(queries: int = 40, pool: int = 8, seed: int = 0, kinds: int = 3)
     every = every[every[:, 0] != every[:, 1]]
     rows = torch.arange(queries).repeat_interleave(len(every))
     tried = scorer(rows, places[:, every].flatten(0, 1))
-    best = tried["vqa_gt_prob"].view(queries, -1).add(1e-3 * torch.rand(queries, len(every), generator=generator))
-    result = torch.cat([best.topk(2).indices, torch.rand(best.shape, generator=generator).topk(4).indices], 1)
+    best = (
+        tried["vqa_gt_prob"]
+        .view(queries, -1)
+        .add(1e-3 * torch.rand(queries, len(every), generator=generator))
+    )
+    result = torch.cat(
+        [best.topk(2).indices, torch.rand(best.shape, generator=generator).topk(4).indices], 1
+    )
     fields = {name: values.view(queries, -1).gather(1, result) for name, values in tried.items()}
     fields["beam_score"] = fields["vqa_gt_prob"] - 0.025
     wanted = (torch.nn.functional.one_hot(wishes, kinds).sum(1) > 0).float()
@@ -167,7 +205,9 @@ def small_beams(queries: int = 40, pool: int = 8, seed: int = 0, kinds: int = 3)
         found_by=torch.tensor([0, 0, 3, 3, 3, 3]).expand(queries, -1).contiguous(),
         round=torch.zeros(queries, 6, dtype=torch.int64),
         queries=torch.cat([wanted, torch.zeros(queries, 1)], 1),
-        candidates=torch.cat([torch.nn.functional.one_hot(kind, kinds).float(), liar.float().unsqueeze(1)], 1),
+        candidates=torch.cat(
+            [torch.nn.functional.one_hot(kind, kinds).float(), liar.float().unsqueeze(1)], 1
+        ),
         blocks={"image": (0, kinds), "liar": (kinds, kinds + 1)},
     )
     return table, scorer
@@ -191,7 +231,10 @@ class Always:
         self.configuration, self.name = configuration, name
 
     def choose(
-        self, features: Mapping[str, NDArray[Any]], limits: NDArray[Any], mask: NDArray[Any] | None = None
+        self,
+        features: Mapping[str, NDArray[Any]],
+        limits: NDArray[Any],
+        mask: NDArray[Any] | None = None,
     ) -> NDArray[np.int64]:
         self.limits = limits
         return np.full(len(limits), self.configuration)
@@ -215,7 +258,8 @@ def driven_apart(
     sense: str = "deadline",
     by: float = 0.3,
 ) -> Controller:
-    """A controller for the table (or some rows of it) that was not trained; all its weights differ."""
+    """A controller for the table (or some rows of it) that was not trained; all its weights
+    differ."""
     torch.manual_seed(0)
     rows = torch.arange(table.num_samples) if rows is None else rows
     controller = Controller.for_table(table, rows, config, sense).eval()
@@ -225,11 +269,22 @@ def driven_apart(
 
 
 TAUGHT = PolicyConfig(
-    teacher=True, members=2, experts=("ridge",), hidden=8, teacher_hidden=8, dropout=0.0, teacher_dropout=0.0
+    teacher=True,
+    members=2,
+    experts=("ridge",),
+    hidden=8,
+    teacher_hidden=8,
+    dropout=0.0,
+    teacher_dropout=0.0,
 )
 """A small policy that a teacher teaches."""
 BRIEF = OptimiserConfig(
-    teacher_iterations=4, warmup_iterations=8, iterations=4, contexts=32, minibatch=32, evaluate_every=4
+    teacher_iterations=4,
+    warmup_iterations=8,
+    iterations=4,
+    contexts=32,
+    minibatch=32,
+    evaluate_every=4,
 )
 """A training of a second."""
 
@@ -254,7 +309,9 @@ def member_of(controller: Controller, number: int) -> Controller:
     learned = {name for name, _ in controller.named_parameters()}
     plain = controller.plain()
     plain["policy"] |= {"teacher": False, "experts": (), "members": 1}
-    plain["state"] = {k: v[number : number + 1] if k in learned else v for k, v in plain["state"].items()}
+    plain["state"] = {
+        k: v[number : number + 1] if k in learned else v for k, v in plain["state"].items()
+    }
     return Controller.restored(plain)
 
 
@@ -276,7 +333,10 @@ def few_demonstrations(patch: pytest.MonkeyPatch, train: int = 600, test: int = 
 
     def loaded(variant: str = "careless") -> builtin.Demonstrations:
         data = load(variant)
-        tables = {"train": data.train.select(torch.arange(train)), "test": data.test.select(torch.arange(test))}
+        tables = {
+            "train": data.train.select(torch.arange(train)),
+            "test": data.test.select(torch.arange(test)),
+        }
         return data._replace(**tables)
 
     patch.setattr(builtin, "builtin_demonstrations", loaded)

@@ -26,13 +26,20 @@ def report_of(folder: Path, results: dict[str, Any]) -> str:
 def run_folder(folder: Path, results: dict[str, Any], metrics: str, config: str) -> Path:
     """The new folder with the files of a finished run."""
     folder.mkdir(parents=True)
-    for name, content in (("results.json", json.dumps(results)), ("metrics.csv", metrics), ("config.yaml", config)):
+    for name, content in (
+        ("results.json", json.dumps(results)),
+        ("metrics.csv", metrics),
+        ("config.yaml", config),
+    ):
         (folder / name).write_text(content)
     return folder
 
 
 def charts_of(text: str) -> list[dict[str, Any]]:
-    return [json.loads(spec) for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
+    return [
+        json.loads(spec)
+        for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)
+    ]
 
 
 def specifications(figure: Any) -> list[dict[str, Any]]:
@@ -65,7 +72,10 @@ def titles_of(specs: list[dict[str, Any]]) -> list[str]:
 
 def rows_of(text: str) -> list[list[str]]:
     """The rows of each table."""
-    return [re.findall(r"<tr.*?</tr>", table, re.S) for table in re.findall(r"<tbody>(.*?)</tbody>", text, re.S)]
+    return [
+        re.findall(r"<tr.*?</tr>", table, re.S)
+        for table in re.findall(r"<tbody>(.*?)</tbody>", text, re.S)
+    ]
 
 
 def printed(show: Callable[..., None], content: Any, width: int | None = None) -> str:

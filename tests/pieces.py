@@ -1,4 +1,5 @@
-"""Work for other processes, in a module of its own: importing it takes no torch, which each would load for seconds."""
+"""Work for other processes, in a module of its own: importing it takes no torch, which each would
+load for seconds."""
 
 from __future__ import annotations
 

@@ -35,22 +35,32 @@ STEPS = 200
 
 
 class ReplayedModel:
-    """Answers a request, whose image is a row of a table, in the time of its cell times a factor."""
+    """Answers a request, whose image is a row of a table, in the time of its cell times a
+    factor."""
 
     name = "replayed"
 
     def __init__(self, table: ProfileTable, slower: Factors = lambda values: 1.0) -> None:
         self.table, self.slower = table, slower
-        self.knobs = tuple(KnobSupport(knob.name, knob.values[-1], values=knob.values) for knob in table.knobs)
-        self.columns = {tuple(table.configuration(c).items()): c for c in range(table.num_configurations)}
+        self.knobs = tuple(
+            KnobSupport(knob.name, knob.values[-1], values=knob.values) for knob in table.knobs
+        )
+        self.columns = {
+            tuple(table.configuration(c).items()): c for c in range(table.num_configurations)
+        }
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         blocks = {name: block[request.image].numpy() for name, block in self.table.features.items()}
         return FirstStage(request, blocks if features else {}, None, 0.0, 0.0)
 
-    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
+    def answer(
+        self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
+    ) -> list[Answer]:
         column = self.columns[tuple(configuration.items())]
-        times = [float(self.table.latency_ms[s.request.image, column]) * self.slower(configuration) for s in stages]
+        times = [
+            float(self.table.latency_ms[s.request.image, column]) * self.slower(configuration)
+            for s in stages
+        ]
         right = [str(float(self.table.accuracy[s.request.image, column])) for s in stages]
         return [Answer(text, ms, ms, 0.0, 1, 1, 1) for text, ms in zip(right, times, strict=True)]
 
@@ -115,7 +125,11 @@ def _knows_means(samples: int) -> DeployedController:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
     members = SMALL.members_trained
     for _ in range(STEPS):
-        loss = -(target * controller.network(x.expand(members, -1, -1), limits.expand(members, -1))).sum(-1).mean()
+        loss = (
+            -(target * controller.network(x.expand(members, -1, -1), limits.expand(members, -1)))
+            .sum(-1)
+            .mean()
+        )
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -147,7 +161,9 @@ def serve_requests(
     budgets = (default_budgets(table) + 1).tolist()  # the controller's own time comes on top
     results = []
     for row, budget in zip(
-        generator.integers(table.num_samples, size=count), generator.choice(budgets, count), strict=True
+        generator.integers(table.num_samples, size=count),
+        generator.choice(budgets, count),
+        strict=True,
     ):
         results.append(model.answer(Request(int(row), ""), float(budget)))
         if label and model.log is not None:
@@ -156,6 +172,10 @@ def serve_requests(
 
 
 def logging_model(
-    folder: Path, agent: Any, table: ProfileTable, slower: Factors = lambda values: 1.0, **options: Any
+    folder: Path,
+    agent: Any,
+    table: ProfileTable,
+    slower: Factors = lambda values: 1.0,
+    **options: Any,
 ) -> AdaptiveModel:
     return AdaptiveModel(ReplayedModel(table, slower), agent, log=folder, **options)

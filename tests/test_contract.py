@@ -1,6 +1,8 @@
-"""What was asked for by name, one short test a row: it works by the words that launch it, and it stays.
+"""What was asked for by name, one short test a row: it works by the words that launch it, and it
+stays.
 
-Rows C are the project as a whole, K the controller, S the selector. CONTRIBUTING.md says why no test here is removed.
+Rows C are the project as a whole, K the controller, S the selector. CONTRIBUTING.md says why no
+test here is removed.
 """
 
 from __future__ import annotations
@@ -66,28 +68,46 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def seeds_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of `experiment=seeds` on a tiny table, as a job of a W&B sweep, offline. Only the learning rate
-    and the sizes differ from the experiment's, so that a few iterations learn something."""
+    """A finished run of `experiment=seeds` on a tiny table, as a job of a W&B sweep, offline. Only
+    the learning rate and the sizes differ from the experiment's, so that a few iterations learn
+    something."""
 
     folder = tmp_path_factory.mktemp("seeds")
-    small = ["optimiser.iterations=20", "optimiser.evaluate_every=4", "optimiser.lr=0.01", "policy.hidden=16"]
+    small = [
+        "optimiser.iterations=20",
+        "optimiser.evaluate_every=4",
+        "optimiser.lr=0.01",
+        "policy.hidden=16",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         forget_wandb(patch, folder)
         write_table()
         parameters = {"optimiser.lr": {"value": 0.01}}
         save_config_file_from_dict(str(folder / "parameters.yaml"), parameters)
-        for name, value in {"RUN_ID": "r1", "SWEEP_ID": "s1", "SWEEP_PARAM_PATH": "parameters.yaml"}.items():
+        for name, value in {
+            "RUN_ID": "r1",
+            "SWEEP_ID": "s1",
+            "SWEEP_PARAM_PATH": "parameters.yaml",
+        }.items():
             patch.setenv(f"WANDB_{name}", value)
-        words = ["experiment=seeds", *TABLE, *small, "seeds=[0]", "baselines=false", "tracking=offline", "name=x"]
+        words = [
+            "experiment=seeds",
+            *TABLE,
+            *small,
+            "seeds=[0]",
+            "baselines=false",
+            "tracking=offline",
+            "name=x",
+        ]
         assert main(["train", *words]) == 0
     return folder / "runs/seeds/x"
 
 
 @pytest.fixture(scope="module")
 def three_shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of `experiment=selector_seeds` on a file of ten queries with five beams of three shots, each of
-    which ends with the id of its query. Nothing says that there are three."""
+    """A finished run of `experiment=selector_seeds` on a file of ten queries with five beams of
+    three shots, each of which ends with the id of its query. Nothing says that there are three."""
 
     folder = tmp_path_factory.mktemp("three_shots")
     rng = np.random.default_rng(0)
@@ -95,19 +115,36 @@ def three_shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     beams = {}
     for query in range(10):
         ids = [[*rng.choice(range(10, 40), 3, replace=False).tolist(), query] for _ in range(5)]
-        beams[str(query)] = {"id_list": ids, "score_list": sorted(rng.uniform(0, 0.05, 5).tolist(), reverse=True)}
+        beams[str(query)] = {
+            "id_list": ids,
+            "score_list": sorted(rng.uniform(0, 0.05, 5).tolist(), reverse=True),
+        }
     (folder / "beams.json").write_text(json.dumps(beams))
-    small = ["selector.width=16", "selector.heads=2", "sft.epochs=1", "rce.epochs=2", "grpo.epochs=2"]
+    small = [
+        "selector.width=16",
+        "selector.heads=2",
+        "sft.epochs=1",
+        "rce.epochs=2",
+        "grpo.epochs=2",
+    ]
     small += [f"{stage}.queries=6" for stage in ("sft", "rce", "grpo")]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         files = ["beams=files", "beams.path=beams.json", "beams.embeddings=e.npz"]
-        words = [*files, "beams.train=0.6", "beams.validation=0.2", *small, "seeds=[0]", "tracking=disabled", "name=x"]
+        words = [
+            *files,
+            "beams.train=0.6",
+            "beams.validation=0.2",
+            *small,
+            "seeds=[0]",
+            "tracking=disabled",
+            "name=x",
+        ]
         assert main(["train", "experiment=selector_seeds", *words]) == 0
     return folder / "runs/selector_seeds/x"
 
 
-# -- C1: the folders and the packages ----------------------------------------------------------------------------------
+# -- C1: the folders and the packages --------------------------------------------------------------
 
 
 def test_c1_the_folders_are_packages_of_the_libraries_that_were_named() -> None:
@@ -119,10 +156,12 @@ def test_c1_the_folders_are_packages_of_the_libraries_that_were_named() -> None:
     settings = ConfigParser()
     settings.read(root / "setup.cfg")
     required = settings["options"]["install_requires"].split()
-    assert {"torch", "torchrl", "tensordict", "gymnasium", "wandb"} <= {word.split(">")[0] for word in required}
+    assert {"torch", "torchrl", "tensordict", "gymnasium", "wandb"} <= {
+        word.split(">")[0] for word in required
+    }
 
 
-# -- C2: a gymnasium-style bandit that is stepped by hand --------------------------------------------------------------
+# -- C2: a gymnasium-style bandit that is stepped by hand ------------------------------------------
 
 
 def test_c2_the_bandit_replays_the_profile_and_is_stepped_by_hand() -> None:
@@ -140,7 +179,7 @@ def test_c2_the_bandit_replays_the_profile_and_is_stepped_by_hand() -> None:
     assert steps["action"].shape[-1] == 3
 
 
-# -- C3: three categorical actions under three keys --------------------------------------------------------------------
+# -- C3: three categorical actions under three keys ------------------------------------------------
 
 
 def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser() -> None:
@@ -150,9 +189,22 @@ def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser(
     env = ConfigBandit(table, batch_size=64, group_size=8, **options)
     policy = make_actor(driven_apart(table, PolicyConfig(hidden=16)), table, 8, separate=True)
     assert issubclass(policy[-1].distribution_class, CompositeDistribution)
-    grpo, rce = GRPOLoss(policy, functional=False), RCELoss(policy, temperature=0.2, functional=False)
-    assert (set(env.action_keys), policy.dist_sample_keys, grpo.tensor_keys.action) == (set(knobs), knobs, knobs)
-    collector = Collector(env, policy, frames_per_batch=64, total_frames=64 * 40, auto_register_policy_transforms=False)
+    grpo, rce = (
+        GRPOLoss(policy, functional=False),
+        RCELoss(policy, temperature=0.2, functional=False),
+    )
+    assert (set(env.action_keys), policy.dist_sample_keys, grpo.tensor_keys.action) == (
+        set(knobs),
+        knobs,
+        knobs,
+    )
+    collector = Collector(
+        env,
+        policy,
+        frames_per_batch=64,
+        total_frames=64 * 40,
+        auto_register_policy_transforms=False,
+    )
     buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=64)
     optimiser = torch.optim.Adam(policy.parameters(), lr=0.01)
     torch.manual_seed(0)
@@ -171,7 +223,7 @@ def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser(
     assert table.mask[batch.flatten()["row"].unsqueeze(1), table.find(chosen)].all()
 
 
-# -- C4: what GRPO trains is what is deployed --------------------------------------------------------------------------
+# -- C4: what GRPO trains is what is deployed ------------------------------------------------------
 
 
 def test_c4_the_weights_that_grpo_trained_are_the_deployed_ones(seeds_run: Path) -> None:
@@ -188,7 +240,10 @@ def deployed_arrays_are(network: Controller, run: Path) -> bool:
     exported = np.load(run / "controller.npz")
     weights = [*network.network.layers, network.network.head.logits]
     assert len(weights) == network.config.layers + 1
-    same = knobwise.load(run).agent.decider.digest == NumpyController.load(run / "controller.npz").digest
+    same = (
+        knobwise.load(run).agent.decider.digest
+        == NumpyController.load(run / "controller.npz").digest
+    )
     for number, layer in enumerate(weights):
         for name in ("weight", "bias"):
             values = getattr(layer, name)[-1].detach().numpy()
@@ -197,15 +252,29 @@ def deployed_arrays_are(network: Controller, run: Path) -> bool:
 
 
 @pytest.mark.parametrize("policy", ["auto", "utility"])
-def test_c4_the_weights_that_grpo_ended_with_are_those_that_the_default_policy_deploys(policy: str) -> None:
-    """Nothing comes after GRPO: no student, no mixture with its teacher, no weights from before it."""
+def test_c4_the_weights_that_grpo_ended_with_are_those_that_the_default_policy_deploys(
+    policy: str,
+) -> None:
+    """Nothing comes after GRPO: no student, no mixture with its teacher, no weights from before
+    it."""
 
     assert read_settings("train", []).policy == read_settings("train", ["policy=auto"]).policy
     write_table()
-    short = ["optimiser.teacher_iterations=4", "optimiser.warmup_iterations=20", "optimiser.iterations=20"]
-    short += ["optimiser.contexts=32", "optimiser.evaluate_every=1000", "policy.hidden=16", "policy.members=2"]
+    short = [
+        "optimiser.teacher_iterations=4",
+        "optimiser.warmup_iterations=20",
+        "optimiser.iterations=20",
+    ]
+    short += [
+        "optimiser.contexts=32",
+        "optimiser.evaluate_every=1000",
+        "policy.hidden=16",
+        "policy.members=2",
+    ]
     words = [f"policy={policy}", *TABLE, *short, "seeds=[0]", "baselines=false", "own_cost=false"]
-    assert main(["train", *words, "tracking=disabled", "tracking.tensorboard=false", "name=run"]) == 0
+    assert (
+        main(["train", *words, "tracking=disabled", "tracking.tensorboard=false", "name=run"]) == 0
+    )
     run = Path("runs/controller/run")
     ended = load_checkpoint(run / "checkpoints/last.pt")  # the state after GRPO's last step
     best = load_checkpoint(run / "checkpoints/best.pt")
@@ -231,7 +300,7 @@ def test_c4_the_weights_that_grpo_ended_with_are_those_that_the_default_policy_d
     assert results["grpo_gain"].keys() == {"test", "test_ci95", "held_out", "held_out_ci95"}
 
 
-# -- C5: experiment files, and runs compared in Weights & Biases -------------------------------------------------------
+# -- C5: experiment files, and runs compared in Weights & Biases -----------------------------------
 
 
 def test_c5_experiment_files_are_launched_and_compared_in_wandb(seeds_run: Path) -> None:
@@ -246,17 +315,28 @@ def test_c5_experiment_files_are_launched_and_compared_in_wandb(seeds_run: Path)
     assert training.about["displayName"] == "x s0"
     assert [row["step"] for row in training.history] == [0, 4, 8, 12, 16, 20]
     names = " ".join(results.summary)
-    assert all(name in names for name in ("Test/policies", "Test/by_budget", "Knobs/top_k", "Charts/"))
+    assert all(
+        name in names for name in ("Test/policies", "Test/by_budget", "Knobs/top_k", "Charts/")
+    )
 
 
-# -- C6: a sweep file for `wandb agent` --------------------------------------------------------------------------------
+# -- C6: a sweep file for `wandb agent` ------------------------------------------------------------
 
 
 def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run: Path) -> None:
-    """W&B ships its schema of sweeps in another package, so what our file uses of it stands here."""
+    """W&B ships its schema of sweeps in another package, so what our file uses of it stands
+    here."""
 
     sweep = yaml.safe_load((CONF / "wandb_sweep.yaml").read_text())
-    assert sweep.keys() == {"program", "name", "method", "run_cap", "metric", "parameters", "command"}
+    assert sweep.keys() == {
+        "program",
+        "name",
+        "method",
+        "run_cap",
+        "metric",
+        "parameters",
+        "command",
+    }
     assert sweep["method"] in ("grid", "random", "bayes")
     assert sweep["metric"] == {"name": "Val/Utility", "goal": "maximize"}
     env, program, verb, *words, last = sweep["command"]
@@ -271,7 +351,9 @@ def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run: Path) -
         for job, value in zip(jobs, (values[0], values[-1]), strict=True):
             job[key] = value
     for job in jobs:
-        swept = create_sweep_command_args({"args": {key: {"value": value} for key, value in job.items()}})
+        swept = create_sweep_command_args(
+            {"args": {key: {"value": value} for key, value in job.items()}}
+        )
         settings = read_settings("train", [*words, *swept["args_no_hyphens"]])
         for key, value in job.items():
             section, name = key.split(".")
@@ -285,7 +367,7 @@ def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run: Path) -
     assert of_sweep.summary["Val/Utility"] == pytest.approx(score)
 
 
-# -- K1: exp5 and exp6, core_exp, long tables --------------------------------------------------------------------------
+# -- K1: exp5 and exp6, core_exp, long tables ------------------------------------------------------
 
 
 def test_k1_exp5_with_exp6_core_exp_and_long_tables_are_read() -> None:
@@ -302,9 +384,15 @@ def test_k1_exp5_with_exp6_core_exp_and_long_tables_are_read() -> None:
         (Path("older") / path.name).write_text(json.dumps({"summary": [], "all_samples": older}))
     # tiers in place of crops
     tiers = {2: "low", 6: "medium", 10: "high"}
-    for (crops, k, blocks), frame in long_frame(table).group_by("max_crops", "top_k", "num_active_blocks"):
+    for (crops, k, blocks), frame in long_frame(table).group_by(
+        "max_crops", "top_k", "num_active_blocks"
+    ):
         name = f"text_vqa_imgsizetier-{tiers[crops]}_crops{crops}_topk{k}_blocks{blocks}.json"
-        rows = frame.rename({"latency_ms": "T_total"}).select("sample_id", "accuracy", "T_total").to_dicts()
+        rows = (
+            frame.rename({"latency_ms": "T_total"})
+            .select("sample_id", "accuracy", "T_total")
+            .to_dicts()
+        )
         Path("core/text-vqa").mkdir(parents=True, exist_ok=True)
         Path("core/text-vqa", name).write_text(json.dumps({"per_sample_results": rows}))
     words = [
@@ -312,7 +400,11 @@ def test_k1_exp5_with_exp6_core_exp_and_long_tables_are_read() -> None:
         ["profile=core_exp", "profile.directory=core", "profile.dataset_name=text_vqa"],
     ]
     for folder in ("exp6", "older"):
-        folders = ["profile.exp5_dir=exp5", f"profile.exp6_dir={folder}", "profile.dataset_name=text_vqa"]
+        folders = [
+            "profile.exp5_dir=exp5",
+            f"profile.exp6_dir={folder}",
+            "profile.dataset_name=text_vqa",
+        ]
         words.append(["profile=exp5_exp6", *folders])
     for each in words:
         again = read_profile(read_settings("inspect", each).profile)
@@ -320,7 +412,7 @@ def test_k1_exp5_with_exp6_core_exp_and_long_tables_are_read() -> None:
         assert torch.allclose(again.latency_ms, table.latency_ms)
 
 
-# -- K2: accuracy in per cent, features in .pt files, controller_training_data.json ------------------------------------
+# -- K2: accuracy in per cent, features in .pt files, controller_training_data.json ----------------
 
 
 def test_k2_per_cent_features_by_sample_and_the_original_training_data_are_read() -> None:
@@ -337,7 +429,10 @@ def test_k2_per_cent_features_by_sample_and_the_original_training_data_are_read(
     pl.DataFrame(cells).write_csv("t.csv")
     with pytest.raises(InputError, match="accuracy_unit=percent"):
         read("profile.path=t.csv")
-    vectors = {i: {"image_features": torch.full((3,), i), "language_features": torch.ones(2)} for i in (1, 0)}
+    vectors = {
+        i: {"image_features": torch.full((3,), i), "language_features": torch.ones(2)}
+        for i in (1, 0)
+    }
     torch.save(vectors, "f.pt")
     table = read("profile.path=t.csv", "profile.accuracy_unit=percent", "profile.features=f.pt")
     assert table.accuracy.flatten().tolist() == pytest.approx([0.5, 1, 0, 0.3])
@@ -346,8 +441,17 @@ def test_k2_per_cent_features_by_sample_and_the_original_training_data_are_read(
 
     examples = [
         {
-            **{"sample_id": i, "image_feature": [0.5, float(i)], "language_feature": [1.0], "latency_budget": 100 * f},
-            **{"config": {"max_crops": crops, "top_k": 8, "num_active_blocks": 16}, "pred": "a", "answers": ["a"]},
+            **{
+                "sample_id": i,
+                "image_feature": [0.5, float(i)],
+                "language_feature": [1.0],
+                "latency_budget": 100 * f,
+            },
+            **{
+                "config": {"max_crops": crops, "top_k": 8, "num_active_blocks": 16},
+                "pred": "a",
+                "answers": ["a"],
+            },
             **{"accuracy": float(crops == 12), "latency": 90.0 + crops + i},
         }
         for i in range(2)
@@ -364,11 +468,19 @@ def test_k2_per_cent_features_by_sample_and_the_original_training_data_are_read(
     assert "8 examples repeat" in str(table.notes)
 
 
-# -- K3: image and language features, a budget encoding, three heads ---------------------------------------------------
+# -- K3: image and language features, a budget encoding, three heads -------------------------------
 def test_k3_the_budget_is_read_as_one_number_or_by_32_sines_and_cosines() -> None:
 
     write_table()
-    words = ["train", *TABLE, *OPTIMISER, "policy=independent", "seeds=[0]", "baselines=false", "own_cost=false"]
+    words = [
+        "train",
+        *TABLE,
+        *OPTIMISER,
+        "policy=independent",
+        "seeds=[0]",
+        "baselines=false",
+        "own_cost=false",
+    ]
     wide = ["policy.budget_encoding=sinusoidal", "policy.budget_width=32"]
     assert main([*words, *wide, "name=wide"]) == 0
     exported = np.load("runs/controller/wide/controller.npz")
@@ -380,11 +492,19 @@ def test_k3_the_budget_is_read_as_one_number_or_by_32_sines_and_cosines() -> Non
     assert network.layers[0].weight.shape == (1, 8 + 1, 256)
 
 
-# -- K4: features reduced before the first layer -----------------------------------------------------------------------
+# -- K4: features reduced before the first layer ---------------------------------------------------
 def test_k4_features_are_projected_before_the_first_layer() -> None:
 
     write_table()
-    words = ["train", *TABLE, *OPTIMISER, "policy=utility", "seeds=[0]", "baselines=false", "own_cost=false"]
+    words = [
+        "train",
+        *TABLE,
+        *OPTIMISER,
+        "policy=utility",
+        "seeds=[0]",
+        "baselines=false",
+        "own_cost=false",
+    ]
     assert main([*words, "policy.project=3", "name=run"]) == 0
     best = load_checkpoint("runs/controller/run/checkpoints/best.pt")
     assert best.network.normaliser.projection.shape == (8, 3)
@@ -394,25 +514,37 @@ def test_k4_features_are_projected_before_the_first_layer() -> None:
     assert main(["export", "checkpoint=runs/controller/run", "out=exported"]) == 0
 
 
-# -- K5: the shaped reward ---------------------------------------------------------------------------------------------
+# -- K5: the shaped reward -------------------------------------------------------------------------
 
 
 def test_k5_the_shaped_reward_has_its_five_coefficients() -> None:
 
     reward = read_settings("train", ["reward=shaped"]).reward
-    assert (reward.alpha, reward.beta, reward.gamma, reward.delta, reward.epsilon) == (1, 0.5, 10, 0.1, 0.05)
+    assert (reward.alpha, reward.beta, reward.gamma, reward.delta, reward.epsilon) == (
+        1,
+        0.5,
+        10,
+        0.1,
+        0.05,
+    )
     table = small_table()
     env = gymnasium.make("knobwise/ConfigBandit-v0", table=table, reward=reward)
-    cell = table.configurations.tolist().index([1, 1, 0])  # 6 of 10 crops, top_k 8 of 8, 12 of 16 blocks
+    cell = table.configurations.tolist().index(
+        [1, 1, 0]
+    )  # 6 of 10 crops, top_k 8 of 8, 12 of 16 blocks
     complexity = (6 / 10 + 1 + 12 / 16) / 3
     for share in (0.5, 1.25):  # of the budget
         env.reset(options={"row": 3, "budget_ms": float(table.latency_ms[3, cell]) / share})
-        wanted = float(table.accuracy[3, cell]) - 0.5 / (1 + math.exp(-10 * (share - 1))) - 0.05 * complexity
+        wanted = (
+            float(table.accuracy[3, cell])
+            - 0.5 / (1 + math.exp(-10 * (share - 1)))
+            - 0.05 * complexity
+        )
         wanted += -10 * 0.25**2 if share > 1 else 0.1 * (1 - share)
         assert env.step([1, 1, 0])[1] == pytest.approx(wanted, abs=1e-4)
 
 
-# -- K6: relative budgets, and budgets drawn from a range --------------------------------------------------------------
+# -- K6: relative budgets, and budgets drawn from a range ------------------------------------------
 def test_k6_budgets_are_relative_or_uniform() -> None:
 
     table, rows = small_table(), torch.zeros(4000, dtype=torch.int64)
@@ -426,7 +558,7 @@ def test_k6_budgets_are_relative_or_uniform() -> None:
     assert uniform.mean() == pytest.approx((low + high) / 2, rel=0.03)
 
 
-# -- K7: groups of draws, z-scores, the clip, the KL -------------------------------------------------------------------
+# -- K7: groups of draws, z-scores, the clip, the KL -----------------------------------------------
 
 
 def test_k7_groups_of_draws_have_z_scores_a_clip_and_a_kl(seeds_run: Path) -> None:
@@ -436,7 +568,9 @@ def test_k7_groups_of_draws_have_z_scores_a_clip_and_a_kl(seeds_run: Path) -> No
     assert (loss.objective, loss.group_size, loss.advantage) == ("sampled", 8, "zscore")
     assert loss.kl_to_ref_coeff == 0.1
     advantage = group_advantage(torch.tensor([[0.0, 1, 0, 1]]), "zscore")
-    assert advantage.tolist() == [pytest.approx([-1, 1, -1, 1], rel=0.2)]  # 1.155 where the spread divides by n − 1
+    assert advantage.tolist() == [
+        pytest.approx([-1, 1, -1, 1], rel=0.2)
+    ]  # 1.155 where the spread divides by n − 1
     assert advantage.sum() == pytest.approx(0, abs=1e-6)
     # on the behaviour policy the gradient is that of −log π·A; the clip stops it beyond 1 + ε
     log_prob = torch.tensor([0.0, 0.5], requires_grad=True)
@@ -450,19 +584,31 @@ def test_k7_groups_of_draws_have_z_scores_a_clip_and_a_kl(seeds_run: Path) -> No
     assert {"Train/Clip_Fraction", "Train/KL_Loss"} <= set(logged.columns)
 
 
-# -- K8: a KL coefficient that follows the KL --------------------------------------------------------------------------
+# -- K8: a KL coefficient that follows the KL ------------------------------------------------------
 
 
 def test_k8_the_weight_of_the_kl_follows_the_kl() -> None:
 
-    words = [*SIMULATED, *OPTIMISER, "policy=independent", "seeds=[0]", "baselines=false", "own_cost=false"]
-    assert main(["train", *words, "loss=sampled", "loss.kl_band=[0,1e-9]", "optimiser.evaluate_every=2"]) == 0
+    words = [
+        *SIMULATED,
+        *OPTIMISER,
+        "policy=independent",
+        "seeds=[0]",
+        "baselines=false",
+        "own_cost=false",
+    ]
+    assert (
+        main(
+            ["train", *words, "loss=sampled", "loss.kl_band=[0,1e-9]", "optimiser.evaluate_every=2"]
+        )
+        == 0
+    )
     beta = pl.read_csv("runs/latest/metrics.csv")["Train/Beta"].drop_nulls().to_list()
     # a KL above the band: from 0 to the least weight, then up by half at every iteration
     assert beta == pytest.approx([0.0, 0.0015, 0.0015 * 1.5**2, 0.0015 * 1.5**4])
 
 
-# -- K9: balanced sampling, k-fold splits ------------------------------------------------------------------------------
+# -- K9: balanced sampling, k-fold splits ----------------------------------------------------------
 def test_k9_small_data_sets_are_drawn_as_often_as_large_ones() -> None:
 
     table = replace(small_table(60), datasets=("large",) * 50 + ("small",) * 10)
@@ -476,7 +622,15 @@ def test_k9_small_data_sets_are_drawn_as_often_as_large_ones() -> None:
 def test_k9_five_folds_judge_every_sample_once() -> None:
 
     write_table()
-    words = ["train", *TABLE, *OPTIMISER, "policy=independent", "seeds=[0]", "baselines=false", "own_cost=false"]
+    words = [
+        "train",
+        *TABLE,
+        *OPTIMISER,
+        "policy=independent",
+        "seeds=[0]",
+        "baselines=false",
+        "own_cost=false",
+    ]
     words += ["optimiser.iterations=2", "tracking.tensorboard=false"]
     assert main([*words, "split.folds=5", "name=run"]) == 0
     results = json.loads(Path("runs/controller/run/results.json").read_text())
@@ -486,7 +640,7 @@ def test_k9_five_folds_judge_every_sample_once() -> None:
     assert judged["split"].unique().sort().to_list() == [0, 1, 2, 3, 4]
 
 
-# -- K10: the original's training settings -----------------------------------------------------------------------------
+# -- K10: the original's training settings ---------------------------------------------------------
 
 
 def test_k10_the_settings_of_the_original_training(seeds_run: Path) -> None:
@@ -494,7 +648,12 @@ def test_k10_the_settings_of_the_original_training(seeds_run: Path) -> None:
     settings = read_settings("train", ["experiment=seeds"])
     optimiser = settings.optimiser
     assert (optimiser.lr, optimiser.contexts, settings.split.train) == (1e-4, 64, 0.8)
-    assert min(optimiser.weight_decay, optimiser.clip_grad, optimiser.patience, settings.policy.dropout) > 0
+    assert (
+        min(
+            optimiser.weight_decay, optimiser.clip_grad, optimiser.patience, settings.policy.dropout
+        )
+        > 0
+    )
     metrics = pl.read_csv(seeds_run / "metrics.csv")
     judged = metrics.drop_nulls("Val/Utility")  # greedily
     best = load_checkpoint(seeds_run / "checkpoints/best.pt").extra
@@ -504,13 +663,17 @@ def test_k10_the_settings_of_the_original_training(seeds_run: Path) -> None:
     assert metrics["Train/Grad_Norm"].max() > 0
 
 
-# -- K11: the logged names ---------------------------------------------------------------------------------------------
+# -- K11: the logged names -------------------------------------------------------------------------
 
 
 def test_k11_tensorboard_and_wandb_have_the_names_of_the_original(seeds_run: Path) -> None:
 
     means = [f"{what}_{of}" for what in ("Reward", "Accuracy", "Latency") for of in ("Mean", "Std")]
-    wanted = {f"{part}/{name}" for part in ("Train", "Val") for name in ("Loss", *means, "Budget_Violation_Rate")}
+    wanted = {
+        f"{part}/{name}"
+        for part in ("Train", "Val")
+        for name in ("Loss", *means, "Budget_Violation_Rate")
+    }
     reader = EventAccumulator(str(seeds_run / "tensorboard/seed0")).Reload()
     assert wanted <= set(reader.Tags()["scalars"])
     training = offline_runs(seeds_run)[0]
@@ -519,24 +682,31 @@ def test_k11_tensorboard_and_wandb_have_the_names_of_the_original(seeds_run: Pat
     assert first.value == pytest.approx(training.history[0]["Val/Budget_Violation_Rate"])
 
 
-# -- K12: a decision as a dict of the three knobs ----------------------------------------------------------------------
+# -- K12: a decision as a dict of the three knobs --------------------------------------------------
 
 
 def test_k12_a_decision_is_a_dict_of_the_three_knobs_and_does_not_vary(seeds_run: Path) -> None:
 
     table, policy = small_table(), knobwise.load(seeds_run)
-    greedy = load_checkpoint(seeds_run / "checkpoints/best.pt").controller.choose(arrays(table), np.full(60, 9.0))
+    greedy = load_checkpoint(seeds_run / "checkpoints/best.pt").controller.choose(
+        arrays(table), np.full(60, 9.0)
+    )
     for row in range(5):
         features = {name: block[row] for name, block in table.features.items()}
         decisions = [policy.decide(features, budget_ms=9.0) for _ in range(2)]
         values = [
-            knob.values[index] for knob, index in zip(table.knobs, table.configurations[greedy[row]], strict=True)
+            knob.values[index]
+            for knob, index in zip(table.knobs, table.configurations[greedy[row]], strict=True)
         ]
-        assert decisions == 2 * [dict(zip(("max_crops", "top_k", "num_active_blocks"), values, strict=True))]
+        assert decisions == 2 * [
+            dict(zip(("max_crops", "top_k", "num_active_blocks"), values, strict=True))
+        ]
 
 
-# -- K13: ONNX and INT8 ------------------------------------------------------------------------------------------------
-def test_k13_what_is_deployed_is_exported_as_onnx_and_int8(capsys: pytest.CaptureFixture[str]) -> None:
+# -- K13: ONNX and INT8 ----------------------------------------------------------------------------
+def test_k13_what_is_deployed_is_exported_as_onnx_and_int8(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
 
     words = ["onnx=true", "int8=true"]
     assert "nowhere" in refused(["export", "checkpoint=nowhere/at_all.pt", *words], capsys)
@@ -555,8 +725,10 @@ def test_k13_what_is_deployed_is_exported_as_onnx_and_int8(capsys: pytest.Captur
     assert Path("exported/policy/controller.py").exists()  # reads the first of them
 
 
-# -- K14: cached features and decisions, the first stage in the background ---------------------------------------------
-def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_background() -> None:
+# -- K14: cached features and decisions, the first stage in the background -------------------------
+def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_background() -> (
+    None
+):
 
     torch.set_num_threads(1)
     requests = [ElasticRequests().request(str(number)) for number in (0, 1, 0, 1)]
@@ -574,7 +746,7 @@ def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_
         assert summary["hit_us"] > 0
 
 
-# -- K15: the knobs of a running model ---------------------------------------------------------------------------------
+# -- K15: the knobs of a running model -------------------------------------------------------------
 
 
 def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage() -> None:
@@ -582,9 +754,14 @@ def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage() -> 
     table = builtin_profile()
     split = table.split()
     controller = untrained(table, PolicyConfig(hidden=8, layers=1))
-    save_checkpoint("c.pt", controller, table, {f"{part}_rows": rows for part, rows in split._asdict().items()})
+    save_checkpoint(
+        "c.pt", controller, table, {f"{part}_rows": rows for part, rows in split._asdict().items()}
+    )
     stream = ["requests=10", "calibration=4", "warm_up=1", "fixed=1", "clock=cpu", "json=live.json"]
-    assert main(["evaluate", "live=true", "checkpoint=c.pt", *(f"stream.{word}" for word in stream)]) == 0
+    assert (
+        main(["evaluate", "live=true", "checkpoint=c.pt", *(f"stream.{word}" for word in stream)])
+        == 0
+    )
     results = json.loads(Path("live.json").read_text())
     # the answers are those that the profile has of the chosen configurations: the knobs were set
     accuracies = [row for row in results["agreement"] if row["what"] == "accuracy"]
@@ -594,14 +771,22 @@ def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage() -> 
     assert 0 < results["overhead"]["share_p50"] < 0.5
 
 
-# -- K16: several data sets --------------------------------------------------------------------------------------------
+# -- K16: several data sets ------------------------------------------------------------------------
 def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros() -> None:
 
     for number, name in enumerate("abc"):
         write_table(40, seed=number, prefix=name)
     words = ["profile=joint", "profile.paths=[at.parquet,bt.parquet,ct.parquet]"]
     words += ["profile.features=[af.npz,bf.npz,cf.npz]"]
-    train = ["train", *words, *OPTIMISER, "policy=independent", "seeds=[0]", "baselines=false", "own_cost=false"]
+    train = [
+        "train",
+        *words,
+        *OPTIMISER,
+        "policy=independent",
+        "seeds=[0]",
+        "baselines=false",
+        "own_cost=false",
+    ]
     assert main([*train, "policy.dataset_input=true", "split.leave_out=bt", "name=run"]) == 0
     policy = knobwise.load("runs/controller/run")
     assert (policy.features["dataset"], policy.datasets) == (3, ["at", "bt", "ct"])
@@ -612,11 +797,14 @@ def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros() -> None:
     )
     assert torch.equal(b, unknown)  # nothing was fitted on it
     assert not torch.equal(a, unknown)
-    assert main(["evaluate", "checkpoint=runs/controller/run", "baselines=false", "own_cost=false"]) == 0
+    assert (
+        main(["evaluate", "checkpoint=runs/controller/run", "baselines=false", "own_cost=false"])
+        == 0
+    )
     assert NumpyController.load("runs/controller/run/controller.npz").datasets == ["at", "bt", "ct"]
 
 
-# -- K17: PPO with a value network -------------------------------------------------------------------------------------
+# -- K17: PPO with a value network -----------------------------------------------------------------
 
 
 def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo() -> None:
@@ -628,10 +816,13 @@ def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo() -> None:
     assert values[1] < values[0]
     assert json.loads(Path("runs/ppo/run/results.json").read_text())["training"]["method"] == "PPO"
     jobs = jobs_of("train", ["experiment=ppo"])  # what -m runs
-    assert [[word for word in job if word.startswith("loss")] for job in jobs] == [["loss=sampled"], ["loss=ppo"]]
+    assert [[word for word in job if word.startswith("loss")] for job in jobs] == [
+        ["loss=sampled"],
+        ["loss=ppo"],
+    ]
 
 
-# -- K18: updates, other hardware, explanations ------------------------------------------------------------------------
+# -- K18: updates, other hardware, explanations ----------------------------------------------------
 
 
 def test_k18_a_controller_is_updated_for_other_hardware_and_explained() -> None:
@@ -649,7 +840,7 @@ def test_k18_a_controller_is_updated_for_other_hardware_and_explained() -> None:
     assert len(why["expected"]) == 12
 
 
-# -- S1: beams in every format -----------------------------------------------------------------------------------------
+# -- S1: beams in every format ---------------------------------------------------------------------
 
 
 def test_s1_beams_are_read_in_every_format_with_three_shots(three_shots: Path) -> None:
@@ -660,10 +851,17 @@ def test_s1_beams_are_read_in_every_format_with_three_shots(three_shots: Path) -
     embeddings = torch.from_numpy(np.load(folder / "e.npz")["embeddings"])
     np.save("e.npy", embeddings.numpy())
     torch.save(embeddings, "e.pt")
-    Path("list.json").write_text(json.dumps([{"query_id": int(query), **beams} for query, beams in by_query.items()]))
+    Path("list.json").write_text(
+        json.dumps([{"query_id": int(query), **beams} for query, beams in by_query.items()])
+    )
 
     def read(path: Path | str, file: Path | str) -> BeamTable:
-        words = ["experiment=selector_seeds", "beams=files", f"beams.path={path}", f"beams.embeddings={file}"]
+        words = [
+            "experiment=selector_seeds",
+            "beams=files",
+            f"beams.path={path}",
+            f"beams.embeddings={file}",
+        ]
         return read_data(read_settings("train_selector", words).beams).table
 
     table = read(folder / "beams.json", folder / "e.npz")
@@ -671,20 +869,34 @@ def test_s1_beams_are_read_in_every_format_with_three_shots(three_shots: Path) -
     assert table.pool[0][table.sequences[0, 0]].tolist() == by_query["0"]["id_list"][0][:3]
     assert table.fields["beam_score"][0].tolist() == pytest.approx(by_query["0"]["score_list"])
     table.save("b.safetensors")
-    for path, file in (("list.json", "e.npy"), (folder / "beams.json", "e.pt"), ("b.safetensors", "e.pt")):
+    for path, file in (
+        ("list.json", "e.npy"),
+        (folder / "beams.json", "e.pt"),
+        ("b.safetensors", "e.pt"),
+    ):
         again = read(path, file)
         assert torch.equal(again.sequences, table.sequences)
         assert torch.equal(again.candidates, table.candidates)
-    words = [f"beams.path={folder}/beams.json", f"beams.embeddings={folder}/e.npz", "tracking=disabled"]
+    words = [
+        f"beams.path={folder}/beams.json",
+        f"beams.embeddings={folder}/e.npz",
+        "tracking=disabled",
+    ]
     assert main(["train", "experiment=selector_seeds", "beams=files", *words, "shots=2"]) == 2
 
 
-# -- S2: pools, the generation of beams --------------------------------------------------------------------------------
+# -- S2: pools, the generation of beams ------------------------------------------------------------
 
 
 def test_s2_beams_are_generated_from_four_kinds_of_pools() -> None:
 
-    small = ["model=learner", "learner.queries=4", "learner.candidates=40", "beams.json=false", "pool.size=6"]
+    small = [
+        "model=learner",
+        "learner.queries=4",
+        "learner.candidates=40",
+        "beams.json=false",
+        "pool.size=6",
+    ]
     for sampler, parts in {
         **{"random": [], "text_similarity": ["question"], "image_similarity": ["image"]},
         **{"mixed": ["image", "question"]},
@@ -695,7 +907,9 @@ def test_s2_beams_are_generated_from_four_kinds_of_pools() -> None:
         cosines = torch.zeros(4, 40)
         for part in parts:
             columns = slice(*table.blocks[part])
-            cosines += cosine_similarity(table.queries[:, None, columns], table.candidates[None, :, columns], dim=2)
+            cosines += cosine_similarity(
+                table.queries[:, None, columns], table.candidates[None, :, columns], dim=2
+            )
         # no candidate outside the pool is more similar than one inside
         inside = torch.zeros(4, 40, dtype=torch.bool).scatter(1, table.pool, True)
         least, most = cosines.where(inside, 9).amin(1), cosines.where(~inside, -9).amax(1)
@@ -706,7 +920,7 @@ def test_s2_beams_are_generated_from_four_kinds_of_pools() -> None:
         assert torch.equal(gains, gains.sort(descending=True).values)
 
 
-# -- S3: the selectors v0, v1, v2 and v3 -------------------------------------------------------------------------------
+# -- S3: the selectors v0, v1, v2 and v3 -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", ["v0", "v1", "v2", "v3"])
@@ -725,7 +939,7 @@ def test_s3_every_version_of_the_selector_is_trained_and_gives_probabilities(ver
     torch.testing.assert_close(dist.log_prob(every).exp().sum(0), torch.ones(40))
 
 
-# -- S4: CLIP with LoRA ------------------------------------------------------------------------------------------------
+# -- S4: CLIP with LoRA ----------------------------------------------------------------------------
 
 
 def test_s4_clip_learns_along_by_its_lora_weights_alone() -> None:
@@ -753,7 +967,7 @@ def test_s4_clip_learns_along_by_its_lora_weights_alone() -> None:
     assert all("lora" in name for name in kept)
 
 
-# -- S5: supervised fine-tuning, RCE, GRPO -----------------------------------------------------------------------------
+# -- S5: supervised fine-tuning, RCE, GRPO ---------------------------------------------------------
 
 
 def test_s5_sft_then_rce_with_falling_temperature_then_grpo(three_shots: Path) -> None:
@@ -761,14 +975,17 @@ def test_s5_sft_then_rce_with_falling_temperature_then_grpo(three_shots: Path) -
     metrics = pl.read_csv(three_shots / "metrics.csv")
     first = {}
     for stage, kind in {"sft": "sft", "rce": "rce", "grpo_recorded": "grpo"}.items():
-        assert load_checkpoint(three_shots / f"checkpoints/seed0/{stage}/last.pt").selector.stage == kind
+        assert (
+            load_checkpoint(three_shots / f"checkpoints/seed0/{stage}/last.pt").selector.stage
+            == kind
+        )
         first[stage] = metrics.drop_nulls(f"Train/{stage}/Loss")["step"].min()
     assert first["sft"] < first["rce"] < first["grpo_recorded"]
     # τ from 2.0 to 0.5, linear in the share of steps that are done: two epochs of one step each
     assert metrics["Train/rce/Temperature"].drop_nulls().to_list() == [2.0, 1.25]
 
 
-# -- S6: a start from a checkpoint -------------------------------------------------------------------------------------
+# -- S6: a start from a checkpoint -----------------------------------------------------------------
 
 
 def test_s6_a_checkpoint_takes_the_place_of_the_sft_policy() -> None:
@@ -785,17 +1002,29 @@ def test_s6_a_checkpoint_takes_the_place_of_the_sft_policy() -> None:
         assert torch.equal(values, reference[f"selector.{name}"])
 
 
-# -- S7: the curriculum, the temperature by KL, conditional GRPO, rank advantages --------------------------------------
+# -- S7: the curriculum, the temperature by KL, conditional GRPO, rank advantages ------------------
 
 
 def test_s7_curriculum_conditional_rank_and_temperature_by_kl() -> None:
 
     small_beams(40)[0].save("b.safetensors")
-    words = ["sft.epochs=1", "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=2", "judged_shots=[2]"]
-    options = ["loss.curriculum=0.4", "loss.min_positive=0.2", "loss.temperature_band=[0,1e-9]", "loss.advantage=rank"]
+    words = [
+        "sft.epochs=1",
+        "variants.shuffled_recorded=null",
+        "variants.grpo_recorded.epochs=2",
+        "judged_shots=[2]",
+    ]
+    options = [
+        "loss.curriculum=0.4",
+        "loss.min_positive=0.2",
+        "loss.temperature_band=[0,1e-9]",
+        "loss.advantage=rank",
+    ]
     assert main([*REPLAY, *words, "name=plain"]) == 0
     assert main([*REPLAY, *words, *options, "name=all"]) == 0
-    plain, changed = (pl.read_csv(f"runs/selector_replay/{name}/metrics.csv") for name in ("plain", "all"))
+    plain, changed = (
+        pl.read_csv(f"runs/selector_replay/{name}/metrics.csv") for name in ("plain", "all")
+    )
     temperature = changed["Train/grpo_recorded/Temperature"].drop_nulls().to_list()
     assert temperature[0] == 1
     assert temperature[-1] < 1  # the KL is above the band
@@ -803,20 +1032,25 @@ def test_s7_curriculum_conditional_rank_and_temperature_by_kl() -> None:
     assert changed[loss].drop_nulls().to_list() != plain[loss].drop_nulls().to_list()
 
 
-# -- S8: the checkpoint of the best KL ---------------------------------------------------------------------------------
+# -- S8: the checkpoint of the best KL -------------------------------------------------------------
 
 
 def test_s8_the_epoch_of_the_lowest_kl_is_kept() -> None:
 
     small_beams(40)[0].save("b.safetensors")
-    words = ["sft.epochs=1", "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=3", "judged_shots=[2]"]
+    words = [
+        "sft.epochs=1",
+        "variants.shuffled_recorded=null",
+        "variants.grpo_recorded.epochs=3",
+        "judged_shots=[2]",
+    ]
     assert main([*REPLAY, *words, "grpo.keep=best_kl", "grpo.lr=3e-3"]) == 0
     kl = pl.read_csv("runs/latest/metrics.csv")["Val/grpo_recorded/KL"].drop_nulls().to_list()
     best = load_checkpoint("runs/latest/checkpoints/seed0/grpo_recorded/best.pt")
     assert best.extra["epoch"] == 1 + kl[1:].index(min(kl[1:]))
 
 
-# -- S9: reward modes, their weights, by shots, adaptive ---------------------------------------------------------------
+# -- S9: reward modes, their weights, by shots, adaptive -------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -830,19 +1064,30 @@ def test_s8_the_epoch_of_the_lowest_kl_is_kept() -> None:
         (["reward.mode=legacy"], 0.02),
         (["reward.mode=hard_plus_soft_v2"], 2.9),
         (["reward.mode=hard_plus_soft", "reward.by_shots={1:{hard_weight:3}}"], 3.9),
-        (["reward.mode=hard_plus_soft", "reward.adaptive=true"], 1.9),  # nothing varies in a group of one
+        (
+            ["reward.mode=hard_plus_soft", "reward.adaptive=true"],
+            1.9,
+        ),  # nothing varies in a group of one
     ],
 )
 def test_s9_reward_modes_and_weights(options: list[str], wanted: float) -> None:
 
     settings = read_settings("train_selector", options)
-    fields = {"vqa_correct": 1.0, "vqa_acc_score": 0.9, "beam_score": 0.02, "coherence": 0.0, "diversity": 0.0}
+    fields = {
+        "vqa_correct": 1.0,
+        "vqa_acc_score": 0.9,
+        "beam_score": 0.02,
+        "coherence": 0.0,
+        "diversity": 0.0,
+    }
     recorded = {name: torch.tensor([value]) for name, value in fields.items()}
-    reward = demonstration_reward(recorded, torch.tensor([1]), torch.tensor([True]), settings.reward)
+    reward = demonstration_reward(
+        recorded, torch.tensor([1]), torch.tensor([True]), settings.reward
+    )
     assert reward.item() == pytest.approx(wanted)
 
 
-# -- S10: the planned experiments --------------------------------------------------------------------------------------
+# -- S10: the planned experiments ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -859,7 +1104,9 @@ def test_s10_the_planned_experiments(experiment: str, planned: list[object]) -> 
     settings = read_settings("train_selector", [f"experiment={experiment}"])
     plans = {name: settings.plan(name) for name in settings.variants}
     if experiment == "selector_rewards":
-        tried: list[object] = [plan.reward.mode for name, plan in plans.items() if name == plan.reward.mode]
+        tried: list[object] = [
+            plan.reward.mode for name, plan in plans.items() if name == plan.reward.mode
+        ]
         tried.append("hard_plus_soft_v2")  # the first, by default
     elif experiment == "selector_advantages":
         tried = [plan.loss.advantage for plan in plans.values()]
@@ -873,7 +1120,7 @@ def test_s10_the_planned_experiments(experiment: str, planned: list[object]) -> 
     assert {*plans, "sft", "rce"} <= {*trained}
 
 
-# -- S11: the logged names ---------------------------------------------------------------------------------------------
+# -- S11: the logged names -------------------------------------------------------------------------
 
 
 def test_s11_losses_advantages_beta_and_temperature_are_logged(three_shots: Path) -> None:
@@ -888,7 +1135,7 @@ def test_s11_losses_advantages_beta_and_temperature_are_logged(three_shots: Path
         assert all(math.isfinite(value) for value in values), name
 
 
-# -- S12: a learned reward ---------------------------------------------------------------------------------------------
+# -- S12: a learned reward -------------------------------------------------------------------------
 
 
 def test_s12_a_learned_reward_scores_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -901,9 +1148,19 @@ def test_s12_a_learned_reward_scores_the_draws(monkeypatch: pytest.MonkeyPatch) 
         "reward_model.epochs=1",
         "judged_shots=[2]",
     ]
-    small += [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=256")]
-    small += [f"variants.{name}=null" for name in ("live", "learned_1k", "shuffled_learned", "learned_0")]
-    words = [*small, "variants.learned_10k.reward_model.calls=20", "seeds=[0]", "tracking=disabled", "name=x"]
+    small += [
+        f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=256")
+    ]
+    small += [
+        f"variants.{name}=null" for name in ("live", "learned_1k", "shuffled_learned", "learned_0")
+    ]
+    words = [
+        *small,
+        "variants.learned_10k.reward_model.calls=20",
+        "seeds=[0]",
+        "tracking=disabled",
+        "name=x",
+    ]
     assert main(["train", "experiment=selector_reward_model", *words]) == 0
     results = json.loads(Path("runs/latest/results.json").read_text())
     (row,) = results["true_calls"]

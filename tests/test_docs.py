@@ -1,4 +1,5 @@
-"""The guides: their snippets run as they stand, and docs/metrics.md explains every name that small runs log."""
+"""The guides: their snippets run as they stand, and docs/metrics.md explains every name that small
+runs log."""
 
 import functools
 import json
@@ -43,7 +44,14 @@ SHORT = [
 TABLE = ["profile=table", "profile.path=measured.csv", "profile.features=features.npz"]
 JOINT = ["profile=joint", "profile.paths=[one.safetensors,two.safetensors]"]
 SELECTOR = [
-    *("selector.width=16", "selector.heads=2", "sft.epochs=1", "rce.epochs=1", "grpo.epochs=1", "tracking=offline"),
+    *(
+        "selector.width=16",
+        "selector.heads=2",
+        "sft.epochs=1",
+        "rce.epochs=1",
+        "grpo.epochs=1",
+        "tracking=offline",
+    ),
     *("sft.queries=64", "jobs=1"),
 ]
 SPLITS = ["split.repeats=2", "seeds=[0]"]
@@ -52,16 +60,37 @@ RUNS = {
     "sampled": ["policy=independent", "loss=sampled", "baselines=false", *TABLE, *SHORT, *SPLITS],
     "ppo": ["experiment=ppo", "baselines=false", *TABLE, *SHORT, "seeds=[0]"],
     "data_sets": ["policy=utility", "policy.members=2", *JOINT, *SHORT, "seeds=[0]"],
-    "weights": ["experiment=weights", "policy.members=2", *TABLE[:1], "profile.path=energy.csv", *SHORT, "seeds=[0]"],
+    "weights": [
+        "experiment=weights",
+        "policy.members=2",
+        *TABLE[:1],
+        "profile.path=energy.csv",
+        *SHORT,
+        "seeds=[0]",
+    ],
     "mean": ["budget=mean", "policy=utility", "policy.members=2", *TABLE, *SHORT, "seeds=[0]"],
     "live": [
-        *("experiment=selector", *SELECTOR, "seeds=[0]", "judged_shots=[1,2]", "variants.hidden_live.epochs=1"),
+        *(
+            "experiment=selector",
+            *SELECTOR,
+            "seeds=[0]",
+            "judged_shots=[1,2]",
+            "variants.hidden_live.epochs=1",
+        ),
         *(f"{stage}.queries=1024" for stage in ("sft", "rce", "grpo")),
-        *(f"variants.{name}=null" for name in ("grpo_recorded", "grpo_rounds", "shuffled_recorded", "shuffled_live")),
+        *(
+            f"variants.{name}=null"
+            for name in ("grpo_recorded", "grpo_rounds", "shuffled_recorded", "shuffled_live")
+        ),
         "variants.grpo_live.epochs=1",
         "variants={learned:{reward_model:{calls:20,epochs:1},epochs:1}}",
     ],
-    "replay": ["experiment=selector_replay", "beams.path=beams.safetensors", *SELECTOR, "seeds=[0,1]"]
+    "replay": [
+        "experiment=selector_replay",
+        "beams.path=beams.safetensors",
+        *SELECTOR,
+        "seeds=[0,1]",
+    ]
     + [f"variants.{name}.epochs=1" for name in ("grpo_recorded", "shuffled_recorded")],
 }
 
@@ -99,46 +128,62 @@ def section(title: str) -> str:
 
 
 def explains_each(explained: list[str], logged: set[str]) -> None:
-    """Every logged name is explained by exactly one line, where `<…>` stands for any word, and every line is about a
-    name that is logged."""
-    lines = {name: re.compile("[^/]+".join(map(re.escape, re.split(r"<\w+>", name)))) for name in explained}
+    """Every logged name is explained by exactly one line, where `<…>` stands for any word, and
+    every line is about a name that is logged."""
+    lines = {
+        name: re.compile("[^/]+".join(map(re.escape, re.split(r"<\w+>", name))))
+        for name in explained
+    }
     assert len(lines) == len(explained), "a name is explained twice"
-    by_name = {name: [line for line, form in lines.items() if form.fullmatch(name)] for name in logged}
+    by_name = {
+        name: [line for line, form in lines.items() if form.fullmatch(name)] for name in logged
+    }
     assert {name for name, matching in by_name.items() if len(matching) != 1} == set()
     assert set(explained) == {line for matching in by_name.values() for line in matching}
 
 
 def short(key: str) -> str:
-    """The name that a table, a picture or a page was logged under; W&B notes several values of each."""
+    """The name that a table, a picture or a page was logged under; W&B notes several values of
+    each."""
     return re.sub(r"^(Test/\w+?|Knobs/[^.]+?|Charts/[^/.]+|report)(_table)?\.\w+$", r"\1", key)
 
 
 @functools.cache
 def logged_to_wandb(run: Path) -> dict[tuple[str, int | None], set[str]]:
-    """Names in history and summary of every W&B run of a folder, by stage and seed; seed None for the results."""
+    """Names in history and summary of every W&B run of a folder, by stage and seed; seed None for
+    the results."""
     names: dict[tuple[str, int | None], set[str]] = {}
     for offline in offline_runs(run):
         keys = {short(key) for row in offline.history for key in row}
         assert len(keys) <= 40
         keys |= {short(key) for key in offline.summary}
-        of_run = names.setdefault((offline.config.get("stage", ""), offline.config.get("seed")), set())
+        of_run = names.setdefault(
+            (offline.config.get("stage", ""), offline.config.get("seed")), set()
+        )
         of_run |= {key for key in keys if key[0] != "_" and key != "step"}
     return names
 
 
 @pytest.fixture(scope="module")
 def names(runs: dict[str, Path]) -> dict[str, set[str]]:
-    """Every name that is logged to W&B: by runs that trained a controller or prices, by those of a selector's stages,
-    as test scores of either, and with the results."""
-    logged: dict[str, set[str]] = {kind: set() for kind in ("controller", "selector", "scores", "results")}
+    """Every name that is logged to W&B: by runs that trained a controller or prices, by those of a
+    selector's stages, as test scores of either, and with the results."""
+    logged: dict[str, set[str]] = {
+        kind: set() for kind in ("controller", "selector", "scores", "results")
+    }
     for run in runs.values():
         results = read_results(run)
         by_run = logged_to_wandb(run)
         stages = results.get("validation", [""])
-        assert {("", None), *((stage, seed) for stage in stages for seed in results["seeds"])} <= set(by_run)
+        assert {
+            ("", None),
+            *((stage, seed) for stage in stages for seed in results["seeds"]),
+        } <= set(by_run)
         for (stage, seed), keys in by_run.items():
             scores = {key for key in keys if seed is not None and key.startswith("Test/")}
-            logged["results" if seed is None else "selector" if stage else "controller"] |= keys - scores
+            logged["results" if seed is None else "selector" if stage else "controller"] |= (
+                keys - scores
+            )
             logged["scores"] |= scores
     return logged
 
@@ -148,7 +193,9 @@ def test_every_logged_name_is_explained_and_no_other(names: dict[str, set[str]])
         section("Training").split("For each stage of a selector"),
         section("Results").split("\nThe run with"),
     )
-    parts = dict(zip(names, [*training, results[0], results[1].split("| policy |")[0]], strict=True))
+    parts = dict(
+        zip(names, [*training, results[0], results[1].split("| policy |")[0]], strict=True)
+    )
     explained = {kind: NAMED.findall(part) for kind, part in parts.items()}
     assert {"Train/Loss", "Val/Loss"} <= set(explained["controller"]) & set(explained["selector"])
     for kind in names:
@@ -159,7 +206,9 @@ def test_every_logged_name_is_explained_and_no_other(names: dict[str, set[str]])
             assert re.sub(r"_(low|high)$", "", name.split("/")[2]) in columns, name
 
 
-def test_every_name_in_the_workspace_is_logged(runs: dict[str, Path], names: dict[str, set[str]]) -> None:
+def test_every_name_in_the_workspace_is_logged(
+    runs: dict[str, Path], names: dict[str, set[str]]
+) -> None:
     spec = view_of(WorkspaceRun())._to_model().spec.model_dump(by_alias=True, exclude_none=True)
     rows = {column for run in runs.values() for column in columns_of(read_results(run)["rows"])}
     wanted: set[str] = set()
@@ -167,9 +216,14 @@ def test_every_name_in_the_workspace_is_logged(runs: dict[str, Path], names: dic
         for panel in part["panels"]:
             config = panel["config"]
             wanted |= {*config.get("metrics", []), *config.get("mediaKeys", [])}
-            axes = [config.get("yAxis", ""), *(column["accessor"] for column in config.get("columns", []))]
+            axes = [
+                config.get("yAxis", ""),
+                *(column["accessor"] for column in config.get("columns", [])),
+            ]
             axes += [config["xAxis"]] if config.get("xAxis") not in ("step", None) else []
-            wanted |= {axis.removeprefix("summary:") for axis in axes if axis.startswith("summary:")}
+            wanted |= {
+                axis.removeprefix("summary:") for axis in axes if axis.startswith("summary:")
+            }
             if panel["viewType"] == "Weave":
                 (table,) = re.findall(r"Test/\w+", json.dumps(config))
                 wanted.add(table)
@@ -177,16 +231,26 @@ def test_every_name_in_the_workspace_is_logged(runs: dict[str, Path], names: dic
                 (table,) = re.findall(r'"((?:Test|Knobs)/\w+)_table"', json.dumps(config))
                 wanted.add(table)
                 fields = set(config["fieldSettings"].values())
-                assert fields <= (rows if table.startswith("Test/") else {"budget_ms", "share", "value"})
+                assert fields <= (
+                    rows if table.startswith("Test/") else {"budget_ms", "share", "value"}
+                )
     pinned = spec["section"]["runSets"][0]["runFeed"]["columnPinned"]
-    wanted |= {column.removeprefix("summary:") for column in pinned if column.startswith("summary:")}
+    wanted |= {
+        column.removeprefix("summary:") for column in pinned if column.startswith("summary:")
+    }
     assert len(wanted) > 30
-    knobs = {f"Knobs/{knob}" for knob in WorkspaceRun().knobs}  # of the built-in profile, which is not used here
+    knobs = {
+        f"Knobs/{knob}" for knob in WorkspaceRun().knobs
+    }  # of the built-in profile, which is not used here
     assert wanted - knobs - set().union(*names.values()) == set()
 
 
-def test_metrics_csv_holds_the_training_names(runs: dict[str, Path], names: dict[str, set[str]]) -> None:
-    columns = {name for run in runs.values() for name in pl.read_csv(run / "metrics.csv", n_rows=0).columns}
+def test_metrics_csv_holds_the_training_names(
+    runs: dict[str, Path], names: dict[str, set[str]]
+) -> None:
+    columns = {
+        name for run in runs.values() for name in pl.read_csv(run / "metrics.csv", n_rows=0).columns
+    }
     of_stages = {name for name in columns if name.count("/") == 2}
     assert {re.sub("/.+/", "/", name) for name in of_stages} == names["selector"] - {THROUGHPUT}
     assert columns - of_stages == {"seed", "step", *names["controller"]} - {THROUGHPUT}
@@ -195,13 +259,21 @@ def test_metrics_csv_holds_the_training_names(runs: dict[str, Path], names: dict
 def columns_of(value: Any) -> set[str]:
     """Names of the columns of a list of rows, also where there is such a list for each seed."""
     if isinstance(value, list):
-        return {name for item in value for name in (item if isinstance(item, dict) else columns_of(item))}
+        return {
+            name
+            for item in value
+            for name in (item if isinstance(item, dict) else columns_of(item))
+        }
     return set()
 
 
-def test_every_policy_and_every_name_of_results_json_is_explained_and_no_other(runs: dict[str, Path]) -> None:
+def test_every_policy_and_every_name_of_results_json_is_explained_and_no_other(
+    runs: dict[str, Path],
+) -> None:
     results = [read_results(run) for run in runs.values()]
-    policies = {row["policy"] for result in results for row in result["rows"] + result.get("controls", [])}
+    policies = {
+        row["policy"] for result in results for row in result["rows"] + result.get("controls", [])
+    }
     variants = {name for result in results for name in result.get("variants", [])}
     explains_each(NAMED.findall(section("Results").split("| policy |")[1]), policies - variants)
     names: set[str] = set()
@@ -209,12 +281,18 @@ def test_every_policy_and_every_name_of_results_json_is_explained_and_no_other(r
     for name, value in [item for result in results for item in result.items()]:
         columns = set(value) if name == "profile" else columns_of(value)
         columns -= of_rows if name in ROWS_TOO else set()
-        names |= {f"{name}.{column}" for column in columns} | ({name} if name != "profile" else set())
+        names |= {f"{name}.{column}" for column in columns} | (
+            {name} if name != "profile" else set()
+        )
     explains_each(NAMED.findall(section("results.json")), names)
 
 
 def test_every_column_of_decisions_is_explained_and_no_other(runs: dict[str, Path]) -> None:
-    columns = {column for run in runs.values() for column in pl.read_parquet_schema(run / "decisions.parquet")}
+    columns = {
+        column
+        for run in runs.values()
+        for column in pl.read_parquet_schema(run / "decisions.parquet")
+    }
     explains_each(NAMED.findall(section("decisions.parquet")), columns)
 
 
@@ -228,16 +306,39 @@ def test_the_run_of_the_results_holds_the_validation_score(runs: dict[str, Path]
 
 # pages of figures and of words, without anything to type
 RESULTS = {"adaptation.md", "aims.md", "decisions.md", "results.md", "service.md", "streams.md"}
-RESULTS |= {"concepts.md", "formats.md", "results_demonstrations.md", "results_original.md", "speed.md"}
-GUIDES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS)]
+RESULTS |= {
+    "concepts.md",
+    "formats.md",
+    "results_demonstrations.md",
+    "results_original.md",
+    "speed.md",
+}
+GUIDES = [
+    "README.md",
+    *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS),
+]
 SHORTER = [
     *("optimiser.teacher_iterations=4", "optimiser.warmup_iterations=4", "optimiser.iterations=4"),
     *("optimiser.contexts=32", "optimiser.evaluate_every=4", "tracking=disabled", "seeds=[0]"),
 ]
 SHORTER_SELECTOR = [
-    *(f"{stage}.{short}" for stage in ("sft", "rce", "grpo") for short in ("epochs=1", "queries=1024")),
-    *("judged_shots=[2]", "tracking=disabled", "seeds=[0]", "selector.width=16", "selector.heads=2"),
-    *("variants.grpo_rounds.rounds=2", "variants.grpo_rounds.epochs=1", "variants.grpo_live.epochs=1"),
+    *(
+        f"{stage}.{short}"
+        for stage in ("sft", "rce", "grpo")
+        for short in ("epochs=1", "queries=1024")
+    ),
+    *(
+        "judged_shots=[2]",
+        "tracking=disabled",
+        "seeds=[0]",
+        "selector.width=16",
+        "selector.heads=2",
+    ),
+    *(
+        "variants.grpo_rounds.rounds=2",
+        "variants.grpo_rounds.epochs=1",
+        "variants.grpo_live.epochs=1",
+    ),
     *(f"variants.{name}=null" for name in ("shuffled_live", "hidden_live")),
 ]
 
@@ -261,7 +362,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for part in tiny_model("llava_next"):
         part.save_pretrained("model")
     Image.effect_noise((64, 40), 50).save("image.png")
-    questions = [{"id": n, "image": "image.png", "question": f"What {n}?", "answers": ["a"]} for n in range(2)]
+    questions = [
+        {"id": n, "image": "image.png", "question": f"What {n}?", "answers": ["a"]}
+        for n in range(2)
+    ]
     Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     Path("examples").symlink_to(ROOT / "examples")
     return tmp_path
@@ -279,7 +383,11 @@ def shortened(words: list[str]) -> list[str]:
     if words[0] != "train" or any(word.startswith("-") for word in words):
         return words
     if any(word.startswith("experiment=selector") for word in words):
-        return words + [word for word in SHORTER_SELECTOR if "experiment=selector" in words or "variants" not in word]
+        return words + [
+            word
+            for word in SHORTER_SELECTOR
+            if "experiment=selector" in words or "variants" not in word
+        ]
     # experts and baselines on all of the built-in profile take half a minute
     lean = LEAN if "profile=builtin" in words else []
     return [word for word in words if not word.startswith("seeds=")] + lean + SHORTER
@@ -289,21 +397,36 @@ def shortened(words: list[str]) -> list[str]:
 def test_every_command_of_a_guide_and_then_every_snippet(
     guide: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [line for block in blocks(guide, "bash") for line in block.splitlines() if line.startswith("knobwise ")]
+    lines = [
+        line
+        for block in blocks(guide, "bash")
+        for line in block.splitlines()
+        if line.startswith("knobwise ")
+    ]
     assert lines
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
-        if "-m" in words:  # every combination trained would take minutes: that all of them are understood is enough
+        if (
+            "-m" in words
+            # every combination trained would take minutes: that all of them are understood is enough
+        ):
             schema = schema_of("train", words[1:])
             assert all(read_settings(schema, job) for job in jobs_of(schema, words[1:]))
             continue
-        # README commands on the built-in profile stand in for themselves elsewhere; here a small table is enough
+        # README commands on the built-in profile stand in for themselves elsewhere; here a small
+        # table is enough
         has_data = any(word.startswith(("profile=", "experiment=selector")) for word in words)
         if words[0] == "train" and not has_data and "--help" not in words:
             words += ["profile=table", "profile.path=measured.csv"]
         assert main(shortened(words)) == 0, line
-    shorter = dict(word.removeprefix("optimiser.").split("=") for word in SHORTER if word.startswith("optimiser."))
-    monkeypatch.setattr(knobwise, "fit", functools.partial(knobwise.fit, optimiser=shorter, **{"policy.members": 2}))
+    shorter = dict(
+        word.removeprefix("optimiser.").split("=")
+        for word in SHORTER
+        if word.startswith("optimiser.")
+    )
+    monkeypatch.setattr(
+        knobwise, "fit", functools.partial(knobwise.fit, optimiser=shorter, **{"policy.members": 2})
+    )
     capsys.readouterr()
     names: dict[str, object] = {}
     for snippet in blocks(guide, "python"):

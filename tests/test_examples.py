@@ -48,10 +48,12 @@ def test_every_example_is_here() -> None:
 
 
 def test_operations_are_counted_for_every_answer() -> None:
-    """A cell's count is that of the model itself, also where it was taken over from a sample with an image of another
-    size but as many tokens."""
+    """A cell's count is that of the model itself, also where it was taken over from a sample with
+    an image of another size but as many tokens."""
     table, rows, columns = builtin_profile(), torch.arange(6), torch.tensor([0, 3, 60, 63])
-    cells = {name: getattr(table, name)[rows][:, columns] for name in ("accuracy", "latency_ms", "mask")}
+    cells = {
+        name: getattr(table, name)[rows][:, columns] for name in ("accuracy", "latency_ms", "mask")
+    }
     cells |= {"configurations": table.configurations[columns], "repeats_ms": None, "features": {}}
     small = replace(table, **cells, sample_ids=table.sample_ids[:6], datasets=())
     counted = example("further_cost").counted(small)
@@ -60,7 +62,9 @@ def test_operations_are_counted_for_every_answer() -> None:
     for row, column in ((0, 0), (5, 3), (4, 2), (5, 1)):
         scene = requests.request(small.sample_ids[row])
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model.generate(scene.image, scene.question, Configuration(**small.configuration(column)))
+            model.generate(
+                scene.image, scene.question, Configuration(**small.configuration(column))
+            )
         assert float(counted.cost[row, column]) == pytest.approx(counter.get_total_flops() / 1e6)
 
 
@@ -76,8 +80,8 @@ def test_step_by_hand(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 
 
 def test_the_loop_fits_on_a_page_and_is_as_good_as_the_heads_of_the_experiments() -> None:
-    """`knobwise train experiment=heads policy=independent seeds=[0] own_cost=false` gives 0.595; this is held
-    to within a point of it, by half of its iterations."""
+    """`knobwise train experiment=heads policy=independent seeds=[0] own_cost=false` gives 0.595;
+    this is held to within a point of it, by half of its iterations."""
     assert len((ROOT / "examples" / "torchrl_loop.py").read_text().splitlines()) <= 60
     torch.manual_seed(1)
     assert example("torchrl_loop").main(warm_up=300, iterations=150) > 0.585

@@ -1,4 +1,5 @@
-"""The documentation site is built without a warning, loads nothing from elsewhere, and has every setting."""
+"""The documentation site is built without a warning, loads nothing from elsewhere, and has every
+setting."""
 
 import os
 import re
@@ -20,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The pages by name. A broken link, a page outside the navigation, or a parameter that is documented and does not
-    exist fails the build."""
+    """The pages by name. A broken link, a page outside the navigation, or a parameter that is
+    documented and does not exist fails the build."""
     folder = tmp_path_factory.mktemp("site")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
@@ -47,8 +48,15 @@ def test_lists_are_lists(site: dict[str, str]) -> None:
 def test_every_setting_and_every_public_name_is_on_its_page(site: dict[str, str]) -> None:
     for verb in VERBS:
         page = unescape(site[f"commands/{verb}.html"])
-        assert all(f"<code>{line.key}</code>" in page for line in help_lines(verb) if line.default), verb
-    for name, module in {"knobwise": knobwise, "envs": envs, "agents": agents, "losses": losses}.items():
+        assert all(
+            f"<code>{line.key}</code>" in page for line in help_lines(verb) if line.default
+        ), verb
+    for name, module in {
+        "knobwise": knobwise,
+        "envs": envs,
+        "agents": agents,
+        "losses": losses,
+    }.items():
         for public in set(module.__all__) - {"__version__"}:
             assert f'id="{module.__name__}.{public}"' in site[f"api/{name}.html"], public
 
@@ -67,13 +75,19 @@ def test_guides_are_linked_from_the_first_page(site: dict[str, str]) -> None:
 def test_links_work_on_github_too() -> None:
     """There they lead to files, and not to the pages that the site makes of them."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text())]
+    links = [
+        (page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    ]
     assert len(links) > 50
-    broken = [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]
+    broken = [
+        (page.name, link)
+        for page, link in links
+        if "://" not in link and not (page.parent / link).exists()
+    ]
     assert not broken
 
 
-# -- docs/results.md ---------------------------------------------------------------------------------------------------
+# -- docs/results.md -------------------------------------------------------------------------------
 
 RESULTS = (ROOT / "docs" / "results.md").read_text()
 DEMONSTRATIONS = (ROOT / "docs" / "results_demonstrations.md").read_text()
@@ -90,7 +104,9 @@ def test_the_forest_plot_is_drawn_from_the_page() -> None:
     assert by_label["seeds − lean", "Calibrated"].points == (-6.84, -11.12, -2.78)
     assert by_label["seeds − lean", "Calibrated"].shown
     assert not by_label["policy=independent − policy=utility", "Calibrated"].shown
-    assert names["across"](0) - names["across"](-10) == pytest.approx(names["across"](10) - names["across"](0))
+    assert names["across"](0) - names["across"](-10) == pytest.approx(
+        names["across"](10) - names["across"](0)
+    )
 
 
 def test_the_page_opens_with_ten_sentences_whose_figures_stand_on_it() -> None:
@@ -101,5 +117,9 @@ def test_the_page_opens_with_ten_sentences_whose_figures_stand_on_it() -> None:
     assert len(sentences) == 10
     for sentence in sentences:
         figures = re.findall(r"\d+\.\d+|\d+%|\d of \d", sentence)
-        assert not [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", rest)]
+        assert not [
+            figure
+            for figure in figures
+            if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", rest)
+        ]
         assert figures or "no difference is shown" in sentence

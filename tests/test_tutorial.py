@@ -1,4 +1,5 @@
-"""The tutorial notebook runs from top to bottom, and what is committed in it came out of its own code.
+"""The tutorial notebook runs from top to bottom, and what is committed in it came out of its own
+code.
 
 `python tests/test_tutorial.py` runs it in a fresh kernel and keeps what came out in it.
 """
@@ -22,7 +23,9 @@ COMMITTED = nbformat.read(NOTEBOOK, as_version=4)
 
 def digest(notebook: nbformat.NotebookNode) -> str:
     """Of the code of all cells."""
-    return hashlib.sha256("\0".join(cell.source for cell in code_cells(notebook)).encode()).hexdigest()
+    return hashlib.sha256(
+        "\0".join(cell.source for cell in code_cells(notebook)).encode()
+    ).hexdigest()
 
 
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
@@ -31,19 +34,24 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def executed(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
-    """The notebook as it is after running it from top to bottom in this folder, without the outputs it had before."""
+    """The notebook as it is after running it from top to bottom in this folder, without the outputs
+    it had before."""
     fresh = copy.deepcopy(notebook)
     for cell in code_cells(fresh):
         cell.outputs, cell.execution_count = [], None
     place = {"metadata": {"path": str(folder)}}
-    NotebookClient(fresh, timeout=600, resources=place, record_timing=False, coalesce_streams=True).execute()
+    NotebookClient(
+        fresh, timeout=600, resources=place, record_timing=False, coalesce_streams=True
+    ).execute()
     fresh.metadata = {**notebook.metadata, "code": digest(notebook)}
     return fresh
 
 
 def printed(cell: nbformat.NotebookNode) -> str:
     """What a cell printed on stdout."""
-    return "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout")
+    return "".join(
+        out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout"
+    )
 
 
 def utility(text: str, policy: str) -> float:
@@ -54,7 +62,11 @@ def utility(text: str, policy: str) -> float:
 
 def kinds(cell: nbformat.NotebookNode) -> list[str]:
     """What a cell shows: text, pictures."""
-    return [out.get("name") or " ".join(sorted(out.data)) for out in cell.outputs if out.get("name") != "stderr"]
+    return [
+        out.get("name") or " ".join(sorted(out.data))
+        for out in cell.outputs
+        if out.get("name") != "stderr"
+    ]
 
 
 def check_what_the_text_says(notebook: nbformat.NotebookNode) -> None:
@@ -80,7 +92,9 @@ def test_every_cell_runs_and_shows_what_is_committed(tmp_path: Path) -> None:
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     for cell, committed in zip(cells, code_cells(COMMITTED), strict=True):
         assert kinds(cell) == kinds(committed), f"{cell.id}: {AGAIN}"
-        if "exact" in cell.metadata.get("tags", []):  # looked up, and not trained: the same on every machine
+        if "exact" in cell.metadata.get(
+            "tags", []
+        ):  # looked up, and not trained: the same on every machine
             assert printed(cell) == printed(committed), f"{cell.id}: {AGAIN}"
     assert sum("image/png" in kind for cell in cells for kind in kinds(cell)) == 4
     check_what_the_text_says(fresh)
@@ -88,7 +102,9 @@ def test_every_cell_runs_and_shows_what_is_committed(tmp_path: Path) -> None:
 
 def test_the_outputs_in_the_file_belong_to_its_code() -> None:
     assert COMMITTED.metadata.get("code") == digest(COMMITTED), AGAIN
-    assert not [out for cell in code_cells(COMMITTED) for out in cell.outputs if out.output_type == "error"]
+    assert not [
+        out for cell in code_cells(COMMITTED) for out in cell.outputs if out.output_type == "error"
+    ]
     check_what_the_text_says(COMMITTED)
 
 
@@ -100,8 +116,12 @@ def test_links_lead_to_guides() -> None:
 
 
 def small(picture: str) -> str:
-    """A PNG in base64 with 64 colours, which is enough for a chart: a tenth of the size, and of the repository's."""
-    quantised, smaller = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64), io.BytesIO()
+    """A PNG in base64 with 64 colours, which is enough for a chart: a tenth of the size, and of the
+    repository's."""
+    quantised, smaller = (
+        Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64),
+        io.BytesIO(),
+    )
     quantised.save(smaller, "png", optimize=True)
     return base64.b64encode(smaller.getvalue()).decode()
 

@@ -1,9 +1,11 @@
-"""Tiny random vision-language models of every family whose knobs can be set, with working processors; no downloads.
+"""Tiny random vision-language models of every family whose knobs can be set, with working
+processors; no downloads.
 
-`tiny_model("llama4")` gives a new model of some 50 k seeded weights in eval mode, and a processor that takes texts and
-images of any size; its tokens are characters. Decoders have 4 blocks of width 32, and 4 experts of which 2 are used
-where the family has experts. Models of the families that score demonstrations are smaller still: 10 k weights, two
-blocks, images of 8 × 8 pixels and some 5 tokens; their tokens are words.
+`tiny_model("llama4")` gives a new model of some 50 k seeded weights in eval mode, and a processor
+that takes texts and images of any size; its tokens are characters. Decoders have 4 blocks of width
+32, and 4 experts of which 2 are used where the family has experts. Models of the families that
+score demonstrations are smaller still: 10 k weights, two blocks, images of 8 × 8 pixels and some 5
+tokens; their tokens are words.
 """
 
 from contextlib import contextmanager
@@ -21,8 +23,10 @@ FAMILIES = (
 SCORERS = ("llava", "idefics3_words", "qwen2_vl")
 BLOCKS, EXPERTS, TOP_K = 4, 4, 2
 CHAT = (
-    "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}"
-    "{{ c.text }}{% endif %}{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c.type == 'image' "
+    "%}IMAGE{% else %}"
+    "{{ c.text }}{% endif %}{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt "
+    "%}assistant:{% endif %}"
 )
 TEXT = {
     "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": BLOCKS, "num_attention_heads": 4,
@@ -35,7 +39,8 @@ VISION = {
 }  # fmt: skip
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4, "initializer_range": 0.4}
 WORDS = (
-    "Question : ? . Answer with a single word or short phrase How many What color is it dogs cats 2 1 3 red blue green"
+    "Question : ? . Answer with a single word or short phrase How many What "
+    "color is it dogs cats 2 1 3 red blue green"
 )
 KNOWN = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 QWEN = {
@@ -50,7 +55,9 @@ PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 256 * 64}
 
 
 def picture(seed, height=40, width=64):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    )
 
 
 def saved(folder, model, processor):
@@ -65,7 +72,8 @@ def chat(image):
 
 
 def tiny_tokenizer(*special, **named):
-    """One character, one token, of ASCII and the special ones; `named` become attributes such as `image_token`."""
+    """One character, one token, of ASCII and the special ones; `named` become attributes such as
+    `image_token`."""
     added = [*KNOWN.values(), "<end>", *special, *named.values()]
     # as ByteLevel writes bytes: a space is Ġ, a new line is Ċ
     letters = [chr(byte) for byte in range(33, 127)] + ["Ġ", "Ċ"]
@@ -81,14 +89,22 @@ def tiny_tokenizer(*special, **named):
 
 def word_tokenizer(*special):
     """One word, one token; a new line is a token, spaces are none."""
-    words = dict.fromkeys([*KNOWN.values(), "<end>", *special, "\n", "user", "assistant", *WORDS.split()])
+    words = dict.fromkeys(
+        [*KNOWN.values(), "<end>", *special, "\n", "user", "assistant", *WORDS.split()]
+    )
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Punctuation()]
+        [
+            pre_tokenizers.Split(" ", "removed"),
+            pre_tokenizers.Split("\n", "isolated"),
+            pre_tokenizers.Punctuation(),
+        ]
     )
     special = ["<end>", *special]
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **KNOWN, extra_special_tokens=special)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **KNOWN, extra_special_tokens=special
+    )
 
 
 def tiny_model(family, **text):
@@ -103,21 +119,43 @@ def tiny_model(family, **text):
         torch.manual_seed(0)
         model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     # trained models do not answer with image tokens
-    special = [number for number, token in processor.tokenizer.added_tokens_decoder.items() if token.special]
-    model.generation_config.suppress_tokens = [number for number in special if number != TEXT["eos_token_id"]]
+    special = [
+        number
+        for number, token in processor.tokenizer.added_tokens_decoder.items()
+        if token.special
+    ]
+    model.generation_config.suppress_tokens = [
+        number for number in special if number != TEXT["eos_token_id"]
+    ]
     return model, processor
 
 
 def tiny_clip(folder):
     """Save a new CLIP model of 9 k weights and its processor into a folder, and return it."""
-    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    layers = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     tokenizer, ends = word_tokenizer(), [("<s>", 2), ("</s>", 3)]
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=ends)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A </s>", special_tokens=ends
+    )
     tokenizer.model_max_length = 12
-    words = {"vocab_size": len(tokenizer), "max_position_embeddings": 12, "bos_token_id": 2, "eos_token_id": 3}
+    words = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 12,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    }
     images = {"image_size": 8, "patch_size": 4}
-    config = transformers.CLIPConfig(text_config=layers | words, vision_config=layers | images, projection_dim=12)
-    pixels = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    config = transformers.CLIPConfig(
+        text_config=layers | words, vision_config=layers | images, projection_dim=12
+    )
+    pixels = transformers.CLIPImageProcessor(
+        size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.CLIPModel(config).eval()
@@ -135,8 +173,8 @@ def tower_of(model):
 
 @contextmanager
 def watched(model):
-    """What runs inside: numbers of the blocks, of experts for each token in each block, rows that the vision tower is
-    asked for and that it computes, last logits."""
+    """What runs inside: numbers of the blocks, of experts for each token in each block, rows that
+    the vision tower is asked for and that it computes, last logits."""
     seen = {"blocks": [], "experts": [], "rows": [], "computed": [], "logits": []}
     hooks = []
 
@@ -176,11 +214,14 @@ def watched(model):
 
 
 def state_of(model, processor):
-    """All that could have been changed, without what the last pass leaves behind (positions of its images)."""
+    """All that could have been changed, without what the last pass leaves behind (positions of its
+    images)."""
     modules = {name: vars(module) | {"rope_deltas": None} for name, module in model.named_modules()}
     for state in modules.values():
         state["_forward_hooks"] = len(state["_forward_hooks"])
-    parts = {name: str(vars(part)) for name, part in vars(processor).items() if hasattr(part, "__dict__")}
+    parts = {
+        name: str(vars(part)) for name, part in vars(processor).items() if hasattr(part, "__dict__")
+    }
     return modules, vars(processor).copy(), parts, str(model.config)
 
 
@@ -193,15 +234,33 @@ def _llama4(text):
     marks = ["image_start", "image_end", "image", "patch", "tile_x_separator", "tile_y_separator"]
     tokenizer = tiny_tokenizer(*(f"<|{mark}|>" for mark in marks))
     pixels = transformers.Llama4ImageProcessor(size={"height": 16, "width": 16}, max_patches=4)
-    processor = transformers.Llama4Processor(pixels, tokenizer, patch_size=4, chat_template=chat("<|image|>"))
-    vision = VISION | {"intermediate_size": 64, "image_size": 16, "patch_size": 4, "vision_output_dim": 32}
+    processor = transformers.Llama4Processor(
+        pixels, tokenizer, patch_size=4, chat_template=chat("<|image|>")
+    )
+    vision = VISION | {
+        "intermediate_size": 64,
+        "image_size": 16,
+        "patch_size": 4,
+        "vision_output_dim": 32,
+    }
     vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
     named = {"image": "patch", "boi": "image_start", "eoi": "image_end"}
-    text = text | {"intermediate_size_mlp": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    text = text | {
+        "intermediate_size_mlp": 24,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+    }
     config = transformers.Llama4Config(
         vision_config=vision,
-        text_config={"vocab_size": len(tokenizer), "no_rope_layer_interval": 2, "attention_chunk_size": 64} | text,
-        **numbers_of(tokenizer, {f"{name}_token_index": f"<|{mark}|>" for name, mark in named.items()}),
+        text_config={
+            "vocab_size": len(tokenizer),
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 64,
+        }
+        | text,
+        **numbers_of(
+            tokenizer, {f"{name}_token_index": f"<|{mark}|>" for name, mark in named.items()}
+        ),
     )
     return "Llama4", config, processor
 
@@ -210,11 +269,23 @@ def _aria(text):
     tokenizer = tiny_tokenizer(image_token="<|img|>")
     # its processor knows images of 490 and 980 pixels only: 5 × 5 and 10 × 10 patches here
     pixels, sizes = transformers.AriaImageProcessor(), {490: 4, 980: 8}
-    processor = transformers.AriaProcessor(pixels, tokenizer, size_conversion=sizes, chat_template=chat("<|img|>"))
+    processor = transformers.AriaProcessor(
+        pixels, tokenizer, size_conversion=sizes, chat_template=chat("<|img|>")
+    )
     config = transformers.AriaConfig(
-        vision_config={"model_type": "idefics3_vision", **VISION, "image_size": 980, "patch_size": 98},
+        vision_config={
+            "model_type": "idefics3_vision",
+            **VISION,
+            "image_size": 980,
+            "patch_size": 98,
+        },
         text_config=text
-        | {"vocab_size": len(tokenizer), "moe_num_experts": EXPERTS, "moe_topk": TOP_K, "moe_num_shared_experts": 1},
+        | {
+            "vocab_size": len(tokenizer),
+            "moe_num_experts": EXPERTS,
+            "moe_topk": TOP_K,
+            "moe_num_shared_experts": 1,
+        },
         projector_patch_to_query_dict={25: 4, 100: 8},
         image_token_index=tokenizer.convert_tokens_to_ids("<|img|>"),
     )
@@ -224,23 +295,39 @@ def _aria(text):
 def _llava_next(text):
     grids = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
     pixels = transformers.LlavaNextImageProcessor(
-        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=grids
+        size={"shortest_edge": 16},
+        crop_size={"height": 16, "width": 16},
+        image_grid_pinpoints=grids,
     )
-    text = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": None} | text
+    text = {
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "sliding_window": None,
+    } | text
     model = "LlavaNext", transformers.MixtralConfig
-    return _with_clip(*model, text, tiny_tokenizer("<image>"), pixels, "default", image_grid_pinpoints=grids)
+    return _with_clip(
+        *model, text, tiny_tokenizer("<image>"), pixels, "default", image_grid_pinpoints=grids
+    )
 
 
 def _llava(text):
-    pixels = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    return _with_clip("Llava", transformers.LlamaConfig, text | SMALL, word_tokenizer("<image>"), pixels, "full")
+    pixels = transformers.CLIPImageProcessor(
+        size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
+    )
+    return _with_clip(
+        "Llava", transformers.LlamaConfig, text | SMALL, word_tokenizer("<image>"), pixels, "full"
+    )
 
 
 def _with_clip(name, decoder, text, tokenizer, pixels, strategy, **grids):
     processor = getattr(transformers, f"{name}Processor")(
         pixels, tokenizer, 4, strategy, chat_template=chat("<image>"), num_additional_image_tokens=1
     )
-    vision = {"image_size": pixels.crop_size["height"], "patch_size": 4, "initializer_range": text["initializer_range"]}
+    vision = {
+        "image_size": pixels.crop_size["height"],
+        "patch_size": 4,
+        "initializer_range": text["initializer_range"],
+    }
     config = getattr(transformers, f"{name}Config")(
         vision_config=transformers.CLIPVisionConfig(**VISION | vision),
         text_config=decoder(**text, vocab_size=len(tokenizer)),
@@ -253,7 +340,12 @@ def _with_clip(name, decoder, text, tokenizer, pixels, strategy, **grids):
 
 
 def _qwen(name, text, tokenizer=tiny_tokenizer, size=PIXELS, version=3, **vision):
-    marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    marks = {
+        "image": "image_pad",
+        "video": "video_pad",
+        "vision_start": "vision_start",
+        "vision_end": "vision_end",
+    }
     ids = {f"{name}_token_id": f"<|{mark}|>" for name, mark in marks.items()}
     tokenizer = tokenizer(*ids.values())
     pixels = {"patch_size": 4, "merge_size": 2, "size": size}
@@ -273,19 +365,51 @@ def _qwen(name, text, tokenizer=tiny_tokenizer, size=PIXELS, version=3, **vision
 
 def _qwen2_vl(text):
     text = text | SMALL | {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 1}
-    return _qwen("Qwen2VL", text, word_tokenizer, {"shortest_edge": 64, "longest_edge": 400}, version=2, **vision)
+    vision = {
+        "depth": 1,
+        "embed_dim": 16,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "patch_size": 4,
+        "mlp_ratio": 1,
+    }
+    return _qwen(
+        "Qwen2VL",
+        text,
+        word_tokenizer,
+        {"shortest_edge": 64, "longest_edge": 400},
+        version=2,
+        **vision,
+    )
 
 
 def _qwen3_vl_moe(text):
     experts = {"num_experts": EXPERTS, **ROUTING}
-    return _qwen("Qwen3VLMoe", experts | text, **QWEN, num_position_embeddings=256, deepstack_visual_indexes=[0, 1])
+    return _qwen(
+        "Qwen3VLMoe",
+        experts | text,
+        **QWEN,
+        num_position_embeddings=256,
+        deepstack_visual_indexes=[0, 1],
+    )
 
 
 def _qwen3_5_moe(text):
-    linear = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8, "conv_kernel_dim": 2}
-    settings = {f"linear_{name}": value for name, value in linear.items()} | {"num_experts": EXPERTS, **ROUTING}
-    settings |= {"shared_expert_intermediate_size": 24, "rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
+    linear = {
+        "num_key_heads": 2,
+        "num_value_heads": 2,
+        "key_head_dim": 8,
+        "value_head_dim": 8,
+        "conv_kernel_dim": 2,
+    }
+    settings = {f"linear_{name}": value for name, value in linear.items()} | {
+        "num_experts": EXPERTS,
+        **ROUTING,
+    }
+    settings |= {
+        "shared_expert_intermediate_size": 24,
+        "rope_parameters": MROPE | {"partial_rotary_factor": 1.0},
+    }
     settings |= {"layer_types": ["linear_attention", "full_attention"] * (BLOCKS // 2)}
     text = {name: value for name, value in text.items() if name != "intermediate_size"}
     return _qwen("Qwen3_5Moe", settings | text, **QWEN, num_position_embeddings=256)
@@ -305,7 +429,12 @@ def _glm4v_moe(text):
         transformers.Glm4vVideoProcessor(**pixels),
         chat_template=chat("<|begin_of_image|><|image|><|end_of_image|>"),
     )
-    experts = {"n_routed_experts": EXPERTS, **ROUTING, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    experts = {
+        "n_routed_experts": EXPERTS,
+        **ROUTING,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    }
     experts |= {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
     text = {name: value for name, value in text.items() if name != "head_dim"}
     config = transformers.Glm4vMoeConfig(
@@ -317,7 +446,12 @@ def _glm4v_moe(text):
 
 
 def _gemma4(text):
-    named = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>"}
+    named = {
+        "image_token": "<|image|>",
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "audio_token": "<|audio|>",
+    }
     tokenizer = tiny_tokenizer("<|video|>", **named, boa_token="<|audio>", eoa_token="<audio|>")
     pixels = {"patch_size": 4, "pooling_kernel_size": 2}
     processor = transformers.Gemma4Processor(
@@ -335,9 +469,19 @@ def _gemma4(text):
         "sliding_window": 64,
     }
     settings |= {"layer_types": ["sliding_attention", "full_attention"] * (BLOCKS // 2)}
-    vision = VISION | {"head_dim": 8, "num_key_value_heads": 2, "patch_size": 4, "pooling_kernel_size": 2}
+    vision = VISION | {
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+    }
     config = transformers.Gemma4Config(
-        text_config={"vocab_size": len(tokenizer), "use_bidirectional_attention": "vision", **settings} | text,
+        text_config={
+            "vocab_size": len(tokenizer),
+            "use_bidirectional_attention": "vision",
+            **settings,
+        }
+        | text,
         vision_config=vision | {"position_embedding_size": 2048},
         audio_config=None,
         **numbers_of(tokenizer, {f"{name}_id": token for name, token in named.items()}),
@@ -359,14 +503,29 @@ def _idefics3_words(text):
 
 
 def _idefics(family, text, tokenizer=tiny_tokenizer, size=16, longest=48, **video):
-    made = {part: getattr(transformers, family + part) for part in ("Processor", "ImageProcessor", "Config")}
+    made = {
+        part: getattr(transformers, family + part)
+        for part in ("Processor", "ImageProcessor", "Config")
+    }
     splits = longest > size
-    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)] if splits else []
-    tokenizer = tokenizer("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *tiles)
+    tiles = (
+        [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+        if splits
+        else []
+    )
+    tokenizer = tokenizer(
+        "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *tiles
+    )
     sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
     pixels = made["ImageProcessor"](**sizes, do_image_splitting=splits)
-    processor = made["Processor"](pixels, tokenizer, image_seq_len=4, chat_template=chat("<image>"), **video)
-    vision = VISION | {"initializer_range": text["initializer_range"], "image_size": size, "patch_size": 4}
+    processor = made["Processor"](
+        pixels, tokenizer, image_seq_len=4, chat_template=chat("<image>"), **video
+    )
+    vision = VISION | {
+        "initializer_range": text["initializer_range"],
+        "image_size": size,
+        "patch_size": 4,
+    }
     config = made["Config"](
         image_token_id=processor.image_token_id,
         vision_config=vision,
@@ -378,7 +537,10 @@ def _idefics(family, text, tokenizer=tiny_tokenizer, size=16, longest=48, **vide
 
 
 def _molmo2(text):
-    marks = {"image_start_token_id": "<im_start>", "low_res_image_start_token_id": "<low_res_im_start>"}
+    marks = {
+        "image_start_token_id": "<im_start>",
+        "low_res_image_start_token_id": "<low_res_im_start>",
+    }
     marks |= {"image_end_token_id": "<im_end>", "image_patch_id": "<im_patch>"}
     marks |= {f"frame_{end}_token_id": f"<frame_{end}>" for end in ("start", "end")}
     tokenizer = tiny_tokenizer("<|image|>", "<|video|>", "<im_col>", "<im_low>", *marks.values())

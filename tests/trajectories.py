@@ -1,12 +1,15 @@
-"""Reference trajectories: the loss and the norm of the gradient at every optimiser step of short runs of fixed seed.
+"""Reference trajectories: the loss and the norm of the gradient at every optimiser step of short
+runs of fixed seed.
 
-`tests/agents/training/test_trajectories.py` holds them against what the code gives today, so that nobody changes the
-mathematics unawares. Where a change is meant, make them anew and commit them with it:
+`tests/agents/training/test_trajectories.py` holds them against what the code gives today, so that
+nobody changes the mathematics unawares. Where a change is meant, make them anew and commit them
+with it:
 
     PYTHONPATH=. python tests/trajectories.py
 
-Nothing in these runs depends on more than rounding: no dropout and no draws whose numbers come from MKL (a build
-without it draws others), full batches where such draws are made beside, evaluations far from a tie.
+Nothing in these runs depends on more than rounding: no dropout and no draws whose numbers come from
+MKL (a build without it draws others), full batches where such draws are made beside, evaluations
+far from a tie.
 """
 
 import functools
@@ -42,23 +45,40 @@ CONTROLLER: dict[str, dict[str, Any]] = {
 }
 SELECTOR = {"lr": 2e-3, "queries": 8, "keep": "last"}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "controller sampled": {  # a head over the knobs; RCE, then GRPO on draws, several passes so that the clip acts
+    # a head over the knobs; RCE, then GRPO on draws, several passes so that the clip acts
+    "controller sampled": {
         "policy": CONTROLLER["policy"],
         "loss": CONTROLLER["loss"]
-        | {"objective": "sampled", "group_size": 6, "temperature_start": 0.5, "temperature_end": 0.1}
+        | {
+            "objective": "sampled",
+            "group_size": 6,
+            "temperature_start": 0.5,
+            "temperature_end": 0.1,
+        }
         | {"advantage": "zscore", "advantage_std_floor": 0.1, "advantage_clip": 1.5},
-        "optimiser": CONTROLLER["optimiser"] | {"minibatch": 16, "warmup_lr": 1e-2, "lr": 1e-2, "clip_grad": 0.5},
+        "optimiser": CONTROLLER["optimiser"]
+        | {"minibatch": 16, "warmup_lr": 1e-2, "lr": 1e-2, "clip_grad": 0.5},
         "reward": CONTROLLER["reward"],
     },
-    "controller exact": {  # heads of two folds and of all samples; RCE, then GRPO over every configuration
+    # heads of two folds and of all samples; RCE, then GRPO over every configuration
+    "controller exact": {
         "policy": CONTROLLER["policy"] | {"members": 2},
-        "loss": CONTROLLER["loss"] | {"objective": "exact", "advantage": "centred", "entropy_coeff": 0.1},
-        "optimiser": CONTROLLER["optimiser"] | {"minibatch": 32, "warmup_lr": 5e-3, "lr": 5e-3, "clip_grad": 0.2},
+        "loss": CONTROLLER["loss"]
+        | {"objective": "exact", "advantage": "centred", "entropy_coeff": 0.1},
+        "optimiser": CONTROLLER["optimiser"]
+        | {"minibatch": 32, "warmup_lr": 5e-3, "lr": 5e-3, "clip_grad": 0.2},
         "reward": CONTROLLER["reward"],
     },
-    "controller taught": {  # two networks that predict, without bins and with them, are imitated; then GRPO on draws
+    # two networks that predict, without bins and with them, are imitated; then GRPO on draws
+    "controller taught": {
         "policy": CONTROLLER["policy"]
-        | {"teacher": True, "members": 2, "teacher_hidden": 16, "teacher_dropout": 0.0, "sharpness": 40.0},
+        | {
+            "teacher": True,
+            "members": 2,
+            "teacher_hidden": 16,
+            "teacher_dropout": 0.0,
+            "sharpness": 40.0,
+        },
         "loss": CONTROLLER["loss"] | {"objective": "sampled", "group_size": 6},
         "optimiser": CONTROLLER["optimiser"]
         | {"teacher_iterations": 10, "minibatch": 32, "warmup_lr": 5e-3, "lr": 5e-3},
@@ -68,27 +88,37 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "config": SELECTOR | {"epochs": 4, "clip_grad": 20.0},
         "loss": {"temperature_start": 2.0, "temperature_end": 0.5},
     },
-    "selector GRPO": {  # from the end of RCE, away from the reference; old log-probs of four steps, so the clip acts
+    # from the end of RCE, away from the reference; old log-probs of four steps, so the clip acts
+    "selector GRPO": {
         "config": SELECTOR | {"epochs": 5, "collected": 32, "rise": 0.2, "clip_grad": 15.0},
         "loss": {"advantage": "zscore", "kl_to_ref_coeff": 0.1, "clip_epsilon": 0.2},
     },
 }
-"""The settings of each run, by group: what the formulae do is all at work, and none of it saturates."""
+"""The settings of each run, by group: what the formulae do is all at work, and none of it
+saturates."""
 RUNS = tuple(SETTINGS)
 
 
 def steps_of(trainer: Trainer) -> list[list[float]]:
-    """Train; of every optimiser step the loss, and the norm of the gradient that the optimiser was given."""
+    """Train; of every optimiser step the loss, and the norm of the gradient that the optimiser was
+    given."""
     losses: list[float] = []
     norms: list[float] = []
 
-    def noted(loss: Callable[[TensorDictBase], TensorDictBase], minibatch: TensorDictBase) -> TensorDictBase:
+    def noted(
+        loss: Callable[[TensorDictBase], TensorDictBase], minibatch: TensorDictBase
+    ) -> TensorDictBase:
         out = loss(minibatch)
         losses.append(sum(float(value.detach()) for value in out.values() if value.requires_grad))
         return out
 
     def about_to_step(optimiser: Optimizer, *_: object) -> None:
-        gradients = [p.grad for group in optimiser.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad
+            for group in optimiser.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
 
     for stage in trainer.stages:
@@ -104,28 +134,41 @@ def steps_of(trainer: Trainer) -> list[list[float]]:
 def controller(settings: Settings) -> list[list[float]]:
     """A controller on a small table with holes."""
     table = small_table(60, holes=0.2)
-    kinds = {"policy": PolicyConfig, "loss": LossConfig, "optimiser": OptimiserConfig, "reward": RewardConfig}
+    kinds = {
+        "policy": PolicyConfig,
+        "loss": LossConfig,
+        "optimiser": OptimiserConfig,
+        "reward": RewardConfig,
+    }
     return steps_of(
-        ControllerTrainer(table, table.split(), **{k: kinds[k](**values) for k, values in settings.items()})
+        ControllerTrainer(
+            table, table.split(), **{k: kinds[k](**values) for k, values in settings.items()}
+        )
     )
 
 
 def selector(stage: str, settings: Settings) -> list[list[float]]:
-    """A selector on small recorded beams; GRPO starts from a short RCE, and its reference is where that started."""
+    """A selector on small recorded beams; GRPO starts from a short RCE, and its reference is where
+    that started."""
     table, _ = small_beams(40)
     torch.manual_seed(0)
-    fresh = Selector.fitted(SelectorConfig(width=16, heads=2, dropout=0.0), table.queries, table.candidates)
+    fresh = Selector.fitted(
+        SelectorConfig(width=16, heads=2, dropout=0.0), table.queries, table.candidates
+    )
 
     def trainer(stage: str, start: Selector, settings: Settings) -> SelectorTrainer:
         loss, config = SelectorLossConfig(**settings["loss"]), StageConfig(**settings["config"])
-        return SelectorTrainer(stage, table, table.split(0.8, 0.1), start, reference=fresh, loss=loss, config=config)
+        return SelectorTrainer(
+            stage, table, table.split(0.8, 0.1), start, reference=fresh, loss=loss, config=config
+        )
 
     start = fresh if stage == "rce" else trainer("rce", fresh, SETTINGS["selector RCE"]).run()
     return steps_of(trainer(stage, start, settings))
 
 
 def trajectory(name: str, settings: Settings | None = None) -> Tensor:
-    """Loss and gradient norm of every step of a run, float64 [steps, 2]; with other settings when they are given."""
+    """Loss and gradient norm of every step of a run, float64 [steps, 2]; with other settings when
+    they are given."""
     torch.set_num_threads(1)
     settings, (system, stage) = settings or SETTINGS[name], name.split()
     steps = controller(settings) if system == "controller" else selector(stage.lower(), settings)
@@ -136,7 +179,9 @@ def main() -> None:
     """Write what the code gives today."""
     runs = []
     for name in RUNS:
-        steps = ",\n".join(f"    [{loss:.7g}, {norm:.7g}]" for loss, norm in trajectory(name).tolist())
+        steps = ",\n".join(
+            f"    [{loss:.7g}, {norm:.7g}]" for loss, norm in trajectory(name).tolist()
+        )
         runs.append(f"  {json.dumps(name)}: [\n{steps}\n  ]")
     FILE.write_text("{\n" + ",\n".join(runs) + "\n}\n")
 

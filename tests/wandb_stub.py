@@ -1,8 +1,9 @@
 """A small W&B server on this machine: takes what runs send, keeps it, and shows tests what came.
 
-It answers what wandb asks when a run is logged, resumed or synced: GraphQL by the name of the operation, the stream of
-history, summary and events, and uploads of files. What is asked and not known here is kept in `unknown`, so that a test
-fails by name when another version of wandb asks for more.
+It answers what wandb asks when a run is logged, resumed or synced: GraphQL by the name of the
+operation, the stream of history, summary and events, and uploads of files. What is asked and not
+known here is kept in `unknown`, so that a test fails by name when another version of wandb asks for
+more.
 """
 
 from __future__ import annotations
@@ -51,9 +52,13 @@ class ReceivedRun:
     """One run, as the server has it."""
 
     name: str  # its id, which W&B calls name
-    about: dict[str, Any] = field(default_factory=dict)  # displayName, groupName, jobType, tags, commit …
+    about: dict[str, Any] = field(
+        default_factory=dict
+    )  # displayName, groupName, jobType, tags, commit …
     config: dict[str, Any] = field(default_factory=dict)
-    lines: dict[str, dict[int, str]] = field(default_factory=dict)  # file of the stream → number of the line → the line
+    lines: dict[str, dict[int, str]] = field(
+        default_factory=dict
+    )  # file of the stream → number of the line → the line
     files: dict[str, bytes] = field(default_factory=dict)  # path → content
     exit_code: int | None = None
     used: list[str] = field(default_factory=list)  # ids of artifacts
@@ -62,29 +67,44 @@ class ReceivedRun:
     @property
     def history(self) -> list[dict[str, Any]]:
         """Every row, in order, without W&B's own columns."""
-        rows = [json.loads(line) for _, line in sorted(self.lines.get("wandb-history.jsonl", {}).items())]
+        rows = [
+            json.loads(line)
+            for _, line in sorted(self.lines.get("wandb-history.jsonl", {}).items())
+        ]
         return [{k: _number(v) for k, v in row.items() if not k.startswith("_")} for row in rows]
 
     @property
     def summary(self) -> dict[str, Any]:
         lines = self.lines.get("wandb-summary.json", {})
         content: dict[str, Any] = json.loads(lines[max(lines)]) if lines else {}
-        return {k: {n: _number(x) for n, x in v.items()} if isinstance(v, dict) else v for k, v in content.items()}
+        return {
+            k: {n: _number(x) for n, x in v.items()} if isinstance(v, dict) else v
+            for k, v in content.items()
+        }
 
 
 def _number(value: Any) -> Any:
     """What JSON has no numbers for W&B writes as words."""
-    return float(value) if isinstance(value, str) and value in ("Infinity", "-Infinity", "NaN") else value
+    return (
+        float(value)
+        if isinstance(value, str) and value in ("Infinity", "-Infinity", "NaN")
+        else value
+    )
 
 
 def offline_runs(run_folder: Path) -> list[ReceivedRun]:
-    """The offline W&B runs in a folder, as the server would have them, in the order of their creation; records are read
-    by the program behind `wandb leet inspect`, which itself takes seconds to start."""
+    """The offline W&B runs in a folder, as the server would have them, in the order of their
+    creation; records are read by the program behind `wandb leet inspect`, which itself takes
+    seconds to start."""
     command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file"]
-    folders = sorted((run_folder / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns)
+    folders = sorted(
+        (run_folder / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns
+    )
     files = [next(folder.glob("run-*.wandb")) for folder in folders]
     readers = [
-        subprocess.Popen([*command, str(file), str(folder.parent)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(file), str(folder.parent)], stdout=subprocess.PIPE, text=True
+        )
         for folder, file in zip(folders, files, strict=True)
     ]
     runs = []
@@ -95,7 +115,11 @@ def offline_runs(run_folder: Path) -> list[ReceivedRun]:
             content = record.get(record["type"]) or {}
             if record["type"] == "run":
                 run.name = content["run_id"]
-                names = {"displayName": "display_name", "groupName": "run_group", "jobType": "job_type"}
+                names = {
+                    "displayName": "display_name",
+                    "groupName": "run_group",
+                    "jobType": "job_type",
+                }
                 run.about = {name: content[key] for name, key in names.items()}
                 run.about |= {name: content.get(name) for name in ("tags", "project", "notes")}
                 run.config = content["config"]["update"]
@@ -107,15 +131,22 @@ def offline_runs(run_folder: Path) -> list[ReceivedRun]:
             elif record["type"] == "exit":
                 run.exit_code = content["exit_code"]
         files = folder / "files"
-        run.files = {str(path.relative_to(files)): path.read_bytes() for path in files.rglob("*") if path.is_file()}
+        run.files = {
+            str(path.relative_to(files)): path.read_bytes()
+            for path in files.rglob("*")
+            if path.is_file()
+        }
         runs.append(run)
     return runs
 
 
 def joined(sessions: list[ReceivedRun]) -> ReceivedRun:
-    """The sessions of one run, as the server joins them: what the last one says of the run counts."""
+    """The sessions of one run, as the server joins them: what the last one says of the run
+    counts."""
     first, *others = sessions
-    run = ReceivedRun(first.name, first.about, first.config, dict(first.lines), dict(first.files), first.exit_code)
+    run = ReceivedRun(
+        first.name, first.about, first.config, dict(first.lines), dict(first.files), first.exit_code
+    )
     run.records = list(first.records)
     for other in others:
         assert (other.name, other.about) == (first.name, first.about)
@@ -165,7 +196,9 @@ class WandbStub:
             def _answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 with stub._lock:
-                    status, answer = stub._answered(self.command, unquote(urlsplit(self.path).path), body)
+                    status, answer = stub._answered(
+                        self.command, unquote(urlsplit(self.path).path), body
+                    )
                 content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -196,7 +229,8 @@ class WandbStub:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """A block in which wandb, which reads the environment once in the life of a process, talks to this server."""
+        """A block in which wandb, which reads the environment once in the life of a process, talks
+        to this server."""
         wandb.teardown()
         with pytest.MonkeyPatch.context() as patch:
             for name, value in self.environment.items():
@@ -204,7 +238,7 @@ class WandbStub:
             yield
             wandb.teardown()
 
-    # -- HTTP ----------------------------------------------------------------------------------------------------------
+    # -- HTTP --------------------------------------------------------------------------------------
 
     def _answered(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
         if path == "/graphql":
@@ -219,7 +253,9 @@ class WandbStub:
             if kind == "manifest":
                 self.artifacts[owner].manifest = json.loads(body)
             else:
-                {"run": self.runs, "artifact": self.artifacts}[kind][owner].files["/".join(file)] = body
+                {"run": self.runs, "artifact": self.artifacts}[kind][owner].files[
+                    "/".join(file)
+                ] = body
             return 200, {}
         if parts[0] == "sdk":  # how wandb itself is doing
             return 200, {}
@@ -234,7 +270,7 @@ class WandbStub:
             run.exit_code = sent["exitcode"]
         return {"limits": {}}
 
-    # -- GraphQL: one method for each operation ------------------------------------------------------------------------
+    # -- GraphQL: one method for each operation ----------------------------------------------------
 
     def _of_graphql(self, request: dict[str, Any]) -> tuple[int, Any]:
         name = (re.findall(r"(?:query|mutation)\s+(\w+)", request["query"]) or ["anonymous"])[0]
@@ -248,16 +284,34 @@ class WandbStub:
         return 400, {"errors": [{"message": f"{name} unknown"}]}
 
     def _RunResumeStatus(self, variables: dict[str, Any]) -> dict[str, Any]:
-        model = {"id": "p", "name": variables["project"], "entity": {"name": ENTITY}, "bucket": None}
+        model = {
+            "id": "p",
+            "name": variables["project"],
+            "entity": {"name": ENTITY},
+            "bucket": None,
+        }
         run = self.runs.get(variables["name"])
         if run is None:
             return {"model": model}
         rows, events = (run.lines.get(f"wandb-{name}.jsonl", {}) for name in ("history", "events"))
         config = {key: {"value": value} for key, value in run.config.items()}
         bucket = {
-            **{"id": run.name, "name": run.name, "displayName": run.about["displayName"], "notes": None},
-            **{"logLineCount": 0, "historyLineCount": len(rows), "eventsLineCount": len(events), "eventsTail": "[]"},
-            **{"historyTail": json.dumps([rows[max(rows)]] if rows else []), "config": json.dumps(config)},
+            **{
+                "id": run.name,
+                "name": run.name,
+                "displayName": run.about["displayName"],
+                "notes": None,
+            },
+            **{
+                "logLineCount": 0,
+                "historyLineCount": len(rows),
+                "eventsLineCount": len(events),
+                "eventsTail": "[]",
+            },
+            **{
+                "historyTail": json.dumps([rows[max(rows)]] if rows else []),
+                "config": json.dumps(config),
+            },
             **{"summaryMetrics": json.dumps(run.summary), "wandbConfig": json.dumps({"t": 1})},
             "tags": run.about.get("tags") or [],
         }
@@ -269,13 +323,24 @@ class WandbStub:
         run = self.runs.setdefault(name, ReceivedRun(name))
         run.about |= {key: value for key, value in variables.items() if value is not None}
         if variables.get("config"):
-            run.config |= {key: one["value"] for key, one in json.loads(variables["config"]).items()}
+            run.config |= {
+                key: one["value"] for key, one in json.loads(variables["config"]).items()
+            }
         if variables.get("summaryMetrics"):
             run.lines["wandb-summary.json"] = {0: variables["summaryMetrics"]}
         bucket = {
-            **{"id": name, "name": name, "displayName": run.about.get("displayName") or name, "description": None},
+            **{
+                "id": name,
+                "name": name,
+                "displayName": run.about.get("displayName") or name,
+                "description": None,
+            },
             **{"config": "{}", "sweepName": run.about.get("sweep")},
-            "project": {"id": "p", "name": variables.get("project"), "entity": {"id": "e", "name": ENTITY}},
+            "project": {
+                "id": "p",
+                "name": variables.get("project"),
+                "entity": {"id": "e", "name": ENTITY},
+            },
             "historyLineCount": len(run.lines.get("wandb-history.jsonl", {})),
         }
         return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
@@ -289,7 +354,9 @@ class WandbStub:
     def _UpsertView2(self, variables: dict[str, Any]) -> dict[str, Any]:
         identity = variables.get("id") or f"view-{len(self.views)}"
         self.views[identity] = {"id": identity, **variables}
-        return {"upsertView": {"view": {"id": identity, "name": variables["name"]}, "inserted": True}}
+        return {
+            "upsertView": {"view": {"id": identity, "name": variables["name"]}, "inserted": True}
+        }
 
     def _CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
         files = [self._upload("run", variables["run"], file) for file in variables["files"]]
@@ -307,13 +374,20 @@ class WandbStub:
             metadata=json.loads(sent.get("metadata") or "{}"),
             aliases=[alias["alias"] for alias in sent.get("aliases") or []],
         )
-        found = {"id": identity, "state": "PENDING", "artifactSequence": {"id": "s", "latestArtifact": None}}
+        found = {
+            "id": identity,
+            "state": "PENDING",
+            "artifactSequence": {"id": "s", "latestArtifact": None},
+        }
         return {"createArtifact": {"artifact": found}}
 
     def _CreateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
         owner = variables.get("artifactID") or variables["artifactManifestID"]
         manifest = {"id": owner, "file": self._upload("manifest", owner, "wandb_manifest.json")}
-        return {key: {"artifactManifest": manifest} for key in ("createArtifactManifest", "updateArtifactManifest")}
+        return {
+            key: {"artifactManifest": manifest}
+            for key in ("createArtifactManifest", "updateArtifactManifest")
+        }
 
     _UpdateArtifactManifest = _CreateArtifactManifest
 
@@ -325,30 +399,61 @@ class WandbStub:
         edges = []
         for file in variables["input"]["artifactFiles"]:
             name, owner = file["name"], file["artifactID"]
-            node = self._upload("artifact", owner, name) | {"storagePath": f"{owner}/{name}", "artifact": {"id": owner}}
+            node = self._upload("artifact", owner, name) | {
+                "storagePath": f"{owner}/{name}",
+                "artifact": {"id": owner},
+            }
             edges.append({"node": node | {"uploadMultipartUrls": None}})
         return {"createArtifactFiles": {"files": {"edges": edges}}}
 
     def _CommitArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
         artifact = self.artifacts[variables["artifactID"]]
         artifact.committed = True
-        return {"commitArtifact": {"artifact": {"id": artifact.identity, "digest": artifact.digest}}}
+        return {
+            "commitArtifact": {"artifact": {"id": artifact.identity, "digest": artifact.digest}}
+        }
 
     def _ArtifactByID(self, variables: dict[str, Any]) -> dict[str, Any]:
         artifact = self.artifacts[variables["id"]]
         project = {"id": "p", "internalId": "1", "name": "knobwise", "entity": {"name": ENTITY}}
         collection = {"__typename": "ArtifactSequence", "name": artifact.name, "project": project}
         found = {
-            **{"__typename": "Artifact", "id": artifact.identity, "artifactSequence": collection, "versionIndex": 0},
-            **{"artifactType": {"name": artifact.kind}, "description": None, "tags": [], "historyStep": None},
-            **{"metadata": json.dumps(artifact.metadata), "ttlDurationSeconds": -2, "ttlIsInherited": False},
-            **{"state": "COMMITTED", "size": 0, "digest": artifact.digest, "digestAlgorithm": "MANIFEST_MD5"},
-            **{"commitHash": "0", "fileCount": 1, "createdAt": "2026-01-01T00:00:00Z", "updatedAt": None},
+            **{
+                "__typename": "Artifact",
+                "id": artifact.identity,
+                "artifactSequence": collection,
+                "versionIndex": 0,
+            },
+            **{
+                "artifactType": {"name": artifact.kind},
+                "description": None,
+                "tags": [],
+                "historyStep": None,
+            },
+            **{
+                "metadata": json.dumps(artifact.metadata),
+                "ttlDurationSeconds": -2,
+                "ttlIsInherited": False,
+            },
+            **{
+                "state": "COMMITTED",
+                "size": 0,
+                "digest": artifact.digest,
+                "digestAlgorithm": "MANIFEST_MD5",
+            },
+            **{
+                "commitHash": "0",
+                "fileCount": 1,
+                "createdAt": "2026-01-01T00:00:00Z",
+                "updatedAt": None,
+            },
             "aliases": [],
         }
         return {"artifact": found}
 
     def _UseArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
-        sent = variables.get("input", variables)  # of a new artifact, or of one that a run has logged
+        sent = variables.get(
+            "input", variables
+        )  # of a new artifact, or of one that a run has logged
         self.runs[sent["runName"]].used.append(sent["artifactID"])
         return {"useArtifact": {"artifact": {"id": sent["artifactID"]}}}

@@ -1,6 +1,8 @@
-"""A controller as a TensorDict policy: what goes in, by name, what is drawn, and what is written down.
+"""A controller as a TensorDict policy: what goes in, by name, what is drawn, and what is written
+down.
 
-In training contexts are row numbers of a table; stepping by hand and in deployment they are feature blocks.
+In training contexts are row numbers of a table; stepping by hand and in deployment they are feature
+blocks.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 class _FromBlocks(nn.Module):
-    """Requests as they come: limits [*] or [*, 1], feature blocks [*, d], and where it is known what
-    was profiled a mask [*, C], bool or int8."""
+    """Requests as they come: limits [*] or [*, 1], feature blocks [*, d], and where it is known
+    what was profiled a mask [*, C], bool or int8."""
 
     def __init__(self, controller: Controller) -> None:
         super().__init__()
@@ -67,12 +69,19 @@ class _FromRows(nn.Module):
     offsets: Tensor | None
 
     def __init__(
-        self, controller: Controller, table: ProfileTable, members: bool, offsets: Tensor | None = None
+        self,
+        controller: Controller,
+        table: ProfileTable,
+        members: bool,
+        offsets: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.controller = controller
         self.register_buffer("offsets", offsets, persistent=False)
-        self.members = controller.config.members_trained if members else 0
+        if members:
+            self.members = controller.config.members_trained
+        else:
+            self.members = 0
         device = controller.configurations.device
         blocks = {name: block.to(device) for name, block in table.features.items()}
         features = controller.features(blocks, table.num_samples)
@@ -88,12 +97,17 @@ class _FromRows(nn.Module):
         mask = None if self.complete else self.mask[sample]
         if not self.members:
             return self.controller(x, limit, mask)
-        offset = None if self.offsets is None else nn.functional.embedding(row, self.offsets)
+        if self.offsets is None:
+            offset = None
+        else:
+            offset = nn.functional.embedding(row, self.offsets)
         inputs = []
         for values in (x, limit, mask, offset):
             if values is not None:
                 each = values.shape[row.ndim :]
-                values = values.reshape(row.numel() // self.members, self.members, *each).transpose(0, 1)
+                values = values.reshape(row.numel() // self.members, self.members, *each).transpose(
+                    0, 1
+                )
             inputs.append(values)
         return self.controller.network(*inputs).transpose(0, 1).reshape(*row.shape, -1)
 
@@ -108,44 +122,67 @@ class Actor(ProbabilisticTensorDictSequential):
 
 
 class Behaviour(TensorDictModuleBase):
-    """The policy that collects: draws, and writes down what `GRPOLoss` has to know of the moment of drawing.
+    """The policy that collects: draws, and writes down what `GRPOLoss` has to know of the moment of
+    drawing.
 
-    Writes `action` int64 [P, G, K], `configuration` int64 [P, G], and for `sampled` `action_log_prob` and
-    `reference_log_prob` [P, G], for `exact` `behaviour_log_probs` and `reference_log_probs` [P, C]; with a `critic`
-    also `state_value` [P, 1].
+    Writes `action` int64 [P, G, K], `configuration` int64 [P, G], and for `sampled`
+    `action_log_prob` and `reference_log_prob` [P, G], for `exact` `behaviour_log_probs` and
+    `reference_log_probs` [P, C]; with a `critic` also `state_value` [P, 1].
 
     Attributes:
-        with_reference: whether the reference is asked at all; off where neither a penalty nor a log needs it is faster.
-        with_log_probs: off for a warm-up that learns from the table alone; then the network is not asked either.
-        drawing: off where no loss and no log needs draws; the action is then the first that was profiled.
+        with_reference: whether the reference is asked at all; off where neither a penalty nor a log
+            needs it is faster.
+        with_log_probs: off for a warm-up that learns from the table alone; then the network is not
+            asked either.
+        drawing: off where no loss and no log needs draws; the action is then the first that was
+            profiled.
     """
 
-    def __init__(self, actor: Actor, reference: Actor, objective: str, critic: TensorDictModule | None = None) -> None:
+    def __init__(
+        self, actor: Actor, reference: Actor, objective: str, critic: TensorDictModule | None = None
+    ) -> None:
         super().__init__()
-        self.in_keys, self.out_keys = actor.in_keys, ["action"]
-        self.actor, self.reference, self.objective = actor, reference, objective
+        self.in_keys = actor.in_keys
+        self.out_keys = ["action"]
+        self.actor = actor
+        self.reference = reference
+        self.objective = objective
         self.critic = critic
         self.with_reference = self.with_log_probs = self.drawing = True
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        exact, policies = self.objective == "exact", {}
+        exact = self.objective == "exact"
+        policies = {}
         if self.with_log_probs or self.drawing:
-            policies["behaviour_log_probs" if exact else "action_log_prob"] = self.actor.get_dist(tensordict)
+            policies["behaviour_log_probs" if exact else "action_log_prob"] = self.actor.get_dist(
+                tensordict
+            )
         if self.with_reference:
-            policies["reference_log_probs" if exact else "reference_log_prob"] = self.reference.get_dist(tensordict)
+            policies["reference_log_probs" if exact else "reference_log_prob"] = (
+                self.reference.get_dist(tensordict)
+            )
         encode, draw = self.actor.module
-        group_size, configurations = (draw.distribution_kwargs[key] for key in ("group_size", "configurations"))
+        group_size, configurations = (
+            draw.distribution_kwargs[key] for key in ("group_size", "configurations")
+        )
         if self.drawing:
             index = next(iter(policies.values())).sample_index()
         else:
             mask = encode.module.mask
             index = mask[tensordict["row"] % len(mask)].int().argmax(-1)
-            index = index if group_size is None else index.unsqueeze(-1).expand(*index.shape, group_size)
-        tensordict["action"], tensordict["configuration"] = configurations[index], index
+            if group_size is not None:
+                index = index.unsqueeze(-1).expand(*index.shape, group_size)
+        tensordict["action"] = configurations[index]
+        tensordict["configuration"] = index
         for key, policy in policies.items():
-            tensordict[key] = policy.log_probs if exact else policy.log_prob_of_index(index)
-        return tensordict if self.critic is None else self.critic(tensordict)
+            if exact:
+                tensordict[key] = policy.log_probs
+            else:
+                tensordict[key] = policy.log_prob_of_index(index)
+        if self.critic is None:
+            return tensordict
+        return self.critic(tensordict)
 
 
 def make_critic(controller: Controller, table: ProfileTable) -> TensorDictModule:
@@ -239,7 +276,8 @@ def _draw(
         keys = [knob.name for knob in controller.knobs]
         settings["names"] = keys
         distribution = KnobCategoricals
-        log_prob_key = log_prob_key if composite_lp_aggregate() else None
+        if not composite_lp_aggregate():
+            log_prob_key = None
     return ProbabilisticTensorDictModule(
         in_keys=["log_probs"],
         out_keys=keys,
@@ -256,5 +294,8 @@ def _controller_in(agent: Any) -> Controller:
         agent = getattr(agent, inner, agent)
     if not isinstance(agent, Controller):
         kind = type(agent).__name__
-        raise InputError(f"make_actor: {kind} is not a controller; give what knobwise.load or load_checkpoint returns")
+        raise InputError(
+            f"make_actor: {kind} is not a controller; give what knobwise.load or load_checkpoint "
+            "returns"
+        )
     return agent

@@ -60,7 +60,9 @@ class Controller(nn.Module):
         self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
 
     @classmethod
-    def for_table(cls, table: ProfileTable, rows: Tensor, config: PolicyConfig, sense: str = "deadline") -> Controller:
+    def for_table(
+        cls, table: ProfileTable, rows: Tensor, config: PolicyConfig, sense: str = "deadline"
+    ) -> Controller:
         """Return a fresh controller; statistics of features and limits are taken from these rows
         (int64 [n]) alone."""
         rows = thinned(rows)
@@ -75,7 +77,9 @@ class Controller(nn.Module):
 
     def requests(self, limit: Tensor) -> torch.Size:
         """Return how many requests limits [*], or pairs of worths [*, 2], are for: *."""
-        return limit.shape[:-1] if self.sense == "weights" else limit.shape
+        if self.sense == "weights":
+            return limit.shape[:-1]
+        return limit.shape
 
     def forward(
         self,
@@ -131,7 +135,10 @@ class Controller(nn.Module):
         state = plain["state"]
         config = PolicyConfig(**plain["policy"])
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]
-        seen = torch.ones(2, 1) if plain["sense"] == "weights" else torch.ones(1)
+        if plain["sense"] == "weights":
+            seen = torch.ones(2, 1)
+        else:
+            seen = torch.ones(1)
         encoding = BudgetEncoding(seen, config.budget_width)
         normaliser = FeatureNormaliser.restored(plain)
         configurations = state["configurations"]

@@ -1,4 +1,5 @@
-"""What a controller draws from: a categorical over configurations, as whole actions or with each knob under its key."""
+"""What a controller draws from: a categorical over configurations, as whole actions or with each
+knob under its key."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ from knobwise.losses.functional import entropy
 
 
 class ConfigurationCategorical(Distribution):
-    """A categorical over the C configurations that exist, whose values are actions (a value index for each knob).
+    """A categorical over the C configurations that exist, whose values are actions (a value index
+    for each knob).
 
     Args:
-        log_probs: [*, C], −inf where a configuration must not be chosen; `normalised` if they are known to sum to 1.
-        configurations: int64 [C, K], the action of each configuration; `index` finds them by action. Or int64 [C],
-            where an action is a single number; values then lack the axis K.
-        group_size: G draws belong to one context: `sample` gives [*, G, K] and `log_prob` of it [*, G]. None for no
-            group axis: [*, K] and [*].
+        log_probs: [*, C], −inf where a configuration must not be chosen; `normalised` if they are
+            known to sum to 1.
+        configurations: int64 [C, K], the action of each configuration; `index` finds them by
+            action. Or int64 [C], where an action is a single number; values then lack the axis K.
+        group_size: G draws belong to one context: `sample` gives [*, G, K] and `log_prob` of it [*,
+            G]. None for no group axis: [*, K] and [*].
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}
@@ -38,14 +41,21 @@ class ConfigurationCategorical(Distribution):
         index: ActionIndex | None = None,
         normalised: bool = False,
     ) -> None:
-        self.log_probs = log_probs if normalised else log_probs.log_softmax(-1)
-        self.configurations, self.group_size = configurations, group_size
+        if normalised:
+            self.log_probs = log_probs
+        else:
+            self.log_probs = log_probs.log_softmax(-1)
+        self.configurations = configurations
+        self.group_size = group_size
         self.index = index or self._match
         self._group = torch.Size(() if group_size is None else (group_size,))
-        super().__init__(log_probs.shape[:-1], self._group + configurations.shape[1:], validate_args=False)
+        super().__init__(
+            log_probs.shape[:-1], self._group + configurations.shape[1:], validate_args=False
+        )
 
     def _match(self, value: Tensor) -> Tensor:
-        """Actions → configuration indices, −1 for actions that do not exist; slower than an `ActionIndex`."""
+        """Actions → configuration indices, −1 for actions that do not exist; slower than an
+        `ActionIndex`."""
         same = value.unsqueeze(-self.configurations.ndim) == self.configurations
         if self.configurations.ndim > 1:
             same = same.all(-1)
@@ -57,14 +67,17 @@ class ConfigurationCategorical(Distribution):
         flat = self.log_probs.reshape(-1, self.log_probs.shape[-1]).exp()
         drawn = torch.multinomial(flat, count * self._group.numel(), replacement=True)
         drawn = drawn.reshape(*self.batch_shape, count, *self._group)
-        return drawn.movedim(len(self.batch_shape), 0).reshape((*sample_shape, *self.batch_shape, *self._group))
+        return drawn.movedim(len(self.batch_shape), 0).reshape(
+            (*sample_shape, *self.batch_shape, *self._group)
+        )
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         with torch.no_grad():
             return self.configurations[self.sample_index(sample_shape)]
 
     rsample = sample
-    """Draws of a discrete distribution carry no gradient; the name is there because collectors ask for it."""
+    """Draws of a discrete distribution carry no gradient; the name is there because collectors ask
+    for it."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probability of actions; −inf for those that do not exist."""
@@ -72,9 +85,12 @@ class ConfigurationCategorical(Distribution):
         return self.log_prob_of_index(index.clamp_min(0)).masked_fill(index < 0, -torch.inf)
 
     def log_prob_of_index(self, index: Tensor) -> Tensor:
-        """Log-probability of configuration indices, int64 [*sample_shape, *batch, (G)], in the same shape."""
+        """Log-probability of configuration indices, int64 [*sample_shape, *batch, (G)], in the same
+        shape."""
         if self.group_size is None:
-            return self.log_probs.expand(*index.shape, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+            return (
+                self.log_probs.expand(*index.shape, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+            )
         samples = index.shape[: -1 - len(self.batch_shape)]
         return self.log_probs.expand(*samples, *self.log_probs.shape).gather(-1, index)
 
@@ -96,10 +112,11 @@ class ConfigurationCategorical(Distribution):
 class KnobCategoricals(CompositeDistribution):
     """The same distribution with each knob under its own key: a `Categorical` for each of K knobs.
 
-    They are drawn one after the other, each given the knobs before it, so that their product is exactly the masked
-    distribution over configurations: no combination is drawn that does not exist or was not profiled. The log-prob of a
-    knob, and its entropy, are those of this conditional; the sums are the joint ones. Where every combination is
-    possible and knobs are independent, these are the plain categoricals of the heads.
+    They are drawn one after the other, each given the knobs before it, so that their product is
+    exactly the masked distribution over configurations: no combination is drawn that does not exist
+    or was not profiled. The log-prob of a knob, and its entropy, are those of this conditional; the
+    sums are the joint ones. Where every combination is possible and knobs are independent, these
+    are the plain categoricals of the heads.
 
     Args:
         log_probs: [*, C], as in `ConfigurationCategorical`.
@@ -111,11 +128,16 @@ class KnobCategoricals(CompositeDistribution):
         dists: by name the marginal `Categorical` [*, (G)] of each knob.
     """
 
-    def __init__(self, log_probs: Tensor, names: Sequence[str], group_size: int | None = None, **joint: Any) -> None:
+    def __init__(
+        self, log_probs: Tensor, names: Sequence[str], group_size: int | None = None, **joint: Any
+    ) -> None:
         self.names = names
         self.joint = ConfigurationCategorical(log_probs, group_size=group_size, **joint)
         self.log_probs = self.joint.log_probs
-        self.group = () if group_size is None else (group_size,)
+        if group_size is None:
+            self.group: tuple[int, ...] = ()
+        else:
+            self.group = (group_size,)
         self._batch_shape = self.joint.batch_shape + self.group
 
     @cached_property
@@ -145,15 +167,27 @@ class KnobCategoricals(CompositeDistribution):
             return self.joint.log_prob(self._action(sample))
         return self.log_prob_composite(sample)
 
-    def log_prob_composite(self, sample: TensorDictBase, *, include_sum: bool | None = None) -> TensorDictBase:
-        log_probs = self.log_probs.unsqueeze(-2) if self.group else self.log_probs
-        return self._each("log_prob", self._conditionals(log_probs, self._action(sample)), include_sum)
+    def log_prob_composite(
+        self, sample: TensorDictBase, *, include_sum: bool | None = None
+    ) -> TensorDictBase:
+        if self.group:
+            log_probs = self.log_probs.unsqueeze(-2)
+        else:
+            log_probs = self.log_probs
+        return self._each(
+            "log_prob", self._conditionals(log_probs, self._action(sample)), include_sum
+        )
 
     def entropy(self, samples_mc: int = 1, **options: Any) -> Any:
-        """In nats; one for each knob, or under `composite_lp_aggregate` their sum [*], without an axis G."""
-        return self.joint.entropy() if composite_lp_aggregate() else self.entropy_composite(samples_mc, **options)
+        """In nats; one for each knob, or under `composite_lp_aggregate` their sum [*], without an
+        axis G."""
+        if composite_lp_aggregate():
+            return self.joint.entropy()
+        return self.entropy_composite(samples_mc, **options)
 
-    def entropy_composite(self, samples_mc: int = 1, *, include_sum: bool | None = None) -> TensorDictBase:
+    def entropy_composite(
+        self, samples_mc: int = 1, *, include_sum: bool | None = None
+    ) -> TensorDictBase:
         # every configuration as a draw: [*, C, K]
         each = self._conditionals(self.log_probs.unsqueeze(-2), self.joint.configurations)
         mean = -(self.log_probs.exp().unsqueeze(-1) * each).sum(-2)
@@ -161,7 +195,9 @@ class KnobCategoricals(CompositeDistribution):
 
     def _for_each_draw(self, values: Tensor) -> Tensor:
         """Repeat for each draw of a group: [*, n] → [*, (G), n]."""
-        return values.unsqueeze(-2).expand(*self._batch_shape, -1) if self.group else values
+        if self.group:
+            return values.unsqueeze(-2).expand(*self._batch_shape, -1)
+        return values
 
     def _conditionals(self, log_probs: Tensor, action: Tensor) -> Tensor:
         """ln p(knob | the knobs before it), [*, K], of actions [*, K] under log-probs [*, C]."""
@@ -174,8 +210,8 @@ class KnobCategoricals(CompositeDistribution):
 
     @staticmethod
     def _log_mass(log_probs: Tensor, same: Tensor) -> Tensor:
-        """ln of the probability of those of C configurations that are the `same`, bool [*, C] → [*]. It is finite, so
-        that what is impossible has no slope."""
+        """ln of the probability of those of C configurations that are the `same`, bool [*, C] →
+        [*]. It is finite, so that what is impossible has no slope."""
         least = torch.finfo(log_probs.dtype).min
         return log_probs.clamp_min(least).masked_fill(~same, least).logsumexp(-1)
 

@@ -68,7 +68,10 @@ class KnobHeads(nn.Module):
         super().__init__()
         count = len(configurations)
         self.by_knobs = 2 * count > int((configurations.amax(0) + 1).prod())
-        places = torch.from_numpy(places_of(configurations.numpy())) if self.by_knobs else None
+        if self.by_knobs:
+            places = torch.from_numpy(places_of(configurations.numpy()))
+        else:
+            places = None
         self.register_buffer("places", places, persistent=False)
         outputs = count if places is None else len(places)
         self.logits = MemberLinear(members, hidden, outputs)
@@ -97,7 +100,9 @@ def drift_values(configurations: Tensor, drift: float) -> Tensor:
     for values in configurations.T:
         kinds = values.unique()
         if len(kinds) > 1:
-            rows += [(values == kind).float() / (values == kind).sum() - 1 / count for kind in kinds]
+            rows += [
+                (values == kind).float() / (values == kind).sum() - 1 / count for kind in kinds
+            ]
     if not drift or not rows or len(rows) > MOST_VALUES:
         return torch.zeros(0, count)
     return torch.stack(rows)
@@ -136,10 +141,14 @@ class KnobNetwork(nn.Module):
         # an input for each knob value: how much slower it is than the others, in ln ms
         self.register_buffer("values", drift_values(configurations, config.drift), persistent=False)
         widths = [features + encoding.outputs + len(self.values)] + [config.hidden] * config.layers
-        self.layers = nn.ModuleList(MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths))
+        self.layers = nn.ModuleList(
+            MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths)
+        )
         self.head: KnobHeads | ValueHead = KnobHeads(config.hidden, configurations, members)
 
-    def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, limit: Tensor, mask: Tensor | None = None, offset: Tensor | None = None
+    ) -> Tensor:
         """Return log-probs [M, n, C] for features [M, n, d], limits [M, n], mask [M, n, C], and
         offsets of ln ms [M, n, C], None for no drift."""
         if offset is None:
@@ -192,7 +201,9 @@ class OutcomeNetwork(nn.Module):
 
     edges: Tensor
 
-    def __init__(self, features: int, count: int, config: PolicyConfig, bins: bool, weighs: bool = False) -> None:
+    def __init__(
+        self, features: int, count: int, config: PolicyConfig, bins: bool, weighs: bool = False
+    ) -> None:
         super().__init__()
         members = config.members
         self.dropout = config.teacher_dropout
@@ -200,7 +211,9 @@ class OutcomeNetwork(nn.Module):
         self.register_buffer("edges", torch.zeros(BINS + 1, features if bins else 0))
         inputs = features * (1 + BINS * bins)
         widths = [inputs] + [config.teacher_hidden] * config.layers
-        self.layers = nn.ModuleList(MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths))
+        self.layers = nn.ModuleList(
+            MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths)
+        )
         parts = 3 + weighs
         self.outcome_head = MemberLinear(members, config.teacher_hidden, parts * count, zero=True)
         self.skip = MemberLinear(members, inputs, (parts - 1) * count, zero=True)
@@ -241,7 +254,9 @@ class OutcomeNetwork(nn.Module):
             dropped = functional.dropout(hidden, self.dropout, self.training)
             hidden = hidden + functional.silu(layer(dropped))
         hidden = functional.dropout(hidden, self.dropout, self.training)
-        logits, log_latency, log_spread, *cost = self.outcome_head(hidden).chunk(3 + self.weighs, -1)
+        logits, log_latency, log_spread, *cost = self.outcome_head(hidden).chunk(
+            3 + self.weighs, -1
+        )
         more_logits, more_latency, *more_cost = self.skip(x).chunk(2 + self.weighs, -1)
         return Outcomes(
             logits + more_logits,

@@ -13,7 +13,8 @@ EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
 
 @dataclass
 class PolicyConfig:
-    """The policy: a categorical head for each knob on a light network, with or without a teacher."""
+    """The policy: a categorical head for each knob on a light network, with or without a
+    teacher."""
 
     teacher: bool = False
     """Whether the heads are taught by a policy that predicts accuracy and latency of every

@@ -1,8 +1,10 @@
-"""The simple ways of choosing a configuration, done as well as they can be: what a learned policy must beat.
+"""The simple ways of choosing a configuration, done as well as they can be: what a learned policy
+must beat.
 
-Three read the table's averages only (`static_of`, `BestStatic`, `LookupTable`); six predict accuracy and
-latency from the features and take the best expected utility (`PredictThenChoose`); `Random` and `Oracle` mark the ends
-of the scale. All are fitted on some rows of the table; only the oracle knows the outcomes that it chooses from.
+Three read the table's averages only (`static_of`, `BestStatic`, `LookupTable`); six predict
+accuracy and latency from the features and take the best expected utility (`PredictThenChoose`);
+`Random` and `Oracle` mark the ends of the scale. All are fitted on some rows of the table; only the
+oracle knows the outcomes that it chooses from.
 """
 
 from __future__ import annotations
@@ -26,15 +28,19 @@ from knobwise.envs.configurations.reward import at_worths, expected_utility
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
-# -- from the table's averages -----------------------------------------------------------------------------------------
+# -- from the table's averages ---------------------------------------------------------------------
 
 
 def averages(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean accuracy and mean latency (ms) of each configuration over its profiled cells, float64 [C] each.
+    """Mean accuracy and mean latency (ms) of each configuration over its profiled cells, float64
+    [C] each.
 
-    A configuration never profiled in these rows counts as always wrong and as slow as the slowest of the others.
+    A configuration never profiled in these rows counts as always wrong and as slow as the slowest
+    of the others.
     """
-    accuracy, latency = (values[rows].double().nanmean(0) for values in (table.accuracy, table.latency_ms))
+    accuracy, latency = (
+        values[rows].double().nanmean(0) for values in (table.accuracy, table.latency_ms)
+    )
     seen = table.mask[rows].any(0)
     return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())
 
@@ -77,13 +83,19 @@ class FittedStatic(Static):
     def arrays(self) -> dict[str, Array]:
         """Return what a file keeps."""
         exact = self.sorted_ms.astype(np.float32)
-        short = exact if (exact == self.sorted_ms).all() else self.sorted_ms
+        if (exact == self.sorted_ms).all():
+            short = exact
+        else:
+            short = self.sorted_ms
         return {"latency_ms": self.latency_ms, "sorted_ms": short, "running": self.running}
 
     def scaled(self, factors: Array, accuracies: Array | None = None) -> Self:
         """Return the same where each configuration takes a factor of its time, [C], and has a
         factor of its accuracy, [C]."""
-        running = self.running if accuracies is None else self.running * accuracies[:, None]
+        if accuracies is None:
+            running = self.running
+        else:
+            running = self.running * accuracies[:, None]
         return type(self)(self.latency_ms * factors, self.sorted_ms * factors[:, None], running)
 
 
@@ -102,11 +114,16 @@ class BestStatic:
 
     def __init__(self, table: ProfileTable, rows: Tensor, budgets_ms: Tensor | None = None) -> None:
         static = static_of(table, rows)
-        limits = default_budgets(table) if budgets_ms is None else budgets_ms
+        if budgets_ms is None:
+            limits = default_budgets(table)
+        else:
+            limits = budgets_ms
         self._scores = static.mean_utility(limits.numpy()).mean(0)
         self._latency_ms = static.latency_ms
 
-    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
+    ) -> Array:
         scores = np.broadcast_to(self._scores, (len(budgets_ms), len(self._scores)))
         return pick(scores, self._latency_ms, mask)
 
@@ -123,12 +140,14 @@ class LookupTable:
         self._latency_ms = latency_ms.numpy()
         self._tolerance = tolerance
 
-    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
+    ) -> Array:
         fits = self._latency_ms <= np.asarray(budgets_ms)[:, None] * (1 + self._tolerance)
         return pick(np.where(fits, self._accuracy, -1.0), self._latency_ms, mask)
 
 
-# -- from the features -------------------------------------------------------------------------------------------------
+# -- from the features -----------------------------------------------------------------------------
 
 
 class PredictThenChoose:
@@ -160,7 +179,9 @@ class PredictThenChoose:
         accuracy = self.expert.mean_accuracy.expand_as(prediction.accuracy)
         return prediction._replace(accuracy=accuracy)
 
-    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
+    ) -> Array:
         prediction = self.predict(features, len(budgets_ms))
         score = prediction.score(torch.tensor(budgets_ms, dtype=torch.float32))
         return pick(score.numpy(), prediction.log_latency.numpy(), mask)
@@ -181,7 +202,9 @@ class Random:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
-    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
+    ) -> Array:
         if mask is None:
             raise ValueError("the random policy draws from a mask, but none was given")
         generator = torch.Generator().manual_seed(self._seed)
@@ -209,13 +232,20 @@ class Oracle:
         self._latency_ms = table.latency_ms[rows].nan_to_num(torch.inf).numpy()
         self._measurements_ms = table.measurements_ms[rows]
 
-    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
+    ) -> Array:
         if len(budgets_ms) != len(self._mask):
             count = len(self._mask)
-            raise ValueError(f"the oracle knows {count} samples, but was asked about {len(budgets_ms)}")
+            raise ValueError(
+                f"the oracle knows {count} samples, but was asked about {len(budgets_ms)}"
+            )
         limits = torch.tensor(budgets_ms, dtype=torch.float32).unsqueeze(1)
         utility = expected_utility(self._accuracy, self._measurements_ms, limits)
-        allowed = self._mask if mask is None else mask & self._mask
+        if mask is None:
+            allowed = self._mask
+        else:
+            allowed = mask & self._mask
         return pick(utility.nan_to_num().numpy(), self._latency_ms, allowed)
 
 
@@ -229,7 +259,9 @@ class BestAtWorths:
         self.latency_ms = latency_ms
         self.cost = cost
 
-    def choose(self, features: Mapping[str, Array], worths: Array, mask: Array | None = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], worths: Array, mask: Array | None = None
+    ) -> Array:
         """Choose for pairs of worths [n, 2]: int64 [n]."""
         pairs = torch.tensor(worths).to(self.accuracy)
         scores = at_worths(self.accuracy, self.latency_ms, self.cost, pairs).numpy()
@@ -243,16 +275,19 @@ def make_baselines(
     budgets_ms: Tensor | None = None,
     experts: Experts | None = None,
 ) -> list[Baseline]:
-    """All baselines, fitted on everything but the test rows, because the learned ones choose their settings out of
-    fold; the oracle is for the test rows. They will be judged on `budgets_ms` [b], None for `default_budgets`.
-    `experts`: of all families, fitted on the same rows for the same budgets; None fits them.
+    """All baselines, fitted on everything but the test rows, because the learned ones choose their
+    settings out of fold; the oracle is for the test rows. They will be judged on `budgets_ms` [b],
+    None for `default_budgets`. `experts`: of all families, fitted on the same rows for the same
+    budgets; None fits them.
 
-    A new baseline is listed here, and in `experiments/report/policies.json` with its name, colour and description. One
-    that predicts is a family of `knobwise.agents.predictors.regressors` instead. Mean budgets have a list of their
-    own: `make_priced_baselines` in `knobwise.agents.stack.priced_policy`.
+    A new baseline is listed here, and in `experiments/report/policies.json` with its name, colour
+    and description. One that predicts is a family of `knobwise.agents.predictors.regressors`
+    instead. Mean budgets have a list of their own: `make_priced_baselines` in
+    `knobwise.agents.stack.priced_policy`.
     """
     rows = torch.cat([split.train, split.validation])
-    budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
+    if budgets_ms is None:
+        budgets_ms = default_budgets(table)
     _, normaliser, fitted = experts or Experts.fit(table, rows, budgets_ms, tuple(FAMILIES), seed)
     named = {each.expert.name: each.expert for each in fitted}
     return [
@@ -284,12 +319,19 @@ class StaticPerDataset:
         self._count = len(test)
         self._parts: list[tuple[Array, Static]] = []
         for name, places in rows_by_dataset(table, test).items():
-            rows = fitted[parts[name]] if name in parts else fitted
+            if name in parts:
+                rows = fitted[parts[name]]
+            else:
+                rows = fitted
             self._parts.append((places.numpy(), static_of(table, rows)))
 
-    def choose(self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
+    ) -> Array:
         if len(budgets_ms) != self._count:
-            raise ValueError(f"it knows {self._count} samples and was asked about {len(budgets_ms)}")
+            raise ValueError(
+                f"it knows {self._count} samples and was asked about {len(budgets_ms)}"
+            )
         chosen = np.empty(len(budgets_ms), np.int64)
         for places, static in self._parts:
             allowed = None if mask is None else mask[places]

@@ -44,7 +44,8 @@ OUTCOMES = ("chosen", "accuracy", "latency_ms", "in_time", "utility", "reward", 
 
 @dataclass(frozen=True)
 class Judged:
-    """The outcome of every decision of a policy: n samples × B budgets; of a mixture the expectation."""
+    """The outcome of every decision of a policy: n samples × B budgets; of a mixture the
+    expectation."""
 
     budgets_ms: Tensor
     """float [B]."""
@@ -55,14 +56,15 @@ class Judged:
     latency_ms: Tensor
     """float [n, B], with the policy's own cost; of several measurements the median."""
     in_time: Tensor | None
-    """float [n, B]: the share of the measurements that, with the policy's own cost, meet the deadline; None under mean
-    budgets."""
+    """float [n, B]: the share of the measurements that, with the policy's own cost, meet the
+    deadline; None under mean budgets."""
     utility: Tensor
     """float [n, B]: accuracy · in_time; under mean budgets the accuracy."""
     reward: Tensor
     """float [n, B]; NaN under mean budgets."""
     feasible: Tensor | None = None
-    """bool [n, B]: whether any profiled configuration meets the deadline; None under mean budgets."""
+    """bool [n, B]: whether any profiled configuration meets the deadline; None under mean
+    budgets."""
 
     def metrics(self) -> dict[str, float]:
         """Means over samples and deadlines, under the logged names (without `Val/`)."""
@@ -72,16 +74,21 @@ class Judged:
         return _moments(numbers) | {
             "Budget_Violation_Rate": 1 - float(self.in_time.mean()),
             "Utility": float(self.utility.mean()),
-            "Satisfaction_Feasible": float(self.in_time[self.feasible].mean()) if self.feasible.any() else 1.0,
+            "Satisfaction_Feasible": float(self.in_time[self.feasible].mean())
+            if self.feasible.any()
+            else 1.0,
         }
 
 
 def drawn_metrics(
     table: ProfileTable, rows: Tensor, chosen: Tensor, rewards: Tensor, budgets_ms: Tensor | None
 ) -> dict[str, float]:
-    """The outcomes of decisions drawn in training, under the logged names (without `Train/`): for rows int64 [n] the
-    configurations int64 [n, G] and their rewards; budgets [n], None at a price, where nothing is late."""
-    accuracy, latency = (values[rows.unsqueeze(1), chosen] for values in (table.accuracy, table.latency_ms))
+    """The outcomes of decisions drawn in training, under the logged names (without `Train/`): for
+    rows int64 [n] the configurations int64 [n, G] and their rewards; budgets [n], None at a price,
+    where nothing is late."""
+    accuracy, latency = (
+        values[rows.unsqueeze(1), chosen] for values in (table.accuracy, table.latency_ms)
+    )
     metrics = _moments({"Reward": rewards, "Accuracy": accuracy, "Latency": latency})
     if budgets_ms is not None:
         metrics["Budget_Violation_Rate"] = float((latency > budgets_ms.unsqueeze(1)).float().mean())
@@ -147,12 +154,17 @@ def outcomes_of(
     Where `reads` bool [B] is False the choices read no features, and do not pay for a first look
     (`ProfileTable.first_look_ms`).
     """
-    rewards = RewardTable(table, TRAINING_REWARD) if rewards is None else rewards
-    reads = torch.ones(len(budgets_ms), dtype=torch.bool) if reads is None else reads
+    if rewards is None:
+        rewards = RewardTable(table, TRAINING_REWARD)
+    if reads is None:
+        reads = torch.ones(len(budgets_ms), dtype=torch.bool)
     limits = budgets_ms
     if budgets_ms.ndim == 2:
         budgets_ms = torch.full((len(limits),), torch.inf)
-    cost_ms = torch.zeros_like(budgets_ms) if cost_ms is None else cost_ms.to(budgets_ms)
+    if cost_ms is None:
+        cost_ms = torch.zeros_like(budgets_ms)
+    else:
+        cost_ms = cost_ms.to(budgets_ms)
     if limits.ndim == 1:
         limits = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
     parts = []

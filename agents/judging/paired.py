@@ -17,5 +17,8 @@ def is_better(differences: Tensor, confidence: float) -> bool:
     """Return whether the mean of paired differences [n] is above 0 with this one-sided confidence,
     by the normal quantile."""
     z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
-    mean = float(differences.double().mean()) if len(differences) else 0.0
+    if len(differences):
+        mean = float(differences.double().mean())
+    else:
+        mean = 0.0
     return len(differences) > 1 and mean > z * standard_error(differences)

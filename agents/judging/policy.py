@@ -19,7 +19,9 @@ Array = NDArray[Any]
 class Policy(Protocol):
     """Chooses one configuration for each request under its limit."""
 
-    def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, /) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, /
+    ) -> Array:
         """Choose for n requests.
 
         Args:
@@ -40,20 +42,25 @@ class Baseline(Protocol):
 
     name: str
 
-    def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, /) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, /
+    ) -> Array:
         """Choose for n requests, see `Policy.choose`."""
         ...
 
 
 class Guarded:
-    """A `Policy` that gives way to budget-aware static where its guard says so; margins are unused."""
+    """A `Policy` that gives way to budget-aware static where its guard says so; margins are
+    unused."""
 
     def __init__(self, policy: Policy, guard: Guard, static: Static) -> None:
         self.policy = policy
         self.guard = guard
         self.static = static
 
-    def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], limits: Array, mask: Array | None = None
+    ) -> Array:
         """Choose for n requests, see `Policy.choose`."""
         chosen = self.policy.choose(features, limits, mask)
         return np.where(self.reads_features(limits), chosen, self.static.choose({}, limits, mask))

@@ -1,10 +1,11 @@
-"""A controller on other hardware: a few timed cells give an offset of the log-latency for every configuration.
+"""A controller on other hardware: a few timed cells give an offset of the log-latency for every
+configuration.
 
     ln t_new(sample, c) = ln t_old(sample, c) + β₀ + Σ_k β_k[value of knob k] + γ_c + ε
 
-All terms are normal with mean 0: β₀ is almost free, γ_c is shrunk more than the β_k. The posterior mean of all terms
-but ε, 0 if no cell was timed, is the offset of a configuration; its posterior variance is added to that of the
-controller's predictions. The accuracies stay.
+All terms are normal with mean 0: β₀ is almost free, γ_c is shrunk more than the β_k. The posterior
+mean of all terms but ε, 0 if no cell was timed, is the offset of a configuration; its posterior
+variance is added to that of the controller's predictions. The accuracies stay.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ FREE = 3.0
 _GRID = itertools.product((0.01, 0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))
 TRIED = [Scales(*each) for each in _GRID]
 """What offsets are averaged over."""
-OUTLYING, LEAST_NOISE = 4.0, 0.02
-"""Cells further from a first fit than so many standard deviations, each at least 0.02, are left out as stalls."""
+OUTLYING = 4.0
+LEAST_NOISE = 0.02
+"""Cells further from a first fit than so many standard deviations, each at least 0.02, are left out
+as stalls."""
 LEAST_CELLS = 5
 """With fewer cells the noise is not known."""
 
 
 class Offsets(NamedTuple):
-    """Posterior mean and variance of the offsets, float64 [C] each, and ln of the marginal likelihood of the timed
-    cells up to a constant."""
+    """Posterior mean and variance of the offsets, float64 [C] each, and ln of the marginal
+    likelihood of the timed cells up to a constant."""
 
     mean: Tensor
     variance: Tensor
@@ -57,17 +60,20 @@ class Offsets(NamedTuple):
 
 
 def prior_covariance(configurations: Tensor, scales: Scales, free: float = FREE) -> Tensor:
-    """Of the offsets of configurations int64 [C, K], with `free` for the standard deviation of β₀: float64 [C, C]."""
-    covariance = free**2 + scales.configuration**2 * torch.eye(len(configurations), dtype=torch.float64)
+    """Of the offsets of configurations int64 [C, K], with `free` for the standard deviation of β₀:
+    float64 [C, C]."""
+    covariance = free**2 + scales.configuration**2 * torch.eye(
+        len(configurations), dtype=torch.float64
+    )
     for values in configurations.T:
         covariance += scales.knob**2 * (values.unsqueeze(1) == values)
     return covariance
 
 
 def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offsets:
-    """Offsets from timed cells, averaged over the scales by their marginal likelihoods (Hoeting et al. 1999, "Bayesian
-    Model Averaging", Statistical Science 14). The variance includes that of the cells around their offsets, because
-    other requests will scatter alike.
+    """Offsets from timed cells, averaged over the scales by their marginal likelihoods (Hoeting et
+    al. 1999, "Bayesian Model Averaging", Statistical Science 14). The variance includes that of the
+    cells around their offsets, because other requests will scatter alike.
 
     Args:
         configurations: int64 [C, K].
@@ -89,7 +95,8 @@ def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offse
 
 
 def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Scales) -> Offsets:
-    """The same at these scales, from all cells. Cells of a configuration count as their mean, with less noise."""
+    """The same at these scales, from all cells. Cells of a configuration count as their mean, with
+    less noise."""
     timed, group = chosen.unique(return_inverse=True)
     count = group.bincount(minlength=len(timed)).double()
     mean = torch.zeros_like(count).index_add_(0, group, ratios.double()) / count
@@ -104,32 +111,47 @@ def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Sc
 
 
 def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
-    """The cells that both tables hold, matched by sample id (and data set, if both name data sets) and knob values: the
-    configuration of each in `old`, int64 [n], and ln of its latency in `new` / in `old`, float64 [n].
+    """The cells that both tables hold, matched by sample id (and data set, if both name data sets)
+    and knob values: the configuration of each in `old`, int64 [n], and ln of its latency in `new` /
+    in `old`, float64 [n].
 
     Raises:
         InputError: other configurations, ambiguous ids, too few such cells.
     """
     both = bool(old.datasets and new.datasets)
-    of_old, of_new = ([*zip(t.datasets, t.sample_ids, strict=True)] if both else [*t.sample_ids] for t in (old, new))
+    of_old, of_new = (
+        [*zip(t.datasets, t.sample_ids, strict=True)] if both else [*t.sample_ids]
+        for t in (old, new)
+    )
     numbers = {key: row for row, key in enumerate(of_old)}
     if len(numbers) < len(of_old):
-        raise InputError(f"profile {new.name!r}: add a column `dataset`, since ids of {old.name!r} occur several times")
-    known = {tuple(sorted(values.items())): column for column, values in enumerate(configurations_of(old))}
-    columns = torch.tensor([known.get(tuple(sorted(values.items())), -1) for values in configurations_of(new)])
+        raise InputError(
+            f"profile {new.name!r}: add a column `dataset`, since ids of {old.name!r} occur "
+            "several times"
+        )
+    known = {
+        tuple(sorted(values.items())): column
+        for column, values in enumerate(configurations_of(old))
+    }
+    columns = torch.tensor(
+        [known.get(tuple(sorted(values.items())), -1) for values in configurations_of(new)]
+    )
     if len(others := (columns < 0).nonzero()):
         raise InputError(
-            f"profile {new.name!r}: {len(others)} of its configurations are not in {old.name!r}, such as "
+            f"profile {new.name!r}: {len(others)} of its configurations are not in {old.name!r}, "
+            "such as "
             f"{new.label(int(others[0]))}; time the configurations that the controller chooses from"
         )
     rows = torch.tensor([numbers.get(key, -1) for key in of_new])
     i, j = (new.mask & (rows >= 0).unsqueeze(1) & old.mask[rows][:, columns]).nonzero().T
     if len(i) < LEAST_CELLS:
         raise InputError(
-            f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are also in {old.name!r}, but at "
+            f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are also in "
+            f"{old.name!r}, but at "
             f"least {LEAST_CELLS} are needed; time more samples of {old.name!r}"
         )
-    before, after = log_measured(old.latency_ms)[rows[i], columns[j]], log_measured(new.latency_ms)[i, j]
+    before = log_measured(old.latency_ms)[rows[i], columns[j]]
+    after = log_measured(new.latency_ms)[i, j]
     return columns[j], after.double() - before.double()
 
 
@@ -176,7 +198,9 @@ def copied(agent: DeployedController) -> DeployedController:
     return DeployedController(*parts, settled).eval()
 
 
-STEPS, CONTEXTS, LR = 200, 256, 1e-3
+STEPS = 200
+CONTEXTS = 256
+LR = 1e-3
 """Of AdamW in each of two parts, requests in each step, and its largest learning rate, when heads
 are taught again."""
 LEAST_CHANGE = 1e-3
@@ -220,7 +244,10 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
         for _ in range(STEPS):
             some = torch.randint(len(requests), (CONTEXTS,), generator=generator)
-            offset = None if offsets is None else offsets[some, 0]
+            if offsets is None:
+                offset = None
+            else:
+                offset = offsets[some, 0]
             log_probs = pupil(requests[some], limits[some, 0], None, offset)
             loss = divergence(log_probs, target[some])
             optimiser.zero_grad()

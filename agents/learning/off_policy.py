@@ -1,14 +1,15 @@
-"""Whether one controller is better than another, judged by the log of a third: off-policy estimates.
+"""Whether one controller is better than another, judged by the log of a third: off-policy
+estimates.
 
-Both decide anew for every logged request, under its budget and drift. Where the log holds no evidence about a choice,
-because it could not have been drawn, the new controller is judged as if it chose what the old one chooses: what no
-request can show is never a reason to take over.
+Both decide anew for every logged request, under its budget and drift. Where the log holds no
+evidence about a choice, because it could not have been drawn, the new controller is judged as if it
+chose what the old one chooses: what no request can show is never a reason to take over.
 
-The weights are heavy, and a log in which no rare draw happened to occur looks as if there were none. So an interval is
-never narrower than what the logged probabilities make of squared residuals: a correction w·ρ that is drawn with
-probability p has the second moment p·w²·E ρ², and E ρ² is shrunk towards that of a reward known to be 0 to 1. Where
-both decide alike, the log is dense and the model knows it well. That says little about the rest, which has an E ρ² of
-its own.
+The weights are heavy, and a log in which no rare draw happened to occur looks as if there were
+none. So an interval is never narrower than what the logged probabilities make of squared residuals:
+a correction w·ρ that is drawn with probability p has the second moment p·w²·E ρ², and E ρ² is
+shrunk towards that of a reward known to be 0 to 1. Where both decide alike, the log is dense and
+the model knows it well. That says little about the rest, which has an E ρ² of its own.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from knobwise.agents.serving.request_log import Logged
 from knobwise.losses.functional import doubly_robust, effective_sample_size, self_normalised
 
 LEAST_DIFFERENT = 10
-"""With fewer requests that the two decide differently, and the log can tell apart, nothing is shown."""
+"""With fewer requests that the two decide differently, and the log can tell apart, nothing is
+shown."""
 
 
-RESIDUAL_SQUARE, COUNTS = 0.25, 10
+RESIDUAL_SQUARE = 0.25
+COUNTS = 10
 """What E ρ² is shrunk towards, and how many requests that counts for."""
 
 
@@ -41,21 +44,23 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of_mean(cls, values: Tensor, model: Tensor, noise: Tensor, around: float = 0.0) -> Estimate:
-        """Of the mean of independent values [n] = model + correction, plus a number; `noise` [n] are the second moments
-        of the corrections."""
-        value, error = around + _mean(values), _standard_error(values, model, noise)
+        """Of the mean of independent values [n] = model + correction, plus a number; `noise` [n]
+        are the second moments of the corrections."""
+        value = around + _mean(values)
+        error = _standard_error(values, model, noise)
         return cls(value, value - 1.96 * error, value + 1.96 * error)
 
 
 class Judgement(NamedTuple):
-    """A new controller beside an old one, on n labelled requests that neither was fitted on. Estimates by name: `old`,
-    `new`, and `difference`, new − old, which is paired."""
+    """A new controller beside an old one, on n labelled requests that neither was fitted on.
+    Estimates by name: `old`, `new`, and `difference`, new − old, which is paired."""
 
     requests: int
     different: int
     """Requests that the two decide differently, as far as the log can tell them apart."""
     unsupported: int
-    """Requests that the new one decides differently in a way that the log holds no evidence about."""
+    """Requests that the new one decides differently in a way that the log holds no evidence
+    about."""
     doubly_robust: dict[str, Estimate]
     direct: dict[str, Estimate]
     """By the model alone; its intervals do not cover what is wrong with the model."""
@@ -84,7 +89,9 @@ def decisions(controller: NumpyController, logged: Logged) -> NDArray[np.int64]:
     chosen = np.empty(len(logged.ids), np.int64)
     for row, limit in enumerate(logged.limit_ms.tolist()):
         features = {name: block[row] for name, block in logged.features.items()}
-        chosen[row] = controller.decide_index(features, limit, (logged.offset[row], float(logged.scale[row])))
+        chosen[row] = controller.decide_index(
+            features, limit, (logged.offset[row], float(logged.scale[row]))
+        )
     return chosen
 
 
@@ -98,33 +105,47 @@ def judge(
 ) -> Judgement:
     """Compare the choices [n] of two controllers on n labelled requests of a log.
 
-    `expected`, float [n, C], is the utility that a model that has not seen these outcomes expects of every
-    configuration.
+    `expected`, float [n, C], is the utility that a model that has not seen these outcomes expects
+    of every configuration.
     """
     rows = np.arange(len(old))
     supported = (logged.propensity[rows, old] > 0) & (logged.propensity[rows, new] > 0)
     unsupported = int(((old != new) & ~supported).sum())
     new = np.where(supported, new, old)
-    differs, expected = torch.from_numpy(old != new), expected.double()
+    differs = torch.from_numpy(old != new)
+    expected = expected.double()
     choices = {"old": old, "new": new}
-    sides = {name: _Side.of_choices(logged, each, differs, expected, clip) for name, each in choices.items()}
-    before, after = sides["old"], sides["new"]
-    zero, gain = torch.zeros(len(old), dtype=torch.float64), after.robust - before.robust
-    model, noise = after.model - before.model, differs * (after.noise + before.noise)
+    sides = {
+        name: _Side.of_choices(logged, each, differs, expected, clip)
+        for name, each in choices.items()
+    }
+    before = sides["old"]
+    after = sides["new"]
+    zero = torch.zeros(len(old), dtype=torch.float64)
+    gain = after.robust - before.robust
+    model = after.model - before.model
+    noise = differs * (after.noise + before.noise)
     ratio_noise = differs * (after.ratio_noise + before.ratio_noise)
-    influence, ratio = after.influence - before.influence, after.ratio - before.ratio
+    influence = after.influence - before.influence
+    ratio = after.ratio - before.ratio
     z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
     bound = _mean(gain) - z * _standard_error(gain, model, noise)
     return Judgement(
         requests=len(old),
         different=int(differs.sum()),
         unsupported=unsupported,
-        doubly_robust={name: Estimate.of_mean(side.robust, side.model, side.noise) for name, side in sides.items()}
+        doubly_robust={
+            name: Estimate.of_mean(side.robust, side.model, side.noise)
+            for name, side in sides.items()
+        }
         | {"difference": Estimate.of_mean(gain, model, noise)},
-        direct={name: Estimate.of_mean(side.model, side.model, zero) for name, side in sides.items()}
+        direct={
+            name: Estimate.of_mean(side.model, side.model, zero) for name, side in sides.items()
+        }
         | {"difference": Estimate.of_mean(model, model, zero)},
         self_normalised={
-            name: Estimate.of_mean(side.influence, zero, side.ratio_noise, side.ratio) for name, side in sides.items()
+            name: Estimate.of_mean(side.influence, zero, side.ratio_noise, side.ratio)
+            for name, side in sides.items()
         }
         | {"difference": Estimate.of_mean(influence, zero, ratio_noise, ratio)},
         effective_requests={name: side.effective for name, side in sides.items()},
@@ -137,8 +158,9 @@ def judge(
 
 
 class _Side(NamedTuple):
-    """What the log says about one policy, for each of n requests: doubly robust, by the model, the second moment of the
-    correction; and the value by weights alone, what each request moves it, and the second moment of that."""
+    """What the log says about one policy, for each of n requests: doubly robust, by the model, the
+    second moment of the correction; and the value by weights alone, what each request moves it, and
+    the second moment of that."""
 
     robust: Tensor
     model: Tensor
@@ -150,11 +172,19 @@ class _Side(NamedTuple):
 
     @classmethod
     def of_choices(
-        cls, logged: Logged, choices: NDArray[np.int64], differs: Tensor, expected: Tensor, clip: float
+        cls,
+        logged: Logged,
+        choices: NDArray[np.int64],
+        differs: Tensor,
+        expected: Tensor,
+        clip: float,
     ) -> _Side:
-        """From choices [n], where the two policies differ, bool [n], and utilities that a model expects [n, C]."""
-        chosen, probability = torch.from_numpy(logged.choice), torch.from_numpy(logged.probability)
-        reward, choice = torch.from_numpy(logged.accuracy * logged.met), torch.from_numpy(choices).unsqueeze(1)
+        """From choices [n], where the two policies differ, bool [n], and utilities that a model
+        expects [n, C]."""
+        chosen = torch.from_numpy(logged.choice)
+        probability = torch.from_numpy(logged.probability)
+        reward = torch.from_numpy(logged.accuracy * logged.met)
+        choice = torch.from_numpy(choices).unsqueeze(1)
         chance = torch.from_numpy(logged.propensity).gather(1, choice).squeeze(1)
         drawn = choice.squeeze(1) == chosen
         weight = (1 / probability).clamp_max(clip) * drawn
@@ -162,18 +192,23 @@ class _Side(NamedTuple):
         model = expected.gather(1, choice).squeeze(1)
         moment = chance * (1 / chance.clamp_min(1e-12)).clamp_max(clip).square()
         return cls(
-            robust=doubly_robust(expected, chosen, reward, probability, clip).gather(1, choice).squeeze(1),
+            robust=doubly_robust(expected, chosen, reward, probability, clip)
+            .gather(1, choice)
+            .squeeze(1),
             model=model,
             noise=moment * _mean_squares(reward - model, drawn, differs),
             ratio=float(value),
             influence=influence,
             ratio_noise=moment * _mean_squares(reward - value, drawn, differs),
-            effective=len(choices) * float(effective_sample_size(weight.log())) if drawn.any() else 0.0,
+            effective=len(choices) * float(effective_sample_size(weight.log()))
+            if drawn.any()
+            else 0.0,
         )
 
 
 def _mean_squares(residual: Tensor, drawn: Tensor, differs: Tensor) -> Tensor:
-    """E ρ² for each of n requests: of those that were drawn among the ones that differ, or among the others; shrunk."""
+    """E ρ² for each of n requests: of those that were drawn among the ones that differ, or among
+    the others; shrunk."""
     groups = torch.stack([drawn & ~differs, drawn & differs]).double()
     squares = (groups @ residual.square() + COUNTS * RESIDUAL_SQUARE) / (groups.sum(1) + COUNTS)
     return squares[differs.long()]
@@ -184,7 +219,8 @@ def _mean(values: Tensor) -> float:
 
 
 def _standard_error(values: Tensor, model: Tensor, noise: Tensor) -> float:
-    """Of the mean of [n], from the sample or from what is known of its parts, whichever is larger."""
+    """Of the mean of [n], from the sample or from what is known of its parts, whichever is
+    larger."""
     n = len(values)
     if n < 2:
         return float("nan")

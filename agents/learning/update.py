@@ -1,17 +1,22 @@
-"""A deployed controller learns from its log, in two steps, each judged beside the best so far on held-out requests:
+"""A deployed controller learns from its log, in two steps, each judged beside the best so far on
+held-out requests:
 
-1. Offsets of ln ms by configuration, from the times of all requests, as far as the tracker did not follow them.
+1. Offsets of ln ms by configuration, from the times of all requests, as far as the tracker did not
+   follow them.
 2. Offsets of the accuracies' logits by configuration, from the labelled requests.
 
-The log is cut into folds. Each is judged by a controller that learned from the others (cross-fitting, Chernozhukov et
-al. 2018, "Double/debiased machine learning", section 3), so that every labelled request counts; the controller that may
-take over learned from all. A step takes over where its gain is above 0 with the stated confidence. A step that does not
-stays in those after it: a small gain may show only together with others. An update makes up to three such comparisons,
-two steps and a trial, so a useless one takes over with at most three times the chance of a single comparison.
+The log is cut into folds. Each is judged by a controller that learned from the others
+(cross-fitting, Chernozhukov et al. 2018, "Double/debiased machine learning", section 3), so that
+every labelled request counts; the controller that may take over learned from all. A step takes over
+where its gain is above 0 with the stated confidence. A step that does not stays in those after it:
+a small gain may show only together with others. An update makes up to three such comparisons, two
+steps and a trial, so a useless one takes over with at most three times the chance of a single
+comparison.
 
-With little exploration that takes many requests. A candidate on trial decides a share of the requests instead, so that
-what it chooses has a large chance. Candidates were fitted before the requests that they decided, which therefore judge
-them without folds; where they were better than the controller that served, the latest takes over.
+With little exploration that takes many requests. A candidate on trial decides a share of the
+requests instead, so that what it chooses has a large chance. Candidates were fitted before the
+requests that they decided, which therefore judge them without folds; where they were better than
+the controller that served, the latest takes over.
 """
 
 from __future__ import annotations
@@ -46,7 +51,9 @@ from knobwise.agents.stack.teacher import NARROWEST
 from knobwise.common.errors import InputError
 
 Agent = DeployedController
-ACCURACY_SCALES = [Scales(*each, 0.0) for each in itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))]
+ACCURACY_SCALES = [
+    Scales(*each, 0.0) for each in itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))
+]
 """Prior standard deviations that offsets of logits are averaged over."""
 FREE_LOGIT = 1.0
 """That of the offset that all configurations share."""
@@ -64,9 +71,11 @@ class Update(NamedTuple):
     better: bool
     """Whether `agent` is a new one."""
     promising: bool
-    """Whether the candidate is worth a trial: it is expected to gain, and no trial has shown that it loses."""
+    """Whether the candidate is worth a trial: it is expected to gain, and no trial has shown that
+    it loses."""
     steps: dict[str, Judgement]
-    """Each step beside the best before it, in their order; last the candidates on trial, beside what served."""
+    """Each step beside the best before it, in their order; last the candidates on trial, beside
+    what served."""
     factors: list[float]
     """What the first step multiplies the expected latency of each configuration by."""
     logits: list[float]
@@ -115,29 +124,42 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
     """
     config = config or UpdateConfig()
     if agent.teacher is None or agent.sense != "deadline":
-        raise InputError("update: needs a controller for deadlines with a teacher, from policy=auto or utility")
+        raise InputError(
+            "update: needs a controller for deadlines with a teacher, from policy=auto or utility"
+        )
     if len(logged.ids) < LEAST_CELLS * config.folds:
-        raise InputError(f"update: {len(logged.ids)} requests are too few; let the controller serve more")
+        raise InputError(
+            f"update: {len(logged.ids)} requests are too few; let the controller serve more"
+        )
     learned = learn(agent, logged)
     test, expected, choices = _judged(agent, logged, config, list(learned.after))
 
     def compare(old: Array, new: Array) -> Judgement:
         return judge(test, expected, old, new, config.clip, config.confidence)
 
-    best, last, serving, steps = choices[""], choices[next(reversed(learned.after))], agent, {}
+    best = choices[""]
+    last = choices[next(reversed(learned.after))]
+    serving = agent
+    steps = {}
     for name, after in learned.after.items():
         steps[name] = compare(best, choices[name])
         if steps[name].better:
-            best, serving = choices[name], after
+            best = choices[name]
+            serving = after
     rows = np.arange(len(best))
     gain = expected[rows, last] - expected[rows, best]
     promising = int((best != last).sum()) >= LEAST_DIFFERENT and float(gain.mean()) > 0
     if (tried := test.tried >= 0).any():
         on_trial = test.take(tried)
-        verdict = judge(on_trial, expected[tried], on_trial.best, on_trial.tried, config.clip, config.confidence)
+        verdict = judge(
+            on_trial, expected[tried], on_trial.best, on_trial.tried, config.clip, config.confidence
+        )
         steps["trial"] = verdict
-        serving = learned.last if verdict.better else serving
-        promising &= 2 * verdict.doubly_robust["difference"].value > verdict.bound  # the upper bound is above 0
+        if verdict.better:
+            serving = learned.last
+        promising &= (
+            2 * verdict.doubly_robust["difference"].value > verdict.bound
+        )  # the upper bound is above 0
     return Update(
         serving,
         learned.last,
@@ -165,9 +187,10 @@ def learn(agent: Any, logged: Logged) -> Learned:
 def _judged(
     agent: Agent, logged: Logged, config: UpdateConfig, steps: Sequence[str]
 ) -> tuple[Logged, Tensor, dict[str, Array]]:
-    """The labelled requests; the utility that a model that has not seen them expects, float [n, C]; and for the
-    controller ("") and after each step the choices of one that has not, int64 [n]."""
-    parts, expected = [], []
+    """The labelled requests; the utility that a model that has not seen them expects, float [n, C];
+    and for the controller ("") and after each step the choices of one that has not, int64 [n]."""
+    parts = []
+    expected = []
     choices: dict[str, list[Array]] = {name: [] for name in ("", *steps)}
     fold = np.arange(len(logged.ids)) % config.folds
     for number in range(config.folds):
@@ -179,10 +202,14 @@ def _judged(
         for name in choices:
             last = learned.after.get(name, last)
             choices[name].append(decisions(last.decider, test))
-    return Logged.joined(parts), torch.cat(expected), {name: np.concatenate(each) for name, each in choices.items()}
+    return (
+        Logged.joined(parts),
+        torch.cat(expected),
+        {name: np.concatenate(each) for name, each in choices.items()},
+    )
 
 
-# -- the steps ---------------------------------------------------------------------------------------------------------
+# -- the steps -------------------------------------------------------------------------------------
 
 
 def _predictions(agent: Agent, x: Tensor) -> Prediction:
@@ -202,41 +229,53 @@ def _expected_utility(agent: Agent, logged: Logged) -> Tensor:
 
 @torch.no_grad()
 def _latency_offsets(agent: Agent, logged: Logged) -> Offsets:
-    """Offsets of ln ms that neither the controller nor the tracker allowed for. The variance is what the spreads miss
-    or have too much of, by the median of the residuals, in which a stall counts little."""
+    """Offsets of ln ms that neither the controller nor the tracker allowed for. The variance is
+    what the spreads miss or have too much of, by the median of the residuals, in which a stall
+    counts little."""
     contexts = Contexts.of_log(agent, logged)
-    lessons, rows = _predictions(agent, contexts.x), torch.arange(len(contexts.x))
+    lessons = _predictions(agent, contexts.x)
+    rows = torch.arange(len(contexts.x))
     place = rows, contexts.choice
     seen = torch.from_numpy(logged.seen)
-    predicted = lessons.log_latency[place].double().where(seen, torch.from_numpy(logged.log_latency))
+    predicted = (
+        lessons.log_latency[place].double().where(seen, torch.from_numpy(logged.log_latency))
+    )
     residual = torch.from_numpy(np.log(logged.answer_ms)) - predicted - contexts.offset[place]
     offsets = fit_offsets(agent.configurations, contexts.choice, residual)
     z = (residual - offsets.mean[contexts.choice]) / (lessons.spread[place] * contexts.scale)
-    factor = 1.4826 * z[seen].abs().median() if seen.any() else torch.ones(())
+    if seen.any():
+        factor = 1.4826 * z[seen].abs().median()
+    else:
+        factor = torch.ones(())
     spare = factor.clamp(*SPREADS).square() - 1
     return offsets._replace(variance=spare * lessons.spread.square().mean(0).double())
 
 
 @torch.no_grad()
 def _accuracy_offsets(agent: Agent, logged: Logged) -> Tensor:
-    """Offsets δ of the accuracies' logits, float64 [C]: additive over the knobs and shrunk as those of latencies, the
-    mode of the posterior by Newton steps, averaged over prior scales by Laplace's approximation of their evidence
-    (Rasmussen and Williams 2006, "Gaussian Processes for Machine Learning", algorithm 3.1)."""
+    """Offsets δ of the accuracies' logits, float64 [C]: additive over the knobs and shrunk as those
+    of latencies, the mode of the posterior by Newton steps, averaged over prior scales by Laplace's
+    approximation of their evidence (Rasmussen and Williams 2006, "Gaussian Processes for Machine
+    Learning", algorithm 3.1)."""
     contexts = Contexts.of_log(agent, logged)
     place = torch.arange(len(contexts.x)), contexts.choice
     predicted = _predictions(agent, contexts.x).accuracy[place].double().clamp(0.01, 0.99).logit()
-    label, choice = torch.from_numpy(logged.accuracy).float().double(), contexts.choice
+    label = torch.from_numpy(logged.accuracy).float().double()
+    choice = contexts.choice
     configurations = agent.configurations
     count = len(configurations)
 
     def fit(scales: Scales) -> tuple[Tensor, float]:
-        prior, mode = prior_covariance(configurations, scales, FREE_LOGIT), torch.zeros(count, dtype=torch.float64)
+        prior = prior_covariance(configurations, scales, FREE_LOGIT)
+        mode = torch.zeros(count, dtype=torch.float64)
         for _ in range(12):
             p = (predicted + mode[choice]).sigmoid()
             slope = torch.zeros_like(mode).index_add_(0, choice, label - p)
             curvature = torch.zeros_like(mode).index_add_(0, choice, p * (1 - p))
             root = curvature.sqrt()
-            factor = torch.linalg.cholesky(torch.eye(count, dtype=prior.dtype) + root.outer(root) * prior)
+            factor = torch.linalg.cholesky(
+                torch.eye(count, dtype=prior.dtype) + root.outer(root) * prior
+            )
             target = curvature * mode + slope
             solved = torch.cholesky_solve((root * (prior @ target)).unsqueeze(1), factor).squeeze(1)
             weight = target - root * solved

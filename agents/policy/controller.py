@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import MOST_MS, Array, Arrays, below, digest_of, header_of, log_softmax, named_values, read_arrays
+from .arrays import (
+    MOST_MS,
+    Array,
+    Arrays,
+    below,
+    digest_of,
+    header_of,
+    log_softmax,
+    named_values,
+    read_arrays,
+)
 from .guard import Guard
 from .mean_budgets import MeanBudgets
 from .network import Heads, LatencyModel, Normaliser, places_of
@@ -71,16 +81,31 @@ class NumpyController:
         self._names = tuple(self.feature_sizes)
         self._widths = tuple(self.feature_sizes.values())
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
-        places = places_of(self.configurations) if self.header["heads"] == "knobs" else None
+        if self.header["heads"] == "knobs":
+            places = places_of(self.configurations)
+        else:
+            places = None
         network = below(arrays, "network.")
         self._heads = Heads(network, self.header, self._normaliser, places)
         self._values = arrays.get("values")
         self._latency = LatencyModel(below(arrays, "latency."))
         guarded = self.header["guard"]
-        self.guard = Guard(below(arrays, "guard.")) if guarded else None
-        self.static = Static.restored(below(arrays, "static.")) if guarded else None
-        self.mean = MeanBudgets(below(arrays, "mean.")) if self.header["limit"] == "mean" else None
-        self.calibrated = self.guard if self.mean is None else self.mean
+        if guarded:
+            self.guard: Guard | None = Guard(below(arrays, "guard."))
+        else:
+            self.guard = None
+        if guarded:
+            self.static: Static | None = Static.restored(below(arrays, "static."))
+        else:
+            self.static = None
+        if self.header["limit"] == "mean":
+            self.mean: MeanBudgets | None = MeanBudgets(below(arrays, "mean."))
+        else:
+            self.mean = None
+        if self.mean is None:
+            self.calibrated: Guard | MeanBudgets | None = self.guard
+        else:
+            self.calibrated = self.mean
         self._try()
 
     @classmethod
@@ -106,7 +131,10 @@ class NumpyController:
         budgets = np.ones((1, 2) if self.header["limit"] == "worths" else 1)
         if self.calibrated is not None:
             budgets = self.calibrated.budgets_ms
-        drift = (np.zeros(len(self._named)), 1.0) if self.header["limit"] == "budget_ms" else None
+        if self.header["limit"] == "budget_ms":
+            drift = (np.zeros(len(self._named)), 1.0)
+        else:
+            drift = None
         for value in (0.0, np.nan):
             blocks = {}
             for name, width in self.feature_sizes.items():
@@ -126,7 +154,9 @@ class NumpyController:
         """Return the knob values of configuration `index`, by knob name."""
         return dict(self._named[index])
 
-    def decide(self, features: Arrays, budget_ms: float, drift: Drift | None = None) -> dict[str, Any]:
+    def decide(
+        self, features: Arrays, budget_ms: float, drift: Drift | None = None
+    ) -> dict[str, Any]:
         """Return knob values by name for one request: blocks [d] and a budget in ms.
 
         Raises:
@@ -144,7 +174,9 @@ class NumpyController:
             return fixed
         return self._heads.single(raw, limit, self._by_value(drift))
 
-    def decide_expected(self, features: Arrays, budget_ms: float, drift: Drift | None = None) -> Expected:
+    def decide_expected(
+        self, features: Arrays, budget_ms: float, drift: Drift | None = None
+    ) -> Expected:
         """Return the same with the expected mean and standard deviation of its ln ms.
 
         Raises:
@@ -174,7 +206,9 @@ class NumpyController:
         There the guard falls back to budget-aware static, or under a mean budget to the static mix.
         """
         fixed, _ = self._planned(budget_ms, drift)
-        return None if fixed is None else self._by_static(fixed)
+        if fixed is None:
+            return None
+        return self._by_static(fixed)
 
     def _by_static(self, index: int) -> Expected:
         """Return a configuration with what static expects of it."""
@@ -204,7 +238,10 @@ class NumpyController:
             return 1.0
         offset, scale = drift
         if getattr(offset, "ndim", 0):
-            mean = float(offset.dot(self._even)) if offset.shape == self._even.shape else math.nan
+            if offset.shape == self._even.shape:
+                mean = float(offset.dot(self._even))
+            else:
+                mean = math.nan
         else:
             mean = float(offset)
         deadlines = self.header["limit"] == "budget_ms"
@@ -224,7 +261,10 @@ class NumpyController:
         blocks = [features[name] for name in self._names if name in features]
         if tuple(map(len, blocks)) != self._widths:
             raise ValueError(self._wrong(features))
-        raw = np.concatenate(blocks, dtype=np.float32) if blocks else np.zeros(0, np.float32)
+        if blocks:
+            raw = np.concatenate(blocks, dtype=np.float32)
+        else:
+            raw = np.zeros(0, np.float32)
         if raw.ndim != 1:
             raise ValueError(self._wrong(features))
         return raw
@@ -319,17 +359,25 @@ class NumpyController:
         """Return features float32 [n, d], limits float64, less what drift takes, and the mask, or
         raise a ValueError."""
         limits = np.asarray(limits, np.float64)
-        wanted = (2,) if self.header["limit"] == "worths" else ()
+        if self.header["limit"] == "worths":
+            wanted: tuple[int, ...] = (2,)
+        else:
+            wanted = ()
         if limits.shape[1:] != wanted or limits.ndim == 0:
             raise ValueError(f"budgets must have shape {('n', *wanted)}, got {limits.shape}")
         wrong = limits[~((limits > 0) & (limits < MOST_MS))]
         if len(wrong):
             raise ValueError(f"a budget of {wrong[0]}: must be positive and finite, in ms")
         n = len(limits)
-        blocks = [np.asarray(features[name], np.float32) for name in self._names if name in features]
+        blocks = [
+            np.asarray(features[name], np.float32) for name in self._names if name in features
+        ]
         if [block.shape for block in blocks] != [(n, width) for width in self._widths]:
             raise ValueError(self._wrong(features, n))
-        raw = np.concatenate(blocks, 1) if blocks else np.zeros((n, 0), np.float32)
+        if blocks:
+            raw = np.concatenate(blocks, 1)
+        else:
+            raw = np.zeros((n, 0), np.float32)
         if mask is not None:
             mask = np.asarray(mask, bool)
             if mask.shape != (n, len(self._named)):
@@ -344,7 +392,13 @@ class NumpyController:
         requests = () if n is None else (n,)
         wanted = {name: (*requests, size) for name, size in self.feature_sizes.items()}
         for name, shape in wanted.items():
-            got = np.shape(features[name]) if name in features else "nothing"
+            if name in features:
+                got: Any = np.shape(features[name])
+            else:
+                got = "nothing"
             if got != shape:
                 break
-        return f"features: block {name!r} must have shape {shape}, got {got}; the controller reads {wanted}"
+        return (
+            f"features: block {name!r} must have shape {shape}, got {got}; "
+            f"the controller reads {wanted}"
+        )

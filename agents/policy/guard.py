@@ -25,7 +25,9 @@ class Guard:
         self.never_falls_back = bool(self.deployed.all())
         self._logs = log_ms(self.budgets_ms)
         order = np.argsort(self._logs, kind="stable")
-        self._few = list(zip(self.margin[order].tolist(), self.deployed[order].tolist(), strict=True))
+        self._few = list(
+            zip(self.margin[order].tolist(), self.deployed[order].tolist(), strict=True)
+        )
         logs = self._logs[order]
         self._between = np.exp((logs[1:] + logs[:-1]) / 2).tolist()
 

@@ -62,7 +62,10 @@ class MeanBudgets:
         if not self.mix or self.deployed[group]:
             return None
         place = next(self.turns) * GOLDEN % 1
-        side = "second" if place < self.mix["share"][group] else "first"
+        if place < self.mix["share"][group]:
+            side = "second"
+        else:
+            side = "first"
         return int(self.mix[side][group])
 
     def or_mix(self, chosen: Array, group: Array, mask: Array | None) -> Array:

@@ -38,7 +38,10 @@ class Normaliser:
     def __call__(self, raw: Array) -> Array:
         """Normalise raw features float32 [n, d]."""
         missing = np.isnan(raw)
-        x = np.where(missing, self.median, raw) if missing.any() else raw
+        if missing.any():
+            x = np.where(missing, self.median, raw)
+        else:
+            x = raw
         if self.heavy.size:
             x = x.copy()
             tails = x[:, self.heavy]
@@ -48,7 +51,9 @@ class Normaliser:
         x.clip(self.low, self.high, out=x)
         if self.gappy.size:
             x = np.concatenate([x, missing[:, self.gappy]], 1, dtype=np.float32)
-        return x if self.projection is None else x @ self.projection
+        if self.projection is None:
+            return x
+        return x @ self.projection
 
 
 class Encoding:
@@ -110,7 +115,13 @@ class Heads:
             the configurations.
     """
 
-    def __init__(self, arrays: Arrays, header: Mapping[str, Any], normaliser: Normaliser, places: Array | None) -> None:
+    def __init__(
+        self,
+        arrays: Arrays,
+        header: Mapping[str, Any],
+        normaliser: Normaliser,
+        places: Array | None,
+    ) -> None:
         self.normaliser = normaliser
         self.encoding = Encoding(below(arrays, "encoding."), header["budget_width"])
         self.places = places
@@ -131,7 +142,10 @@ class Heads:
         self._x, self._limit, self._drift, _ = parts
         self._halves = [np.empty(weight.shape[1], np.float32) for weight in self.layers[:-1]]
         self._logits = np.empty(self.layers[-1].shape[1], np.float32)
-        self._scores = self._logits if places is None else np.empty(places.shape[1], np.float32)
+        if places is None:
+            self._scores = self._logits
+        else:
+            self._scores = np.empty(places.shape[1], np.float32)
 
     def scores(self, x: Array, limits: Array, by_value: Array | None = None) -> Array:
         """Return scores [n, C] for normalised features [n, width], limits [n] and the drift of knob
@@ -146,9 +160,13 @@ class Heads:
                 gate = np.tanh(out)
                 gate += _UNIT
                 out *= gate
-        return out if self.places is None else out @ self.places
+        if self.places is None:
+            return out
+        return out @ self.places
 
-    def single(self, raw: Array, limit: float, by_value: Array | None = None, kept: Array | None = None) -> int:
+    def single(
+        self, raw: Array, limit: float, by_value: Array | None = None, kept: Array | None = None
+    ) -> int:
         """Return the configuration for raw features [d] of one request under a limit in ms.
 
         Args:
@@ -169,7 +187,10 @@ class Heads:
                 kept[:] = x
             self._limit[:] = self.encoding.single(limit)
             if self.values:
-                self._drift[:] = 0.0 if by_value is None else by_value
+                if by_value is None:
+                    self._drift[:] = 0.0
+                else:
+                    self._drift[:] = by_value
             for number, half in enumerate(self._halves):
                 np.dot(self._inputs[number], self.layers[number], out=half)
                 state = self._inputs[number + 1][:-1]
@@ -203,7 +224,10 @@ class LatencyModel:
         self.weight = arrays.get("weight")
         self.bias = arrays["bias"]
         self.spread = arrays["spread"]
-        self._columns = None if self.weight is None else np.ascontiguousarray(self.weight.T)
+        if self.weight is None:
+            self._columns = None
+        else:
+            self._columns = np.ascontiguousarray(self.weight.T)
 
     def single(self, x: Array, choice: int) -> tuple[float, float]:
         """Return mean and standard deviation of ln ms for normalised features [width]."""

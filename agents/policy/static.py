@@ -55,7 +55,9 @@ class Static:
         """Return the configuration for one limit in ms."""
         return int(self.choices[bisect.bisect_right(self._few, limit) - 1])
 
-    def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Array], limits: Array, mask: Array | None = None
+    ) -> Array:
         """Return configurations int64 [n] for limits [n] in ms, inside the mask bool [n, C]."""
         if mask is None:
             return self.choices[np.searchsorted(self.starts, limits, side="right") - 1]

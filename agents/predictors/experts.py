@@ -1,8 +1,9 @@
-"""Experts: accuracy and log-latency of every configuration, predicted from the features without a network.
+"""Experts: accuracy and log-latency of every configuration, predicted from the features without a
+network.
 
-Each is a family of regressors (`knobwise.agents.predictors.regressors`). The settings with the smallest squared error
-out of fold are kept, one for accuracy and one for latency, and refitted on all rows; trees are not,
-because their mean over the folds is better.
+Each is a family of regressors (`knobwise.agents.predictors.regressors`). The settings with the
+smallest squared error out of fold are kept, one for accuracy and one for latency, and refitted on
+all rows; trees are not, because their mean over the folds is better.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from knobwise.envs.configurations.reward import share_in_time
 from knobwise.envs.tables.profile_table import ProfileTable
 
 SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
-"""Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more, above 1 less."""
+"""Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more,
+above 1 less."""
 
 
 class Measured(NamedTuple):
-    """The rows that experts are fitted on, int64 [n], their accuracies and median latencies [n, C], NaN where not
-    profiled, every measured latency [n, C, R], budgets [B] that utility is averaged over, empty without deadlines, and
-    folds: positions to fit on and to hold out."""
+    """The rows that experts are fitted on, int64 [n], their accuracies and median latencies [n, C],
+    NaN where not profiled, every measured latency [n, C, R], budgets [B] that utility is averaged
+    over, empty without deadlines, and folds: positions to fit on and to hold out."""
 
     rows: Tensor
     accuracy: Tensor
@@ -49,21 +51,28 @@ class Measured(NamedTuple):
         cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int, folds: int = FOLDS
     ) -> Measured:
         """Look up these rows (int64 [n]), and divide them into folds by image or sample."""
-        cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows], table.mask[rows]
+        cells = (
+            table.accuracy[rows],
+            table.latency_ms[rows],
+            table.measurements_ms[rows],
+            table.mask[rows],
+        )
         return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed, folds))
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
-        """Mean over rows and budgets of the utility of the best score: for each budget scores [n, C]; among equal ones
-        `latency` [n, C], on any monotone scale, decides."""
+        """Mean over rows and budgets of the utility of the best score: for each budget scores [n,
+        C]; among equal ones `latency` [n, C], on any monotone scale, decides."""
         total = 0.0
         for budget, score in zip(self.budgets_ms, scores, strict=True):
             chosen = torch.arange(len(score)), pick(score, latency, self.mask)
-            total += float((self.accuracy[chosen] * share_in_time(self.measurements_ms[chosen], budget)).mean())
+            total += float(
+                (self.accuracy[chosen] * share_in_time(self.measurements_ms[chosen], budget)).mean()
+            )
         return total / len(self.budgets_ms)
 
     def residual_spread(self, log_latency: Tensor) -> Tensor:
-        """Root mean square residual of the single measurements of each configuration, [C], as if it had five more
-        average cells."""
+        """Root mean square residual of the single measurements of each configuration, [C], as if it
+        had five more average cells."""
         residuals = log_measured(self.measurements_ms) - log_latency.unsqueeze(-1)
         squares = residuals.square().nanmean(-1).masked_fill(~self.mask, 0.0)
         overall = squares.sum() / self.mask.sum()
@@ -71,8 +80,9 @@ class Measured(NamedTuple):
 
 
 class Expert(nn.Module):
-    """Predicts from normalised features by two regressors to [n, C]; `spread` [C] is that of the log-latency,
-    `mean_accuracy` [C] that of the rows it was fitted on, `settings` are those chosen, in words."""
+    """Predicts from normalised features by two regressors to [n, C]; `spread` [C] is that of the
+    log-latency, `mean_accuracy` [C] that of the rows it was fitted on, `settings` are those chosen,
+    in words."""
 
     mean_accuracy: Tensor
     spread: Tensor
@@ -87,27 +97,34 @@ class Expert(nn.Module):
         settings: str,
     ) -> None:
         super().__init__()
-        self.name, self.settings = name, settings
-        self.accuracy, self.log_latency = accuracy, log_latency
+        self.name = name
+        self.settings = settings
+        self.accuracy = accuracy
+        self.log_latency = log_latency
         self.register_buffer("mean_accuracy", mean_accuracy)
         self.register_buffer("spread", spread)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Prediction:
-        """Normalised features [n, d] → predictions for n requests; without features, all are the same."""
+        """Normalised features [n, d] → predictions for n requests; without features, all are the
+        same."""
         inputs = padded(x)
         return Prediction(self.accuracy(inputs), self.log_latency(inputs), self.spread)
 
     def plain(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""
         parts = {part: (type(r).__name__, r.state_dict()) for part, r in self.named_children()}
-        values = {key: getattr(self, key) for key in ("name", "mean_accuracy", "spread", "settings")}
+        values = {
+            key: getattr(self, key) for key in ("name", "mean_accuracy", "spread", "settings")
+        }
         return {**values, **parts}
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Expert:
         """The inverse of `plain`."""
-        regressors = {part: KINDS[plain[part][0]](**plain[part][1]) for part in ("accuracy", "log_latency")}
+        regressors = {
+            part: KINDS[plain[part][0]](**plain[part][1]) for part in ("accuracy", "log_latency")
+        }
         return cls(**{**plain, **regressors})
 
 
@@ -121,7 +138,8 @@ class Fitted(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Experts for some rows, and what they were fitted on. The seeds of a run and its baselines share them."""
+    """Experts for some rows, and what they were fitted on. The seeds of a run and its baselines
+    share them."""
 
     measured: Measured
     normaliser: FeatureNormaliser
@@ -143,7 +161,11 @@ class Experts(NamedTuple):
         without a normaliser one is fitted on the rows too; they are cut into so many `folds`."""
         measured = Measured.from_table(table, rows, budgets_ms, seed, folds)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
-        return cls(measured, normaliser, fit_experts(table, measured, normaliser, families, seed) if families else [])
+        return cls(
+            measured,
+            normaliser,
+            fit_experts(table, measured, normaliser, families, seed) if families else [],
+        )
 
     def of_families(self, families: Sequence[str]) -> list[Fitted]:
         """Those of some families, in their order."""
@@ -152,17 +174,25 @@ class Experts(NamedTuple):
 
 
 def padded(x: Tensor) -> Tensor:
-    """Features [n, d]; where there are none a column of zeros, so that every regressor has an input."""
-    return x if x.shape[-1] else x.new_zeros(x.shape[0], 1)
+    """Features [n, d]; where there are none a column of zeros, so that every regressor has an
+    input."""
+    if x.shape[-1]:
+        return x
+    return x.new_zeros(x.shape[0], 1)
 
 
 def fit_experts(
-    table: ProfileTable, measured: Measured, normaliser: FeatureNormaliser, families: Sequence[str], seed: int
+    table: ProfileTable,
+    measured: Measured,
+    normaliser: FeatureNormaliser,
+    families: Sequence[str],
+    seed: int,
 ) -> list[Fitted]:
     """Fit an expert of each family.
 
-    A constant is among the settings of every family, and the only one without features. The spread is that of the
-    residuals out of fold, times the factor with the best utility out of fold (for deadlines only).
+    A constant is among the settings of every family, and the only one without features. The spread
+    is that of the residuals out of fold, times the factor with the best utility out of fold (for
+    deadlines only).
 
     Args:
         measured: the rows to fit on; the features' `normaliser` is fitted on the same.
@@ -170,10 +200,15 @@ def fit_experts(
         seed: of trees.
     """
     rows = measured.rows
-    x32 = padded(normaliser({name: block[rows] for name, block in table.features.items()}, len(rows)))
+    x32 = padded(
+        normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
+    )
     x = x32.double().numpy()
     # the centres and the filled holes must not come from held-out rows
-    folds = [(fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])) for fit, hold in measured.folds]
+    folds = [
+        (fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit]))
+        for fit, hold in measured.folds
+    ]
     targets = Targets(table, rows, x)
     fits = itertools.count(1)
     with progress("fitting experts", len(families) * (len(folds) + 1), quiet_s=2) as tick:
@@ -181,7 +216,10 @@ def fit_experts(
         def done(name: str) -> None:
             tick(next(fits), name.replace("_", " "))
 
-        return [_fit(name, x, x32, targets, folds, measured, seed, bool(normaliser.width), done) for name in families]
+        return [
+            _fit(name, x, x32, targets, folds, measured, seed, bool(normaliser.width), done)
+            for name in families
+        ]
 
 
 def _fit(
@@ -196,19 +234,31 @@ def _fit(
     tick: Callable[[str], None],
 ) -> Fitted:
     """Fit a family; `tick` gets its name after each fold, and at the end."""
-    family, mask, features = FAMILIES[name], measured.mask, x.shape[1]
+    family = FAMILIES[name]
+    mask = measured.mask
+    features = x.shape[1]
     settings = family.settings if informed else ()
     # [settings, n, 2C]; 0 is the constant
     held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
 
     def fitted(fit: Rows, _: Rows, fold_targets: Targets) -> list[Regressor]:
-        with threadpool_limits(1, user_api="openmp"):  # what limits the caller does not limit this thread
-            several = family.fit(x[fit], fold_targets.values, settings, seed) if informed else ()
-        return [each.rescaled(*fold_targets.units) for each in (constant(fold_targets.values, features), *several)]
+        with threadpool_limits(
+            1, user_api="openmp"
+        ):  # what limits the caller does not limit this thread
+            if informed:
+                several = family.fit(x[fit], fold_targets.values, settings, seed)
+            else:
+                several = ()
+        return [
+            each.rescaled(*fold_targets.units)
+            for each in (constant(fold_targets.values, features), *several)
+        ]
 
     fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
     of_folds: list[list[Regressor]] = []
-    for (_, hold, _), models in zip(folds, fitting(itertools.starmap(delayed(fitted), folds)), strict=True):
+    for (_, hold, _), models in zip(
+        folds, fitting(itertools.starmap(delayed(fitted), folds)), strict=True
+    ):
         for number, model in enumerate(models):
             held_out[number, hold] = model(x32[hold])
         of_folds.append(models)
@@ -229,7 +279,10 @@ def _fit(
             if best:
                 refitted = family.fit(x, block, [settings[best - 1]], seed)[0]
             regressor = refitted.rescaled(*(unit[columns] for unit in targets.units))
-        words = str(settings[best - 1]) if best else "constant"
+        if best:
+            words = str(settings[best - 1])
+        else:
+            words = "constant"
         chosen.append((regressor, held_out[best, :, columns], words, in_folds))
     (accuracy, latency), (a, m), settled, parts = zip(*chosen, strict=True)
     spread = _spread(measured, a, m)

@@ -12,18 +12,20 @@ from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
 
 HEAVY_TAILED = 10.0
-"""Kurtosis above which a column is taken logarithmically: 3 is a normal variable, 9 an exponential one."""
+"""Kurtosis above which a column is taken logarithmically: 3 is a normal variable, 9 an exponential
+one."""
 
 
 class FeatureNormaliser(nn.Module):
-    """Joins named feature blocks: imputes missing values by the median, takes heavy tails logarithmically, standardises
-    and clips.
+    """Joins named feature blocks: imputes missing values by the median, takes heavy tails
+    logarithmically, standardises and clips.
 
-    Everything is fitted on the blocks (the training split) and kept in buffers, so that a checkpoint includes it.
-    A column that never varies gives 0; a column with missing values in the blocks gets an indicator column.
-    `fit` can add a projection onto principal components, which comes last.
-    A column with a kurtosis above `HEAVY_TAILED` (sizes, counts, times) becomes sign(x)·ln(1 + |x|/unit), where unit is
-    the 10 % quantile of its magnitudes other than 0, so that the result does not depend on the column's unit.
+    Everything is fitted on the blocks (the training split) and kept in buffers, so that a
+    checkpoint includes it. A column that never varies gives 0; a column with missing values in the
+    blocks gets an indicator column. `fit` can add a projection onto principal components, which
+    comes last. A column with a kurtosis above `HEAVY_TAILED` (sizes, counts, times) becomes
+    sign(x)·ln(1 + |x|/unit), where unit is the 10 % quantile of its magnitudes other than 0, so
+    that the result does not depend on the column's unit.
 
     Args:
         blocks: name → float [n, d], the rows to fit on. May be empty: the output then has width 0.
@@ -48,8 +50,14 @@ class FeatureNormaliser(nn.Module):
         self.datasets: list[str] = []  # the columns of the block `dataset`, if that is an input
         self.register_buffer("projection", None)
         columns = sum(self.sizes.values())
-        joined = torch.cat([b.float() for b in blocks.values()], -1) if blocks else torch.zeros(1, 0)
-        median = joined.nanmedian(0).values.nan_to_num() if columns else torch.zeros(0)
+        if blocks:
+            joined = torch.cat([b.float() for b in blocks.values()], -1)
+        else:
+            joined = torch.zeros(1, 0)
+        if columns:
+            median = joined.nanmedian(0).values.nan_to_num()
+        else:
+            median = torch.zeros(0)
         filled = torch.where(joined.isnan(), median, joined).double()
         centred = filled - filled.mean(0)
         heavy = centred.pow(4).mean(0) > HEAVY_TAILED * centred.square().mean(0).square()
@@ -64,7 +72,8 @@ class FeatureNormaliser(nn.Module):
         mean = drawn_in.mean(0)
         scale = (drawn_in - mean).square().mean(0).sqrt()
         self.register_buffer("mean", mean.float())
-        # relative to the mean: features may be tiny, and a constant one differs from its mean by rounding
+        # relative to the mean: features may be tiny, and a constant one differs from its mean by
+        # rounding
         least = (1e-6 * mean.abs()).clamp_min(torch.finfo(torch.float32).tiny)
         self.register_buffer("scale", torch.where(scale > least, scale, torch.inf).float())
         self.register_buffer("has_missing", joined.isnan().any(0))
@@ -89,7 +98,10 @@ class FeatureNormaliser(nn.Module):
         InputError: there are not so many components."""
         blocks = {name: block[rows] for name, block in table.features.items()}
         normaliser = cls(blocks)
-        normaliser.datasets = sorted(set(table.dataset_names)) if dataset_input else []
+        if dataset_input:
+            normaliser.datasets = sorted(set(table.dataset_names))
+        else:
+            normaliser.datasets = []
         if project:
             from sklearn.decomposition import PCA
 
@@ -111,7 +123,8 @@ class FeatureNormaliser(nn.Module):
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> FeatureNormaliser:
         """Return a normaliser with the shapes of a saved controller's, to load its buffers into."""
-        sizes, state = plain["features"], plain["state"]
+        sizes = plain["features"]
+        state = plain["state"]
         row = torch.where(state["normaliser.has_missing"], torch.nan, 0.0).unsqueeze(0)
         normaliser = cls(dict(zip(sizes, row.split(list(sizes.values()), -1), strict=True)))
         normaliser.projection = state.get("normaliser.projection")
@@ -124,7 +137,9 @@ class FeatureNormaliser(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         """Project normalised features, or leave them as they are where there is no projection."""
-        return x if self.projection is None else x @ self.projection
+        if self.projection is None:
+            return x
+        return x @ self.projection
 
     def normal(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
         """Join and normalise, without a projection.
@@ -133,7 +148,10 @@ class FeatureNormaliser(nn.Module):
             InputError: if a block is missing or has another width than in fitting.
         """
         for name, size in self.sizes.items():
-            width = blocks[name].shape[-1] if name in blocks else "nothing"
+            if name in blocks:
+                width: Any = blocks[name].shape[-1]
+            else:
+                width = "nothing"
             if width != size:
                 raise InputError(
                     f"features: block {name!r} must be {size} wide, got {width}; give the features "
@@ -143,7 +161,9 @@ class FeatureNormaliser(nn.Module):
             return self.mean.new_zeros(*shape, 0)
         joined = torch.cat([blocks[name].float() for name in self.sizes], -1)
         missing = joined.isnan()
-        normal = (self._drawn_in(torch.where(missing, self.median, joined)) - self.mean) / self.scale
+        normal = (
+            self._drawn_in(torch.where(missing, self.median, joined)) - self.mean
+        ) / self.scale
         normal = normal.clamp(-self.clip, self.clip)
         return torch.cat([normal, missing[..., self.has_missing].to(normal.dtype)], -1)
 

@@ -1,4 +1,5 @@
-"""The targets of regressors, accuracy and log-latency of all configurations with every hole filled, and folds."""
+"""The targets of regressors, accuracy and log-latency of all configurations with every hole filled,
+and folds."""
 
 from __future__ import annotations
 
@@ -18,20 +19,24 @@ Fold = tuple[Rows, Rows]
 
 
 class Targets:
-    """Accuracy and log-latency side by side, float64 [n, 2C], each centred per configuration and scaled as a block.
+    """Accuracy and log-latency side by side, float64 [n, 2C], each centred per configuration and
+    scaled as a block.
 
-    Regressors for several outputs need every cell. A cell that was not profiled is filled with the prediction of a
-    ridge regression on the features x (float64 [n, d]), plus the mean residual of its sample, shrunk as if one more
-    residual were 0. The regression is refitted five times on its own fillings, so that in the end they hardly affect
-    it.
+    Regressors for several outputs need every cell. A cell that was not profiled is filled with the
+    prediction of a ridge regression on the features x (float64 [n, d]), plus the mean residual of
+    its sample, shrunk as if one more residual were 0. The regression is refitted five times on its
+    own fillings, so that in the end they hardly affect it.
     """
 
     def __init__(self, table: ProfileTable, rows: Tensor, x: NDArray[np.float64]) -> None:
         mask = table.mask[rows]
         seen = mask.any(0)
-        accuracy, log_latency = table.accuracy[rows].double(), log_measured(table.latency_ms[rows].double())
+        accuracy = table.accuracy[rows].double()
+        log_latency = log_measured(table.latency_ms[rows].double())
         slowest = log_latency.nanmean(0)[seen].amax()
-        blocks, centres, scales = [], [], []
+        blocks = []
+        centres = []
+        scales = []
         for measured, never_seen in ((accuracy, torch.zeros_like(slowest)), (log_latency, slowest)):
             centre = measured.nanmean(0).where(seen, never_seen)
             deviation = (measured - centre).where(mask, 0.0)
@@ -42,7 +47,8 @@ class Targets:
             centres.append(centre)
             scales.append(scale)
         self.values = torch.cat(blocks, 1).numpy()
-        self.centre, self.scale = torch.stack(centres).float(), torch.stack(scales).float()
+        self.centre = torch.stack(centres).float()
+        self.scale = torch.stack(scales).float()
 
     @property
     def units(self) -> tuple[Tensor, Tensor]:
@@ -53,20 +59,25 @@ class Targets:
 def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64]) -> Tensor:
     from sklearn.linear_model import Ridge
 
-    ridge, predicted = Ridge(alpha=0.1 * len(x)), torch.zeros_like(deviation)
+    ridge = Ridge(alpha=0.1 * len(x))
+    predicted = torch.zeros_like(deviation)
     for _ in range(5):
         residual = (deviation - predicted).where(mask, 0.0)
         of_sample = residual.sum(1, keepdim=True) / (mask.sum(1, keepdim=True) + 1)
         deviation = deviation.where(mask, (predicted + of_sample).where(seen, 0.0))
-        predicted = torch.from_numpy(ridge.fit(x, deviation.numpy()).predict(x)).reshape(deviation.shape)
+        predicted = torch.from_numpy(ridge.fit(x, deviation.numpy()).predict(x)).reshape(
+            deviation.shape
+        )
     return deviation
 
 
 def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -> list[Fold]:
-    """Row positions to fit on and to hold out, `count` times; samples of the same image stay together."""
+    """Row positions to fit on and to hold out, `count` times; samples of the same image stay
+    together."""
     from sklearn.model_selection import GroupKFold
 
-    names, images = table.dataset_names, table.image_ids or table.sample_ids
+    names = table.dataset_names
+    images = table.image_ids or table.sample_ids
     numbers: dict[tuple[str, str], int] = {}
     units = [numbers.setdefault((names[row], images[row]), len(numbers)) for row in rows.tolist()]
     if len(numbers) < 2:
@@ -75,9 +86,12 @@ def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -
     return list(division.split(units, groups=units))
 
 
-def rows_of_members(table: ProfileTable, split: Split, members: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The rows that each member of an ensemble is fitted on, and those that it is judged on, int64 each: a single
-    member gets the training and the validation part; several divide both among them by `folds_of`.
+def rows_of_members(
+    table: ProfileTable, split: Split, members: int, seed: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The rows that each member of an ensemble is fitted on, and those that it is judged on, int64
+    each: a single member gets the training and the validation part; several divide both among them
+    by `folds_of`.
 
     Raises:
         InputError: if there are fewer samples (or images) than members.
@@ -88,7 +102,10 @@ def rows_of_members(table: ProfileTable, split: Split, members: int, seed: int) 
     folds = folds_of(table, rows, seed, members)
     if len(folds) < members:
         raise InputError(
-            f"policy.members={members}: profile {table.name!r} has only {len(folds)} samples (or images) outside its "
+            f"policy.members={members}: profile {table.name!r} has only {len(folds)} samples (or "
+            "images) outside its "
             "test part; use fewer members"
         )
-    return [rows[torch.from_numpy(fit)] for fit, _ in folds], [rows[torch.from_numpy(hold)] for _, hold in folds]
+    return [rows[torch.from_numpy(fit)] for fit, _ in folds], [
+        rows[torch.from_numpy(hold)] for _, hold in folds
+    ]

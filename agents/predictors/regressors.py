@@ -1,8 +1,8 @@
 """Regressors from the features to many outputs at once, fitted by libraries and kept as tensors.
 
-As tensors they can be stored in a checkpoint that loads without executing code, and predict in microseconds. Each
-family is a function `fit(x [n, d], y [n, o], settings, seed) → a module for each setting` of float64 arrays; each
-module maps float32 [n, d] to [n, o].
+As tensors they can be stored in a checkpoint that loads without executing code, and predict in
+microseconds. Each family is a function `fit(x [n, d], y [n, o], settings, seed) → a module for each
+setting` of float64 arrays; each module maps float32 [n, d] to [n, o].
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NODES = ("feature", "threshold", "left", "right", "roots")
 MOST_POINTS = 2000
 """Kernel ridge regression is fitted on at most this many samples."""
 COMPONENTS = 8
-"""Trees predict this many principal components of the outputs: as accurate, at a cost that does not grow with C."""
+"""Trees predict this many principal components of the outputs: as accurate, at a cost that does not
+grow with C."""
 
 
 class Regressor(nn.Module):
@@ -70,7 +71,8 @@ class Kernel(Regressor):
 
 
 class Neighbours(Regressor):
-    """The mean of the k nearest points; points [n, d] are already multiplied by the feature weights."""
+    """The mean of the k nearest points; points [n, d] are already multiplied by the feature
+    weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         distance = squared_distances(x * self.weights, self.points, self.squares)
@@ -79,7 +81,8 @@ class Neighbours(Regressor):
 
 
 class Trees(Regressor):
-    """The sum of the trees' leaves, times the components of their fit, plus bias. A leaf's children are itself."""
+    """The sum of the trees' leaves, times the components of their fit, plus bias. A leaf's children
+    are itself."""
 
     def __init__(self, *, threshold: Tensor, **buffers: Tensor) -> None:
         super().__init__(threshold=_rounded_down(threshold), **buffers)
@@ -97,8 +100,11 @@ class Trees(Regressor):
     @staticmethod
     def averaged(ensembles: Sequence[Trees]) -> Trees:
         """Trees that predict the mean of several."""
-        most, pad = max(e.value.shape[1] for e in ensembles), functional.pad
-        components = torch.cat([pad(e.components, (0, 0, 0, most - e.components.shape[1])) for e in ensembles])
+        most = max(e.value.shape[1] for e in ensembles)
+        pad = functional.pad
+        components = torch.cat(
+            [pad(e.components, (0, 0, 0, most - e.components.shape[1])) for e in ensembles]
+        )
         return Trees(
             **_joined([e.state_dict() for e in ensembles]),
             value=torch.cat([pad(e.value, (0, most - e.value.shape[1])) for e in ensembles]),
@@ -115,16 +121,19 @@ def squared_distances(x: Tensor, points: Tensor, squares: Tensor) -> Tensor:
 
 
 def _rounded_down(threshold: Tensor) -> Tensor:
-    """The largest float32 that is not above it, so that x ≤ threshold is the same for every float32 x."""
+    """The largest float32 that is not above it, so that x ≤ threshold is the same for every float32
+    x."""
     nearest = threshold.float()
-    return nearest.where(nearest <= threshold, nearest.nextafter(torch.full_like(nearest, -torch.inf)))
+    return nearest.where(
+        nearest <= threshold, nearest.nextafter(torch.full_like(nearest, -torch.inf))
+    )
 
 
 def _f(values: Any) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).float()
 
 
-# -- the families ------------------------------------------------------------------------------------------------------
+# -- the families ----------------------------------------------------------------------------------
 
 
 def constant(y: Array, features: int) -> Linear:
@@ -133,8 +142,10 @@ def constant(y: Array, features: int) -> Linear:
 
 
 def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Linear]:
-    """Ridge regression; each setting is α as a share of n (Hoerl & Kennard 1970), all from one decomposition."""
-    centre, bias = x.mean(0), y.mean(0)
+    """Ridge regression; each setting is α as a share of n (Hoerl & Kennard 1970), all from one
+    decomposition."""
+    centre = x.mean(0)
+    bias = y.mean(0)
     u, s, vt = np.linalg.svd(x - centre, full_matrices=False)
     projected = u.T @ (y - bias)
     models: list[Linear] = []
@@ -144,16 +155,21 @@ def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Line
     return models
 
 
-def kernel_ridge(x: Array, y: Array, settings: Sequence[tuple[float, float]], seed: int) -> list[Kernel]:
-    """Kernel ridge regression with a Gaussian kernel (Saunders et al. 1998); a setting is (width² as a multiple of the
-    median squared distance, α). The cost grows with n³, so at most `MOST_POINTS` samples are drawn."""
+def kernel_ridge(
+    x: Array, y: Array, settings: Sequence[tuple[float, float]], seed: int
+) -> list[Kernel]:
+    """Kernel ridge regression with a Gaussian kernel (Saunders et al. 1998); a setting is (width²
+    as a multiple of the median squared distance, α). The cost grows with n³, so at most
+    `MOST_POINTS` samples are drawn."""
     if len(x) > MOST_POINTS:
         part = np.random.default_rng(seed).permutation(len(x))[:MOST_POINTS]
-        x, y = x[part], y[part]
+        x = x[part]
+        y = y[part]
     norms = (x**2).sum(1)
     squares = (norms[:, None] + norms - 2 * x @ x.T).clip(0)
     off = squares[squares > 0]
-    median, bias = (np.median(off) if len(off) else 1.0), y.mean(0)
+    median = np.median(off) if len(off) else 1.0
+    bias = y.mean(0)
 
     @cache
     def solved(multiple: float) -> tuple[Array, Array, Array]:
@@ -166,22 +182,35 @@ def kernel_ridge(x: Array, y: Array, settings: Sequence[tuple[float, float]], se
         coefficients = vectors @ (projected / (values + alpha)[:, None])
         width = torch.tensor(float(np.sqrt(median * multiple)))
         models.append(
-            Kernel(points=_f(x), squares=_f(norms), coefficients=_f(coefficients), bias=_f(bias), width=width)
+            Kernel(
+                points=_f(x),
+                squares=_f(norms),
+                coefficients=_f(coefficients),
+                bias=_f(bias),
+                width=width,
+            )
         )
     return models
 
 
-def neighbours(x: Array, y: Array, settings: Sequence[tuple[int, bool]], seed: int) -> list[Neighbours]:
-    """k nearest neighbours; a setting is (k, weighted). If weighted, a feature's weight is the norm of its coefficients
-    in a ridge regression."""
+def neighbours(
+    x: Array, y: Array, settings: Sequence[tuple[int, bool]], seed: int
+) -> list[Neighbours]:
+    """k nearest neighbours; a setting is (k, weighted). If weighted, a feature's weight is the norm
+    of its coefficients in a ridge regression."""
     norms = ridge(x, y, [0.1], seed)[0].weight.norm(dim=1)
     models = []
     for k, weighted in settings:
-        weights = norms if weighted else torch.ones(x.shape[1])
+        if weighted:
+            weights = norms
+        else:
+            weights = torch.ones(x.shape[1])
         points = _f(x) * weights
         squares = points.square().sum(1)
         count = torch.tensor(min(k, len(x)))
-        models.append(Neighbours(points=points, squares=squares, values=_f(y), weights=weights, k=count))
+        models.append(
+            Neighbours(points=points, squares=squares, values=_f(y), weights=weights, k=count)
+        )
     return models
 
 
@@ -192,7 +221,9 @@ def forest(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees
     bias, components, projected = _principal(y)
     models: list[Trees] = []
     for leaf in settings:
-        model = RandomForestRegressor(40, min_samples_leaf=leaf, max_features=1 / 3, random_state=seed)
+        model = RandomForestRegressor(
+            40, min_samples_leaf=leaf, max_features=1 / 3, random_state=seed
+        )
         # a single sample has a single component, which scikit-learn expects flat
         model.fit(x, projected if projected.shape[1] > 1 else projected.ravel())
         models.append(_trees([tree.tree_ for tree in model.estimators_], 1 / 40, components, bias))
@@ -200,18 +231,22 @@ def forest(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees
 
 
 def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees]:
-    """Stochastic gradient boosting for squared loss (Friedman 2002), every tree for all outputs; a setting is the
-    number of trees."""
+    """Stochastic gradient boosting for squared loss (Friedman 2002), every tree for all outputs; a
+    setting is the number of trees."""
     from sklearn.tree import DecisionTreeRegressor
 
-    rate, draws = 0.05, np.random.default_rng(seed)
+    rate = 0.05
+    draws = np.random.default_rng(seed)
     features_per_split = min(x.shape[1], max(8, x.shape[1] // 10))
     bias, components, residual = _principal(y)
     trees = []
     for _ in range(max(settings)):
         part = draws.permutation(len(x))[: max(2, round(0.6 * len(x)))]
         tree = DecisionTreeRegressor(
-            max_depth=4, min_samples_leaf=8, max_features=features_per_split, random_state=int(draws.integers(1 << 31))
+            max_depth=4,
+            min_samples_leaf=8,
+            max_features=features_per_split,
+            random_state=int(draws.integers(1 << 31)),
         ).fit(x[part], residual[part])
         residual = residual - rate * tree.predict(x).reshape(residual.shape)
         trees.append(tree.tree_)
@@ -264,8 +299,13 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "ridge": Family(ridge, (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)),
-    "kernel_ridge": Family(kernel_ridge, tuple((w, a) for w in (0.25, 1.0, 4.0) for a in (0.03, 0.1, 0.3, 1.0, 3.0))),
-    "knn": Family(neighbours, tuple((k, weighted) for weighted in (False, True) for k in (5, 10, 20, 40, 80, 160))),
+    "kernel_ridge": Family(
+        kernel_ridge, tuple((w, a) for w in (0.25, 1.0, 4.0) for a in (0.03, 0.1, 0.3, 1.0, 3.0))
+    ),
+    "knn": Family(
+        neighbours,
+        tuple((k, weighted) for weighted in (False, True) for k in (5, 10, 20, 40, 80, 160)),
+    ),
     "random_forest": Family(forest, (4,)),
     "gradient_boosting": Family(boosting, (50, 100, 200, 300)),
 }

@@ -1,4 +1,5 @@
-"""v2_lora: a CLIP model embeds pictures and texts, and learns along with the selector, by LoRA weights alone.
+"""v2_lora: a CLIP model embeds pictures and texts, and learns along with the selector, by LoRA
+weights alone.
 
 transformers and peft are needed here and nowhere else in this folder.
 """
@@ -45,7 +46,8 @@ class ClipItems(NamedTuple):
 
     @classmethod
     def read(cls, source: str, queries: Sequence[VQAItem], bank: Sequence[VQAItem]) -> ClipItems:
-        """Read picture and question of every item as a CLIP model wants them. Long questions are cut.
+        """Read picture and question of every item as a CLIP model wants them. Long questions are
+        cut.
 
         Raises:
             InputError: see `load_clip`; a picture cannot be read.
@@ -64,7 +66,8 @@ class ClipItems(NamedTuple):
 
 
 def as_read(table: BeamTable, items: ClipItems | None) -> BeamTable:
-    """Return the table as a selector reads it: with items, their numbers take the place of embeddings."""
+    """Return the table as a selector reads it: with items, their numbers take the place of
+    embeddings."""
     if items is None:
         return table
     return replace(table, queries=items.queries, candidates=items.candidates, blocks={})
@@ -73,7 +76,8 @@ def as_read(table: BeamTable, items: ClipItems | None) -> BeamTable:
 def load_clip(source: str) -> tuple[Any, Any]:
     """Load a CLIP model, with LoRA weights that change nothing yet, and its processor.
 
-    The weights of CLIP itself become buffers that no checkpoint holds: only LoRA weights are parameters.
+    The weights of CLIP itself become buffers that no checkpoint holds: only LoRA weights are
+    parameters.
 
     Raises:
         Missing: packages are not installed, or there is no such model, or it is none of CLIP.
@@ -100,8 +104,8 @@ def load_clip(source: str) -> tuple[Any, Any]:
 class ClipEncoder(nn.Module):
     """Embeds an item as the mean of its picture's and its text's embedding, each of length 1.
 
-    Only LoRA weights learn (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", equation 3). They are
-    drawn from torch's generator; at first they change nothing.
+    Only LoRA weights learn (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models",
+    equation 3). They are drawn from torch's generator; at first they change nothing.
 
     Args:
         source: folder or name of the CLIP model.

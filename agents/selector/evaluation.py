@@ -1,8 +1,9 @@
-"""Judging choices of demonstrations: on each query's own pool, by the answers that a scorer gives after them.
+"""Judging choices of demonstrations: on each query's own pool, by the answers that a scorer gives
+after them.
 
-Without a scorer a policy is judged on recorded sequences: for each query, on the sequence of the right length that it
-prefers. That is a choice among few, and some of them may have been found by looking at the answer. Such numbers compare
-policies; they are not what the policies would reach.
+Without a scorer a policy is judged on recorded sequences: for each query, on the sequence of the
+right length that it prefers. That is a choice among few, and some of them may have been found by
+looking at the answer. Such numbers compare policies; they are not what the policies would reach.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.selector.actor import SelectorActor
-from knobwise.agents.selector.baselines import cosines, random_places, simple_ways, voters, ways_by_cosine
+from knobwise.agents.selector.baselines import (
+    cosines,
+    random_places,
+    simple_ways,
+    voters,
+    ways_by_cosine,
+)
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
@@ -37,8 +44,8 @@ class Decided(NamedTuple):
     correct: Tensor
     """float32 [S, n], 0 or 1, NaN where unknown; S = 1 if no seed changes the policy."""
     demonstrations: Tensor | None
-    """int64 [S, n, T], rows of the bank in the order shown, −1 after the end, and where nothing was recorded; None
-    if they only vote."""
+    """int64 [S, n, T], rows of the bank in the order shown, −1 after the end, and where nothing was
+    recorded; None if they only vote."""
     vote: Tensor | None = None
     """float32 [S, n], whether a majority vote of the demonstrations is right."""
     decision_us: float | None = None
@@ -53,11 +60,12 @@ def decide_selectors(
     shots: int,
     rows: Tensor | None = None,
 ) -> Decided:
-    """The choices of S selectors of T shots for held-out queries `rows`, int64 [n], None for all, and whether the
-    answers were right. Without a scorer of this table they are judged on recorded sequences, NaN where there are none.
-    The embeddings are those of each selector.
+    """The choices of S selectors of T shots for held-out queries `rows`, int64 [n], None for all,
+    and whether the answers were right. Without a scorer of this table they are judged on recorded
+    sequences, NaN where there are none. The embeddings are those of each selector.
     """
-    rows = torch.arange(table.num_queries) if rows is None else rows
+    if rows is None:
+        rows = torch.arange(table.num_queries)
     pairs = list(zip(selectors, embeddings, strict=True))
     if scorer is None:
         actors = [SelectorActor(s, read, table.pool.to(s.mean.device), shots) for s, read in pairs]
@@ -76,30 +84,39 @@ def decide_simple(
     rows: Tensor | None = None,
     trusted: Tensor | None = None,
 ) -> dict[str, Decided]:
-    """The same for every policy that needs no training, by name; S = 1, except for `random`, which has `seeds`.
+    """The same for every policy that needs no training, by name; S = 1, except for `random`, which
+    has `seeds`.
 
-    `vote` is the same for every number of shots. `best_recorded` and `oracle` choose among the recorded sequences of
-    this length. Without a scorer there are neither `vote` nor the ways that go by parts. `trusted`: see `simple_ways`.
+    `vote` is the same for every number of shots. `best_recorded` and `oracle` choose among the
+    recorded sequences of this length. Without a scorer there are neither `vote` nor the ways that
+    go by parts. `trusted`: see `simple_ways`.
     """
-    rows = torch.arange(table.num_queries) if rows is None else rows
+    if rows is None:
+        rows = torch.arange(table.num_queries)
     part = table.select(rows)
     if scorer is None:
         decided = _simple_recorded(part, shots, seeds)
     else:
         ways = {"random": [random_places(part, shots, seed) for seed in seeds]}
         ways |= {name: [places] for name, places in simple_ways(part, shots, trusted).items()}
-        decided = {name: judged_choices(table, scorer, places, rows) for name, places in ways.items()}
+        decided = {
+            name: judged_choices(table, scorer, places, rows) for name, places in ways.items()
+        }
         voted = scorer.vote(rows, bank_rows(table.pool[rows], voters(part))).float().cpu()
         decided["vote"] = Decided(voted.unsqueeze(0), None)
     if "vqa_correct" in part.fields:
-        best = [part.fields[name] for name in ("beam_score", "logprob_score", "vqa_gt_prob") if name in part.fields]
+        best = [
+            part.fields[name]
+            for name in ("beam_score", "logprob_score", "vqa_gt_prob")
+            if name in part.fields
+        ]
         if best:
             decided["best_recorded"] = recorded_choices(part, shots, best[:1])
         decided["oracle"] = recorded_choices(part, shots, [part.fields["vqa_correct"]])
     return decided
 
 
-# -- with a scorer -----------------------------------------------------------------------------------------------------
+# -- with a scorer ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -111,7 +128,8 @@ def choose(
     shots: int,
     batch: int = BATCH,
 ) -> Tensor:
-    """Choices for queries `rows`, int64 [n] → places in their pools, int64 [n, T], −1 after the end."""
+    """Choices for queries `rows`, int64 [n] → places in their pools, int64 [n, T], −1 after the
+    end."""
     sequences = []
     for some in rows.split(batch):
         pool = table.pool[some]
@@ -129,36 +147,58 @@ def draw(
     count: int,
     batch: int = 2 * BATCH,
 ) -> Tensor:
-    """Draws for queries `rows`, int64 [n] → places in their pools, int64 [n, count, T], −1 after the end."""
-    draws, device = [], selector.mean.device
+    """Draws for queries `rows`, int64 [n] → places in their pools, int64 [n, count, T], −1 after
+    the end."""
+    draws = []
+    device = selector.mean.device
     for some in rows.split(batch):
         pool = table.pool[some]
         query, candidates = (x.to(device) for x in embeddings.both(some, pool))
-        draws.append(selector.distribution(query, candidates, (pool >= 0).to(device), shots, count).sample().cpu())
+        draws.append(
+            selector.distribution(query, candidates, (pool >= 0).to(device), shots, count)
+            .sample()
+            .cpu()
+        )
     return torch.cat(draws)
 
 
-def judge(table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Whether each answer is right after these demonstrations: `vqa_correct`, float32 [n], on the CPU.
+def judge(
+    table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """Whether each answer is right after these demonstrations: `vqa_correct`, float32 [n], on the
+    CPU.
 
-    `sequences` int64 [n, T] are places in the pools of queries `rows`, int64 [n], −1 after the end; None for all rows.
+    `sequences` int64 [n, T] are places in the pools of queries `rows`, int64 [n], −1 after the end;
+    None for all rows.
     """
-    rows = torch.arange(table.num_queries) if rows is None else rows
+    if rows is None:
+        rows = torch.arange(table.num_queries)
     return scorer(rows, bank_rows(table.pool[rows], sequences))["vqa_correct"].float().cpu()
 
 
-def judged_choices(table: BeamTable, scorer: Scores, choices: Sequence[Tensor], rows: Tensor) -> Decided:
+def judged_choices(
+    table: BeamTable, scorer: Scores, choices: Sequence[Tensor], rows: Tensor
+) -> Decided:
     """S choices, places int64 [n, T] each, for queries `rows`, int64 [n], judged."""
     correct = [judge(table, scorer, places, rows) for places in choices]
-    return Decided(torch.stack(correct), torch.stack([bank_rows(table.pool[rows], places) for places in choices]))
+    return Decided(
+        torch.stack(correct),
+        torch.stack([bank_rows(table.pool[rows], places) for places in choices]),
+    )
 
 
 def decision_us(
-    selector: Selector, embeddings: StoredEmbeddings, table: BeamTable, rows: Tensor, shots: int, repeats: int = 30
+    selector: Selector,
+    embeddings: StoredEmbeddings,
+    table: BeamTable,
+    rows: Tensor,
+    shots: int,
+    repeats: int = 30,
 ) -> float:
-    """Median time of one greedy choice for one query, in µs, on one thread of the CPU, embeddings stored; encoding the
-    query and its pool by the selector's network counts."""
-    selector, times = copy.deepcopy(selector).cpu(), []
+    """Median time of one greedy choice for one query, in µs, on one thread of the CPU, embeddings
+    stored; encoding the query and its pool by the selector's network counts."""
+    selector = copy.deepcopy(selector).cpu()
+    times = []
     with one_thread():
         for i in range(repeats + 3):  # the first ones are slower
             row = rows[i % len(rows)].reshape(1)
@@ -170,33 +210,41 @@ def decision_us(
     return float(torch.tensor(times[3:]).median()) * 1e6
 
 
-# -- on recorded sequences --------------------------------------------------------------------------------------------
+# -- on recorded sequences -------------------------------------------------------------------------
 
 
 def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]) -> Decided:
-    """The recorded sequence of T demonstrations that is preferred, for each query and each of S preferences.
+    """The recorded sequence of T demonstrations that is preferred, for each query and each of S
+    preferences.
 
-    A preference is float [Q, B], for each recorded sequence; among equals the first counts, NaN is the lowest. In the
-    result `correct` is NaN for queries without a sequence of this length that was recorded with its correctness.
+    A preference is float [Q, B], for each recorded sequence; among equals the first counts, NaN is
+    the lowest. In the result `correct` is NaN for queries without a sequence of this length that
+    was recorded with its correctness.
 
     Raises:
         InputError: the table has no `vqa_correct`.
     """
     if "vqa_correct" not in table.fields:
         raise InputError(
-            f"beam table {table.name!r}: without vqa_correct nothing tells whether an answer was right; record it, or "
+            f"beam table {table.name!r}: without vqa_correct nothing tells whether an answer was "
+            "right; record it, or "
             "judge with a scorer"
         )
     correct = table.fields["vqa_correct"]
     fits = (table.lengths == shots) & ~correct.isnan()
-    right, demonstrations, queries = [], [], torch.arange(table.num_queries)
+    right = []
+    demonstrations = []
+    queries = torch.arange(table.num_queries)
     if not table.num_beams:
         count = len(preferences), table.num_queries
         return Decided(torch.full(count, torch.nan), torch.full((*count, shots), -1))
     for preference in preferences:
         # finite, so that what fits is always before what does not
-        ranked = preference.float().nan_to_num(nan=LOWEST, neginf=LOWEST).masked_fill(~fits, -torch.inf)
-        first, known = ranked.argmax(1), fits.any(1)
+        ranked = (
+            preference.float().nan_to_num(nan=LOWEST, neginf=LOWEST).masked_fill(~fits, -torch.inf)
+        )
+        first = ranked.argmax(1)
+        known = fits.any(1)
         right.append(correct[queries, first].masked_fill(~known, torch.nan))
         places = table.sequences[queries, first, :shots].masked_fill(~known.unsqueeze(1), -1)
         demonstrations.append(bank_rows(table.pool[queries], places))
@@ -209,7 +257,11 @@ def _simple_recorded(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict
     drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     decided = {"random": recorded_choices(table, shots, drawn)}
     for name in ways_by_cosine(table):
-        similarity = cosines(table, name).gather(1, table.sequences.clamp_min(0).flatten(1)).view(table.sequences.shape)
+        similarity = (
+            cosines(table, name)
+            .gather(1, table.sequences.clamp_min(0).flatten(1))
+            .view(table.sequences.shape)
+        )
         preference = similarity.masked_fill(table.sequences < 0, 0.0).sum(-1)
         decided[name] = recorded_choices(table, shots, [preference])
     return decided

@@ -1,9 +1,10 @@
-"""How a state points at candidates: the networks of the selector, behind the interface of `PointerNetwork`.
+"""How a state points at candidates: the networks of the selector, behind the interface of
+`PointerNetwork`.
 
-A query and its pool are encoded once, whatever the number of sequences: into a start state and one key for each
-candidate. A sequence then points (logits = cosine of its state and the keys / temperature) and moves its state on by
-the key of what was chosen, with nothing of the pool computed again. What makes sequences of it stands in
-`knobwise.agents.selector.sequences`.
+A query and its pool are encoded once, whatever the number of sequences: into a start state and one
+key for each candidate. A sequence then points (logits = cosine of its state and the keys /
+temperature) and moves its state on by the key of what was chosen, with nothing of the pool computed
+again. What makes sequences of it stands in `knobwise.agents.selector.sequences`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ POSITIONS = 32
 
 
 class Encoded(NamedTuple):
-    """P queries with their pools, ready to be pointed at: where every sequence of a query starts [P, h], keys of length
-    1, [P, N, h], and which places of the pool hold a candidate, bool [P, N]."""
+    """P queries with their pools, ready to be pointed at: where every sequence of a query starts
+    [P, h], keys of length 1, [P, N, h], and which places of the pool hold a candidate, bool [P,
+    N]."""
 
     state: Tensor
     keys: Tensor
@@ -37,10 +39,12 @@ def unit(x: Tensor) -> Tensor:
 
 
 class PointerNetwork(nn.Module):
-    """v2: one space for queries and candidates, in which a query attends to its pool before it points at it.
+    """v2: one space for queries and candidates, in which a query attends to its pool before it
+    points at it.
 
-    J sequences of each query go side by side; their states [P, J, h] are also the directions that they point in. The
-    states of another version may be anything [P, J, …] that its `point` makes a direction of.
+    J sequences of each query go side by side; their states [P, J, h] are also the directions that
+    they point in. The states of another version may be anything [P, J, …] that its `point` makes a
+    direction of.
     """
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
@@ -53,7 +57,8 @@ class PointerNetwork(nn.Module):
 
     def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
         """Features of queries [P, d] and of their candidates [P, N, d], mask bool [P, N]."""
-        state, items = self.inputs(query), self.inputs(pool)
+        state = self.inputs(query)
+        items = self.inputs(pool)
         for layer in self.layers:
             state = layer(state, items, mask)
         return Encoded(unit(self.query(state)), unit(self.candidate(items)), mask)
@@ -71,8 +76,8 @@ class PointerNetwork(nn.Module):
         return state
 
     def states(self, encoded: Encoded, chosen: Tensor) -> Tensor:
-        """The directions before each step of known sequences, [P, J, T, h], from the keys of what they chose in all
-        steps but the last, [P, J, T − 1, h]."""
+        """The directions before each step of known sequences, [P, J, T, h], from the keys of what
+        they chose in all steps but the last, [P, J, T − 1, h]."""
         states = [self.start(encoded, chosen.shape[1])]
         for keys in chosen.unbind(2):
             states.append(self.advance(states[-1], keys))
@@ -85,10 +90,12 @@ class PointerNetwork(nn.Module):
 
 
 class BiEncoder(PointerNetwork):
-    """v1: an MLP for the query and one for the candidates; the logits are bilinear in what they give.
+    """v1: an MLP for the query and one for the candidates; the logits are bilinear in what they
+    give.
 
-    The state s moves on by the key c of what was chosen to norm(a·s + (1 − a)·c), a = sigmoid(a learned number), 0.6 at
-    first. With the features' width it has the original's parameters (1,054,721 at 512).
+    The state s moves on by the key c of what was chosen to norm(a·s + (1 − a)·c), a = sigmoid(a
+    learned number), 0.6 at first. With the features' width it has the original's parameters
+    (1,054,721 at 512).
     """
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
@@ -103,16 +110,20 @@ class BiEncoder(PointerNetwork):
 
 
 class CausalTransformer(PointerNetwork):
-    """v0 and v3: a causal transformer reads [query; chosen; chosen; …] and points with what it read last.
+    """v0 and v3: a causal transformer reads [query; chosen; chosen; …] and points with what it read
+    last.
 
-    As in GPT-2 (Radford et al. 2019) positions are learned, each block is normalised before, and one space holds what
-    is read and what is pointed at. Words are demonstrations: they are made from features and not looked up by an index,
-    so that it serves any bank. In v3 the query has attended to its pool before. A state is everything read so far,
-    [P, J, t, h].
+    As in GPT-2 (Radford et al. 2019) positions are learned, each block is normalised before, and
+    one space holds what is read and what is pointed at. Words are demonstrations: they are made
+    from features and not looked up by an index, so that it serves any bank. In v3 the query has
+    attended to its pool before. A state is everything read so far, [P, J, t, h].
     """
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
-        pool_layers = config.depth if config.version == "v3" else 0
+        if config.version == "v3":
+            pool_layers = config.depth
+        else:
+            pool_layers = 0
         super().__init__(replace(config, version="v2", layers=pool_layers), features)
         del self.advance_by
         self.positions = nn.Parameter(0.02 * torch.randn(POSITIONS, config.width))
@@ -155,16 +166,19 @@ NETWORKS = {"v0": CausalTransformer, "v1": BiEncoder, "v2": PointerNetwork, "v3"
 
 
 class CrossAttention(nn.Module):
-    """One query attends to its N candidates; residual and LayerNorm after it (Vaswani et al. 2017, equation 1).
+    """One query attends to its N candidates; residual and LayerNorm after it (Vaswani et al. 2017,
+    equation 1).
 
-    With a single query q the key's matrix is applied to q and not to every candidate, (W_k x)·q = x·(W_kᵀ q), and the
-    value's matrix to the mean of the candidates. The key's bias, which attention has by custom, would shift all scores
-    alike and cancels in the softmax: it is there, and never learns.
+    With a single query q the key's matrix is applied to q and not to every candidate, (W_k x)·q =
+    x·(W_kᵀ q), and the value's matrix to the mean of the candidates. The key's bias, which
+    attention has by custom, would shift all scores alike and cancels in the softmax: it is there,
+    and never learns.
     """
 
     def __init__(self, config: SelectorConfig) -> None:
         super().__init__()
-        self.heads, width = config.heads, config.width
+        self.heads = config.heads
+        width = config.width
         self.query, self.key, self.value, self.outer = (nn.Linear(width, width) for _ in range(4))
         self.dropout = nn.Dropout(config.dropout)
         self.norm = nn.LayerNorm(width)
@@ -174,16 +188,23 @@ class CrossAttention(nn.Module):
         queries, width = state.shape
         size = width // self.heads
         query = self.query(state).view(queries, self.heads, size).transpose(0, 1)
-        direction = (query @ self.key.weight.view(self.heads, size, width)).transpose(0, 1)  # [P, heads, h]
+        direction = (query @ self.key.weight.view(self.heads, size, width)).transpose(
+            0, 1
+        )  # [P, heads, h]
         lowest = torch.finfo(items.dtype).min  # not −inf: a pool may be empty
         scores = (direction @ items.mT / math.sqrt(size)).masked_fill(~mask.unsqueeze(1), lowest)
         seen = (scores.softmax(-1) @ items).transpose(0, 1)  # [heads, P, h]
-        value = (seen @ self.value.weight.view(self.heads, size, width).mT).transpose(0, 1).reshape(queries, width)
+        value = (
+            (seen @ self.value.weight.view(self.heads, size, width).mT)
+            .transpose(0, 1)
+            .reshape(queries, width)
+        )
         return self.norm(state + self.dropout(self.outer(value + self.value.bias)))
 
 
 class StateUpdate(nn.Module):
-    """norm(g·s + (1 − g)·x) with x = c (`convex`) or tanh(U[s; c]) (`additive`), s the state and c the chosen key.
+    """norm(g·s + (1 − g)·x) with x = c (`convex`) or tanh(U[s; c]) (`additive`), s the state and c
+    the chosen key.
 
     g = sigmoid(W[s; c]), h numbers.
     """
@@ -196,7 +217,9 @@ class StateUpdate(nn.Module):
     def forward(self, state: Tensor, chosen: Tensor) -> Tensor:
         """[P, J, h] and [P, J, h] → [P, J, h]."""
         gate, *turned = self.linear(torch.cat([state, chosen], -1)).chunk(1 + self.additive, -1)
-        return unit(torch.lerp(turned[0].tanh() if self.additive else chosen, state, gate.sigmoid()))
+        return unit(
+            torch.lerp(turned[0].tanh() if self.additive else chosen, state, gate.sigmoid())
+        )
 
 
 def inner_projection(config: SelectorConfig) -> nn.Module:

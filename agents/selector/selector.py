@@ -1,7 +1,9 @@
-"""The selector: embeddings of a query and of its pool in, which demonstrations to show and in which order out.
+"""The selector: embeddings of a query and of its pool in, which demonstrations to show and in which
+order out.
 
-In the order of the data: embeddings (`StoredEmbeddings`, or `knobwise.agents.selector.clip_encoder`) → standardised →
-network (`knobwise.agents.selector.networks`) → `SequenceDistribution`, which draws actions.
+In the order of the data: embeddings (`StoredEmbeddings`, or
+`knobwise.agents.selector.clip_encoder`) → standardised → network
+(`knobwise.agents.selector.networks`) → `SequenceDistribution`, which draws actions.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ if TYPE_CHECKING:  # it needs packages that other selectors do without
 
 
 class StoredEmbeddings(nn.Module):
-    """Embeddings that are known already, looked up by row: of queries float [Q, d] and of the whole bank [M, d]."""
+    """Embeddings that are known already, looked up by row: of queries float [Q, d] and of the whole
+    bank [M, d]."""
 
     query_table: Tensor
     candidate_table: Tensor
@@ -34,7 +37,8 @@ class StoredEmbeddings(nn.Module):
         self.register_buffer("candidate_table", candidates, persistent=False)
 
     def both(self, rows: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of queries, int64 [P], and of candidates, int64 [P, N] → [P, d] and [P, N, d]; zeros for row −1."""
+        """Rows of queries, int64 [P], and of candidates, int64 [P, N] → [P, d] and [P, N, d]; zeros
+        for row −1."""
         return _looked_up(self.query_table, rows), _looked_up(self.candidate_table, pool)
 
 
@@ -44,18 +48,24 @@ def _looked_up(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class Selector(nn.Module):
-    """A policy over ordered sequences of demonstrations from a query's own pool, for embeddings of width `features`.
+    """A policy over ordered sequences of demonstrations from a query's own pool, for embeddings of
+    width `features`.
 
-    `stage` says how far it was trained: `sft`, `rce` or `grpo`. v2 at `grpo` is what the original calls v3.
+    `stage` says how far it was trained: `sft`, `rce` or `grpo`. v2 at `grpo` is what the original
+    calls v3.
     """
 
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, config: SelectorConfig, features: int, encoder: ClipEncoder | None = None) -> None:
+    def __init__(
+        self, config: SelectorConfig, features: int, encoder: ClipEncoder | None = None
+    ) -> None:
         super().__init__()
         self.encoder = encoder
-        self.config, self.features, self.stage = config, features, "sft"
+        self.config = config
+        self.features = features
+        self.stage = "sft"
         self.register_buffer("mean", torch.zeros(features))
         self.register_buffer("scale", torch.ones(features))
         self.network = NETWORKS[config.version](config, features)
@@ -69,9 +79,11 @@ class Selector(nn.Module):
         candidates: Tensor,
         encoder: ClipEncoder | None = None,
     ) -> Selector:
-        """Return a fresh selector that standardises by these embeddings, [q, d] and [m, d]: those of training alone.
+        """Return a fresh selector that standardises by these embeddings, [q, d] and [m, d]: those
+        of training alone.
 
-        With an encoder, which then learns along, they are the numbers of its items, [q, 1] and [m, 1].
+        With an encoder, which then learns along, they are the numbers of its items, [q, 1] and [m,
+        1].
         """
         both = torch.cat([queries, candidates])
         if encoder is not None:
@@ -81,7 +93,8 @@ class Selector(nn.Module):
         mean = both.mean(0)
         scale = (both - mean).square().mean(0).sqrt()
         selector.mean.copy_(mean)
-        # a column that never varies gives 0; relative to the mean, from which it differs by rounding
+        # a column that never varies gives 0; relative to the mean, from which it differs by
+        # rounding
         selector.scale.copy_(torch.where(scale > 1e-6 * mean.abs(), scale, torch.inf))
         return selector
 
@@ -94,8 +107,8 @@ class Selector(nn.Module):
         group_size: int | None = None,
         temperature: Tensor | float = 1.0,
     ) -> SequenceDistribution:
-        """Embeddings of queries [P, d] and of their pools [P, N, d], mask bool [P, N] → what to draw sequences from
-        (see `SequenceDistribution`). Everything is encoded here, once.
+        """Embeddings of queries [P, d] and of their pools [P, N, d], mask bool [P, N] → what to
+        draw sequences from (see `SequenceDistribution`). Everything is encoded here, once.
 
         Raises:
             InputError: embeddings of another width than the selector reads, or fewer than one shot.
@@ -117,15 +130,18 @@ class Selector(nn.Module):
 
     @torch.no_grad()
     def choose(self, query: Tensor, pool: Tensor, mask: Tensor, shots: int) -> Tensor:
-        """What to show, greedily: places in the queries' own pools, int64 [P, T], −1 where a pool has fewer than T
-        candidates. Queries are [P, d], pools [P, N, d], the mask bool [P, N].
+        """What to show, greedily: places in the queries' own pools, int64 [P, T], −1 where a pool
+        has fewer than T candidates. Queries are [P, d], pools [P, N, d], the mask bool [P, N].
 
         Raises:
             InputError: embeddings of another width.
         """
-        training, device = self.training, self.mean.device
+        training = self.training
+        device = self.mean.device
         self.eval()
-        sequences = self.distribution(query.to(device), pool.to(device), mask.to(device), shots).mode
+        sequences = self.distribution(
+            query.to(device), pool.to(device), mask.to(device), shots
+        ).mode
         self.train(training)
         return sequences
 
@@ -145,7 +161,8 @@ class Selector(nn.Module):
 
         Raises:
             Missing: the CLIP model that it was trained along with cannot be loaded.
-            RuntimeError: weights that are missing, too many, or of another shape: none is left as it was drawn.
+            RuntimeError: weights that are missing, too many, or of another shape: none is left as
+                it was drawn.
         """
         source = plain.get("encoder")
         encoder = None

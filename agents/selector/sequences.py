@@ -1,4 +1,5 @@
-"""The distribution that a selector draws from: ordered sequences of different places of a query's pool."""
+"""The distribution that a selector draws from: ordered sequences of different places of a query's
+pool."""
 
 from __future__ import annotations
 
@@ -14,17 +15,20 @@ from knobwise.losses.functional import entropy
 
 
 class SequenceDistribution(Distribution):
-    """Ordered sequences of T different places of the pool, drawn one after the other without replacement.
+    """Ordered sequences of T different places of the pool, drawn one after the other without
+    replacement.
 
-    ln π(a) = Σ_t ln softmax(logits_t)[a_t] over what is left of the pool at step t (Plackett 1975, "The Analysis of
-    Permutations", with logits that follow what was chosen). It sums to 1 over all sequences. Where a pool has fewer
-    than T candidates a sequence ends when nothing is left; what remains of it is −1 and adds 0.
+    ln π(a) = Σ_t ln softmax(logits_t)[a_t] over what is left of the pool at step t (Plackett 1975,
+    "The Analysis of Permutations", with logits that follow what was chosen). It sums to 1 over all
+    sequences. Where a pool has fewer than T candidates a sequence ends when nothing is left; what
+    remains of it is −1 and adds 0.
 
     Args:
-        network, encoded: what points, and P queries with their pools of N places, as its `encode` gives them.
+        network, encoded: what points, and P queries with their pools of N places, as its `encode`
+            gives them.
         shots: T.
-        group_size: G draws belong to one query: `sample` gives [*, P, G, T] and `log_prob` of it [*, P, G]. None for no
-            group axis: [*, P, T] and [*, P].
+        group_size: G draws belong to one query: `sample` gives [*, P, G, T] and `log_prob` of it
+            [*, P, G]. None for no group axis: [*, P, T] and [*, P].
         temperature: the logits are divided by it, for draws, log-probs and entropy alike.
     """
 
@@ -39,7 +43,10 @@ class SequenceDistribution(Distribution):
         group_size: int | None = None,
         temperature: Tensor | float = 1.0,
     ) -> None:
-        self.network, self.encoded, self.shots, self.group_size = network, encoded, shots, group_size
+        self.network = network
+        self.encoded = encoded
+        self.shots = shots
+        self.group_size = group_size
         self.temperature = temperature
         group = () if group_size is None else (group_size,)
         super().__init__(encoded.mask.shape[:1], torch.Size([*group, shots]), validate_args=False)
@@ -47,13 +54,20 @@ class SequenceDistribution(Distribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probability of sequences, int64 [*sample_shape, P, (G), T] → [*sample_shape, P, (G)].
 
-        −1 after the end of a shorter sequence adds 0, so that the log-prob is that of its beginning. A place that was
-        chosen before, is not in the pool, or follows the end makes it −∞, without a gradient of its own. G and T need
-        not be those of the draws.
+        −1 after the end of a shorter sequence adds 0, so that the log-prob is that of its
+        beginning. A place that was chosen before, is not in the pool, or follows the end makes it
+        −∞, without a gradient of its own. G and T need not be those of the draws.
         """
-        group = 1 if self.group_size is None else value.shape[-2]
+        if self.group_size is None:
+            group = 1
+        else:
+            group = value.shape[-2]
         samples = value.shape[: value.dim() - (2 if self.group_size is None else 3)].numel()
-        places = value.reshape(samples, *self.batch_shape, group, value.shape[-1]).movedim(0, 1).flatten(1, 2)
+        places = (
+            value.reshape(samples, *self.batch_shape, group, value.shape[-1])
+            .movedim(0, 1)
+            .flatten(1, 2)
+        )
         log_probs = self._log_prob(places).unflatten(1, (samples, group))
         return log_probs.movedim(1, 0).reshape(value.shape[:-1])
 
@@ -62,13 +76,18 @@ class SequenceDistribution(Distribution):
         return self.sample_with_log_prob(sample_shape)[0]
 
     rsample = sample
-    """Draws of a discrete distribution carry no gradient; the name is there because collectors ask for it."""
+    """Draws of a discrete distribution carry no gradient; the name is there because collectors ask
+    for it."""
 
     @torch.no_grad()
     def sample_with_log_prob(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """Draws and their log-probs, [*sample_shape, P, (G)], without running the network a second time."""
+        """Draws and their log-probs, [*sample_shape, P, (G)], without running the network a second
+        time."""
         samples = torch.Size(sample_shape).numel()
-        group = 1 if self.group_size is None else self.group_size
+        if self.group_size is None:
+            group = 1
+        else:
+            group = self.group_size
         places, log_probs = self._draw(samples * group)
         total = _of_chosen(log_probs, places).masked_fill(places < 0, 0.0).sum(-1)
         shape = torch.Size([*sample_shape, *self.batch_shape, *self.event_shape])
@@ -76,11 +95,13 @@ class SequenceDistribution(Distribution):
         return places.reshape(shape), total.reshape(shape[:-1])
 
     def entropy(self) -> Tensor:
-        """Unbiased estimate [P], in nats: exact entropies of the steps, summed along one drawn sequence.
+        """Unbiased estimate [P], in nats: exact entropies of the steps, summed along one drawn
+        sequence.
 
-        Rao-Blackwellised: only which prefix is met is left to chance, and one step has no chance in it. The gradient is
-        that of the steps' entropies; how prefixes become more or less likely is not in it. The sequence is drawn with
-        its own generator, always seeded alike, so that computing it does not change what training draws.
+        Rao-Blackwellised: only which prefix is met is left to chance, and one step has no chance in
+        it. The gradient is that of the steps' entropies; how prefixes become more or less likely is
+        not in it. The sequence is drawn with its own generator, always seeded alike, so that
+        computing it does not change what training draws.
         """
         generator = torch.Generator(self.encoded.keys.device).manual_seed(0)
         places, log_probs = self._draw(1, generator)
@@ -88,10 +109,13 @@ class SequenceDistribution(Distribution):
 
     @property
     def mode(self) -> Tensor:
-        """The greedy sequence, the most probable place at every step: [P, T], or repeated along the group axis."""
+        """The greedy sequence, the most probable place at every step: [P, T], or repeated along the
+        group axis."""
         with torch.no_grad():
             greedy, _ = self._draw(1, greedy=True)
-        return greedy[:, 0] if self.group_size is None else greedy.expand(-1, self.group_size, -1)
+        if self.group_size is None:
+            return greedy[:, 0]
+        return greedy.expand(-1, self.group_size, -1)
 
     deterministic_sample = mode
 
@@ -104,23 +128,32 @@ class SequenceDistribution(Distribution):
         states = self.network.states(self.encoded, self._keys(inside[..., :-1]))
         log_probs = _of_chosen(self._log_probs(states, available), inside)
         padding = places == -1
-        wrong = ~available.gather(-1, inside.unsqueeze(-1)).squeeze(-1) | (inside != places) | (padding.cumsum(-1) > 0)
+        wrong = (
+            ~available.gather(-1, inside.unsqueeze(-1)).squeeze(-1)
+            | (inside != places)
+            | (padding.cumsum(-1) > 0)
+        )
         return log_probs.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
 
     def _draw(
         self, count: int, generator: torch.Generator | None = None, greedy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """J draws of each query, or its greedy sequence: int64 [P, J, T], and the log-probs of every step,
-        [P, J, T, N]."""
-        network, mask = self.network, self.encoded.mask
-        state, available = network.start(self.encoded, count), mask.unsqueeze(1).expand(-1, count, -1)
-        places, steps = [], []
+        """J draws of each query, or its greedy sequence: int64 [P, J, T], and the log-probs of
+        every step, [P, J, T, N]."""
+        network = self.network
+        mask = self.encoded.mask
+        state = network.start(self.encoded, count)
+        available = mask.unsqueeze(1).expand(-1, count, -1)
+        places = []
+        steps = []
         for step in range(self.shots):
             log_probs = self._log_probs(network.point(state), available)
             if greedy:
                 drawn = log_probs.argmax(-1, keepdim=True)
             else:
-                drawn = torch.multinomial(log_probs.detach().exp().flatten(0, 1), 1, generator=generator)
+                drawn = torch.multinomial(
+                    log_probs.detach().exp().flatten(0, 1), 1, generator=generator
+                )
                 drawn = drawn.unflatten(0, log_probs.shape[:2])
             places.append(drawn.masked_fill(~available.any(-1, keepdim=True), -1))
             steps.append(log_probs)
@@ -132,7 +165,8 @@ class SequenceDistribution(Distribution):
     def _log_probs(self, states: Tensor, available: Tensor) -> Tensor:
         """Log-probs of the next place, [P, *, N]: −∞ for what is not available.
 
-        Where nothing is, they are those of a full pool: nobody reads them, and they are finite in value and gradient.
+        Where nothing is, they are those of a full pool: nobody reads them, and they are finite in
+        value and gradient.
         """
         logits = self.network.logits(states, self.encoded) / self.temperature
         masked = ~available & available.any(-1, keepdim=True)

@@ -8,7 +8,12 @@ from knobwise.common.checks import at_least, one_of, positive
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import GROUPS
 
-UNREAD = {"v0": ("update",), "v1": ("layers", "heads", "projection", "update"), "v2": (), "v3": ("update",)}
+UNREAD = {
+    "v0": ("update",),
+    "v1": ("layers", "heads", "projection", "update"),
+    "v2": (),
+    "v3": ("update",),
+}
 """The versions of the network, and the options that each does not read."""
 
 
@@ -17,32 +22,35 @@ class SelectorConfig:
     """The network of a selector."""
 
     version: str = "v2"
-    """The network. `v0`: a causal transformer reads the query and what was chosen. `v1`: bilinear, two MLPs and no
-    attention. `v2`: the query attends to its pool. `v3`: deeper; the query attends to its pool and to what was
-    chosen."""
+    """The network. `v0`: a causal transformer reads the query and what was chosen. `v1`: bilinear,
+    two MLPs and no attention. `v2`: the query attends to its pool. `v3`: deeper; the query attends
+    to its pool and to what was chosen."""
     width: int = 128
     """Width of states and keys."""
     layers: int | None = None
-    """Layers in which the query attends to its pool; in v0 those that read what was chosen, in v3 as many of both.
-    None for 1, in v3 for 3. v2 can do without (0)."""
+    """Layers in which the query attends to its pool; in v0 those that read what was chosen, in v3
+    as many of both. None for 1, in v3 for 3. v2 can do without (0)."""
     heads: int = 4
     """Attention heads in each layer."""
     projection: str = "mlp"
     """From features to states and keys: `mlp` or `linear`."""
     update: str = "additive"
-    """How the state s moves on by the key c of what was chosen: `additive` to norm(g·s + (1 − g)·tanh(U[s; c])), which
-    can turn to what still lacks; `convex` to norm(g·s + (1 − g)·c), which only moves towards c."""
+    """How the state s moves on by the key c of what was chosen: `additive` to norm(g·s + (1 −
+    g)·tanh(U[s; c])), which can turn to what still lacks; `convex` to norm(g·s + (1 − g)·c), which
+    only moves towards c."""
     temperature: float = 0.1
     """Temperature, by which cosines are divided."""
     dropout: float = 0.0
-    """Dropout in projections and layers, in train mode only. Old and new log-probs must be taken in the same mode."""
+    """Dropout in projections and layers, in train mode only. Old and new log-probs must be taken in
+    the same mode."""
 
     def __post_init__(self) -> None:
         one_of("selector.version", self.version, tuple(UNREAD))
         for name in UNREAD[self.version]:
             if (value := getattr(self, name)) != getattr(SelectorConfig, name):
                 raise InputError(
-                    f"selector.{name}={value}: selector.version={self.version} does not read it; leave it out"
+                    f"selector.{name}={value}: selector.version={self.version} does not read it; "
+                    "leave it out"
                 )
         one_of("selector.projection", self.projection, ("mlp", "linear"))
         one_of("selector.update", self.update, ("additive", "convex"))
@@ -50,29 +58,33 @@ class SelectorConfig:
         for name in ("width", "heads"):
             at_least(f"selector.{name}", getattr(self, name), 1)
         if self.version != "v1" and self.width % self.heads:
-            raise InputError(f"selector.width={self.width}: must be a multiple of selector.heads={self.heads}")
+            raise InputError(
+                f"selector.width={self.width}: must be a multiple of selector.heads={self.heads}"
+            )
         positive("selector.temperature", self.temperature)
         if not 0 <= self.dropout < 1:
             raise InputError(f"selector.dropout={self.dropout}: must be in [0, 1)")
 
     @property
     def depth(self) -> int:
-        """The number of layers: `layers`, or if that is None the number that the version has by itself."""
+        """The number of layers: `layers`, or if that is None the number that the version has by
+        itself."""
         usual = 3 if self.version == "v3" else 1
         return usual if self.layers is None else self.layers
 
 
 @dataclass
 class RewardModelConfig:
-    """A learned reward: an ensemble predicts whether a sequence of demonstrations leads to a right answer."""
+    """A learned reward: an ensemble predicts whether a sequence of demonstrations leads to a right
+    answer."""
 
     calls: int = 0
     """True calls of the answering model that correct it, spread evenly over the epochs of GRPO."""
     kappa: float = 1.0
     """κ: the reward is the mean of the members' probabilities − κ · their standard deviation."""
     recorded: str = "without_beams"
-    """The recorded sequences that it learns from first: all, without_beams (none that was found with the answer in
-    view), own (the policy's draws) or beams."""
+    """The recorded sequences that it learns from first: all, without_beams (none that was found
+    with the answer in view), own (the policy's draws) or beams."""
     members: int = 5
     """Networks in the ensemble."""
     width: int = 64
@@ -83,6 +95,13 @@ class RewardModelConfig:
     """Passes over all answered sequences after each round of true calls."""
 
     def __post_init__(self) -> None:
-        for name, least in {"calls": 0, "kappa": 0, "members": 1, "width": 1, "epochs": 1, "refit_epochs": 1}.items():
+        for name, least in {
+            "calls": 0,
+            "kappa": 0,
+            "members": 1,
+            "width": 1,
+            "epochs": 1,
+            "refit_epochs": 1,
+        }.items():
             at_least(f"reward_model.{name}", getattr(self, name), least)
         one_of("reward_model.recorded", self.recorded, tuple(GROUPS))

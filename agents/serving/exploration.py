@@ -1,4 +1,5 @@
-"""Which controller decides a request, or whether chance does: bounded exploration, and the trial of a candidate."""
+"""Which controller decides a request, or whether chance does: bounded exploration, and the trial of
+a candidate."""
 
 from __future__ import annotations
 
@@ -28,14 +29,15 @@ class Drawn(NamedTuple):
 
 
 class Exploration:
-    """Who decides: with probability τ a candidate h, while one is on trial; else with probability ε a uniform draw from
-    the set S of configurations that are expected to lose at most `loss` utility, by the policy's own probabilities;
-    else the controller that serves, g. So the probability of c is
+    """Who decides: with probability τ a candidate h, while one is on trial; else with probability ε
+    a uniform draw from the set S of configurations that are expected to lose at most `loss`
+    utility, by the policy's own probabilities; else the controller that serves, g. So the
+    probability of c is
 
         τ·1[c = h] + (1 − τ)·((1 − ε)·1[c = g] + ε/|S|·1[c ∈ S]).
 
-    S bounds what exploration may lose by what the controller expects. A trial is bounded by τ alone: the candidate
-    expects other outcomes than the controller, which is why it is tried.
+    S bounds what exploration may lose by what the controller expects. A trial is bounded by τ
+    alone: the candidate expects other outcomes than the controller, which is why it is tried.
 
     Args:
         share: ε, 0 to 1.
@@ -49,13 +51,17 @@ class Exploration:
     def __init__(self, share: float, loss: float, seed: int | None = None) -> None:
         checks.share("runtime: explore", share)
         checks.at_least("runtime: explore_loss", loss, 0)
-        self.share, self.loss, self._random = share, loss, random.Random(seed)
+        self.share = share
+        self.loss = loss
+        self._random = random.Random(seed)
 
     def turn(self, trial: float = 0.0) -> Turn:
         """Draw who decides a request; `trial` is τ, 0 without a candidate."""
         if trial and self._random.random() < trial:
             return "trial"
-        return "explore" if self._random.random() < self.share else "exploit"
+        if self._random.random() < self.share:
+            return "explore"
+        return "exploit"
 
     def draw(
         self,
@@ -70,17 +76,22 @@ class Exploration:
     ) -> tuple[Expected, Drawn]:
         """The configuration to answer with, what was expected of it, and its chances.
 
-        Only the turn "explore" changes the configuration; otherwise this may wait until the request is answered.
+        Only the turn "explore" changes the configuration; otherwise this may wait until the request
+        is answered.
 
         Args:
             controller: the one that serves.
-            features: blocks [d]; None where the guard fell back to static, whose own expectations then count.
+            features: blocks [d]; None where the guard fell back to static, whose own expectations
+                then count.
             decided: the choice of `candidate` in a trial, or else of `controller`.
             turn: what `turn` drew.
             candidate, trial: the controller on trial and τ, if there is one.
         """
         under = features, budget_ms, drift, decided[0]
-        best = _choice(controller, *under) if turn == "trial" else decided[0]
+        if turn == "trial":
+            best = _choice(controller, *under)
+        else:
+            best = decided[0]
         places = near_best(controller, features, budget_ms, self.loss, drift) or [best]
         if turn == "explore":
             index = self._random.choice(places)
@@ -89,14 +100,21 @@ class Exploration:
         chances[best] = chances.get(best, 0.0) + (1 - trial) * (1 - self.share)
         tried = None
         if candidate is not None:
-            tried = decided[0] if turn == "trial" else _choice(candidate, *under[:3], best)
+            if turn == "trial":
+                tried = decided[0]
+            else:
+                tried = _choice(candidate, *under[:3], best)
             chances[tried] = chances.get(tried, 0.0) + trial
         likely = {place: chance for place, chance in chances.items() if chance > 0}
         return decided, Drawn(likely[decided[0]], likely, best, tried)
 
 
 def near_best(
-    controller: NumpyController, features: Arrays | None, budget_ms: float, loss: float, drift: Drift | None = None
+    controller: NumpyController,
+    features: Arrays | None,
+    budget_ms: float,
+    loss: float,
+    drift: Drift | None = None,
 ) -> list[int]:
     """Return the configurations that are expected to lose at most `loss` utility.
 
@@ -108,15 +126,22 @@ def near_best(
         worth = controller.static.mean_utility(np.array([budget_ms * controller.factor(drift)]))[0]
     else:
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
-        worth = controller.log_probs(blocks, np.array([budget_ms]), None, drift)[0] / controller.header["sharpness"]
+        worth = (
+            controller.log_probs(blocks, np.array([budget_ms]), None, drift)[0]
+            / controller.header["sharpness"]
+        )
     return np.flatnonzero(worth >= worth.max() - loss).tolist()
 
 
 def _choice(
-    controller: NumpyController, features: Arrays | None, budget_ms: float, drift: Drift | None, other: int
+    controller: NumpyController,
+    features: Arrays | None,
+    budget_ms: float,
+    drift: Drift | None,
+    other: int,
 ) -> int:
-    """What a controller chooses. Without features, which the guard of the other one left out, its own guard decides, or
-    the choice is that of the other one."""
+    """What a controller chooses. Without features, which the guard of the other one left out, its
+    own guard decides, or the choice is that of the other one."""
     if features is not None:
         return controller.decide_index(features, budget_ms, drift)
     fixed = controller.fall_back(budget_ms, drift)

@@ -1,5 +1,5 @@
-"""The first stages of an `AdaptiveModel`: features and decisions of equal requests are kept, and the stage of a request
-to come is prepared in the background."""
+"""The first stages of an `AdaptiveModel`: features and decisions of equal requests are kept, and
+the stage of a request to come is prepared in the background."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request, clock_ms
 
 DECISIONS_KEPT = 64
-"""How many of the latest decisions count: the next is charged their median time, knobs included, before it is made."""
+"""How many of the latest decisions count: the next is charged their median time, knobs included,
+before it is made."""
 CLOSE = 0.01
-"""A decision is reused if the rest of the budget differs by at most this share from the one it was made under."""
+"""A decision is reused if the rest of the budget differs by at most this share from the one it was
+made under."""
 
 
 class Prepared(NamedTuple):
@@ -39,21 +41,27 @@ class Prepared(NamedTuple):
 
 
 class Overhead:
-    """Medians of what the latest decisions took, and the calls around them, in ms; 0 before the first."""
+    """Medians of what the latest decisions took, and the calls around them, in ms; 0 before the
+    first."""
 
     def __init__(self) -> None:
         self._latest: deque[tuple[float, float]] = deque(maxlen=DECISIONS_KEPT)
-        self._count, self.decision_ms, self.beyond_ms = 0, 0.0, 0.0
+        self._count = 0
+        self.decision_ms = 0.0
+        self.beyond_ms = 0.0
 
     def add(self, decision_ms: float, beyond_ms: float) -> None:
         self._latest.append((decision_ms, beyond_ms))
         self._count += 1
         if self._count < 8 or self._count % DECISIONS_KEPT == 0:  # the medians take time too
-            self.decision_ms, self.beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
+            self.decision_ms, self.beyond_ms = map(
+                statistics.median, zip(*self._latest, strict=True)
+            )
 
 
 class Recent(OrderedDict[Hashable, Any]):
-    """Keeps the latest values by key, the least recently used leave first, and counts hits and misses."""
+    """Keeps the latest values by key, the least recently used leave first, and counts hits and
+    misses."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -78,7 +86,8 @@ class Recent(OrderedDict[Hashable, Any]):
         (self._hits if hit else self._misses).append(took_ms * 1e3)
 
     def summary(self) -> dict[str, float]:
-        """Return how many hits and misses there were, and the median times of the latest in µs, 0 before the first."""
+        """Return how many hits and misses there were, and the median times of the latest in µs, 0
+        before the first."""
         return {
             "hits": self._counts[True],
             "misses": self._counts[False],
@@ -91,7 +100,8 @@ class FirstStages:
     """Takes requests through a model's first stage, with a cache and in the background.
 
     Attributes:
-        cached_features, cached_decisions: what is kept of the latest `cache` requests; `summary` says what that brings.
+        cached_features, cached_decisions: what is kept of the latest `cache` requests; `summary`
+            says what that brings.
     """
 
     clock: str
@@ -106,7 +116,8 @@ class FirstStages:
         self._pending: dict[int, tuple[Request, Future[Prepared]]] = {}
 
     def _take(self, request: Request, features: bool = True) -> Prepared:
-        """Run the first stage. If the features of an equal request are kept, the model leaves them out."""
+        """Run the first stage. If the features of an equal request are kept, the model leaves them
+        out."""
         if not (self.cached_features.size and features):
             return Prepared(self.model.first_stage(request, features), None)
         start = clock_ms()
@@ -123,9 +134,15 @@ class FirstStages:
         return Prepared(stage, content)
 
     def _decide(
-        self, controller: NumpyController, prepared: Prepared, budget_ms: float, limit: float, drift: Drift | None
+        self,
+        controller: NumpyController,
+        prepared: Prepared,
+        budget_ms: float,
+        limit: float,
+        drift: Drift | None,
     ) -> Expected:
-        """Return the decision, or the one for an equal request with the same budget, controller and drift."""
+        """Return the decision, or the one for an equal request with the same budget, controller and
+        drift."""
         if prepared.content is None:
             return controller.decide_expected(prepared.stage.features, limit, drift)
         start = clock_ms()
@@ -134,21 +151,25 @@ class FirstStages:
         # a tracker replaces its drift with each answer that it learns from
         hit = expected is not None and under is drift and abs(before - limit) <= CLOSE * before
         if not hit:
-            before, expected = limit, controller.decide_expected(prepared.stage.features, limit, drift)
+            before = limit
+            expected = controller.decide_expected(prepared.stage.features, limit, drift)
         self.cached_decisions.put(key, (before, drift, expected))
         self.cached_decisions.note(hit, clock_ms() - start)
         return expected
 
     def prefetch(self, request: Request) -> None:
-        """Begin the first stage of a request in the background, in one thread; `answer` goes on from it, for this
-        object. It runs beside the answer in progress if the model says so (`first_stage_overlaps = True`),
-        else between answers. A mistake in it is raised by `answer`. `close`, or leaving a `with`, ends the thread.
+        """Begin the first stage of a request in the background, in one thread; `answer` goes on
+        from it, for this object. It runs beside the answer in progress if the model says so
+        (`first_stage_overlaps = True`), else between answers. A mistake in it is raised by
+        `answer`. `close`, or leaving a `with`, ends the thread.
 
         Raises:
             InputError: with the CPU clock, which does not count another thread.
         """
         if self.clock == "cpu":
-            raise InputError("runtime: prefetch needs clock=wall; clock=cpu does not count other threads")
+            raise InputError(
+                "runtime: prefetch needs clock=wall; clock=cpu does not count other threads"
+            )
         self._pending[id(request)] = request, self._worker.submit(self._in_background, request)
 
     def _in_background(self, request: Request) -> Prepared:
@@ -157,8 +178,9 @@ class FirstStages:
             return self._take(request)
 
     def _prepared(self, request: Request) -> Prepared | None:
-        """Return what the background prepared, waiting for it if it has begun; None if it has not. What the model
-        raised there is raised here. The lock must be free, since the background may need it."""
+        """Return what the background prepared, waiting for it if it has begun; None if it has not.
+        What the model raised there is raised here. The lock must be free, since the background may
+        need it."""
         _, future = self._pending.pop(id(request), (None, None))
         if future is None or future.cancel():
             return None
@@ -180,13 +202,19 @@ class FirstStages:
 
 
 def content_of(request: Request) -> bytes:
-    """Return a digest of a request's content, SHA-256: equal for equal images (or arrays) and questions.
+    """Return a digest of a request's content, SHA-256: equal for equal images (or arrays) and
+    questions.
 
     Raises:
         InputError: an image or a question that cannot be pickled, or a tensor on a GPU.
     """
     try:
-        parts = [part.numpy() if isinstance(part, Tensor) else part for part in (request.image, request.question)]
+        parts = [
+            part.numpy() if isinstance(part, Tensor) else part
+            for part in (request.image, request.question)
+        ]
         return hashlib.sha256(pickle.dumps(parts)).digest()
     except Exception as error:
-        raise InputError(f"cache: requests of this kind cannot be compared ({error}); leave cache out") from error
+        raise InputError(
+            f"cache: requests of this kind cannot be compared ({error}); leave cache out"
+        ) from error

@@ -1,4 +1,5 @@
-"""A trained controller as people use it: features and a budget in, knob values out, with reasons on request."""
+"""A trained controller as people use it: features and a budget in, knob values out, with reasons on
+request."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ from knobwise.common.errors import InputError
 Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
 Configuration = dict[str, Any]
-GRID, EXACT = 96, 1e-3
-"""Budgets that a change of the decision is first looked for at, and how exactly it is then located, in ln ms."""
+GRID = 96
+EXACT = 1e-3
+"""Budgets that a change of the decision is first looked for at, and how exactly it is then located,
+in ln ms."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,19 @@ class Explanation:
     expected: list[dict[str, Any]]
     """For each `configuration` the `probability` with which the policy draws it, the highest first;
     and as its teacher expects them, `accuracy` in 0 … 1, `latency_ms`, `on_time` (the probability)
-    and `utility`, accuracy · on_time. Under a mean budget nothing is late, and utility is accuracy −
-    latency/worth. With a drift there is also `slower`: latency with it / without. A policy without
-    a teacher has only the probability."""
+    and `utility`, accuracy · on_time. Under a mean budget nothing is late, and utility is accuracy
+    − latency/worth. With a drift there is also `slower`: latency with it / without. A policy
+    without a teacher has only the probability."""
     runner_up: dict[str, Any] | None
     """The first row of `expected` that was not chosen; None if there is only one configuration."""
     by_budget: list[tuple[float, Configuration]]
-    """The decisions for this input over the budgets: from which budget on, in ms, and the knob values. The choice flips
-    at each but the first, exact to a thousandth. What changes and changes back between two of 96 budgets may be missed;
-    a controller for mean budgets knows those only that it was calibrated for."""
+    """The decisions for this input over the budgets: from which budget on, in ms, and the knob
+    values. The choice flips at each but the first, exact to a thousandth. What changes and changes
+    back between two of 96 budgets may be missed; a controller for mean budgets knows those only
+    that it was calibrated for."""
     guard: dict[str, Any] | None
-    """The row of the calibrated budget nearest to this one, see `Guard.rows`; None without a guard."""
+    """The row of the calibrated budget nearest to this one, see `Guard.rows`; None without a
+    guard."""
     without_drift: Configuration | None
     """The decision without the drift; None if there is none."""
 
@@ -56,7 +61,8 @@ class KnobPolicy:
     Attributes:
         agent: the controller; `agent.choose` is the same for tensors, and keeps to a mask.
         cost: the name of the further cost that it weighs, "" for none.
-        features: the widths of the feature blocks that it reads, by name; empty if it sees the budget only.
+        features: the widths of the feature blocks that it reads, by name; empty if it sees the
+            budget only.
         datasets: the columns of the block `dataset` if that is an input, else []: 1 for the data
             set of the request, all 0 for an unknown one.
         knobs, configurations: the values of each knob, and the knob values of each configuration.
@@ -70,9 +76,14 @@ class KnobPolicy:
         self.loaded = loaded
         self.agent = loaded.controller
         if self.agent.sense == "mean" and not self.agent.settled.mean:
-            raise InputError("the worths for mean budgets are not calibrated yet; let the training finish")
+            raise InputError(
+                "the worths for mean budgets are not calibrated yet; let the training finish"
+            )
         network = loaded.network
-        self.cost = "a further cost" if network.sense == "weights" else ""
+        if network.sense == "weights":
+            self.cost = "a further cost"
+        else:
+            self.cost = ""
         self.features = network.normaliser.sizes
         self.datasets = network.normaliser.datasets
         self.knobs = {knob.name: knob.values for knob in network.knobs}
@@ -80,8 +91,12 @@ class KnobPolicy:
         self.judged: dict[str, Any] | None = loaded.extra.get("judged")
 
     def __repr__(self) -> str:
-        blocks = ", ".join(f"{name} [{width}]" for name, width in self.features.items()) or "no features"
-        kind, count, knobs = type(self.agent).__name__, len(self.configurations), ", ".join(self.knobs)
+        blocks = (
+            ", ".join(f"{name} [{width}]" for name, width in self.features.items()) or "no features"
+        )
+        kind = type(self.agent).__name__
+        count = len(self.configurations)
+        knobs = ", ".join(self.knobs)
         return f"<KnobPolicy: {kind}, {blocks} and a budget → {count} configurations of {knobs}>"
 
     def decide(
@@ -96,40 +111,59 @@ class KnobPolicy:
         """Decide for one input, or for n.
 
         Args:
-            features: blocks [n, d] by name, or [d] for one input or for all alike: lists, NumPy or torch, NaN where a
-                value is missing. A policy that reads one block takes it without its name, one without features None.
-            budget_ms: the time that an answer may take, in ms, for all inputs or [n]; of a controller for mean budgets
-                the mean over all inputs, one that it was calibrated for; under weights the worths of a right answer, in
-                ms and in the unit of the further cost, a pair or [n, 2].
+            features: blocks [n, d] by name, or [d] for one input or for all alike: lists, NumPy or
+                torch, NaN where a value is missing. A policy that reads one block takes it without
+                its name, one without features None.
+            budget_ms: the time that an answer may take, in ms, for all inputs or [n]; of a
+                controller for mean budgets the mean over all inputs, one that it was calibrated
+                for; under weights the worths of a right answer, in ms and in the unit of the
+                further cost, a pair or [n, 2].
             explain: give an `Explanation`.
             drift: how latencies here differ from those predicted, as a `LatencyTracker` has it.
-            between_ms: the budgets that an explanation looks for flips between; None for a tenth of each budget and ten
-                times it.
+            between_ms: the budgets that an explanation looks for flips between; None for a tenth of
+                each budget and ten times it.
 
         Returns:
-            The knob values by name, or an `Explanation`; a list of n if any argument is for n inputs.
+            The knob values by name, or an `Explanation`; a list of n if any argument is for n
+            inputs.
 
         Raises:
-            InputError: a block is missing, unknown, infinite or of another shape, a budget is not positive and finite
-                or, as a mean, not calibrated, or the drift is that of another controller or for mean budgets.
+            InputError: a block is missing, unknown, infinite or of another shape, a budget is not
+                positive and finite or, as a mean, not calibrated, or the drift is that of another
+                controller or for mean budgets.
         """
-        arrays, budgets = self._blocks(features), _numbers("budget_ms", budget_ms)
+        arrays = self._blocks(features)
+        budgets = _numbers("budget_ms", budget_ms)
         pair = (2,) if self.cost else ()
         several = budgets.shape[: budgets.ndim - len(pair)]
-        if len(several) > 1 or budgets.shape != (*several, *pair) or not ((budgets > 0) & (budgets < np.inf)).all():
-            wanted = f"a pair of worths, in ms and of {self.cost}, or [n, 2]" if pair else "a number or [n]"
+        if (
+            len(several) > 1
+            or budgets.shape != (*several, *pair)
+            or not ((budgets > 0) & (budgets < np.inf)).all()
+        ):
+            if pair:
+                wanted = f"a pair of worths, in ms and of {self.cost}, or [n, 2]"
+            else:
+                wanted = "a number or [n]"
             raise InputError(
-                f"budget_ms={budget_ms!r}: must be {wanted}, all positive and finite{', in ms' * (not pair)}"
+                f"budget_ms={budget_ms!r}: must be {wanted}, all positive and "
+                f"finite{', in ms' * (not pair)}"
             )
         if self.cost and (explain or drift is not None):
-            raise InputError("decide: explanations and drifts are for controllers without a further cost")
+            raise InputError(
+                "decide: explanations and drifts are for controllers without a further cost"
+            )
         sizes = {len(block) for block in arrays.values() if block.ndim == 2} | set(several)
         if len(sizes) > 1:
-            raise InputError(f"decide: features and budgets must be for equally many inputs, not {sorted(sizes)}")
+            raise InputError(
+                f"decide: features and budgets must be for equally many inputs, not {sorted(sizes)}"
+            )
         n = next(iter(sizes), 1)
         if n == 0:
             return []
-        blocks = {name: np.broadcast_to(block, (n, block.shape[-1])) for name, block in arrays.items()}
+        blocks = {
+            name: np.broadcast_to(block, (n, block.shape[-1])) for name, block in arrays.items()
+        }
         limits = np.broadcast_to(budgets, (n, *pair))
         chosen = self._choose(blocks, limits, drift)
         results: list[Any] = [dict(self.configurations[index]) for index in chosen.tolist()]
@@ -138,21 +172,34 @@ class KnobPolicy:
         return results if sizes else results[0]
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint; `knobwise.load` reads it. Raises InputError if it cannot be written."""
+        """Write a checkpoint; `knobwise.load` reads it. Raises InputError if it cannot be
+        written."""
         self.loaded.save(path)
 
     def _blocks(self, features: Any) -> dict[str, Array]:
         """Blocks [d] or [n, d] by name, checked."""
         if features is not None and not isinstance(features, Mapping):
-            features = {next(iter(self.features)) if len(self.features) == 1 else "without a name": features}
-        blocks = {name: _numbers(f"features: {name}", values) for name, values in (features or {}).items()}
-        fits = [x.ndim in (1, 2) and x.shape[-1] == self.features.get(name) for name, x in blocks.items()]
+            features = {
+                next(iter(self.features)) if len(self.features) == 1 else "without a name": features
+            }
+        blocks = {
+            name: _numbers(f"features: {name}", values) for name, values in (features or {}).items()
+        }
+        fits = [
+            x.ndim in (1, 2) and x.shape[-1] == self.features.get(name)
+            for name, x in blocks.items()
+        ]
         if blocks.keys() != self.features.keys() or not all(fits):
-            wanted = ", ".join(f"{name} [{width}] or [n, {width}]" for name, width in self.features.items())
+            wanted = ", ".join(
+                f"{name} [{width}] or [n, {width}]" for name, width in self.features.items()
+            )
             got = ", ".join(f"{name} {list(block.shape)}" for name, block in blocks.items())
             raise InputError(f"features: this policy reads {wanted or 'none'}; got {got or 'none'}")
         if infinite := [name for name, block in blocks.items() if np.isinf(block).any()]:
-            raise InputError(f"features: {', '.join(infinite)} hold infinite values; write NaN for what is missing")
+            raise InputError(
+                f"features: {', '.join(infinite)} hold infinite values; write NaN for what is "
+                "missing"
+            )
         return blocks
 
     def _choose(self, blocks: Arrays, limits: Array, drift: Drift | None) -> Array:
@@ -171,9 +218,14 @@ class KnobPolicy:
         between_ms: tuple[float, float] | None,
     ) -> list[Explanation]:
         numbers = self._expected(blocks, limits, drift)
-        before = chosen if drift is None else self._choose(blocks, limits, None)
+        if drift is None:
+            before = chosen
+        else:
+            before = self._choose(blocks, limits, None)
         # the mean offset acts on the budget, as `NumpyController` has it
-        guards = self._guards(limits if drift is None else limits * math.exp(-float(np.mean(drift[0]))))
+        guards = self._guards(
+            limits if drift is None else limits * math.exp(-float(np.mean(drift[0])))
+        )
         explained = []
         for i, rows in enumerate(torch.stack(list(numbers.values()), -1).tolist()):
             expected = [
@@ -185,16 +237,30 @@ class KnobPolicy:
             others = (other for other in expected if other is not row)
             reason = self._reason(row, expected, guards[i])
             low, high = between_ms or (float(limits[i]) / 10, float(limits[i]) * 10)
-            steps = self._by_budget({name: block[i : i + 1] for name, block in blocks.items()}, drift, low, high)
-            without = None if drift is None else dict(self.configurations[int(before[i])])
+            steps = self._by_budget(
+                {name: block[i : i + 1] for name, block in blocks.items()}, drift, low, high
+            )
+            if drift is None:
+                without = None
+            else:
+                without = dict(self.configurations[int(before[i])])
             decision = dict(row["configuration"])
-            explained.append(Explanation(decision, reason, expected, next(others, None), steps, guards[i], without))
+            explained.append(
+                Explanation(
+                    decision, reason, expected, next(others, None), steps, guards[i], without
+                )
+            )
         return explained
 
-    def _reason(self, row: dict[str, Any], expected: list[dict[str, Any]], guard: dict[str, Any] | None) -> str:
+    def _reason(
+        self, row: dict[str, Any], expected: list[dict[str, Any]], guard: dict[str, Any] | None
+    ) -> str:
         """Return why a configuration was chosen."""
         if guard is not None and not guard["deployed"]:
-            static = "the static mix" if self.agent.sense == "mean" else "budget-aware static"
+            if self.agent.sense == "mean":
+                static = "the static mix"
+            else:
+                static = "budget-aware static"
             return f"the guard lets {static} decide, which treats all inputs alike"
         reason = "the policy's most probable choice"
         if guard is not None and guard.get("margin", 1.0) < 1:
@@ -221,16 +287,20 @@ class KnobPolicy:
             some = {name: block.repeat(len(logs), 0) for name, block in blocks.items()}
             return self._choose(some, np.exp(logs).astype(np.float32), drift)
 
-        logs, exact = np.linspace(math.log(low), math.log(high), GRID), EXACT
+        logs = np.linspace(math.log(low), math.log(high), GRID)
+        exact = EXACT
         mean = self.agent.decider.mean
         if mean is not None:  # no other budget has a worth
-            logs, exact = np.log(np.sort(mean.budgets_ms)), math.inf
+            logs = np.log(np.sort(mean.budgets_ms))
+            exact = math.inf
         chosen = decided(logs)
         while (wide := (chosen[1:] != chosen[:-1]) & (np.diff(logs) > exact)).any():
             middle = (logs[1:] + logs[:-1])[wide] / 2
-            logs, chosen = np.r_[logs, middle], np.r_[chosen, decided(middle)]
+            logs = np.r_[logs, middle]
+            chosen = np.r_[chosen, decided(middle)]
             order = logs.argsort()
-            logs, chosen = logs[order], chosen[order]
+            logs = logs[order]
+            chosen = chosen[order]
         starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
         return [(float(np.exp(logs[i])), dict(self.configurations[chosen[i]])) for i in starts]
 
@@ -242,7 +312,9 @@ class KnobPolicy:
         numbers = {"probability": torch.from_numpy(np.exp(log_probs))}
         if agent.teacher is None:
             return numbers
-        x = agent.controller.features({name: torch.tensor(block) for name, block in blocks.items()}, len(limits))
+        x = agent.controller.features(
+            {name: torch.tensor(block) for name, block in blocks.items()}, len(limits)
+        )
         moments = agent.teacher.moments(x)
         numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
         mean = agent.decider.mean
@@ -251,7 +323,9 @@ class KnobPolicy:
             return numbers | {"utility": moments.score(worths, "mean")}
         if drift is not None:
             offset = torch.as_tensor(drift[0]).float().expand(len(self.configurations))
-            moved = moments._replace(log_latency=moments.log_latency + offset, spread=moments.spread * drift[1])
+            moved = moments._replace(
+                log_latency=moments.log_latency + offset, spread=moments.spread * drift[1]
+            )
             slower = moved.latency_ms / moments.latency_ms
             numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
             moments = moved
@@ -263,6 +337,9 @@ def _numbers(name: str, value: Any) -> Array:
     """A copy as float32. Raises InputError if these are no numbers."""
     try:
         with np.errstate(over="ignore"):  # infinite values are refused by name
-            return np.array(value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value, np.float32)
+            return np.array(
+                value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value,
+                np.float32,
+            )
     except (TypeError, ValueError) as error:
         raise InputError(f"{name}: not an array of numbers ({error})") from error

@@ -1,7 +1,7 @@
 """Export a controller for deadlines as an ONNX graph that decides alone, guard included.
 
-Only `Deployed` depends on what kind of controller it is; everything else works for any torch module that turns feature
-blocks and budgets into configurations.
+Only `Deployed` depends on what kind of controller it is; everything else works for any torch module
+that turns feature blocks and budgets into configurations.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class Deployed(nn.Module):
 def write_onnx(deployed: Deployed, path: Path) -> None:
     """Write an ONNX graph.
 
-    Its inputs are the blocks by name, float32 [n, d], and `budget_ms`, float32 [n]; its output is `configuration`,
-    int64 [n]. The knob values of each configuration are in its metadata as `configurations`, JSON.
+    Its inputs are the blocks by name, float32 [n, d], and `budget_ms`, float32 [n]; its output is
+    `configuration`, int64 [n]. The knob values of each configuration are in its metadata as
+    `configurations`, JSON.
     """
     inputs = (*(torch.zeros(2, size) for size in deployed.sizes.values()), torch.ones(2))
     program: Any = torch.onnx.export(
@@ -96,7 +97,8 @@ def write_onnx(deployed: Deployed, path: Path) -> None:
 
 
 def quantise(source: Path, path: Path) -> None:
-    """Write a graph with the weights of its matrix products in 8 bits (onnxruntime's dynamic quantisation)."""
+    """Write a graph with the weights of its matrix products in 8 bits (onnxruntime's dynamic
+    quantisation)."""
     from onnxruntime.quantization import quantize_dynamic
 
     logging.disable(logging.WARNING)  # it logs advice
@@ -114,7 +116,9 @@ class OnnxController:
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"]
+        )
         # the graph has no input for what it does not read
         self._names = [value.name for value in self._session.get_inputs()]
 

@@ -24,9 +24,13 @@ from torch import Tensor, nn
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.envs.tables.profile_table import ProfileTable
 
-ROUNDS, CALLS, WARM_UP = 3, 20, 5
+ROUNDS = 3
+CALLS = 20
+WARM_UP = 5
 """Rounds; decisions timed for each budget in a round, and before these."""
-WIDTH, LAYERS, TOKENS = 128, 4, 32
+WIDTH = 128
+LAYERS = 4
+TOKENS = 32
 """Of the transformer: 3 MB of weights, as the elastic model has. Larger models take so long that
 decisions cost next to nothing."""
 EXPECTED_US = 30.0
@@ -54,7 +58,9 @@ def own_costs(
     return [OwnCost(*each) for each in quickest]
 
 
-def _round(controller: NumpyController, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> Tensor:
+def _round(
+    controller: NumpyController, table: ProfileTable, rows: Tensor, budgets_ms: Tensor
+) -> Tensor:
     """Return `OwnCost` as one tensor [2, B]. The budgets take turns in random order."""
     limits = budgets_ms.tolist()
     rng = np.random.default_rng(0)
@@ -87,4 +93,6 @@ def _transformer() -> nn.Module:
 
 def expected_cost_ms(table: ProfileTable) -> float:
     """Return what decisions are expected to cost with their features, in ms."""
-    return EXPECTED_US / 1e3 + table.features_ms if table.unit == "ms" else 0.0
+    if table.unit == "ms":
+        return EXPECTED_US / 1e3 + table.features_ms
+    return 0.0

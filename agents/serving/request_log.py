@@ -1,8 +1,8 @@
 """What a deployed controller did, request by request, in files that can be learned from.
 
-A folder holds `requests-….jsonl` with a line for each request and `labels-….jsonl` with accuracies that became known
-later. A line is one write to a file of this process alone, and the kernel keeps what was written when the process is
-killed: kill -9 costs at most the line that was being written.
+A folder holds `requests-….jsonl` with a line for each request and `labels-….jsonl` with accuracies
+that became known later. A line is one write to a file of this process alone, and the kernel keeps
+what was written when the process is killed: kill -9 costs at most the line that was being written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage
 
 FORMAT = "knobwise.RequestLog/1"
-REQUESTS, LABELS = "requests", "labels"
+REQUESTS = "requests"
+LABELS = "labels"
 COLUMNS = dict.fromkeys(("budget_ms", "limit_ms", "log_latency", "answer_ms", "accuracy"), "f8")
 COLUMNS |= {"choice": "i8", "best": "i8", "met": "?"}
 """What `Logged` has as it is in a row, and its type."""
@@ -49,7 +50,8 @@ class Result:
     limit_ms: float
     """The rest of the budget that the decision was made under."""
     drift: Drift | None
-    """What the decision allowed for: offsets of ln ms [C] and the factor on their spread; None for nothing."""
+    """What the decision allowed for: offsets of ln ms [C] and the factor on their spread; None for
+    nothing."""
     expected: tuple[float, float]
     """The predicted mean and standard deviation of the configuration's ln ms, without drift."""
     total_ms: float
@@ -57,14 +59,15 @@ class Result:
     waited_ms: float
     """Time since its arrival without its own work; 0 if the arrival is unknown."""
     overhead_ms: float
-    """What the controller adds: features, with a first look that the answer does not continue from, decision, knobs
-    set, tracking, and the calls between them."""
+    """What the controller adds: features, with a first look that the answer does not continue from,
+    decision, knobs set, tracking, and the calls between them."""
     decision_us: float
     """The part of the overhead that the decision took, for the whole batch."""
     request_id: str | None = None
     """Of its row in the log; None without a log."""
     prepared_ms: float = 0.0
-    """The part of the first stage that was over before the request was asked for, see `AdaptiveModel.prefetch`."""
+    """The part of the first stage that was over before the request was asked for, see
+    `AdaptiveModel.prefetch`."""
 
     @property
     def met(self) -> bool:
@@ -73,8 +76,8 @@ class Result:
 
 
 class RequestLog:
-    """Appends to the log in a folder. Several processes may share the folder; threads that share this object need a
-    lock of their own, which `AdaptiveModel` has.
+    """Appends to the log in a folder. Several processes may share the folder; threads that share
+    this object need a lock of their own, which `AdaptiveModel` has.
 
     Args:
         folder: made when it is missing. Each start begins a new file.
@@ -85,11 +88,13 @@ class RequestLog:
     """
 
     def __init__(self, folder: str | Path, rows_per_file: int = 10_000) -> None:
-        self.folder, self._most = Path(folder), rows_per_file
+        self.folder = Path(folder)
+        self._most = rows_per_file
         self._files: dict[str, tuple[int, str]] = {}
         self._rows: Counter[str] = Counter()
         self.lost = 0
-        """Rows that could not be written, such as on a full disk. The requests were answered all the same."""
+        """Rows that could not be written, such as on a full disk. The requests were answered all
+        the same."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begin(REQUESTS)
@@ -103,7 +108,8 @@ class RequestLog:
         return request_id
 
     def label(self, request_id: str, accuracy: float) -> None:
-        """Note how right an answer was, 0 to 1, now that it is known. The latest label of a request counts."""
+        """Note how right an answer was, 0 to 1, now that it is known. The latest label of a request
+        counts."""
         self._write(LABELS, {"id": request_id, "accuracy": float(accuracy)})
 
     def close(self) -> None:
@@ -138,20 +144,28 @@ class RequestLog:
             self.lost += 1
             self._rows[kind] = self._most  # the next row must not continue half a line
             if self.lost == 1:
-                logging.getLogger(__name__).warning("log: a row is lost (%s); this and later losses are counted", error)
+                logging.getLogger(__name__).warning(
+                    "log: a row is lost (%s); this and later losses are counted", error
+                )
 
 
-def row_of(controller: str, stage: FirstStage, drawn: Drawn | None, result: Result) -> dict[str, Any]:
+def row_of(
+    controller: str, stage: FirstStage, drawn: Drawn | None, result: Result
+) -> dict[str, Any]:
     """A row in plain values.
 
     Args:
         controller: digest of the controller that decided.
-        stage: of the request; its features are empty where the guard fell back before there were any.
+        stage: of the request; its features are empty where the guard fell back before there were
+            any.
         drawn: the chances that the configuration was drawn with; None if no other was possible.
         result: what the request got.
     """
     drawn = drawn or Drawn(1.0, {result.choice: 1.0}, result.choice)
-    drift = None if result.drift is None else [_packed(result.drift[0]), float(result.drift[1])]
+    if result.drift is None:
+        drift = None
+    else:
+        drift = [_packed(result.drift[0]), float(result.drift[1])]
     return {
         "controller": controller,
         "choice": result.choice,
@@ -191,9 +205,11 @@ class Logged(NamedTuple):
     """int64 [n]."""
     best: Array
     tried: Array
-    """int64 [n]: what the controller that served chose, and a candidate on trial; −1 without one."""
+    """int64 [n]: what the controller that served chose, and a candidate on trial; −1 without
+    one."""
     propensity: Array
-    """float64 [n, C]: the probability of every configuration under the policy that drew the choice."""
+    """float64 [n, C]: the probability of every configuration under the policy that drew the
+    choice."""
     log_latency: Array
     """float64 [n]: ln ms that was predicted of the choice, without drift."""
     answer_ms: Array
@@ -221,7 +237,8 @@ class Logged(NamedTuple):
 
 
 class ReadLog(NamedTuple):
-    """What `read_log` read: the good rows in the order of their files, and why the others were set aside."""
+    """What `read_log` read: the good rows in the order of their files, and why the others were set
+    aside."""
 
     rows: list[dict[str, Any]]
     aside: Counter[str]
@@ -237,18 +254,22 @@ def read_log(
     digests: Collection[str] | None = None,
     feature_sizes: Mapping[str, int] | None = None,
 ) -> ReadLog:
-    """Read a log and join the labels to the requests. What cannot be used is set aside and counted by reason.
+    """Read a log and join the labels to the requests. What cannot be used is set aside and counted
+    by reason.
 
     Args:
-        configurations, digests, feature_sizes: of the controller that is to learn from it, with the digests of the
-            versions before it; None accepts all.
+        configurations, digests, feature_sizes: of the controller that is to learn from it, with the
+            digests of the versions before it; None accepts all.
 
     Raises:
         InputError: there is no log in the folder.
     """
-    folder, aside = Path(folder), Counter[str]()
+    folder = Path(folder)
+    aside = Counter[str]()
     if not any(folder.glob(f"{REQUESTS}-*.jsonl")):
-        raise InputError(f"log={folder}: no {REQUESTS}-….jsonl in it; give the folder of AdaptiveModel(log=…)")
+        raise InputError(
+            f"log={folder}: no {REQUESTS}-….jsonl in it; give the folder of AdaptiveModel(log=…)"
+        )
     rows: dict[str, dict[str, Any]] = {}
     for row in _lines(folder, REQUESTS, aside):
         if reason := _fault(row, configurations, digests, feature_sizes):
@@ -258,7 +279,8 @@ def read_log(
         else:
             rows[row["id"]] = row
     for label in _lines(folder, LABELS, aside):
-        request_id, accuracy = label.get("id"), label.get("accuracy")
+        request_id = label.get("id")
+        accuracy = label.get("accuracy")
         if not _is_number(accuracy) or not 0 <= accuracy <= 1:
             aside["a label outside [0, 1]"] += 1
         elif not isinstance(request_id, str) or request_id not in rows:
@@ -269,17 +291,26 @@ def read_log(
 
 
 def logged_of(
-    rows: Sequence[Mapping[str, Any]], count: int, feature_sizes: Mapping[str, int], digest: str | None = None
+    rows: Sequence[Mapping[str, Any]],
+    count: int,
+    feature_sizes: Mapping[str, int],
+    digest: str | None = None,
 ) -> Logged:
-    """Good rows as arrays, for `count` configurations. Trials count only beside the controller of this digest."""
+    """Good rows as arrays, for `count` configurations. Trials count only beside the controller of
+    this digest."""
     n = len(rows)
-    features = {name: np.full((n, size), np.nan, np.float32) for name, size in feature_sizes.items()}
-    offset, scale, propensity = np.zeros((n, count), np.float32), np.ones(n), np.zeros((n, count))
+    features = {
+        name: np.full((n, size), np.nan, np.float32) for name, size in feature_sizes.items()
+    }
+    offset = np.zeros((n, count), np.float32)
+    scale = np.ones(n)
+    propensity = np.zeros((n, count))
     for place, row in enumerate(rows):
         for name, block in (row["features"] or {}).items():
             features[name][place] = _unpacked(block)
         if row["drift"] is not None:
-            offset[place], scale[place] = _unpacked(row["drift"][0]), row["drift"][1]
+            offset[place] = _unpacked(row["drift"][0])
+            scale[place] = row["drift"][1]
         propensity[place, row["among"]] = row["chances"]
     columns = {name: np.array([row[name] for row in rows], kind) for name, kind in COLUMNS.items()}
     return Logged(
@@ -288,7 +319,12 @@ def logged_of(
         seen=np.array([row["features"] is not None or not feature_sizes for row in rows], bool),
         offset=offset,
         scale=scale,
-        tried=np.array([-1 if row["tried"] is None or row["controller"] != digest else row["tried"] for row in rows]),
+        tried=np.array(
+            [
+                -1 if row["tried"] is None or row["controller"] != digest else row["tried"]
+                for row in rows
+            ]
+        ),
         propensity=propensity,
         **columns,
     )
@@ -318,7 +354,9 @@ def _fault(
     feature_sizes: Mapping[str, int] | None,
 ) -> str:
     """Why nothing can be learned from a row; "" if it can."""
-    probability, choice, among = row.get("probability"), row.get("choice"), row.get("among")
+    probability = row.get("probability")
+    choice = row.get("choice")
+    among = row.get("among")
     if digests is not None and row.get("controller") not in digests:
         return "of another controller"
     if probability is None:
@@ -327,23 +365,41 @@ def _fault(
         return "a probability outside (0, 1]"
     if row.get("price") is not None:  # as earlier versions could, without the guard
         return "decided at a price"
-    count = math.inf if configurations is None else len(configurations)
-    if not _is_index(choice, count) or (configurations is not None and row.get("knobs") != configurations[choice]):
+    if configurations is None:
+        count = math.inf
+    else:
+        count = len(configurations)
+    if not _is_index(choice, count) or (
+        configurations is not None and row.get("knobs") != configurations[choice]
+    ):
         return "an unknown configuration"
     if not _are_chances(among, row.get("chances"), count, choice, probability):
         return "a probability that the chances of the draw contradict"
-    whole = isinstance(row.get("id"), str) and isinstance(row.get("met"), bool) and isinstance(row.get("knobs"), dict)
+    whole = (
+        isinstance(row.get("id"), str)
+        and isinstance(row.get("met"), bool)
+        and isinstance(row.get("knobs"), dict)
+    )
     tried = row.setdefault("tried", None)
-    if not (whole and _is_index(row.get("best"), count) and (tried is None or _is_index(tried, count))):
+    if not (
+        whole and _is_index(row.get("best"), count) and (tried is None or _is_index(tried, count))
+    ):
         return "a damaged row"
     positive = [row.get(name) for name in ("budget_ms", "limit_ms", "answer_ms")]
-    if not all(_is_number(ms) and ms > 0 for ms in positive) or not _is_number(row.get("log_latency")):
+    if not all(_is_number(ms) and ms > 0 for ms in positive) or not _is_number(
+        row.get("log_latency")
+    ):
         return "times that are not positive and finite"
-    if row.setdefault("accuracy", None) is not None and not (_is_number(row["accuracy"]) and 0 <= row["accuracy"] <= 1):
+    if row.setdefault("accuracy", None) is not None and not (
+        _is_number(row["accuracy"]) and 0 <= row["accuracy"] <= 1
+    ):
         return "an accuracy outside [0, 1]"
     try:
         sizes = {name: len(_unpacked(block)) for name, block in (row["features"] or {}).items()}
-        packed, scale = ("", 1.0) if row["drift"] is None else row["drift"]
+        if row["drift"] is None:
+            packed, scale = ("", 1.0)
+        else:
+            packed, scale = row["drift"]
         offsets = _unpacked(packed)
     except (KeyError, TypeError, ValueError, AttributeError):
         return "a damaged row"
@@ -356,12 +412,17 @@ def _fault(
 
 
 def _are_chances(among: Any, chances: Any, count: float, choice: int, probability: float) -> bool:
-    """Whether these are the probabilities of distinct configurations, with this one of the choice."""
+    """Whether these are the probabilities of distinct configurations, with this one of the
+    choice."""
     if not (isinstance(among, list) and isinstance(chances, list) and len(among) == len(chances)):
         return False
     if len({*map(str, among)}) < len(among) or not all(_is_index(each, count) for each in among):
         return False
-    if not all(map(_is_number, chances)) or min(chances, default=0) <= 0 or abs(sum(chances) - 1) > 1e-6:
+    if (
+        not all(map(_is_number, chances))
+        or min(chances, default=0) <= 0
+        or abs(sum(chances) - 1) > 1e-6
+    ):
         return False
     return choice in among and abs(chances[among.index(choice)] - probability) < 1e-9
 

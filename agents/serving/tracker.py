@@ -1,18 +1,22 @@
 """Follows how far latencies drift from what a controller predicts, from the answers alone.
 
-An answer's residual r = ln(measured ms) − μ, with μ predicted, is modelled as h·x + κ·σ·ε: x holds a level and an
-offset of each knob value, h marks those of the configuration, σ is the predicted spread. A Kalman filter follows x
-(Kalman 1960, "A New Approach to Linear Filtering and Prediction Problems"): the level is a random walk (the local level
-model of Harvey 1989, "Forecasting, Structural Time Series Models and the Kalman Filter", section 2.3), and the offsets
-return to 0 within `VALUE_MEMORY` answers, which shrinks them. Only the variances of x are kept, as if its elements were
-independent: an update is then some sums of plain numbers, which cost little even when the caches hold a model. κ² is an
-exponentially weighted mean of squared residuals, each in units of its expected spread. Three things keep this robust:
+An answer's residual r = ln(measured ms) − μ, with μ predicted, is modelled as h·x + κ·σ·ε: x holds
+a level and an offset of each knob value, h marks those of the configuration, σ is the predicted
+spread. A Kalman filter follows x (Kalman 1960, "A New Approach to Linear Filtering and Prediction
+Problems"): the level is a random walk (the local level model of Harvey 1989, "Forecasting,
+Structural Time Series Models and the Kalman Filter", section 2.3), and the offsets return to 0
+within `VALUE_MEMORY` answers, which shrinks them. Only the variances of x are kept, as if its
+elements were independent: an update is then some sums of plain numbers, which cost little even when
+the caches hold a model. κ² is an exponentially weighted mean of squared residuals, each in units of
+its expected spread. Three things keep this robust:
 
-- Residuals are clipped at `CLIP` spreads (Huber 1964, "Robust Estimation of a Location Parameter"; for the filter
-  Masreliez and Martin 1977, "Robust Bayesian estimation for the linear model"), so that one stall moves little.
+- Residuals are clipped at `CLIP` spreads (Huber 1964, "Robust Estimation of a Location Parameter";
+  for the filter Masreliez and Martin 1977, "Robust Bayesian estimation for the linear model"), so
+  that one stall moves little.
 - The spread grows with clipped residuals, up to `SCALES`, and what is clipped with it.
-- `SHIFT_AFTER` clipped residuals in a row on the same side are no stall but a shift of the level: its variance is
-  raised until they stop (a run rule, as in Western Electric 1956, "Statistical Quality Control Handbook").
+- `SHIFT_AFTER` clipped residuals in a row on the same side are no stall but a shift of the level:
+  its variance is raised until they stop (a run rule, as in Western Electric 1956, "Statistical
+  Quality Control Handbook").
 
 docs/streams.md compares controllers with and without it.
 """
@@ -32,17 +36,25 @@ from knobwise.agents.policy.static import Static
 from knobwise.common.errors import InputError
 
 FORMAT = "knobwise.LatencyTracker/2"
-WANDER, SPREAD_GAIN = 0.003, 1 / 50
-"""Standard deviation of the level's step from one answer to the next, in ln ms; weight of the newest square in κ²."""
-CLIP, SHIFT_AFTER, SHIFT_VARIANCE = 2.0, 6, 4.0
-"""In spreads of a residual; in answers; and the variance added to the level then, in variances of a residual."""
-FIRST_SPREAD, VALUE_SPREAD, VALUE_MEMORY = 0.5, 0.03, 4000
+WANDER = 0.003
+SPREAD_GAIN = 1 / 50
+"""Standard deviation of the level's step from one answer to the next, in ln ms; weight of the
+newest square in κ²."""
+CLIP = 2.0
+SHIFT_AFTER = 6
+SHIFT_VARIANCE = 4.0
+"""In spreads of a residual; in answers; and the variance added to the level then, in variances of a
+residual."""
+FIRST_SPREAD = 0.5
+VALUE_SPREAD = 0.03
+VALUE_MEMORY = 4000
 """Standard deviations of level and offsets before the first answer, in ln ms; and answers."""
 SCALES = 0.25, 3.0
 """Bounds of κ."""
 LARGEST = 1e6
 """Beyond any mean or variance of the filter."""
-LEAST_SPREAD, MOST_OFFSET = 1e-3, math.log(1000)
+LEAST_SPREAD = 1e-3
+MOST_OFFSET = math.log(1000)
 """Bounds of a predicted spread and of a residual, in ln ms."""
 FORGET_EVERY = 16
 """Answers after which offsets are shrunk; each time would cost more than all the rest."""
@@ -55,11 +67,13 @@ Array = NDArray[np.float64]
 
 
 class LatencyTracker:
-    """The drift of one controller's predictions on one machine. An update takes some microseconds; not thread-safe.
+    """The drift of one controller's predictions on one machine. An update takes some microseconds;
+    not thread-safe.
 
     Attributes:
-        drift: offset of ln ms of each configuration, float32 [C], and the factor κ on its spread, as the decisions of
-            `NumpyController` take it; None before the first answer. Replaced by each update, never changed in place.
+        drift: offset of ln ms of each configuration, float32 [C], and the factor κ on its spread,
+            as the decisions of `NumpyController` take it; None before the first answer. Replaced by
+            each update, never changed in place.
         answers: how many it has learned from.
         ignored: how many it has not learned from, by reason.
 
@@ -74,7 +88,10 @@ class LatencyTracker:
         names = [name for name, _ in pairs]
         pairs = [(name, value) for name, value in pairs if names.count(name) > 1]
         self.names = ["level", *(f"{name}={value}" for name, value in pairs)]
-        rows = [[1.0, *(float(values[name] == value) for name, value in pairs)] for values in configurations]
+        rows = [
+            [1.0, *(float(values[name] == value) for name, value in pairs)]
+            for values in configurations
+        ]
         self._design = np.array(rows, np.float32)
         self._shares = self._design.mean(0, np.float64).tolist()
         self._places = [np.flatnonzero(row).tolist() for row in self._design]
@@ -82,8 +99,11 @@ class LatencyTracker:
 
     def _begin(self) -> None:
         values = len(self.names) - 1
-        self._mean, self._variance = [0.0] * (1 + values), [FIRST_SPREAD**2] + [VALUE_SPREAD**2] * values
-        self._scale, self._run, self.answers = 1.0, 0, 0
+        self._mean = [0.0] * (1 + values)
+        self._variance = [FIRST_SPREAD**2] + [VALUE_SPREAD**2] * values
+        self._scale = 1.0
+        self._run = 0
+        self.answers = 0
         self.ignored: dict[str, int] = {}
         self.drift: tuple[NDArray[np.float32], float] | None = None
 
@@ -95,27 +115,38 @@ class LatencyTracker:
     def _refresh(self) -> None:
         self.drift = self._design.dot(np.array(self._mean, np.float32)), self._scale
 
-    def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None:
-        """Learn from an answer: the index of its configuration, the mean and standard deviation of ln ms predicted
-        without drift, and its time. A time that is not positive and finite is ignored and counted."""
-        if not (0 < measured_ms < math.inf and -math.inf < log_latency < math.inf and 0 <= spread < math.inf):
+    def update(
+        self, configuration: int, log_latency: float, spread: float, measured_ms: float
+    ) -> None:
+        """Learn from an answer: the index of its configuration, the mean and standard deviation of
+        ln ms predicted without drift, and its time. A time that is not positive and finite is
+        ignored and counted."""
+        if not (
+            0 < measured_ms < math.inf
+            and -math.inf < log_latency < math.inf
+            and 0 <= spread < math.inf
+        ):
             return self.ignore("an answer without a positive, finite time")
         residual = min(max(math.log(measured_ms) - log_latency, -MOST_OFFSET), MOST_OFFSET)
         scale = self._scale
-        z = self._follow(self._places[configuration], residual, (scale * max(spread, LEAST_SPREAD)) ** 2)
+        z = self._follow(
+            self._places[configuration], residual, (scale * max(spread, LEAST_SPREAD)) ** 2
+        )
         scale *= math.sqrt(1 + SPREAD_GAIN * (z * z / CLIPPED_SQUARE - 1))
         self._scale = min(max(scale, SCALES[0]), SCALES[1])
         self._refresh()
 
     def _follow(self, places: list[int], residual: float, noise: float) -> float:
-        """One step of the filter for these elements of x, with noise of this variance; returns the clipped residual in
-        its own spreads."""
+        """One step of the filter for these elements of x, with noise of this variance; returns the
+        clipped residual in its own spreads."""
         self.answers += 1
         if not self.answers % FORGET_EVERY:
             self._forget()
-        mean, variance = self._mean, self._variance
+        mean = self._mean
+        variance = self._variance
         variance[0] += WANDER**2
-        total, error = noise, residual
+        total = noise
+        error = residual
         for place in places:
             total += variance[place]
             error -= mean[place]
@@ -123,7 +154,10 @@ class LatencyTracker:
             self._run = 0
         else:
             side = 1 if error > 0 else -1
-            self._run = self._run + side if self._run * side > 0 else side
+            if self._run * side > 0:
+                self._run = self._run + side
+            else:
+                self._run = side
             if abs(self._run) >= SHIFT_AFTER:
                 variance[0] += SHIFT_VARIANCE * noise
                 total += SHIFT_VARIANCE * noise
@@ -141,8 +175,8 @@ class LatencyTracker:
             self._variance[place] += (1 - KEPT**2) * (VALUE_SPREAD**2 - self._variance[place])
 
     def warm_start(self, configurations: Sequence[int], log_ratios: Sequence[float]) -> None:
-        """Begin anew with timed cells: their configurations and ln(time here / time in the profile), n each. The level
-        begins at the median."""
+        """Begin anew with timed cells: their configurations and ln(time here / time in the
+        profile), n each. The level begins at the median."""
         self._begin()
         ratios = np.clip(log_ratios, -MOST_OFFSET, MOST_OFFSET)
         timed = ~np.isnan(ratios)
@@ -154,14 +188,17 @@ class LatencyTracker:
             self._refresh()
 
     def ignore(self, reason: str) -> None:
-        """Count an answer that nothing can be learned from; the first for a reason is logged in one line."""
+        """Count an answer that nothing can be learned from; the first for a reason is logged in one
+        line."""
         self.ignored[reason] = self.ignored.get(reason, 0) + 1
         if self.ignored[reason] == 1:
-            logging.getLogger(__name__).warning("tracker: %s; this and all later ones are ignored and counted", reason)
+            logging.getLogger(__name__).warning(
+                "tracker: %s; this and all later ones are ignored and counted", reason
+            )
 
     def factors(self) -> dict[str, float]:
-        """Latency here / latency predicted: `level`, the typical one, and for each knob value (as `max_crops=12`) what
-        comes on top; `spread` is κ."""
+        """Latency here / latency predicted: `level`, the typical one, and for each knob value (as
+        `max_crops=12`) what comes on top; `spread` is κ."""
         values = dict(zip(self.names, np.exp(self._mean).tolist(), strict=True))
         return values | {"level": math.exp(self.level), "spread": self._scale}
 
@@ -189,19 +226,28 @@ class LatencyTracker:
             if state["format"] != FORMAT:
                 raise ValueError(f"format {state['format']}, expected {FORMAT}")
             if state["controller"] != self.digest or state["names"] != self.names:
-                raise InputError("tracker: the state belongs to another controller; start without it")
+                raise InputError(
+                    "tracker: the state belongs to another controller; start without it"
+                )
             moments = np.array([state["mean"], state["variance"]], np.float64)
             if moments.shape != (2, len(self.names)):
                 raise ValueError("wrong sizes")
             valid = (np.abs(moments) < LARGEST).all() and (moments[1] >= 0).all()
             if not (valid and SCALES[0] <= state["scale"] <= SCALES[1]):
                 raise ValueError("numbers out of range")
-            scale, run, answers = float(state["scale"]), int(state["run"]), int(state["answers"])
+            scale = float(state["scale"])
+            run = int(state["run"])
+            answers = int(state["answers"])
             ignored = {str(reason): int(count) for reason, count in state["ignored"].items()}
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise InputError(f"tracker: is not the state of a tracker ({type(error).__name__}: {error})") from None
+            raise InputError(
+                f"tracker: is not the state of a tracker ({type(error).__name__}: {error})"
+            ) from None
         self._mean, self._variance = moments.tolist()
-        self._scale, self._run, self.answers, self.ignored = scale, run, answers, ignored
+        self._scale = scale
+        self._run = run
+        self.answers = answers
+        self.ignored = ignored
         self.drift = None
         if answers:
             self._refresh()

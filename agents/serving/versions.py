@@ -21,14 +21,17 @@ from knobwise.common import checks
 from knobwise.common.errors import InputError
 from knobwise.common.files import replace_link, sync
 
-CURRENT, CANDIDATE, VERSIONS, CONTROLLER = "current", "candidate", "versions", "controller.npz"
+CURRENT = "current"
+CANDIDATE = "candidate"
+VERSIONS = "versions"
+CONTROLLER = "controller.npz"
 EVERY_S = 1.0
 """How often a process checks for a new controller, in seconds."""
 
 
 def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Add a version whose files `write` makes in the folder that it is given. It does not serve yet. For one process at
-    a time: what is unfinished is of a process that was killed, and goes."""
+    """Add a version whose files `write` makes in the folder that it is given. It does not serve
+    yet. For one process at a time: what is unfinished is of a process that was killed, and goes."""
     versions = folder / VERSIONS
     versions.mkdir(parents=True, exist_ok=True)
     for unfinished in versions.glob(".new-*"):
@@ -62,7 +65,9 @@ def try_out(folder: Path, version: Path | None) -> None:
 def serving(folder: Path) -> Path | None:
     """The version that serves; None before the first."""
     link = folder / CURRENT
-    return folder / VERSIONS / link.readlink().name if link.is_symlink() else None
+    if link.is_symlink():
+        return folder / VERSIONS / link.readlink().name
+    return None
 
 
 class Watched:
@@ -81,12 +86,20 @@ class Watched:
         checks.share("watch: trial", trial)
         self._paths = [path / CONTROLLER if path.is_dir() else path]
         if not self._paths[0].exists():
-            raise InputError(f"watch: {self._paths[0]} does not exist; give a controller.npz, or the folder of one")
+            raise InputError(
+                f"watch: {self._paths[0]} does not exist; give a controller.npz, or the folder of "
+                "one"
+            )
         if trial and not path.is_dir():
-            raise InputError(f"watch: trial={trial}: give the folder `current` beside the candidate; {path} is a file")
+            raise InputError(
+                f"watch: trial={trial}: give the folder `current` beside the candidate; {path} is "
+                "a file"
+            )
         if trial:
             self._paths.append(path.parent / CANDIDATE / CONTROLLER)
-        self.controller, self.trial, self._interface = like, trial, _interface(like)
+        self.controller = like
+        self.trial = trial
+        self._interface = _interface(like)
         """The latest that could be used."""
         self.candidate: NumpyController | None = None
         """The one on trial, another than `controller`."""
@@ -110,7 +123,10 @@ class Watched:
             if place == 0:
                 self.controller = self._read(path) or self.controller
             else:
-                self.candidate = self._read(path) if any(mark) else None
+                if any(mark):
+                    self.candidate = self._read(path)
+                else:
+                    self.candidate = None
         if self.candidate is not None and self.candidate.digest == self.controller.digest:
             self.candidate = None
 

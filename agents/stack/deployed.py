@@ -62,7 +62,9 @@ class DeployedController(nn.Module):
     asked what they expect, and to be exported to other forms.
     """
 
-    def __init__(self, controller: Controller, teacher: Teacher | None = None, settled: Settled | None = None) -> None:
+    def __init__(
+        self, controller: Controller, teacher: Teacher | None = None, settled: Settled | None = None
+    ) -> None:
         super().__init__()
         self.controller = controller
         self.knobs = controller.knobs
@@ -160,7 +162,9 @@ class DeployedController(nn.Module):
             arrays["values"] = by_value.cpu().numpy().astype(np.float32)
         unknown = {"bias": np.zeros(count, np.float32), "spread": np.ones(count, np.float32)}
         parts = {
-            "normaliser": {name: values.cpu().numpy() for name, values in normaliser.state_dict().items()},
+            "normaliser": {
+                name: values.cpu().numpy() for name, values in normaliser.state_dict().items()
+            },
             "network": _network_arrays(controller),
             "latency": settled.latency or unknown,
             "static": settled.static,

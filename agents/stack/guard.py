@@ -1,14 +1,14 @@
-"""Two guarantees for a deployed policy, both calibrated per budget on samples that it was not fitted
-on.
+"""Two guarantees for a deployed policy, both calibrated per budget on samples that it was not
+fitted on.
 
 The *margin* keeps the share of met budgets at a level: the policy plans with this share of its
 budget. The *comparison* falls back to budget-aware static if the policy at that margin was not
 better by more than chance.
 
 The margin is found by conformal risk control (Angelopoulos, Bates, Fisch, Lei and Schuster 2024,
-"Conformal Risk Control", ICLR, section 2): λ̂ = inf{λ : n/(n+1)·R̂(λ) + 1/(n+1) ≤ 1 − level}, where R̂
-is the share of missed budgets among the n feasible requests (some profiled configuration meets the
-budget), and λ rises as the margin narrows. The guarantee is a mean over the draw of calibration
+"Conformal Risk Control", ICLR, section 2): λ̂ = inf{λ : n/(n+1)·R̂(λ) + 1/(n+1) ≤ 1 − level}, where
+R̂ is the share of missed budgets among the n feasible requests (some profiled configuration meets
+the budget), and λ rises as the margin narrows. The guarantee is a mean over the draw of calibration
 samples and of a new one. A narrower margin can make a choice miss that met before, so R̂(λ) is
 replaced by its maximum over all margins from λ down to the *cautious* one, at which the fewest
 budgets are missed; the guarantee is then asymptotic in n, not exact.
@@ -42,7 +42,8 @@ MARGINS = tuple(0.97**step for step in range(24))
 ROUNDING = 1e-6
 """Of sums of shares of measurements."""
 WHEN = ("before", "after", "cautious", "static")
-"""What is compared: the policy with its whole budget, at its margin, at the cautious one; static."""
+"""What is compared: the policy with its whole budget, at its margin, at the cautious one;
+static."""
 Decide = Callable[[float], Tensor]
 """A limit in ms → the configurations int64 [n] that the policy chooses for samples that it was not
 fitted on."""
@@ -144,7 +145,10 @@ def _calibrated(
 
     allowed = (1 - level) * count + ROUNDING  # without the correction for the number of requests
     fewest = min(float(misses.min()), static_misses)
-    late = float(misses[chosen]) if deployed else static_misses
+    if deployed:
+        late = float(misses[chosen])
+    else:
+        late = static_misses
     unattainable = may_miss >= 0 and fewest > allowed
     too_dear = fewest <= may_miss + ROUNDING < late
     unshown = count > 0 and late > may_miss + ROUNDING and not (unattainable or too_dear)
@@ -159,7 +163,10 @@ def _calibrated(
         "reason": "",
     }
     for when, column in zip(WHEN, (0, chosen, cautious, -1), strict=True):
-        row[f"satisfaction_{when}"] = float(met[column]) / count if count else None
+        if count:
+            row[f"satisfaction_{when}"] = float(met[column]) / count
+        else:
+            row[f"satisfaction_{when}"] = None
     row["satisfaction_deployed"] = row["satisfaction_after" if deployed else "satisfaction_static"]
     row |= _utilities(means, chosen, deployed)
     row |= {"gain": float(gain.mean()), "gain_se": standard_error(gain), "feasible": count}
@@ -198,14 +205,22 @@ def _reason(row: dict[str, Any], settings: GuardSettings) -> str:
         if row["deployed"]:
             cost = f"more than {100 * settings.level_cost:g}% of the gain over static"
         kept = f"({row['satisfaction_deployed']:.1%} on time)"
-        return f"{decision}; a guarantee of {level} on time would cost {cost}, so there is none {kept}"
+        return (
+            f"{decision}; a guarantee of {level} on time would cost {cost}, so there is none {kept}"
+        )
     if not (row["unattainable"] or row["unshown"]):
         return decision
     if needed > n:
         least = math.ceil((1 - 1e-9) / (1 - settings.level)) - 1
-        return f"{decision}; {n} feasible requests are too few to show {level} on time, at least {least} are needed"
+        return (
+            f"{decision}; {n} feasible requests are too few to show {level} on "
+            f"time, at least {least} are needed"
+        )
     best = max(row["satisfaction_cautious"], row["satisfaction_static"])
-    on_time = f"at best {best:.1%} are ({round(best * n, 1):g} of {n} feasible requests, {needed} are needed)"
+    on_time = (
+        f"at best {best:.1%} are ({round(best * n, 1):g} of {n} feasible "
+        f"requests, {needed} are needed)"
+    )
     if row["unshown"]:
         return f"{decision}; too few requests to guarantee {level} on time: {on_time}"
     no_help = ""

@@ -1,9 +1,10 @@
-"""Mean budgets: the *average* cost over the requests must not exceed the budget, so easy requests pay for hard ones.
+"""Mean budgets: the *average* cost over the requests must not exceed the budget, so easy requests
+pay for hard ones.
 
-With a price λ ≥ 0 per unit of cost, each request takes argmax_c Â_c − λ·L̂_c: the Lagrangian of "most accuracy at this
-mean cost". Raising λ moves every request down the upper concave hull of its (cost, accuracy) points, one step at each
-breakpoint. The functions here walk these steps exactly instead of searching. Costs are latencies in ms, but may be any
-numbers ≥ 0.
+With a price λ ≥ 0 per unit of cost, each request takes argmax_c Â_c − λ·L̂_c: the Lagrangian of
+"most accuracy at this mean cost". Raising λ moves every request down the upper concave hull of its
+(cost, accuracy) points, one step at each breakpoint. The functions here walk these steps exactly
+instead of searching. Costs are latencies in ms, but may be any numbers ≥ 0.
 """
 
 from __future__ import annotations
@@ -25,22 +26,28 @@ from knobwise.envs.configurations.budgets import DEFAULT_QUANTILES, judged_budge
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 ROUNDING = 1e-9
-"""Relative distance of a price above its breakpoint, so that rounding of Â − λ·L̂ does not matter."""
+"""Relative distance of a price above its breakpoint, so that rounding of Â − λ·L̂ does not
+matter."""
 
 
-def mean_budgets(table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None) -> Tensor:
-    """These mean budgets (see `judged_budgets`), by default the distinct 10/25/50/75/90 % quantiles of the
-    configurations' mean latencies, so that a single configuration can keep each: float64 [B], ms."""
+def mean_budgets(
+    table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None
+) -> Tensor:
+    """These mean budgets (see `judged_budgets`), by default the distinct 10/25/50/75/90 % quantiles
+    of the configurations' mean latencies, so that a single configuration can keep each: float64
+    [B], ms."""
     if budgets_ms is not None:
         return judged_budgets(table, budgets_ms).double()
     cost = averages(table, rows)[1]
     return cost.quantile(torch.tensor(DEFAULT_QUANTILES, dtype=cost.dtype)).unique()
 
 
-# -- choosing by a price -----------------------------------------------------------------------------------------------
+# -- choosing by a price ---------------------------------------------------------------------------
 
 
-def choose_at_price(accuracy_hat: Tensor, cost_hat: Tensor, price: Tensor | float, mask: Tensor | None) -> Tensor:
+def choose_at_price(
+    accuracy_hat: Tensor, cost_hat: Tensor, price: Tensor | float, mask: Tensor | None
+) -> Tensor:
     """argmax_c Â_c − λ·L̂_c inside the mask, all [n, C], among equals the cheaper: int64 [n].
 
     The price λ ≥ 0, accuracy per unit of cost, is one for all or [n].
@@ -50,30 +57,39 @@ def choose_at_price(accuracy_hat: Tensor, cost_hat: Tensor, price: Tensor | floa
 
 
 def _hull(accuracy: Tensor, cost: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Each sample's upper concave hull, from its cheapest configuration up to its most accurate: configurations int64
-    [n, H + 1], padded with the last one, and the H breakpoints float64 [n, H] in falling order: step k is taken at
-    prices below breakpoint k; 0 is padding."""
-    accuracy, cost = accuracy.double(), cost.double()
-    corners, prices = [pick(-cost, -accuracy, mask)], []
+    """Each sample's upper concave hull, from its cheapest configuration up to its most accurate:
+    configurations int64 [n, H + 1], padded with the last one, and the H breakpoints float64 [n, H]
+    in falling order: step k is taken at prices below breakpoint k; 0 is padding."""
+    accuracy = accuracy.double()
+    cost = cost.double()
+    corners = [pick(-cost, -accuracy, mask)]
+    prices = []
     while True:
         last = corners[-1].unsqueeze(1)
-        gain, extra = accuracy - accuracy.gather(1, last), cost - cost.gather(1, last)
+        gain = accuracy - accuracy.gather(1, last)
+        extra = cost - cost.gather(1, last)
         slope = (gain / extra).where(mask & (gain > 0) & (extra > 0), 0.0)
         steepest = slope.amax(1)
         if not (steepest > 0).any():
             break
         corners.append(pick(slope, -cost, mask).where(steepest > 0, corners[-1]))
         prices.append(steepest)
-    return torch.stack(corners, 1), torch.stack(prices, 1) if prices else cost.new_zeros(len(cost), 0)
+    return torch.stack(corners, 1), torch.stack(prices, 1) if prices else cost.new_zeros(
+        len(cost), 0
+    )
 
 
-def calibrate_prices(accuracy_hat: Tensor, cost_hat: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor) -> Tensor:
-    """The lowest price at which `choose_at_price` keeps each mean budget on these rows, float64 [B].
+def calibrate_prices(
+    accuracy_hat: Tensor, cost_hat: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
+) -> Tensor:
+    """The lowest price at which `choose_at_price` keeps each mean budget on these rows, float64
+    [B].
 
-    Exact: it follows the actual mean cost through the breakpoints of all samples. Wrong predictions can make that cost
-    rise with the price in places; the lowest price still falls as budgets grow. A budget that no price keeps gets the
-    highest breakpoint, from which on every sample takes the configuration predicted to be cheapest. All but budgets [B]
-    are [n, C]: predictions of a model that was not fitted on these rows; cost as measured, NaN where not profiled.
+    Exact: it follows the actual mean cost through the breakpoints of all samples. Wrong predictions
+    can make that cost rise with the price in places; the lowest price still falls as budgets grow.
+    A budget that no price keeps gets the highest breakpoint, from which on every sample takes the
+    configuration predicted to be cheapest. All but budgets [B] are [n, C]: predictions of a model
+    that was not fitted on these rows; cost as measured, NaN where not profiled.
     """
     corners, prices = _hull(accuracy_hat, cost_hat, mask)
     paid = cost.double().gather(1, corners)
@@ -89,11 +105,12 @@ def calibrate_prices(accuracy_hat: Tensor, cost_hat: Tensor, cost: Tensor, mask:
 def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor) -> Tensor:
     """The configurations with the highest accuracy at each mean budget, in hindsight: int64 [n, B].
 
-    From every sample's cheapest configuration, steps along the hulls are taken in order of accuracy per cost until the
-    next one would exceed the budget: the Lagrangian solution, with the steps at its price taken one by one. It is
-    optimal up to one step: the sum of accuracies is below that of the linear relaxation, an upper bound for any choice,
-    by less than the gain of the next step. A budget below the cheapest choices gives these. Accuracy and cost [n, C]
-    are as measured; NaN where not profiled.
+    From every sample's cheapest configuration, steps along the hulls are taken in order of accuracy
+    per cost until the next one would exceed the budget: the Lagrangian solution, with the steps at
+    its price taken one by one. It is optimal up to one step: the sum of accuracies is below that of
+    the linear relaxation, an upper bound for any choice, by less than the gain of the next step. A
+    budget below the cheapest choices gives these. Accuracy and cost [n, C] are as measured; NaN
+    where not profiled.
     """
     corners, prices = _hull(accuracy, cost, mask)
     paid = cost.double().gather(1, corners)
@@ -105,30 +122,38 @@ def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
     return corners.gather(1, steps)
 
 
-# -- the same for every request ------------------------------------------------------------------------------------
+# -- the same for every request --------------------------------------------------------------------
 
 
-def best_single_at(mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor, mask: Tensor) -> Tensor:
-    """The most accurate configuration whose mean cost keeps the budget, else the cheapest: averages [C], budgets [B],
-    mask [n, C] of what each request may be given → int64 [n, B]."""
+def best_single_at(
+    mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor, mask: Tensor
+) -> Tensor:
+    """The most accurate configuration whose mean cost keeps the budget, else the cheapest: averages
+    [C], budgets [B], mask [n, C] of what each request may be given → int64 [n, B]."""
     affordable = mean_accuracy.where(mean_cost <= budgets.to(mean_cost).unsqueeze(1), -torch.inf)
     return torch.stack([pick(scores, mean_cost, mask) for scores in affordable], 1)
 
 
 def static_hull(mean_accuracy: Tensor, mean_cost: Tensor) -> Tensor:
-    """The configurations on the upper concave hull, from the cheapest to the most accurate: [C], [C] → int64 [H]."""
+    """The configurations on the upper concave hull, from the cheapest to the most accurate: [C],
+    [C] → int64 [H]."""
     everything = torch.ones(1, len(mean_cost), dtype=torch.bool, device=mean_cost.device)
     return _hull(mean_accuracy.unsqueeze(0), mean_cost.unsqueeze(0), everything)[0].squeeze(0)
 
 
-def static_mix(mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The best random mixture of two configurations at each mean budget: two neighbours on the upper concave hull.
+def static_mix(
+    mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best random mixture of two configurations at each mean budget: two neighbours on the
+    upper concave hull.
 
-    Averages [C] and budgets [B] → the cheaper int64 [B], the dearer int64 [B], and the share of requests that gets the
-    dearer, float64 [B]. Below the mean cost of the cheapest configuration the mixture is this one alone.
+    Averages [C] and budgets [B] → the cheaper int64 [B], the dearer int64 [B], and the share of
+    requests that gets the dearer, float64 [B]. Below the mean cost of the cheapest configuration
+    the mixture is this one alone.
     """
     corners = static_hull(mean_accuracy, mean_cost)
-    cost, budgets = mean_cost.double()[corners], budgets.double()
+    cost = mean_cost.double()[corners]
+    budgets = budgets.double()
     low = (torch.searchsorted(cost, budgets, right=True) - 1).clamp_min(0)
     high = (low + 1).clamp_max(len(cost) - 1)
     share = ((budgets - cost[low]) / (cost[high] - cost[low])).clamp(0, 1)
@@ -223,7 +248,10 @@ class MeanBudgetPolicy:
         self._decide = decide
         self.budgets_ms = budgets_ms
         self.worths = worths.double()
-        self.deployed = torch.ones_like(worths, dtype=torch.bool) if deployed is None else deployed
+        if deployed is None:
+            self.deployed = torch.ones_like(worths, dtype=torch.bool)
+        else:
+            self.deployed = deployed
         self.mix = mix
 
     @property
@@ -342,7 +370,9 @@ def make_priced_baselines(
     return baselines
 
 
-def _at_price(predictor: PredictThenChoose, prices: Tensor, features: Features, group: int, mask: Array) -> Array:
+def _at_price(
+    predictor: PredictThenChoose, prices: Tensor, features: Features, group: int, mask: Array
+) -> Array:
     """Choose by what is predicted, at the price for a budget; see `MeanBudgetPolicy`."""
     expected = predictor.predict(features, len(mask))
     allowed = torch.from_numpy(mask)

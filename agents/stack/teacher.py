@@ -152,7 +152,8 @@ class Teacher(nn.Module):
     def mixture(self, x: Tensor) -> Mixture:
         """Predict from normalised features [n, width]."""
         share, *of_experts = self.weights.tolist()
-        weights, predictions = [], []
+        weights = []
+        predictions = []
         if share > 0:
             outcomes = self.network(x.expand(self.members, -1, -1))
             for member in range(self.members):
@@ -197,7 +198,10 @@ class Teacher(nn.Module):
             still = self.mixture(x[part])
             columns = []
             for place, limit in enumerate(limits[part].unbind(1)):
-                mixture = still if offsets is None else still.drifted(offsets[part, place])
+                if offsets is None:
+                    mixture = still
+                else:
+                    mixture = still.drifted(offsets[part, place])
                 columns.append(mixture.score(limit))
             parts.append(torch.stack(columns, 1))
         return torch.cat(parts)
@@ -219,7 +223,10 @@ class Teacher(nn.Module):
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
         x = self.normaliser(blocks, len(limits))
         under = torch.tensor(limits, dtype=torch.float32)
-        masks = itertools.repeat(None) if mask is None else torch.as_tensor(mask).split(AT_ONCE)
+        if mask is None:
+            masks = itertools.repeat(None)
+        else:
+            masks = torch.as_tensor(mask).split(AT_ONCE)
         parts = zip(x.split(AT_ONCE), under.split(AT_ONCE), masks, strict=False)
         return torch.cat([self.mixture(some).choose(*each) for some, *each in parts]).numpy()
 
@@ -313,7 +320,10 @@ def fit_teacher(
     network.eval()  # in training it may come with dropout
     sense = network.sense
     deadlines = sense == "deadline"
-    families = config.experts if network.normaliser.width and sense != "weights" else ()
+    if network.normaliser.width and sense != "weights":
+        families = config.experts
+    else:
+        families = ()
     budgets_ms = limits if deadlines else limits[:0]
     if experts is None:
         about = budgets_ms, families, seed, network.normaliser, network.members
@@ -340,7 +350,9 @@ def fit_teacher(
     return Fitted(teacher.eval(), teachers, rows, folds)
 
 
-def _held_out(teacher: Teacher, table: ProfileTable, rows: Tensor, folds: list[Tensor]) -> Prediction:
+def _held_out(
+    teacher: Teacher, table: ProfileTable, rows: Tensor, folds: list[Tensor]
+) -> Prediction:
     """Return what each network expects of the samples that it was not fitted on, [n, C]."""
     blocks = {name: block[rows] for name, block in table.features.items()}
     x = teacher.normaliser(blocks, len(rows))

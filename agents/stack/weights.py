@@ -1,4 +1,5 @@
-"""Weights for a stack of predictors, learned from their predictions for samples that they were not fitted on."""
+"""Weights for a stack of predictors, learned from their predictions for samples that they were not
+fitted on."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROUNDS, LEVEL = 15, 0.05
+ROUNDS = 15
+LEVEL = 0.05
 
 
 class HeldOut(NamedTuple):
-    """For held-out samples the worth that K members of a stack expect, float [B, n, C] each, the actual worth, of the
-    same shape, anything where not profiled, and the mask, bool [n, C]."""
+    """For held-out samples the worth that K members of a stack expect, float [B, n, C] each, the
+    actual worth, of the same shape, anything where not profiled, and the mask, bool [n, C]."""
 
     scores: list[Tensor]
     worth: Tensor
@@ -22,7 +24,9 @@ class HeldOut(NamedTuple):
 
     def take(self, positions: Tensor) -> HeldOut:
         """The same for some of the samples, int64 [m]."""
-        return HeldOut([s[:, positions] for s in self.scores], self.worth[:, positions], self.mask[positions])
+        return HeldOut(
+            [s[:, positions] for s in self.scores], self.worth[:, positions], self.mask[positions]
+        )
 
     def worth_of_best(self, score: Tensor) -> Tensor:
         """Worth of taking the best score [B, n, C] of every sample, float64 [B, n]."""
@@ -34,23 +38,27 @@ class HeldOut(NamedTuple):
         return float(self.worth_of_best(score).mean())
 
     def better_alone(self, joined: Tensor) -> int | None:
-        """The member that is worth most alone, if that is more than the members are together by more than chance:
-        `joined` [B, n, C] by weights that have not seen the samples; at a level of 5 % for all members together
-        (Bonferroni)."""
+        """The member that is worth most alone, if that is more than the members are together by
+        more than chance: `joined` [B, n, C] by weights that have not seen the samples; at a level
+        of 5 % for all members together (Bonferroni)."""
         together = self.worth_of_best(joined).mean(0)
         gains = torch.stack([self.worth_of_best(score).mean(0) - together for score in self.scores])
-        best, n = int(gains.mean(1).argmax()), gains.shape[1]
+        best = int(gains.mean(1).argmax())
+        n = gains.shape[1]
         z = torch.special.ndtri(torch.tensor(1 - LEVEL / len(gains), dtype=torch.float64))
-        return best if n > 1 and gains[best].mean() > z * gains[best].std() / n**0.5 else None
+        if n > 1 and gains[best].mean() > z * gains[best].std() / n**0.5:
+            return best
+        return None
 
 
 def stack_weights(held_out: HeldOut) -> Tensor:
     """Weights of K members, float64 [K], not negative, sum 1: the mean of two rules.
 
-    One fits the worth itself: least squares without negative weights, after subtracting each sample's mean over its
-    configurations, because only differences inside a sample decide (Breiman 1996, "Stacked Regressions"). The other
-    fits the decisions: greedy ensemble selection with replacement on mean worth (Caruana et al. 2004, "Ensemble
-    Selection from Libraries of Models"), keeping the best prefix. Few samples mislead either rule more easily alone.
+    One fits the worth itself: least squares without negative weights, after subtracting each
+    sample's mean over its configurations, because only differences inside a sample decide (Breiman
+    1996, "Stacked Regressions"). The other fits the decisions: greedy ensemble selection with
+    replacement on mean worth (Caruana et al. 2004, "Ensemble Selection from Libraries of Models"),
+    keeping the best prefix. Few samples mislead either rule more easily alone.
     """
     return (_least_squares(held_out) + _greedy(held_out)) / 2
 
@@ -58,7 +66,8 @@ def stack_weights(held_out: HeldOut) -> Tensor:
 def _least_squares(held_out: HeldOut) -> Tensor:
     from scipy.optimize import nnls
 
-    mask, size = held_out.mask, len(held_out.scores)
+    mask = held_out.mask
+    size = len(held_out.scores)
     count = mask.sum(-1, keepdim=True)
 
     def inside(values: Tensor) -> Tensor:
@@ -76,8 +85,10 @@ def _least_squares(held_out: HeldOut) -> Tensor:
 
 
 def _greedy(held_out: HeldOut) -> Tensor:
-    counts, total = torch.zeros(len(held_out.scores), dtype=torch.float64), torch.zeros_like(held_out.scores[0])
-    most, best = -np.inf, counts
+    counts = torch.zeros(len(held_out.scores), dtype=torch.float64)
+    total = torch.zeros_like(held_out.scores[0])
+    most = -np.inf
+    best = counts
     for _ in range(ROUNDS):
         worth = [held_out.mean_worth(total + score) for score in held_out.scores]
         winner = int(np.argmax(worth))
@@ -85,16 +96,21 @@ def _greedy(held_out: HeldOut) -> Tensor:
         counts[winner] += 1
         total = total + held_out.scores[winner]
         if worth[winner] > most + 1e-9:
-            most, best = worth[winner], counts
+            most = worth[winner]
+            best = counts
     return _normal(best)
 
 
 def _normal(weights: Tensor) -> Tensor:
     total = weights.sum()
-    return weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
+    if total > 0:
+        return weights / total
+    return torch.full_like(weights, 1 / len(weights))
 
 
 def weighted(values: Sequence[Tensor], weights: Tensor | Sequence[float]) -> Tensor:
     """Σ_k w_k·values_k; members of weight 0 are left out."""
     parts = [float(w) * v for w, v in zip(weights, values, strict=True) if w > 0]
-    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+    if len(parts) > 1:
+        return torch.stack(parts).sum(0)
+    return parts[0]

@@ -110,20 +110,32 @@ class ControllerTrainer(JudgedTrainer):
         self.policy = policy or PolicyConfig()
         self.loss = loss or LossConfig()
         self.cost_ms = cost_ms
-        self.fold_seed = seed if fold_seed is None else fold_seed
+        if fold_seed is None:
+            self.fold_seed = seed
+        else:
+            self.fold_seed = fold_seed
         self._experts = experts
         self.kl_coeff = 0.1 if self.policy.teacher else 0.0
         if self.loss.kl_to_ref_coeff is not None:
             self.kl_coeff = self.loss.kl_to_ref_coeff
-        self.sense = "deadline" if budget is None else budget.sense
+        if budget is None:
+            self.sense = "deadline"
+        else:
+            self.sense = budget.sense
         self.priced = self.sense != "deadline"
         by_reward = self.priced or (reward is not None and reward.kind == "function")
-        self.judged_by = "reward" if by_reward else "utility"
+        if by_reward:
+            self.judged_by = "reward"
+        else:
+            self.judged_by = "utility"
         self.limits = _judged_limits(table, self.sense, budgets_ms)
         if self.priced:
             reward = RewardConfig(kind="priced")
         settings = optimiser or OptimiserConfig()
-        group = 1 if self.loss.objective == "exact" else self.loss.group_size
+        if self.loss.objective == "exact":
+            group = 1
+        else:
+            group = self.loss.group_size
         self.networks = self.policy.members_trained
         shape = settings.contexts, self.networks
         self.teaches = self.policy.teacher and settings.warmup_iterations > 0
@@ -185,7 +197,10 @@ class ControllerTrainer(JudgedTrainer):
         self.fitted = fitted[0]
         if len(fitted) > 1:
             self.fitted = torch.cat([self.split.train, self.split.validation])
-        self.network_rows = [*fitted, self.fitted] if len(fitted) > 1 else fitted
+        if len(fitted) > 1:
+            self.network_rows = [*fitted, self.fitted]
+        else:
+            self.network_rows = fitted
         self._note_held_out(held_out)
         controller = Controller.for_table(self.table, self.fitted, self.policy, self.sense)
         self.start_sums: list[float] | None = None
@@ -212,7 +227,9 @@ class ControllerTrainer(JudgedTrainer):
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _stages(self, agent: DeployedController, settings: OptimiserConfig, env: ConfigBandit) -> list[Stage]:
+    def _stages(
+        self, agent: DeployedController, settings: OptimiserConfig, env: ConfigBandit
+    ) -> list[Stage]:
         """Return the teacher's stages, where there is one, the warm-up, and GRPO or PPO."""
         self.rce = RCELoss(self.actor, functional=False).to(env.device)
         stages: list[Stage] = []
@@ -250,7 +267,10 @@ class ControllerTrainer(JudgedTrainer):
             self.grpo = self._ppo().to(env.device)
             loss = self._with_advantages
         band = self.loss.kl_band
-        controls = [weight_control(self.grpo.kl_to_ref_coeff, band)] if band else []
+        if band:
+            controls = [weight_control(self.grpo.kl_to_ref_coeff, band)]
+        else:
+            controls = []
         last = Stage(
             method,
             loss,
@@ -264,7 +284,9 @@ class ControllerTrainer(JudgedTrainer):
         )
         return [*stages, warm_up, last]
 
-    def _teacher_stages(self, teacher: Teacher, settings: OptimiserConfig, env: ConfigBandit) -> list[Stage]:
+    def _teacher_stages(
+        self, teacher: Teacher, settings: OptimiserConfig, env: ConfigBandit
+    ) -> list[Stage]:
         """Return the regression, and where bins of the features are tried once more with them."""
         predictor = PredictedOutcomes(teacher, self.all_features)
         self.regression = RegressionLoss(predictor)
@@ -318,7 +340,8 @@ class ControllerTrainer(JudgedTrainer):
         return self.grpo(contexts).apply(torch.mean)  # some diagnostics have a number for each draw
 
     def _prepare_warm_up(self, share: float, watched: bool) -> None:
-        start, end = self.loss.temperature_start, self.loss.temperature_end
+        start = self.loss.temperature_start
+        end = self.loss.temperature_end
         self.rce.temperature.fill_(start + (end - start) * share)
         behaviour = self.behaviour
         self.rce.diagnostics = watched
@@ -417,4 +440,6 @@ def _judged_limits(table: ProfileTable, sense: str, budgets_ms: Tensor | None) -
         return worth_pairs(table, JUDGED_STEPS)
     if sense == "mean":
         return judged_worths(table)
-    return default_budgets(table) if budgets_ms is None else budgets_ms
+    if budgets_ms is None:
+        return default_budgets(table)
+    return budgets_ms

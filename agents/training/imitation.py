@@ -60,7 +60,10 @@ class Lessons:
                 kept = torch.ones(len(fitted.rows), dtype=torch.bool)
                 if held_out is not None:
                     kept[held_out] = False
-                rows = fitted.rows[kept] if kept.any() else fitted.rows
+                if kept.any():
+                    rows = fitted.rows[kept]
+                else:
+                    rows = fitted.rows
                 requests = composed_of(table, normaliser, rows, count, generator)
                 under = drawn_limits(judged, (count, LIMITS), generator)
                 drifts = drift.draw((count, LIMITS), generator)
@@ -73,7 +76,10 @@ class Lessons:
         self.x = torch.stack(x)
         self.limits = torch.stack(limits)
         self.worths = torch.stack(worths)
-        self.offsets = torch.stack(offsets) if offsets else None
+        if offsets:
+            self.offsets: Tensor | None = torch.stack(offsets)
+        else:
+            self.offsets = None
 
     def draw(
         self,
@@ -86,7 +92,10 @@ class Lessons:
         row = torch.randint(requests, (members, contexts))
         which = torch.randint(several, (members, contexts))
         at = member, row, which
-        offset = None if self.offsets is None else self.offsets[at].to(device)
+        if self.offsets is None:
+            offset = None
+        else:
+            offset = self.offsets[at].to(device)
         parts = self.x[member, row], self.limits[at], self.worths[at]
         x, limits, worths = (part.to(device) for part in parts)
         return x, limits, worths, offset
@@ -139,7 +148,9 @@ def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generato
 
 def _mixed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
     share = 0.5 * _uniform(count, 1, generator) * (_uniform(count, 1, generator) < 0.5)
-    return torch.lerp(_crossed(x, widths, count, generator), _crossed(x, widths, count, generator), share)
+    return torch.lerp(
+        _crossed(x, widths, count, generator), _crossed(x, widths, count, generator), share
+    )
 
 
 def _crossed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
@@ -148,7 +159,9 @@ def _crossed(x: Tensor, widths: list[int], count: int, generator: torch.Generato
     others = torch.randint(n, (count, len(widths)), generator=generator)
     rows = torch.where(_uniform(count, 1, generator) < 0.5, others, rows)
     blocks = [block[rows[:, number]] for number, block in enumerate(x.split(widths, 1))]
-    return torch.cat(blocks, 1) if blocks else x.new_zeros(count, 0)
+    if blocks:
+        return torch.cat(blocks, 1)
+    return x.new_zeros(count, 0)
 
 
 def _uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:

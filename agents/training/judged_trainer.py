@@ -37,7 +37,8 @@ PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
 
 
 class JudgedTrainer(Trainer):
-    """A training whose networks are judged on the samples of a profile that they were not fitted on.
+    """A training whose networks are judged on the samples of a profile that they were not fitted
+    on.
 
     Attributes:
         networks: M, how many are trained side by side; those of the folds come first.
@@ -167,7 +168,10 @@ class JudgedTrainer(Trainer):
         """Judge greedy decisions."""
         # where a stage begins, it is the one before that is judged
         of_teacher = self._stage_and_start(max(self.iteration - 1, 0))[0].judged == "teacher"
-        log_probs = self._teacher_log_probs if of_teacher else self.held_out_log_probs
+        if of_teacher:
+            log_probs = self._teacher_log_probs
+        else:
+            log_probs = self.held_out_log_probs
         policies = [log_probs(limit).cpu() for limit in self.limits]
         judged = self._outcomes(policies)
         scores = getattr(judged, self.judged_by)
@@ -204,9 +208,13 @@ class JudgedTrainer(Trainer):
         self.scores_before = getattr(self._outcomes(policies), self.judged_by).mean(1)
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
-        """Return what the drawn group got, and the outputs of the loss, under their logged names."""
+        """Return what the drawn group got, and the outputs of the loss, under their logged
+        names."""
         data = data.flatten(0, 1).cpu()
-        budgets_ms = None if self.priced else data["budget_ms"]
+        if self.priced:
+            budgets_ms = None
+        else:
+            budgets_ms = data["budget_ms"]
         drawn = data["row"], data["configuration"], data["next", "reward"]
         metrics = drawn_metrics(self.env.table, *drawn, budgets_ms)
         for key, name in LOGGED.items():
@@ -258,11 +266,17 @@ class JudgedTrainer(Trainer):
         """
         if not self._gained() or self.scores_before is None or self.scores_kept is None:
             return {}
-        start = self.scores_before if self.kept_is_of_grpo else self.scores_kept
+        if self.kept_is_of_grpo:
+            start = self.scores_before
+        else:
+            start = self.scores_kept
         return {"start": start, "best": self.scores_kept}
 
     def training_state(self) -> dict[str, Any]:
-        critic = None if self.critic is None else self.critic.state_dict()
+        if self.critic is None:
+            critic = None
+        else:
+            critic = self.critic.state_dict()
         by_sample = {"before": self.scores_before, "kept": self.scores_kept}
         state = {"start": self.start_sums, "critic": critic, "scores_by_sample": by_sample}
         return super().training_state() | state

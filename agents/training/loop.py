@@ -1,9 +1,10 @@
 """The training loop that controller and selector share, on TorchRL's Collector and ReplayBuffer.
 
-A training is a list of stages. In each iteration of a stage the collector draws contexts and lets the behaviour policy
-decide; the buffer takes row numbers, actions, log-probs and rewards (no features); the stage's loss goes over it in
-minibatches; the optimiser steps. Old log-probs are those of the moment of collection: the policy is never further from
-its own data than `epochs` passes take it.
+A training is a list of stages. In each iteration of a stage the collector draws contexts and lets
+the behaviour policy decide; the buffer takes row numbers, actions, log-probs and rewards (no
+features); the stage's loss goes over it in minibatches; the optimiser steps. Old log-probs are
+those of the moment of collection: the policy is never further from its own data than `epochs`
+passes take it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Trainer(ABC):
         agent: what is trained; in eval mode but where a stage says otherwise.
         reference: what the KL is taken to.
         behaviour: the policy that collects.
-        stored: which of the collected keys go into the buffer, in batches of contexts of this `shape`.
+        stored: which of the collected keys go into the buffer, in batches of contexts of this
+            `shape`.
         seed: of initialisation, contexts, draws.
         folder, log: where `best.pt`, `last.pt` and `previous.pt` go, and metrics; None for nowhere.
         device: `cpu` or `cuda`.
@@ -80,18 +82,29 @@ class Trainer(ABC):
         self.agent: Any = agent
         self.learned = agent
         self.kl_controls = [control for stage in stages for control in stage.kl_controls]
-        self.reference, self.env = reference, env
-        self.stages, self.settings = stages, settings
-        self.seed, self.folder, self.log = seed, folder, log
-        self.device, self.title = torch.device(device), f"seed {seed}"
-        self.iteration, self.finished = 0, False
+        self.reference = reference
+        self.env = env
+        self.stages = stages
+        self.settings = settings
+        self.seed = seed
+        self.folder = folder
+        self.log = log
+        self.device = torch.device(device)
+        self.title = f"seed {seed}"
+        self.iteration = 0
+        self.finished = False
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
         self.saved: int | None = None  # the iteration that `last.pt` holds
         # every iteration with what was logged of it, so that `metrics.csv` can be written again
         self.logged: list[tuple[int, dict[str, float]]] = []
-        # every evaluation's iteration and score; how many in a row were below the best; the factor on the learning rate
-        self.scores, self.below, self.slower = list[tuple[int, float]](), 0, 1.0
-        self._held, self.actions, self.seconds = Held(), 0, 0.0
+        # every evaluation's iteration and score; how many in a row were below the best; the factor
+        # on the learning rate
+        self.scores = list[tuple[int, float]]()
+        self.below = 0
+        self.slower = 1.0
+        self._held = Held()
+        self.actions = 0
+        self.seconds = 0.0
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
             sampler=SamplerWithoutReplacement(),
@@ -102,7 +115,9 @@ class Trainer(ABC):
             behaviour,
             replay_buffer=self.buffer,
             extend_buffer=True,
-            postproc=lambda data: data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape),
+            postproc=lambda data: (
+                data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape)
+            ),
             frames_per_batch=math.prod(shape),
             total_frames=-1,
             trust_policy=True,
@@ -123,7 +138,8 @@ class Trainer(ABC):
 
     @abstractmethod
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
-        """What is logged of an iteration, from the collected contexts and the mean outputs of the loss."""
+        """What is logged of an iteration, from the collected contexts and the mean outputs of the
+        loss."""
 
     @abstractmethod
     def provenance(self) -> dict[str, Any]:
@@ -131,14 +147,15 @@ class Trainer(ABC):
 
     @abstractmethod
     def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
-        """Load the agent of a checkpoint and of its training's state; False when it belongs to another training."""
+        """Load the agent of a checkpoint and of its training's state; False when it belongs to
+        another training."""
 
     @property
     def trained(self) -> Any:
         """What is saved, and what `run` gives."""
         return self.agent
 
-    # -- stages --------------------------------------------------------------------------------------------------------
+    # -- stages ------------------------------------------------------------------------------------
 
     @property
     def total(self) -> int:
@@ -147,8 +164,11 @@ class Trainer(ABC):
 
     def _stage_and_start(self, iteration: int | None = None) -> tuple[Stage, int]:
         """Return the stage of an iteration, by default the present one, and where it begins."""
-        iteration = self.iteration if iteration is None else iteration
-        starts = list(itertools.accumulate((stage.iterations for stage in self.stages[:-1]), initial=0))
+        if iteration is None:
+            iteration = self.iteration
+        starts = list(
+            itertools.accumulate((stage.iterations for stage in self.stages[:-1]), initial=0)
+        )
         number = bisect.bisect(starts, iteration) - 1
         return self.stages[number], starts[number]
 
@@ -173,17 +193,23 @@ class Trainer(ABC):
     def _learning_rate(self) -> float:
         return learning_rate(self.stage.lr * self.slower, self._share(), self.settings)
 
-    # -- the loop ------------------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------
 
     def run(self) -> Any:
-        """Train to the end, or until the held-out score stops improving; gives the best agent, in eval mode.
+        """Train to the end, or until the held-out score stops improving; gives the best agent, in
+        eval mode.
 
-        Where there is a folder, a signal stops training after the iteration that it comes in, which is saved.
+        Where there is a folder, a signal stops training after the iteration that it comes in, which
+        is saved.
 
         Raises:
             KeyboardInterrupt: stopped by a signal; a note says what is saved.
         """
-        words = STOPPING if multiprocessing.parent_process() is None else ""  # said once, whatever the processes
+        # said once, whatever the processes
+        if multiprocessing.parent_process() is None:
+            words = STOPPING
+        else:
+            words = ""
         stream = iter(self.collector)
         try:
             with (
@@ -197,10 +223,15 @@ class Trainer(ABC):
                     metrics = self.iterate(stream)
                     self.seconds += time.perf_counter() - start
                     if metrics:
-                        self._note(metrics, {"Train/Actions_Per_Second": self.actions / self.seconds})
-                        self.actions, self.seconds = 0, 0.0
+                        self._note(
+                            metrics, {"Train/Actions_Per_Second": self.actions / self.seconds}
+                        )
+                        self.actions = 0
+                        self.seconds = 0.0
                     parts = [self.stage.name]
-                    if self.best["state"] is not None:  # the heads have been judged since their stage began
+                    if (
+                        self.best["state"] is not None
+                    ):  # the heads have been judged since their stage began
                         parts.append(f"best {self.judged_by} {self.best['score']:.4f}")
                     tick(self.iteration + 1, " · ".join(parts))
                     self.iteration += 1
@@ -213,7 +244,8 @@ class Trainer(ABC):
         return self.trained
 
     def _continues(self) -> bool:
-        """Evaluate where it is time to, stop where a signal came, begin the next stage; False at the end."""
+        """Evaluate where it is time to, stop where a signal came, begin the next stage; False at
+        the end."""
         self.finished |= self.iteration == self.total
         if self.finished or self._logged:
             self._evaluate()
@@ -222,16 +254,22 @@ class Trainer(ABC):
         if self._held.number is not None:
             self._save(judged=False)
             self._held.check()
-        stage, begins = self.stage, self._share() == 0
+        stage = self.stage
+        begins = self._share() == 0
         if begins or self.below >= stage.retreat > 0:
             stage.begin() if begins else self.agent.load_state_dict(self.best["state"])
-            decay = self.settings.weight_decay if stage.weight_decay is None else stage.weight_decay
+            if stage.weight_decay is None:
+                decay = self.settings.weight_decay
+            else:
+                decay = stage.weight_decay
             self.optimiser = adamw(self.learned, decay)
-            self.below, self.slower = 0, 1.0 if begins else self.slower / 2
+            self.below = 0
+            self.slower = 1.0 if begins else self.slower / 2
         return True
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
-        """One iteration on contexts that the collector draws into the buffer; gives what is logged."""
+        """One iteration on contexts that the collector draws into the buffer; gives what is
+        logged."""
         self.stage.prepare(self._share(), self._watched)
         self.buffer.empty()
         next(stream)
@@ -248,10 +286,15 @@ class Trainer(ABC):
         for _ in range(self.settings.epochs):
             for minibatch in self.buffer.sample().split(self.settings.minibatch):
                 out = stage.loss(minibatch)
-                total = functools.reduce(torch.add, (value for value in out.values() if value.requires_grad))
+                total = functools.reduce(
+                    torch.add, (value for value in out.values() if value.requires_grad)
+                )
                 self.optimiser.zero_grad()
                 total.backward()
-                clip = self.settings.clip_grad if stage.clip_grad is None else stage.clip_grad
+                if stage.clip_grad is None:
+                    clip = self.settings.clip_grad
+                else:
+                    clip = stage.clip_grad
                 norm = nn.utils.clip_grad_norm_(self.learned.parameters(), clip)
                 self.optimiser.step()
                 if self._watched:
@@ -260,7 +303,10 @@ class Trainer(ABC):
         if not outputs:
             return {}
         mean: TensorDictBase = lazy_stack(outputs).mean(0)
-        metrics = self._metrics(data, mean) if self._logged else {}
+        if self._logged:
+            metrics = self._metrics(data, mean)
+        else:
+            metrics = {}
         for control in stage.kl_controls:
             control.step(float(mean["kl_to_ref"]))
         return metrics
@@ -269,57 +315,86 @@ class Trainer(ABC):
         """Judge on held-out data, keep the best, see whether to stop early, save."""
         score, metrics = self._judge()
         better = self._is_better(score, metrics)
-        if not self.scores or self.scores[-1][0] < self.iteration:  # a resumed training evaluates once more
+        if (
+            not self.scores or self.scores[-1][0] < self.iteration
+        ):  # a resumed training evaluates once more
             self.scores.append((self.iteration, score))
             self.below = 0 if better else self.below + 1
         if better:
-            state = {name: value.detach().clone() for name, value in self.agent.state_dict().items()}
-            self.best = {"score": score, "iteration": self.iteration, "state": state, "metrics": dict(metrics)}
+            state = {
+                name: value.detach().clone() for name, value in self.agent.state_dict().items()
+            }
+            self.best = {
+                "score": score,
+                "iteration": self.iteration,
+                "state": state,
+                "metrics": dict(metrics),
+            }
         self._end_early()
         self._note({f"Val/{name}": value for name, value in metrics.items()})
         self._save(judged=True)
 
     def _note(self, metrics: Mapping[str, float], speed: Mapping[str, float] | None = None) -> None:
         if self.log is not None:
-            self.logged.append((self.iteration, {name: float(value) for name, value in metrics.items()}))
+            self.logged.append(
+                (self.iteration, {name: float(value) for name, value in metrics.items()})
+            )
             self.log.log({**metrics, **(speed or {})}, self.iteration)
 
     def _end_early(self) -> None:
-        """Go on to the next stage, or finish, where the score of this stage has not risen for long."""
+        """Go on to the next stage, or finish, where the score of this stage has not risen for
+        long."""
         stage, start = self._stage_and_start()
         scores = [(score, -iteration) for iteration, score in self.scores if iteration > start]
         patience = stage.patience * self.settings.evaluate_every
         if scores and 0 < patience <= self.iteration + max(scores)[1]:
-            self.finished = start + stage.iterations == self.total  # also where no later stage has iterations
-            self.iteration = self.iteration if self.finished else start + stage.iterations
-            self.scores[-1] = self.iteration, self.scores[-1][1]  # so that a resumed training does not add it again
+            self.finished = (
+                start + stage.iterations == self.total
+            )  # also where no later stage has iterations
+            if not self.finished:
+                self.iteration = start + stage.iterations
+            self.scores[-1] = (
+                self.iteration,
+                self.scores[-1][1],
+            )  # so that a resumed training does not add it again
 
-    # -- stopping and resuming -----------------------------------------------------------------------------------------
+    # -- stopping and resuming ---------------------------------------------------------------------
 
     def _save(self, judged: bool) -> None:
-        """Write `last.pt`, from which training ends as it would have here; once judged, also what is kept."""
+        """Write `last.pt`, from which training ends as it would have here; once judged, also what
+        is kept."""
         if self.folder is not None:
             with self._held.undisturbed():
                 for name in self._kept_files() if judged else ():
                     save_checkpoint(self.folder / name, self.trained, self.table, self.provenance())
                 state = {"training": self.training_state()}
                 last = self.folder / "last.pt"
-                Loaded(self.trained, self.table.name, self.table.digest, state).save(last, last.with_name(PREVIOUS))
+                Loaded(self.trained, self.table.name, self.table.digest, state).save(
+                    last, last.with_name(PREVIOUS)
+                )
                 self.saved = self.iteration
 
     def _kept_files(self) -> list[str]:
         """The files that this evaluation is kept in."""
-        return ["best.pt"] if self.best["iteration"] == self.iteration else []
+        if self.best["iteration"] == self.iteration:
+            return ["best.pt"]
+        return []
 
     def _what_is_saved(self) -> str:
         """What is on disk of this training, for a person."""
         if self.folder is None or self.saved is None:
             return f"{self.title}: nothing was saved yet"
-        holds = "is finished" if self.finished else f"holds iteration {self.saved:,} of {self.total:,}"
+        if self.finished:
+            holds = "is finished"
+        else:
+            holds = f"holds iteration {self.saved:,} of {self.total:,}"
         note = f"{self.title}: {self.folder / 'last.pt'} {holds}"
         if self.best["state"] is None:
             return note
-        best = f"validation {self.judged_by} {self.best['score']:.4f} at iteration {self.best['iteration']:,}"
+        best = (
+            f"validation {self.judged_by} {self.best['score']:.4f} at "
+            f"iteration {self.best['iteration']:,}"
+        )
         return f"{note}; best.pt beside it holds the best so far ({best})"
 
     def training_state(self) -> dict[str, Any]:
@@ -338,8 +413,8 @@ class Trainer(ABC):
         }
 
     def resume(self, path: Path) -> bool:
-        """Go on from a `last.pt`, or from the one before where it is damaged; the end is the same, bit for bit, as
-        without the stop. False when there is none.
+        """Go on from a `last.pt`, or from the one before where it is damaged; the end is the same,
+        bit for bit, as without the stop. False when there is none.
 
         Raises:
             InputError: it belongs to another training.
@@ -358,10 +433,14 @@ class Trainer(ABC):
         self.env.contexts.set_back(state["contexts"])
         self.collector.reset()
         self._random = state["random"]
-        self.iteration, self.finished, self.best = state["iteration"], state["finished"], state["best"]
+        self.iteration = state["iteration"]
+        self.finished = state["finished"]
+        self.best = state["best"]
         self.saved = self.iteration
         # its own iteration is evaluated again unless the training is finished
-        self.logged = [row for row in state.get("logged", ()) if self.finished or row[0] < self.iteration]
+        self.logged = [
+            row for row in state.get("logged", ()) if self.finished or row[0] < self.iteration
+        ]
         best = path.with_name("best.pt")
         kept = self.best["state"] is not None  # nothing yet where the heads have just begun
         if kept and load_if_whole(best) is None:  # written again as it was then

@@ -27,7 +27,8 @@ def adamw(module: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
 
 
 def learning_rate(highest: float, share: float, settings: OptimiserConfig) -> float:
-    """Return the learning rate when a share (0 to 1) of a stage is done: a linear rise, then a cosine to 0."""
+    """Return the learning rate when a share (0 to 1) of a stage is done: a linear rise, then a
+    cosine to 0."""
     if settings.schedule == "constant":
         return highest
     if share + 1e-2 < settings.rise:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def seeded(seed: int, device: str | torch.device) -> Iterator[None]:
-    """Torch's global generators, which all draws come from, are seeded in this block and restored after it."""
+    """Torch's global generators, which all draws come from, are seeded in this block and restored
+    after it."""
     device = torch.device(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -20,7 +21,10 @@ def seeded(seed: int, device: str | torch.device) -> Iterator[None]:
 
 def random_state(device: torch.device) -> list[Tensor]:
     """Of the CPU and, where it is used, of the GPU."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [
+        torch.get_rng_state(),
+        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
+    ]
 
 
 def set_random_state(state: list[Tensor], device: torch.device) -> None:

@@ -1,8 +1,9 @@
 """The training of a selector, one stage at a time: supervised fine-tuning on beams, RCE, GRPO.
 
-Each stage is a training of its own that starts from what the one before it gave, so that several may start from the
-same. GRPO replays recorded sequences, or draws its own and has them scored: by a scorer, or by a learned reward that
-the scorer corrects. The loop is that of `knobwise.agents.training.loop`.
+Each stage is a training of its own that starts from what the one before it gave, so that several
+may start from the same. GRPO replays recorded sequences, or draws its own and has them scored: by a
+scorer, or by a learned reward that the scorer corrects. The loop is that of
+`knobwise.agents.training.loop`.
 """
 
 from __future__ import annotations
@@ -51,13 +52,15 @@ class SelectorTrainer(Trainer):
     Args:
         stage: `sft`, `rce` or `grpo`.
         split: fit on `train`, choose the epoch on `validation`.
-        start, reference: what the stage starts from (it is copied), and what GRPO's KL is taken to, the SFT selector;
-            None for `start`.
+        start, reference: what the stage starts from (it is copied), and what GRPO's KL is taken to,
+            the SFT selector; None for `start`.
         shots: T of live draws, and of judging.
         scorer: judges sequences on held-out queries; None judges by what was recorded.
-        live: GRPO draws its own sequences, and the scorer scores them; `groups` says how recorded ones are grouped.
-        reward_model: GRPO draws its own sequences, and this scores them (it is copied). At the beginning of each epoch
-            the scorer corrects it by a share of the true calls. Of `reward` it takes only whether rewards are shuffled.
+        live: GRPO draws its own sequences, and the scorer scores them; `groups` says how recorded
+            ones are grouped.
+        reward_model: GRPO draws its own sequences, and this scores them (it is copied). At the
+            beginning of each epoch the scorer corrects it by a share of the true calls. Of `reward`
+            it takes only whether rewards are shuffled.
         seed, device, **options: see `Trainer`, which also takes `folder` and `log`.
     """
 
@@ -86,25 +89,42 @@ class SelectorTrainer(Trainer):
         device: str = "cpu",
         **options: Any,
     ) -> None:
-        self.config, self.loss = config or StageConfig(), loss or SelectorLossConfig()
+        self.config = config or StageConfig()
+        self.loss = loss or SelectorLossConfig()
         self._check(stage, table, split, live, scorer, reward_model)
-        self.table, self.split, self.shots, self.scorer = table, split, shots, scorer
-        self.judged_by = "beam score" if scorer is None and "vqa_correct" not in table.fields else "accuracy"
-        reference, embeddings = reference or start, StoredEmbeddings(table.queries, table.candidates)
+        self.table = table
+        self.split = split
+        self.shots = shots
+        self.scorer = scorer
+        if scorer is None and "vqa_correct" not in table.fields:
+            self.judged_by = "beam score"
+        else:
+            self.judged_by = "accuracy"
+        reference = reference or start
+        embeddings = StoredEmbeddings(table.queries, table.candidates)
         weights = [selector.state_dict().values() for selector in (start, reference)]
         sums: list[Any] = [float(values.double().sum()) for values in itertools.chain(*weights)]
-        self.reward_model, self.calls, self.corrected = copy.deepcopy(reward_model), 0, dict[str, float]()
+        self.reward_model = copy.deepcopy(reward_model)
+        self.calls = 0
+        self.corrected = dict[str, float]()
         scored_by: Scorer | None = self._answer if live else None
         if self.reward_model is not None:
-            sums += [float(weight.detach().double().sum()) for weight in self.reward_model.weights.values()]
+            sums += [
+                float(weight.detach().double().sum())
+                for weight in self.reward_model.weights.values()
+            ]
             sums.append(self.reward_model.config)
-            scored_by, live = functools.partial(self.reward_model.score, table), True
+            scored_by = functools.partial(self.reward_model.score, table)
+            live = True
             reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
         self._resumable = repr((stage, live, shots, self.config, self.loss, reward, groups, sums))
-        settings, group = self.config.optimiser(len(split.train)), self.loss.group_size
+        settings = self.config.optimiser(len(split.train))
+        group = self.loss.group_size
         with seeded(seed, device):
             agent, frozen = (
-                SelectorActor(copy.deepcopy(each), embeddings, table.pool, shots, group).to(device).eval()
+                SelectorActor(copy.deepcopy(each), embeddings, table.pool, shots, group)
+                .to(device)
+                .eval()
                 for each in (start, reference)
             )
             agent.selector.stage = stage
@@ -121,9 +141,24 @@ class SelectorTrainer(Trainer):
                 device=torch.device(device),
             )
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
-            behaviour = SequenceBehaviour(agent, frozen.requires_grad_(False), with_log_probs=stage == "grpo")
-            options |= {"stored": STORED, "shape": (settings.contexts,), "seed": seed, "device": device}
-            super().__init__(agent, frozen, env, behaviour, [self._stage(stage, agent, settings)], settings, **options)
+            behaviour = SequenceBehaviour(
+                agent, frozen.requires_grad_(False), with_log_probs=stage == "grpo"
+            )
+            options |= {
+                "stored": STORED,
+                "shape": (settings.contexts,),
+                "seed": seed,
+                "device": device,
+            }
+            super().__init__(
+                agent,
+                frozen,
+                env,
+                behaviour,
+                [self._stage(stage, agent, settings)],
+                settings,
+                **options,
+            )
 
     def _check(
         self,
@@ -138,19 +173,25 @@ class SelectorTrainer(Trainer):
             raise InputError("live draws need a scorer; without one GRPO replays what was recorded")
         if reward_model is not None and reward_model.config.calls and scorer is None:
             raise InputError(
-                f"reward_model.calls={reward_model.config.calls}: true calls need a scorer, which recorded beams do "
+                f"reward_model.calls={reward_model.config.calls}: true calls need a scorer, which "
+                "recorded beams do "
                 "not have; set it to 0"
             )
         if stage == "sft" and self.config.keep == "best_kl":
-            raise InputError("sft.keep=best_kl: the KL is to the policy that this stage makes; give best or last")
+            raise InputError(
+                "sft.keep=best_kl: the KL is to the policy that this stage makes; give best or last"
+            )
         answered = live or reward_model is not None or "vqa_correct" in table.fields
         if stage == "grpo" and self.loss.min_positive > 0 and not answered:
             raise InputError(
-                f"loss.min_positive={self.loss.min_positive}: {table.name} does not say which answers were right; set "
+                f"loss.min_positive={self.loss.min_positive}: {table.name} does not say which "
+                "answers were right; set "
                 "it to 0"
             )
         if not len(split.train) or not len(split.validation):
-            raise InputError(f"{table.name}: training needs queries to fit on and others to choose the epoch on")
+            raise InputError(
+                f"{table.name}: training needs queries to fit on and others to choose the epoch on"
+            )
 
     @property
     def selector(self) -> Selector:
@@ -159,7 +200,7 @@ class SelectorTrainer(Trainer):
 
     trained = selector
 
-    # -- the stage -----------------------------------------------------------------------------------------------------
+    # -- the stage ---------------------------------------------------------------------------------
 
     def _stage(self, name: str, agent: SelectorActor, settings: OptimiserConfig) -> Stage:
         device = agent.pool.device
@@ -177,10 +218,16 @@ class SelectorTrainer(Trainer):
         )
 
     def _prepare(self, share: float, watched: bool) -> None:
-        start, end = self.loss.temperature_start, self.loss.temperature_end
-        self.imitation.temperature.fill_(math.inf if self.stage.name == "sft" else start + (end - start) * share)
+        start = self.loss.temperature_start
+        end = self.loss.temperature_end
+        self.imitation.temperature.fill_(
+            math.inf if self.stage.name == "sft" else start + (end - start) * share
+        )
         self.imitation.diagnostics = self.grpo.diagnostics = watched
-        self.grpo.top = self.loss.curriculum_top if share < self.loss.curriculum else None
+        if share < self.loss.curriculum:
+            self.grpo.top = self.loss.curriculum_top
+        else:
+            self.grpo.top = None
         if self.reward_model is not None and self._logged:
             self._correct(self.reward_model)
 
@@ -191,15 +238,22 @@ class SelectorTrainer(Trainer):
         return self.scorer(rows, demonstrations)
 
     def _correct(self, model: RewardModel) -> None:
-        """Spend this epoch's share of the true calls on draws of the policy, of training queries in random order."""
-        calls, epochs, train = model.config.calls, self.config.epochs, self.split.train
+        """Spend this epoch's share of the true calls on draws of the policy, of training queries in
+        random order."""
+        calls = model.config.calls
+        epochs = self.config.epochs
+        train = self.split.train
         count = calls * (self._epoch + 1) // epochs - calls * self._epoch // epochs
         if not count:
             return
         passes = [train[torch.randperm(len(train))] for _ in range(math.ceil(count / len(train)))]
         rows = torch.cat(passes)[:count]
-        drawn = draw(self.selector, self.agent.embeddings, self.table, rows, self.shots, self.loss.group_size)
-        self.corrected = model.correct(self.table, rows, bank_rows(self.table.pool[rows], drawn), self._answer)
+        drawn = draw(
+            self.selector, self.agent.embeddings, self.table, rows, self.shots, self.loss.group_size
+        )
+        self.corrected = model.correct(
+            self.table, rows, bank_rows(self.table.pool[rows], drawn), self._answer
+        )
 
     def _stage_loss(self, minibatch: TensorDictBase) -> TensorDictBase:
         if self.stage.name != "grpo":
@@ -207,24 +261,35 @@ class SelectorTrainer(Trainer):
         return self.grpo(_taught(minibatch, self.loss.min_positive))
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
-        reward, right, present = data["next", "reward"], data["next", "vqa_correct"], _present(data)
+        reward = data["next", "reward"]
+        right = data["next", "vqa_correct"]
+        present = _present(data)
         drawn = {"Reward": reward[present], "Accuracy": right[present & ~right.isnan()]}
         if self.reward_model is not None:  # nobody knows it
             drawn.pop("Accuracy")
-        logged = {f"{name}_Mean": float(values.mean()) for name, values in drawn.items() if len(values)}
-        logged |= {f"{name}_Std": float(values.std(correction=0)) for name, values in drawn.items() if len(values)}
+        logged = {
+            f"{name}_Mean": float(values.mean()) for name, values in drawn.items() if len(values)
+        }
+        logged |= {
+            f"{name}_Std": float(values.std(correction=0))
+            for name, values in drawn.items()
+            if len(values)
+        }
         logged |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
         logged |= {"LR": self._learning_rate(), "Beta": float(self.grpo.kl_to_ref_coeff)}
         of_grpo = self.stage.name == "grpo"
-        logged["Temperature"] = float(self.agent.temperature if of_grpo else self.imitation.temperature)
+        logged["Temperature"] = float(
+            self.agent.temperature if of_grpo else self.imitation.temperature
+        )
         if of_grpo and self.env.scorer is not None:
             logged |= {"True_Calls": self.calls} | self.corrected
         return {f"Train/{name}": value for name, value in logged.items()}
 
-    # -- held-out data -------------------------------------------------------------------------------------------------
+    # -- held-out data -----------------------------------------------------------------------------
 
     def _judge(self) -> tuple[float, Mapping[str, float]]:
-        """Greedy sequences of the validation queries, scored; or of what was recorded of them, what ranks first."""
+        """Greedy sequences of the validation queries, scored; or of what was recorded of them, what
+        ranks first."""
         rows = self.split.validation
         if self.scorer is None:
             preference = self.agent.recorded_log_probs(self.table, rows)
@@ -247,47 +312,70 @@ class SelectorTrainer(Trainer):
 
     @functools.cached_property
     def _recorded(self) -> BeamTable:
-        """The records of the validation queries; a score takes the place of a right answer where that is unknown."""
+        """The records of the validation queries; a score takes the place of a right answer where
+        that is unknown."""
         fields = self.table.fields
-        outcome = {"vqa_correct": fields["vqa_correct" if "vqa_correct" in fields else "beam_score"]}
+        outcome = {
+            "vqa_correct": fields["vqa_correct" if "vqa_correct" in fields else "beam_score"]
+        }
         return replace(self.table, fields=outcome).select(self.split.validation)
 
     @functools.cached_property
     def _validation(self) -> DemonstrationBandit:
-        """The environment of all validation queries at once. What the scorer answers there is no call of training."""
-        scorer = self.env.scorer if self.env.scorer is None or self.reward_model is not None else self.scorer
-        return self._env(batch_size=len(self.split.validation), rows=self.split.validation, scorer=scorer)
+        """The environment of all validation queries at once. What the scorer answers there is no
+        call of training."""
+        if self.env.scorer is None or self.reward_model is not None:
+            scorer = self.env.scorer
+        else:
+            scorer = self.scorer
+        return self._env(
+            batch_size=len(self.split.validation), rows=self.split.validation, scorer=scorer
+        )
 
     @torch.no_grad()
     def _validation_metrics(self) -> dict[str, float]:
         """The loss on the groups of the validation queries, which nothing is learned from.
 
-        SFT and RCE: their cross-entropy, RCE's at its last temperature. GRPO: −E_π[reward], what is minimised without
-        baseline, clip and KL: the mean over draws, or over recorded sequences by their probability inside the group.
-        After SFT also the k3 KL to the SFT policy, over draws of the policy.
+        SFT and RCE: their cross-entropy, RCE's at its last temperature. GRPO: −E_π[reward], what is
+        minimised without baseline, clip and KL: the mean over draws, or over recorded sequences by
+        their probability inside the group. After SFT also the k3 KL to the SFT policy, over draws
+        of the policy.
         """
-        name, metrics, live = self.stages[0].name, {}, self._validation.scorer is not None
+        name = self.stages[0].name
+        metrics = {}
+        live = self._validation.scorer is not None
         self._validation.contexts.set_back(0)
-        with seeded(self.seed, self.device):  # so that evaluations differ by the policy, not by luck
+        with seeded(
+            self.seed, self.device
+        ):  # so that evaluations differ by the policy, not by luck
             batch = self._validation.reset()
             drawn = self.agent(batch.select("row"))
-            batch["action"] = drawn["action"] if live else batch["sequences"]
+            if live:
+                batch["action"] = drawn["action"]
+            else:
+                batch["action"] = batch["sequences"]
             batch = self._validation.step(batch)
         if name != "sft":
             reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
             metrics["KL"] = k3(drawn["action_log_prob"], reference).mean()
         batch = _taught(batch)
-        present, reward = batch["group_mask"], batch["next", "reward"]
+        present = batch["group_mask"]
+        reward = batch["next", "reward"]
         if name == "grpo":
-            log_prob = torch.zeros_like(reward) if live else self.agent.get_dist(batch).log_prob(batch["action"])
+            if live:
+                log_prob = torch.zeros_like(reward)
+            else:
+                log_prob = self.agent.get_dist(batch).log_prob(batch["action"])
             weight = log_prob.masked_fill(~present, LOWEST).softmax(-1) * present
             metrics["Loss"] = -expectation(reward, weight).mean()
         else:
-            self.imitation.temperature.fill_(math.inf if name == "sft" else self.loss.temperature_end)
+            self.imitation.temperature.fill_(
+                math.inf if name == "sft" else self.loss.temperature_end
+            )
             metrics["Loss"] = self.imitation(batch)["loss_rce"]
         return {key: float(value) for key, value in metrics.items()}
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     @property
     def _epoch(self) -> int:
@@ -298,9 +386,18 @@ class SelectorTrainer(Trainer):
 
     def provenance(self) -> dict[str, Any]:
         """How the selector came about."""
-        extra: dict[str, Any] = {"validation": self.best["score"], "epoch": self._epoch, "shots": self.shots}
-        extra["policy"] = None if self.folder is None else self.folder.name
-        extra["fitted"] = [self.table.query_ids[row] for part in self.split[:2] for row in part.tolist()]
+        extra: dict[str, Any] = {
+            "validation": self.best["score"],
+            "epoch": self._epoch,
+            "shots": self.shots,
+        }
+        if self.folder is None:
+            extra["policy"] = None
+        else:
+            extra["policy"] = self.folder.name
+        extra["fitted"] = [
+            self.table.query_ids[row] for part in self.split[:2] for row in part.tolist()
+        ]
         return extra
 
     def training_state(self) -> dict[str, Any]:
@@ -328,7 +425,8 @@ def _present(batch: TensorDictBase) -> Tensor:
 
 
 def _taught(minibatch: TensorDictBase, min_positive: float = 0.0) -> TensorDictBase:
-    """Return the queries that have something to teach, over which means are taken; all where none has.
+    """Return the queries that have something to teach, over which means are taken; all where none
+    has.
 
     A query of whose sequences a smaller share than `min_positive` is right teaches nothing.
     """
@@ -337,5 +435,8 @@ def _taught(minibatch: TensorDictBase, min_positive: float = 0.0) -> TensorDictB
         right = (minibatch["next", "vqa_correct"] > 0.5) & present
         enough = right.sum(-1, keepdim=True) >= min_positive * present.sum(-1, keepdim=True)
         present = present & enough
-    minibatch, taught = minibatch.copy().set("group_mask", present), present.any(-1)
-    return minibatch[taught] if taught.any() else minibatch
+    minibatch = minibatch.copy().set("group_mask", present)
+    taught = present.any(-1)
+    if taught.any():
+        return minibatch[taught]
+    return minibatch

@@ -16,8 +16,8 @@ class OptimiserConfig:
     """Iterations of the teacher's regression, where there is a teacher; twice as many where bins of
     the features are tried (`knobwise.agents.controller.networks`)."""
     warmup_iterations: int = 600
-    """Iterations before GRPO, in which the heads imitate the teacher, or without one the rewards, by
-    RCE; 0 starts cold, without a teacher."""
+    """Iterations before GRPO, in which the heads imitate the teacher, or without one the rewards,
+    by RCE; 0 starts cold, without a teacher."""
     iterations: int = 300
     """Iterations of GRPO."""
     contexts: int = 256
@@ -41,18 +41,27 @@ class OptimiserConfig:
     evaluate_every: int = 20
     """Iterations between evaluations on the validation split."""
     warmup_patience: int = 0
-    """Patience: evaluations without a better validation utility that end the warm-up; 0 never ends it early."""
+    """Patience: evaluations without a better validation utility that end the warm-up; 0 never ends
+    it early."""
     patience: int = 8
-    """Patience: evaluations without a better validation utility that end GRPO; 0 never ends it early."""
+    """Patience: evaluations without a better validation utility that end GRPO; 0 never ends it
+    early."""
     retreat: int = 0
-    """After this many evaluations in a row below the best validation utility, GRPO goes back to the best weights and
-    halves the learning rate; 0 never goes back."""
+    """After this many evaluations in a row below the best validation utility, GRPO goes back to the
+    best weights and halves the learning rate; 0 never goes back."""
 
     def __post_init__(self) -> None:
         one_of("optimiser.schedule", self.schedule, ("cosine", "constant"))
         for name in ("contexts", "minibatch", "epochs", "evaluate_every"):
             at_least(f"optimiser.{name}", getattr(self, name), 1)
-        for name in ("teacher_iterations", "warmup_iterations", "warmup_patience", "iterations", "patience", "retreat"):
+        for name in (
+            "teacher_iterations",
+            "warmup_iterations",
+            "warmup_patience",
+            "iterations",
+            "patience",
+            "retreat",
+        ):
             at_least(f"optimiser.{name}", getattr(self, name), 0)
         for name in ("lr", "warmup_lr", "weight_decay"):
             at_least(f"optimiser.{name}", getattr(self, name), 0)
@@ -67,15 +76,15 @@ class StageConfig:
     epochs: int = 4
     """Passes (epochs) over the training queries. Every epoch is kept."""
     keep: str = "best"
-    """Which epoch is used: the `best` on validation, which may be the start; the `last`; or `best_kl`, the trained
-    epoch with the lowest KL to the SFT policy on validation."""
+    """Which epoch is used: the `best` on validation, which may be the start; the `last`; or
+    `best_kl`, the trained epoch with the lowest KL to the SFT policy on validation."""
     lr: float = 3e-4
     """Learning rate of AdamW."""
     queries: int = 64
     """P, queries in each step."""
     collected: int | None = None
-    """Queries whose old log-probs are computed at once; None: those of one step. With more, the policy moves away
-    from its old log-probs before they are computed anew, and GRPO's clip acts."""
+    """Queries whose old log-probs are computed at once; None: those of one step. With more, the
+    policy moves away from its old log-probs before they are computed anew, and GRPO's clip acts."""
     rise: float = 0.05
     """Share of the stage in which the learning rate rises; then it falls to 0 as a cosine."""
     weight_decay: float = 1e-3
@@ -93,7 +102,8 @@ class StageConfig:
         at_least("weight_decay", self.weight_decay, 0)
 
     def optimiser(self, training_queries: int) -> OptimiserConfig:
-        """The same for a number of training queries, as the loop wants it: in iterations, an epoch at a time."""
+        """The same for a number of training queries, as the loop wants it: in iterations, an epoch
+        at a time."""
         collected = min(self.collected or self.queries, training_queries)
         each = math.ceil(training_queries / collected)
         return OptimiserConfig(

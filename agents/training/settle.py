@@ -1,4 +1,5 @@
-"""After training: what is deployed of a controller, settled on samples that it was not fitted on."""
+"""After training: what is deployed of a controller, settled on samples that it was not fitted
+on."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def deployed_by(trainer: ControllerTrainer, budgets_ms: Tensor) -> DeployedContr
             for.
     """
     controller = copy.deepcopy(trainer.agent.controller).cpu()
-    teacher = trainer.taught_by.teacher if trainer.teaches else None
+    if trainer.teaches:
+        teacher = trainer.taught_by.teacher
+    else:
+        teacher = None
     latency = latency_of(trainer.table, trainer.fitted, controller.normaliser)
     settled = Settled(latency=latency)
     policy = trainer.policy
@@ -50,7 +54,10 @@ def deployed_by(trainer: ControllerTrainer, budgets_ms: Tensor) -> DeployedContr
         def decide(limit_ms: float) -> Tensor:
             return trainer.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
 
-        looks = None if first_look_ms is None else first_look_ms[rows]
+        if first_look_ms is None:
+            looks = None
+        else:
+            looks = first_look_ms[rows]
         about = measured, decide, static_choice, settings
         settled.guard = calibrate(*about, trainer.cost_ms, looks)
         settled.guard_if_free = calibrate(*about, 0.0, looks)
@@ -114,7 +121,9 @@ def _teachers_decide(trainer: ControllerTrainer) -> Callable[[float], Tensor]:
         columns = []
         for teacher, rows in zip(trainer.taught_by.of_folds, held_out, strict=True):
             features = {name: block[rows].numpy() for name, block in table.features.items()}
-            chosen = teacher.choose(features, np.full(len(rows), limit_ms), table.mask[rows].numpy())
+            chosen = teacher.choose(
+                features, np.full(len(rows), limit_ms), table.mask[rows].numpy()
+            )
             columns.append(torch.from_numpy(chosen))
         return torch.cat(columns)
 

@@ -21,8 +21,9 @@ from knobwise.envs.tables.profile_table import ProfileTable
 class ContextEnv(SingleStepEnv):
     """Draws contexts, and keeps those of its last reset.
 
-    A step decides for the contexts in the tensordict, or where it lacks rows or limits for those kept. TorchRL's
-    wrappers call `_step`: there a transform may have changed the limits, so that the rows kept keep theirs.
+    A step decides for the contexts in the tensordict, or where it lacks rows or limits for those
+    kept. TorchRL's wrappers call `_step`: there a transform may have changed the limits, so that
+    the rows kept keep theirs.
     """
 
     table: ProfileTable
@@ -30,13 +31,17 @@ class ContextEnv(SingleStepEnv):
 
     def __init__(self, contexts: ContextSampler, limit_key: str, **options: Any) -> None:
         super().__init__(**options)
-        self.contexts, self.limit_key = contexts, limit_key
+        self.contexts = contexts
+        self.limit_key = limit_key
         self.current: dict[str, Tensor] = {}  # the contexts to decide for
         self.limits_change = False  # whether a transform was seen to change or remove limits
 
     def _about(self) -> str:
         budget = self.contexts.budgets.config
-        limits = budget.strategy if budget.sense == "deadline" else budget.sense
+        if budget.sense == "deadline":
+            limits = budget.strategy
+        else:
+            limits = budget.sense
         size = f"{self.table.num_samples} samples × {self.table.num_configurations} configurations"
         return f"{self.table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
 
@@ -56,7 +61,9 @@ class ContextEnv(SingleStepEnv):
         self._take_contexts(tensordict)
         return super().step(tensordict)
 
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    def step_and_maybe_reset(
+        self, tensordict: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
         self._take_contexts(tensordict)
         return tensordict.set("next", self._decide(tensordict)), self._reset()
 
@@ -70,10 +77,15 @@ class ContextEnv(SingleStepEnv):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         # contexts are drawn where the table is, so that a seed gives the same ones on every device
         rows, limits = (drawn.to(self.device) for drawn in self.contexts(self.batch_size.numel()))
-        wanted = None if tensordict is None else tensordict.get("_reset", None)
+        if tensordict is None:
+            wanted = None
+        else:
+            wanted = tensordict.get("_reset", None)
         if wanted is not None and self.current:  # the others go on
             rows = rows.where(wanted.reshape(-1), self.current["row"])
-            limits = limits.where(wanted.reshape(-1, *limits.shape[1:] and (1,)), self.current[self.limit_key])
+            limits = limits.where(
+                wanted.reshape(-1, *limits.shape[1:] and (1,)), self.current[self.limit_key]
+            )
         self.current = self._contexts(rows, limits)
         return self._context(self.current | self._described())
 
@@ -92,10 +104,18 @@ class ContextEnv(SingleStepEnv):
         return self.current
 
     def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
-        """Note which contexts to decide for. `wrapped`: a transform may have changed the tensordict."""
-        rows, limits = tensordict.get("row", None), tensordict.get(self.limit_key, None)
-        current = self._some_contexts() if rows is None or limits is None else self.current
-        rows = current["row"] if rows is None else rows.long()
+        """Note which contexts to decide for. `wrapped`: a transform may have changed the
+        tensordict."""
+        rows = tensordict.get("row", None)
+        limits = tensordict.get(self.limit_key, None)
+        if rows is None or limits is None:
+            current = self._some_contexts()
+        else:
+            current = self.current
+        if rows is None:
+            rows = current["row"]
+        else:
+            rows = rows.long()
         limits = None if limits is None else limits.float()
         same_rows = _same(rows, current.get("row"))
         same = same_rows and limits is not None and _same(limits, current.get(self.limit_key))
@@ -103,15 +123,21 @@ class ContextEnv(SingleStepEnv):
             self.limits_change = not same
         elif wrapped and (self.limits_change or limits is None):
             raise InputError(
-                "row: the tensordict has other rows than the last reset, and their limits are unknown, because a "
-                f"transform changes or removes {self.limit_key}; reset before each step, and let no two loops share an "
+                "row: the tensordict has other rows than the last reset, and their limits are "
+                "unknown, because a "
+                f"transform changes or removes {self.limit_key}; reset before each step, and let "
+                "no two loops share an "
                 "environment"
             )
         elif not same:
-            self.current = self._contexts(rows, current[self.limit_key] if limits is None else limits)
+            self.current = self._contexts(
+                rows, current[self.limit_key] if limits is None else limits
+            )
 
 
-def action_spec(replay: Replay, shape: tuple[int, ...], device: torch.device | str | None) -> TensorSpec:
+def action_spec(
+    replay: Replay, shape: tuple[int, ...], device: torch.device | str | None
+) -> TensorSpec:
     """Return the spec of what is decided for contexts, of shape [P] or [P, G]."""
     table = replay.table
     options: dict[str, Any] = {"dtype": torch.int64, "device": device}
@@ -121,7 +147,9 @@ def action_spec(replay: Replay, shape: tuple[int, ...], device: torch.device | s
         return Composite(knobs, shape=shape[:1], device=device)
     if replay.action == "knobs":
         sizes = torch.tensor(table.knob_sizes)
-        return MultiCategorical(sizes, shape=(*shape, len(sizes)), remove_singleton=False, **options)
+        return MultiCategorical(
+            sizes, shape=(*shape, len(sizes)), remove_singleton=False, **options
+        )
     return Categorical(table.num_configurations, shape=shape, **options)
 
 

@@ -56,7 +56,9 @@ class Drift:
         return offset - offset.mean(-1, keepdim=True)
 
 
-def drifted_copies(table: ProfileTable, size: float, seed: int) -> tuple[ProfileTable, Tensor | None]:
+def drifted_copies(
+    table: ProfileTable, size: float, seed: int
+) -> tuple[ProfileTable, Tensor | None]:
     """Return a table and copies of it on machines that drift, one after the other.
 
     Returns:
@@ -90,7 +92,10 @@ def drifted_copies(table: ProfileTable, size: float, seed: int) -> tuple[Profile
         changed["repeats_ms"] = table.repeats_ms.repeat(many, 1, 1) * factors.unsqueeze(-1)
     for name in ("cost", "first_look_ms"):
         values = getattr(table, name)
-        changed[name] = None if values is None else values.repeat(many, 1)
+        if values is None:
+            changed[name] = None
+        else:
+            changed[name] = values.repeat(many, 1)
     return replace(table, **changed), offset
 
 

@@ -1,4 +1,5 @@
-"""The same bandit as gymnasium environments: one context at a time for stepping by hand, and many at once."""
+"""The same bandit as gymnasium environments: one context at a time for stepping by hand, and many
+at once."""
 
 from __future__ import annotations
 
@@ -36,44 +37,40 @@ _PROCESS = os.getpid()
 
 
 class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
-    """Choose the knobs of a measured model for one input under a latency budget, and see the outcome.
+    """Choose the knobs of a measured model for one input under a latency budget, and see the
+    outcome.
 
-    Description:
-        A contextual bandit that replays a profile: no model runs, every outcome was measured before. Under a mean
-        budget (`BudgetConfig(sense="mean")`) no request has a budget of its own; it is limited by the worth of a right
-        answer, in ms, and the reward is accuracy − latency/worth. Under weights (`sense="weights"`) this worth is also
-        in the unit of the profile's further cost, and the reward is accuracy − latency/worth − cost/worth.
-    Action space:
-        `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its value; under
-        `action_keys="knobs"` a `Dict` of one `Discrete` for each knob, by name; under
-        `action="configuration"` `Discrete(C)`, a configuration of `env.unwrapped.table.configurations`.
-    Observation space:
-        `Dict` of one `Box` per feature block (`image_features`, `language_features`, …; a missing value is the
-        column's median), `budget_ms`, a `Box` of shape (), and `mask`, `MultiBinary(C)`: the configurations that were
-        profiled for the sample. Under a mean budget there is `worth_ms` instead of `budget_ms`, under
-        weights `worths`, of shape (2,).
-    Rewards:
-        By default the one that training uses, see `Replay`.
-    Starting state:
-        A random sample and a random budget or worth, unless `reset(options=…)` chooses them: `row` or `sample_id`
-        (with `dataset`, where data sets share ids), `budget_ms`, `worth_ms` or `worths`.
-    Episode end:
-        After one step, always.
-    Info:
-        After reset: `row` of the table, `sample_id`, `budget_ms`, `worth_ms` or `worths`, `mask` (bool [C]), and
-        `action_mask`, for `env.action_space.sample(info["action_mask"])` to draw a profiled action (None if no mask of
-        the knobs allows the profiled configurations only). After a step also `accuracy`, `latency_ms`, `violation`
-        (only under deadlines), `cost` where the profile has a further one, `configuration` (the knob values that were
-        replayed, by name), and the same with the prefix `oracle_` for the best configuration (its median latency, where
-        it was measured repeatedly). With `numeric_infos` numbers alone, as in `ConfigBanditVectorEnv`.
-    Arguments:
-        table: the profile; None for the built-in one. budget, reward, unprofiled, action, action_keys, repeats: as
-        `Replay` takes them. rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi"
-        (words) or "rgb_array" (uint8 [520, 900, 3]), which `gymnasium.make` shows in a window for "human".
-        numeric_infos: leave out what is not a number, and write configurations as value indices; TorchRL wants it of
-        environments that `SyncVectorEnv` or `AsyncVectorEnv` puts side by side.
-        inputs: sample id → question and picture, for rendering; a text `module:function` names such a function for the
-        built-in profile alone.
+    Description: A contextual bandit that replays a profile: no model runs, every outcome was
+        measured before. Under a mean budget (`BudgetConfig(sense="mean")`) no request has a budget
+        of its own; it is limited by the worth of a right answer, in ms, and the reward is accuracy
+        − latency/worth. Under weights (`sense="weights"`) this worth is also in the unit of the
+        profile's further cost, and the reward is accuracy − latency/worth − cost/worth. Action
+        space: `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index
+        of its value; under `action_keys="knobs"` a `Dict` of one `Discrete` for each knob, by name;
+        under `action="configuration"` `Discrete(C)`, a configuration of
+        `env.unwrapped.table.configurations`. Observation space: `Dict` of one `Box` per feature
+        block (`image_features`, `language_features`, …; a missing value is the column's median),
+        `budget_ms`, a `Box` of shape (), and `mask`, `MultiBinary(C)`: the configurations that were
+        profiled for the sample. Under a mean budget there is `worth_ms` instead of `budget_ms`,
+        under weights `worths`, of shape (2,). Rewards: By default the one that training uses, see
+        `Replay`. Starting state: A random sample and a random budget or worth, unless
+        `reset(options=…)` chooses them: `row` or `sample_id` (with `dataset`, where data sets share
+        ids), `budget_ms`, `worth_ms` or `worths`. Episode end: After one step, always. Info: After
+        reset: `row` of the table, `sample_id`, `budget_ms`, `worth_ms` or `worths`, `mask` (bool
+        [C]), and `action_mask`, for `env.action_space.sample(info["action_mask"])` to draw a
+        profiled action (None if no mask of the knobs allows the profiled configurations only).
+        After a step also `accuracy`, `latency_ms`, `violation` (only under deadlines), `cost` where
+        the profile has a further one, `configuration` (the knob values that were replayed, by
+        name), and the same with the prefix `oracle_` for the best configuration (its median
+        latency, where it was measured repeatedly). With `numeric_infos` numbers alone, as in
+        `ConfigBanditVectorEnv`. Arguments: table: the profile; None for the built-in one. budget,
+        reward, unprofiled, action, action_keys, repeats: as `Replay` takes them. rows: int64 [n],
+        the samples to draw from; None for all. render_mode: None, "ansi" (words) or "rgb_array"
+        (uint8 [520, 900, 3]), which `gymnasium.make` shows in a window for "human". numeric_infos:
+        leave out what is not a number, and write configurations as value indices; TorchRL wants it
+        of environments that `SyncVectorEnv` or `AsyncVectorEnv` puts side by side. inputs: sample
+        id → question and picture, for rendering; a text `module:function` names such a function for
+        the built-in profile alone.
 
     Raises InputError for settings, options of `reset` and actions that do not exist.
     """
@@ -96,13 +93,22 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
     ) -> None:
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
-        options = {"unprofiled": unprofiled, "action": action, "repeats": repeats, "action_keys": action_keys}
+        options = {
+            "unprofiled": unprofiled,
+            "action": action,
+            "repeats": repeats,
+            "action_keys": action_keys,
+        }
         self._batch = ConfigBanditVectorEnv(1, table, budget, reward, rows, **options)
-        self.table, self.render_mode = self._batch.table, render_mode
+        self.table = self._batch.table
+        self.render_mode = render_mode
         self.numeric_infos = numeric_infos
         self.observation_space = self._batch.single_observation_space
         self.action_space = self._batch.single_action_space
-        self._inputs = inputs if self.table.name == "builtin" or callable(inputs) else None
+        if self.table.name == "builtin" or callable(inputs):
+            self._inputs = inputs
+        else:
+            self._inputs = None
         self._last: tuple[dict[str, Any], float | None] | None = None
 
     def reset(
@@ -126,10 +132,20 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         if self._last is None:
             raise gymnasium.error.ResetNeeded("call reset() before render()")
         info, reward = self._last
-        inputs = pkgutil.resolve_name(self._inputs) if isinstance(self._inputs, str) else self._inputs
-        question, picture = ("", None) if inputs is None else inputs(info["sample_id"])
-        view = View(self.table.knobs, self.table.unit, info, reward, question, picture, self.table.cost_name)
-        return view.words() if self.render_mode == "ansi" else view.image()
+        if isinstance(self._inputs, str):
+            inputs = pkgutil.resolve_name(self._inputs)
+        else:
+            inputs = self._inputs
+        if inputs is None:
+            question, picture = ("", None)
+        else:
+            question, picture = inputs(info["sample_id"])
+        view = View(
+            self.table.knobs, self.table.unit, info, reward, question, picture, self.table.cost_name
+        )
+        if self.render_mode == "ansi":
+            return view.words()
+        return view.image()
 
     def _single(
         self, observations: Observation, infos: Info, reward: float | None
@@ -137,11 +153,22 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         """The only observation and info of a batch, which are kept for `render`."""
         # copies, because an observation must not share memory with the next one
         observation = {name: np.array(block[0]) for name, block in observations.items()}
-        info = {name: np.array(value[0]) if value.ndim > 1 else value[0].item() for name, value in infos.items()}
+        info = {
+            name: np.array(value[0]) if value.ndim > 1 else value[0].item()
+            for name, value in infos.items()
+        }
         # after a step TorchRL looks for the parts of a Dict observation in the infos
-        numbers = dict(info) if reward is None else {**info, **observation}
-        key, mask = self._batch.limit_key, observation["mask"].astype(bool)
-        info |= {"sample_id": self.table.sample_ids[info["row"]], key: observation[key].tolist(), "mask": mask}
+        if reward is None:
+            numbers = dict(info)
+        else:
+            numbers = {**info, **observation}
+        key = self._batch.limit_key
+        mask = observation["mask"].astype(bool)
+        info |= {
+            "sample_id": self.table.sample_ids[info["row"]],
+            key: observation[key].tolist(),
+            "mask": mask,
+        }
         info.setdefault("action_mask", self._knob_masks(mask))
         for name in info.keys() & {"configuration", "oracle_configuration"}:
             values = zip(self.table.knobs, info[name], strict=True)
@@ -150,31 +177,39 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         return observation, numbers if self.numeric_infos else info
 
     def _knob_masks(self, mask: NDArray[np.bool_]) -> Any:
-        """For each knob which of its values were profiled, if all their combinations were: their product."""
+        """For each knob which of its values were profiled, if all their combinations were: their
+        product."""
         columns = zip(self.table.configurations.numpy()[mask].T, self.table.knob_sizes, strict=True)
-        masks = tuple((np.bincount(values, minlength=size) > 0).astype(np.int8) for values, size in columns)
+        masks = tuple(
+            (np.bincount(values, minlength=size) > 0).astype(np.int8) for values, size in columns
+        )
         if math.prod(int(knob.sum()) for knob in masks) != mask.sum():
             return None
         names = self._batch.knob_keys
-        return dict(zip(names, masks, strict=True)) if names else masks
+        if names:
+            return dict(zip(names, masks, strict=True))
+        return masks
 
 
 class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     """Many contexts at once, as a gymnasium vector environment.
 
-    Spaces and rewards are those of `ConfigBanditEnv` with a leading axis `num_envs`. All infos are numbers, because
-    TorchRL reads them all: `row` in place of `sample_id`; `configuration` as value indices, int64 [num_envs, K];
-    `action_mask`, int8 [num_envs, C], under `action="configuration"` only; what the observation holds is not in them.
-    Nothing is rendered; `gymnasium.make_vec(…, vectorization_mode="sync")` renders each environment.
+    Spaces and rewards are those of `ConfigBanditEnv` with a leading axis `num_envs`. All infos are
+    numbers, because TorchRL reads them all: `row` in place of `sample_id`; `configuration` as value
+    indices, int64 [num_envs, K]; `action_mask`, int8 [num_envs, C], under `action="configuration"`
+    only; what the observation holds is not in them. Nothing is rendered; `gymnasium.make_vec(…,
+    vectorization_mode="sync")` renders each environment.
 
-    Every episode is one decision, so that all of them end together. `autoreset_mode` is gymnasium's:
+    Every episode is one decision, so that all of them end together. `autoreset_mode` is
+    gymnasium's:
 
-    - `SAME_STEP` (the default): `step` returns the observations of the next contexts; those of the decisions are in
-      `infos["final_obs"]`, an array of num_envs of them, and their outcomes in `infos["final_info"]`.
-    - `NEXT_STEP`: `step` returns the decisions; the next `step` ignores its actions, draws new contexts and returns
-      reward 0, not terminated.
-    - `DISABLED`: `reset` draws new contexts, after the first one those where `options["reset_mask"]`, bool [num_envs],
-      is True.
+    - `SAME_STEP` (the default): `step` returns the observations of the next contexts; those of the
+      decisions are in `infos["final_obs"]`, an array of num_envs of them, and their outcomes in
+      `infos["final_info"]`.
+    - `NEXT_STEP`: `step` returns the decisions; the next `step` ignores its actions, draws new
+      contexts and returns reward 0, not terminated.
+    - `DISABLED`: `reset` draws new contexts, after the first one those where
+      `options["reset_mask"]`, bool [num_envs], is True.
     """
 
     def __init__(
@@ -193,16 +228,25 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         action_keys: str = "action",
     ) -> None:
         if os.getpid() != _PROCESS:
-            # this process was forked off: threads of torch would be waited for, and they stayed behind
+            # this process was forked off: threads of torch would be waited for, and they stayed
+            # behind
             torch.set_num_threads(1)
         table = _builtin() if table is None else table
         if not isinstance(table, ProfileTable):
-            raise InputError(f"table={table!r}: must be a ProfileTable; knobwise.read(FILE) reads it")
-        self.table, self.num_envs, self.render_mode = table, num_envs, render_mode
+            raise InputError(
+                f"table={table!r}: must be a ProfileTable; knobwise.read(FILE) reads it"
+            )
+        self.table = table
+        self.num_envs = num_envs
+        self.render_mode = render_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self.limit_key = limit_key(budget)
-        self._repeats, self._pair = repeats, (2,) if self.limit_key == "worths" else ()
+        self._repeats = repeats
+        if self.limit_key == "worths":
+            self._pair: tuple[int, ...] = (2,)
+        else:
+            self._pair = ()
         self._replay = Replay(table, budget, reward, unprofiled, action, None, repeats, action_keys)
         self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=None)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
@@ -219,10 +263,14 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.knob_keys = self._replay.knob_keys
         if self.knob_keys:
             each = zip(self.knob_keys, table.knob_sizes, strict=True)
-            self.single_action_space = spaces.Dict({name: spaces.Discrete(size) for name, size in each})
+            self.single_action_space = spaces.Dict(
+                {name: spaces.Discrete(size) for name, size in each}
+            )
         elif action == "configuration":
             self.single_action_space = spaces.Discrete(table.num_configurations)
-        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.observation_space = gymnasium.vector.utils.batch_space(
+            self.single_observation_space, num_envs
+        )
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
         self._context: tuple[Tensor, Tensor] | None = None
         self._over = np.zeros(num_envs, dtype=bool)  # whose episode has ended
@@ -233,11 +281,15 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         """Draw contexts. One seed serves all of them; of a list the first counts."""
         seed = seed[0] if isinstance(seed, list) else seed
         super().reset(seed=seed)
-        options, mask = dict(options or {}), None
+        options = dict(options or {})
+        mask = None
         if self.autoreset_mode == AutoresetMode.DISABLED and "reset_mask" in options:
             mask = np.asarray(options.pop("reset_mask"))
             if mask.dtype != bool or mask.shape != (self.num_envs,):
-                raise InputError(f"reset options: reset_mask is bool [{self.num_envs}], True where a context is drawn")
+                raise InputError(
+                    f"reset options: reset_mask is bool [{self.num_envs}], True where a context "
+                    "is drawn"
+                )
         observations, infos = self.draw(seed, options, mask)
         return observations, self._with_masks(infos, mask)
 
@@ -248,7 +300,13 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         ended = np.ones(self.num_envs, dtype=bool)
         if self.autoreset_mode == AutoresetMode.NEXT_STEP and self._over.all():
             observations, infos = self.draw()
-            return observations, np.zeros(self.num_envs, np.float32), ~ended, ~ended, self._with_masks(infos)
+            return (
+                observations,
+                np.zeros(self.num_envs, np.float32),
+                ~ended,
+                ~ended,
+                self._with_masks(infos),
+            )
         last, rewards, outcomes = self.decide(actions)
         if self.autoreset_mode != AutoresetMode.SAME_STEP:
             return last, rewards, ended, ~ended, self._with_masks(outcomes)
@@ -257,14 +315,21 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         # arrays of shape (), not numbers, are what is in a Box of this shape
         parts = (np.nditer(v, op_flags=["readwrite"]) if v.ndim == 1 else v for v in last.values())
         rows = zip(*parts, strict=True)
-        final_obs[:] = list(map(dict, map(zip, itertools.repeat(tuple(last)), rows)))  # one dict for each, in C
+        final_obs[:] = list(
+            map(dict, map(zip, itertools.repeat(tuple(last)), rows))
+        )  # one dict for each, in C
         # TorchRL looks for the parts of a Dict observation in final_info
         final = {"final_obs": final_obs, "final_info": self._with_masks({**outcomes, **last})}
         return observations, rewards, ended, ~ended, self._with_masks({**infos, **final})
 
-    def _with_masks(self, infos: dict[str, Any], renewed: NDArray[np.bool_] | None = None) -> dict[str, Any]:
+    def _with_masks(
+        self, infos: dict[str, Any], renewed: NDArray[np.bool_] | None = None
+    ) -> dict[str, Any]:
         # gymnasium pairs every info with the mask of the environments that gave it
-        mask = np.ones(self.num_envs, dtype=bool) if renewed is None else renewed
+        if renewed is None:
+            mask = np.ones(self.num_envs, dtype=bool)
+        else:
+            mask = renewed
         return {**infos, **{f"_{name}": mask for name in infos}}
 
     def draw(
@@ -276,12 +341,16 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         """Draw contexts, all or the `renewed` ones, bool [num_envs], and observe them."""
         if seed is not None:
             self._contexts.generator.manual_seed(seed)
-        chosen, chosen_limits = chosen_context(options or {}, self.table, self.limit_key, self.num_envs)
+        chosen, chosen_limits = chosen_context(
+            options or {}, self.table, self.limit_key, self.num_envs
+        )
         rows, limits = self._contexts(self.num_envs, chosen)
-        limits = limits if chosen_limits is None else chosen_limits
+        if chosen_limits is not None:
+            limits = chosen_limits
         if renewed is not None and self._context is not None:
             new = torch.from_numpy(renewed)
-            rows, each = rows.where(new, self._context[0]), new.view(-1, *self._pair and (1,))
+            rows = rows.where(new, self._context[0])
+            each = new.view(-1, *self._pair and (1,))
             limits = limits.where(each, self._context[1])
         self._context = rows, limits
         self._over[... if renewed is None else renewed] = False
@@ -290,9 +359,14 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     def decide(self, actions: Any) -> tuple[Observation, NDArray[Any], Info]:
         """The same observations again, rewards float32 [num_envs], infos."""
         if self._context is None or self._over.any():
-            raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
+            raise gymnasium.error.ResetNeeded(
+                "call reset() before step(): every episode is one decision"
+            )
         rows, limits = self._context
-        knobs = self._replay.side_by_side(actions) if self.knob_keys else torch.from_numpy(np.array(actions))
+        if self.knob_keys:
+            knobs = self._replay.side_by_side(actions)
+        else:
+            knobs = torch.from_numpy(np.array(actions))
         grouped = self._replay.grouped(knobs, self.num_envs)
         replayed = self._replay(rows, grouped, limits, self._contexts.generator)
         priced = self.limit_key != "budget_ms"
@@ -302,18 +376,26 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             ("", replayed.configuration, self._replay.outcome(rows, replayed)),
             ("oracle_", best, self._replay.rewards.outcome(rows, best)),
         ):
-            info[f"{prefix}accuracy"], info[f"{prefix}latency_ms"] = (cells.squeeze(1).numpy() for cells in outcome)
+            info[f"{prefix}accuracy"], info[f"{prefix}latency_ms"] = (
+                cells.squeeze(1).numpy() for cells in outcome
+            )
             if self._replay.rewards.cost is not None:
-                info[f"{prefix}cost"] = self._replay.rewards.further_cost(rows, choice).squeeze(1).numpy()
+                info[f"{prefix}cost"] = (
+                    self._replay.rewards.further_cost(rows, choice).squeeze(1).numpy()
+                )
             if not priced:
                 info[f"{prefix}violation"] = info[f"{prefix}latency_ms"] > limits.numpy()
-            info[f"{prefix}configuration"] = self.table.configurations.index_select(0, choice.squeeze(1)).numpy()
+            info[f"{prefix}configuration"] = self.table.configurations.index_select(
+                0, choice.squeeze(1)
+            ).numpy()
         self._over[:] = True
         return observations, replayed.reward[:, 0].numpy(), info
 
     def _observe(self, rows: Tensor, limits: Tensor) -> tuple[Observation, Info]:
         """The observations, and what else is known before a decision, in new arrays."""
-        blocks = {name: block.index_select(0, rows).numpy() for name, block in self._features.items()}
+        blocks = {
+            name: block.index_select(0, rows).numpy() for name, block in self._features.items()
+        }
         mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
         info = {"row": rows.numpy().copy()}
         if self._replay.action == "configuration":
@@ -323,26 +405,34 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
 
 @functools.cache
 def _builtin() -> ProfileTable:
-    """The built-in profile, read once: a process that is forked off has it, and must not use the threads of polars."""
+    """The built-in profile, read once: a process that is forked off has it, and must not use the
+    threads of polars."""
     from knobwise.envs.readers.builtin import builtin_profile
 
     return builtin_profile()
 
 
 def _box(block: Tensor) -> spaces.Box:
-    """The space of a feature block. It includes 0, because TorchRL fills in zeros where there is nothing to observe."""
+    """The space of a feature block. It includes 0, because TorchRL fills in zeros where there is
+    nothing to observe."""
     low, high = torch.cat([block.flatten(), torch.zeros(1)]).aminmax()
     return spaces.Box(float(low), float(high) or 1.0, block.shape[1:])
 
 
-def oracle(table: ProfileTable, rows: Tensor, limits: Tensor, priced: bool = False, repeats: str = "draw") -> Tensor:
-    """The best profiled configuration of each sample, int64 [n]: highest utility, then lowest latency. The limits,
-    float [n], are budgets in ms; or if `priced`, worths of a right answer in ms, or pairs of worths [n, 2], and best is
-    the highest accuracy − latency/worth (− cost/worth). Both are means over a cell's measurements, or under
-    `repeats="median"` those of its median."""
-    # an unprofiled cell counts as infinitely late: it gains nothing, and any other cell that gains nothing is faster
+def oracle(
+    table: ProfileTable, rows: Tensor, limits: Tensor, priced: bool = False, repeats: str = "draw"
+) -> Tensor:
+    """The best profiled configuration of each sample, int64 [n]: highest utility, then lowest
+    latency. The limits, float [n], are budgets in ms; or if `priced`, worths of a right answer in
+    ms, or pairs of worths [n, 2], and best is the highest accuracy − latency/worth (− cost/worth).
+    Both are means over a cell's measurements, or under `repeats="median"` those of its median."""
+    # an unprofiled cell counts as infinitely late: it gains nothing, and any other cell that gains
+    # nothing is faster
     latency = table.latency_ms.index_select(0, rows).nan_to_num(torch.inf)
-    measured = latency.unsqueeze(-1) if repeats == "median" else table.measurements_ms.index_select(0, rows)
+    if repeats == "median":
+        measured = latency.unsqueeze(-1)
+    else:
+        measured = table.measurements_ms.index_select(0, rows)
     accuracy = table.accuracy.index_select(0, rows)
     limits = limits.view(len(rows), -1)
     if priced:

@@ -16,38 +16,58 @@ from knobwise.envs.tables.profile_table import ProfileTable
 def chosen_context(
     options: Mapping[str, Any], table: ProfileTable, limit_key: str, count: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Read the options of `reset` for `count` contexts: rows int64 [count] and limits float32 [count], in ms, or pairs
-    of worths [count, 2], each None if it is to be drawn.
+    """Read the options of `reset` for `count` contexts: rows int64 [count] and limits float32
+    [count], in ms, or pairs of worths [count, 2], each None if it is to be drawn.
 
-    The options are `row` or `sample_id` (with `dataset`, where data sets share ids), and `budget_ms`, or under a mean
-    budget `worth_ms`, under weights `worths`; a single row, budget or worth holds for every context, else there is one
-    for each. Raises InputError for other options, an unknown sample, or a limit that is not positive and finite.
+    The options are `row` or `sample_id` (with `dataset`, where data sets share ids), and
+    `budget_ms`, or under a mean budget `worth_ms`, under weights `worths`; a single row, budget or
+    worth holds for every context, else there is one for each. Raises InputError for other options,
+    an unknown sample, or a limit that is not positive and finite.
     """
     allowed = ("row", "sample_id", "dataset", limit_key)
     if unknown := [name for name in options if name not in allowed]:
-        raise InputError(f"reset options: {unknown[0]!r} is unknown; known are {', '.join(allowed)}")
-    if ("sample_id" in options and "row" in options) or ("dataset" in options and "sample_id" not in options):
-        raise InputError("reset options: name the sample by row, or by sample_id (with dataset where ids repeat)")
-    rows, limits = options.get("row"), options.get(limit_key)
+        raise InputError(
+            f"reset options: {unknown[0]!r} is unknown; known are {', '.join(allowed)}"
+        )
+    if ("sample_id" in options and "row" in options) or (
+        "dataset" in options and "sample_id" not in options
+    ):
+        raise InputError(
+            "reset options: name the sample by row, or by sample_id (with dataset where ids repeat)"
+        )
+    rows = options.get("row")
+    limits = options.get(limit_key)
     if "sample_id" in options:
         rows = _row_of_id(str(options["sample_id"]), options.get("dataset"), table)
     if rows is not None:
         last = table.num_samples - 1
-        rows = _numbers("row", rows, (count,), "iu", 0, last, f"must be a row of {table.name!r}, 0 to {last}").long()
+        rows = _numbers(
+            "row", rows, (count,), "iu", 0, last, f"must be a row of {table.name!r}, 0 to {last}"
+        ).long()
     if limits is not None:
-        bounds, pair = torch.finfo(torch.float32), limit_key == "worths"
-        needs = "must be a pair of positive, finite numbers" if pair else "must be a positive, finite number"
+        bounds = torch.finfo(torch.float32)
+        pair = limit_key == "worths"
+        if pair:
+            needs = "must be a pair of positive, finite numbers"
+        else:
+            needs = "must be a positive, finite number"
         shape = (count, 2) if pair else (count,)
         limits = _numbers(limit_key, limits, shape, "iuf", bounds.tiny, bounds.max, needs).float()
     return rows, limits
 
 
-def _numbers(name: str, value: Any, shape: tuple[int, ...], kinds: str, low: float, high: float, needs: str) -> Tensor:
-    """Numbers from low to high of one of these kinds of NumPy types, in this shape, whose first axis may be missing."""
+def _numbers(
+    name: str, value: Any, shape: tuple[int, ...], kinds: str, low: float, high: float, needs: str
+) -> Tensor:
+    """Numbers from low to high of one of these kinds of NumPy types, in this shape, whose first
+    axis may be missing."""
     array = np.asarray(value)
     valid = array.dtype.kind in kinds and array.shape in (shape, shape[1:])
     if not valid or not low <= array.min() <= array.max() <= high:
-        raise InputError(f"reset options: {name}={value!r}: {needs}; give one for all environments, or {shape[0]}")
+        raise InputError(
+            f"reset options: {name}={value!r}: {needs}; give one for all environments, or "
+            f"{shape[0]}"
+        )
     return torch.from_numpy(np.broadcast_to(array, shape).copy())
 
 
@@ -56,7 +76,8 @@ def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
     rows = [row for row, (known, name) in places if known == sample_id and dataset in (None, name)]
     if len(rows) != 1:
         raise InputError(
-            f"reset options: {len(rows)} samples of {table.name!r} have sample_id={sample_id!r} and "
+            f"reset options: {len(rows)} samples of {table.name!r} have sample_id={sample_id!r} "
+            "and "
             f"dataset={dataset!r} (None is any); the first ids are {table.sample_ids[:3]}"
         )
     return rows[0]

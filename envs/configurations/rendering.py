@@ -16,9 +16,15 @@ from PIL.ImageDraw import ImageDraw as Draw
 from knobwise.envs.tables.profile_table import Knob
 
 SIZE = (900, 520)
-"""Width and height of pictures. They are drawn twice as large and scaled down, so that edges are smooth."""
-_INK, _GREY, _PANEL, _WHITE = "#1f2933", "#66727f", "#f1f4f6", "#ffffff"
-_CHOSEN, _ON_TIME, _LATE = "#2563a8", "#2e7d4f", "#b93a32"
+"""Width and height of pictures. They are drawn twice as large and scaled down, so that edges are
+smooth."""
+_INK = "#1f2933"
+_GREY = "#66727f"
+_PANEL = "#f1f4f6"
+_WHITE = "#ffffff"
+_CHOSEN = "#2563a8"
+_ON_TIME = "#2e7d4f"
+_LATE = "#b93a32"
 _VERDICTS = {None: ("", _GREY), True: (", late", _LATE), False: (", on time", _ON_TIME)}
 _font = functools.cache(ImageFont.load_default)
 
@@ -41,30 +47,48 @@ class View:
 
     def words(self) -> str:
         """The decision as text."""
-        question = f"\nQuestion: {self.question}" if self.question else ""
+        if self.question:
+            question = f"\nQuestion: {self.question}"
+        else:
+            question = ""
         request = f"Sample {self.info['sample_id']}, {self._limit()}"
         if self.reward is None:
-            knobs = "".join(f"\n  {knob.name}: {', '.join(map(str, knob.values))}" for knob in self.knobs)
+            knobs = "".join(
+                f"\n  {knob.name}: {', '.join(map(str, knob.values))}" for knob in self.knobs
+            )
             return f"{request}: what will you set?{question}{knobs}"
-        chosen, best = self._outcome(""), self._outcome("oracle_")
-        return f"{request}.{question}\nChosen: {chosen}; reward {self.reward:+.3f}.\nOracle: {best}."
+        chosen = self._outcome("")
+        best = self._outcome("oracle_")
+        return (
+            f"{request}.{question}\nChosen: {chosen}; reward {self.reward:+.3f}.\nOracle: {best}."
+        )
 
     def _limit(self) -> str:
         if "worths" in self.info:
             worth_ms, worth = self.info["worths"]
-            return f"a right answer is worth {worth_ms:.3g} {self.unit} or {worth:.3g} {self.cost_name}"
+            return (
+                f"a right answer is worth {worth_ms:.3g} {self.unit} or "
+                f"{worth:.3g} {self.cost_name}"
+            )
         if "worth_ms" in self.info:
             return f"a right answer is worth {self._amount('worth_ms')}"
         return f"budget {self._amount('budget_ms')}"
 
     def _amount(self, key: str) -> str:
         value = float(self.info[key])
-        return f"{value:.2f} {self.unit}" if value >= 0.1 or value == 0 else f"{value:.3g} {self.unit}"
+        if value >= 0.1 or value == 0:
+            return f"{value:.2f} {self.unit}"
+        return f"{value:.3g} {self.unit}"
 
     def _outcome(self, who: str) -> str:
         knobs = ", ".join(f"{k} = {v}" for k, v in self.info[f"{who}configuration"].items())
-        late = {None: "", True: ", over budget", False: ", within budget"}[self.info.get(f"{who}violation")]
-        return f"{knobs}: accuracy {self.info[f'{who}accuracy']:.2f}, {self._amount(f'{who}latency_ms')}{late}"
+        late = {None: "", True: ", over budget", False: ", within budget"}[
+            self.info.get(f"{who}violation")
+        ]
+        return (
+            f"{knobs}: accuracy {self.info[f'{who}accuracy']:.2f}, "
+            f"{self._amount(f'{who}latency_ms')}{late}"
+        )
 
     def image(self) -> NDArray[np.uint8]:
         """The decision as a picture, uint8 [520, 900, 3]."""
@@ -78,25 +102,36 @@ class View:
             _text(draw, (344, 384), "no picture", 30, _GREY, "mm")
         else:
             canvas.paste(_fitted(self.picture, (512, 432)), (88, 168))
-        for number, line in enumerate(textwrap.wrap(self.question, 36, max_lines=3, placeholder="…")):
-            _text(draw, (68, 660 + 40 * number), line, 32, width=556)  # where letters reach a little to the left
+        for number, line in enumerate(
+            textwrap.wrap(self.question, 36, max_lines=3, placeholder="…")
+        ):
+            _text(
+                draw, (68, 660 + 40 * number), line, 32, width=556
+            )  # where letters reach a little to the left
         step = min(104, 612 // len(self.knobs))
         for number, knob in enumerate(self.knobs):
             self._draw_knob(draw, knob, 144 + step * number + step // 2, step)
         draw.rounded_rectangle((64, 784, 1736, 992), 16, _PANEL)
         if self.reward is None:
-            _text(draw, (900, 888), "Set one value of each knob to see the outcome.", 34, _GREY, "mm")
+            _text(
+                draw, (900, 888), "Set one value of each knob to see the outcome.", 34, _GREY, "mm"
+            )
         else:
             self._draw_outcomes(draw, self.reward)
         return np.array(canvas.resize(SIZE, Image.Resampling.LANCZOS))
 
     def _draw_knob(self, draw: Draw, knob: Knob, middle: int, step: int) -> None:
-        """A row `step` high: the knob's name and its values, the chosen and the best of them marked. Where not all fit,
-        the last ones that are not marked are left out."""
-        half, size = min(32, 3 * step // 8), min(32, step // 2)
+        """A row `step` high: the knob's name and its values, the chosen and the best of them
+        marked. Where not all fit, the last ones that are not marked are left out."""
+        half = min(32, 3 * step // 8)
+        size = min(32, step // 2)
         _text(draw, (688, middle), knob.name, size, width=300)
-        chosen, best = (self.info.get(f"{who}configuration", {}).get(knob.name) for who in ("", "oracle_"))
-        widths = {value: 40 + _font(size).getlength(cut(str(value), size, 200)) for value in knob.values}
+        chosen, best = (
+            self.info.get(f"{who}configuration", {}).get(knob.name) for who in ("", "oracle_")
+        )
+        widths = {
+            value: 40 + _font(size).getlength(cut(str(value), size, 200)) for value in knob.values
+        }
         kept = sorted(knob.values, key=lambda value: value not in (chosen, best))
         while sum(widths[value] + 14 for value in kept) > 700:
             kept.pop()
@@ -111,7 +146,8 @@ class View:
             _text(draw, (left, middle), "…", size)
 
     def _draw_outcomes(self, draw: Draw, reward: float) -> None:
-        """The choice above the best configuration, their latencies as bars, the budget as a line across them."""
+        """The choice above the best configuration, their latencies as bars, the budget as a line
+        across them."""
         _text(draw, (336, 816), "accuracy", 28, _GREY)
         _text(draw, (504, 816), "latency", 28, _GREY)
         _text(draw, (1704, 816), f"reward {reward:+.3f}", 32, anchor="rm")
@@ -125,15 +161,28 @@ class View:
             _text(draw, (336, middle), f"{self.info[f'{who}accuracy']:.2f}", 32)
             end = 504 + max(6.0, self.info[f"{who}latency_ms"] * scale)
             draw.rounded_rectangle((504, middle - 16, end, middle + 16), 6, colour)
-            _text(draw, (1704, middle), self._amount(f"{who}latency_ms") + verdict, 32, colour, "rm", 380)
+            _text(
+                draw,
+                (1704, middle),
+                self._amount(f"{who}latency_ms") + verdict,
+                32,
+                colour,
+                "rm",
+                380,
+            )
         if budget:
             place = 504 + min(budget * scale, 800)
-            label = "budget" if budget <= 3 * longest else "budget, off the scale"
+            if budget <= 3 * longest:
+                label = "budget"
+            else:
+                label = "budget, off the scale"
             draw.rectangle((place - 2, 836, place + 1, 960), _INK)
             _text(draw, (place, 976), label, 26, _GREY, "mm")
 
 
-def _chip(draw: Draw, box: tuple[float, float, float, float], is_chosen: bool, is_best: bool) -> None:
+def _chip(
+    draw: Draw, box: tuple[float, float, float, float], is_chosen: bool, is_best: bool
+) -> None:
     """The background of a value: filled if chosen, ringed if best."""
     if is_best:
         ring = box[0] - 6, box[1] - 6, box[2] + 6, box[3] + 6
@@ -142,15 +191,26 @@ def _chip(draw: Draw, box: tuple[float, float, float, float], is_chosen: bool, i
 
 
 def _text(
-    draw: Draw, at: tuple[float, float], text: str, size: int, colour: str = _INK, anchor: str = "lm", width: int = 1800
+    draw: Draw,
+    at: tuple[float, float],
+    text: str,
+    size: int,
+    colour: str = _INK,
+    anchor: str = "lm",
+    width: int = 1800,
 ) -> None:
     draw.text(at, cut(text, size, width), colour, _font(size), anchor)
 
 
 def cut(text: str, size: int, width: float) -> str:
-    """The text in letters that Pillow's font has (no accents, others as ?), cut off with … at a width."""
+    """The text in letters that Pillow's font has (no accents, others as ?), cut off with … at a
+    width."""
     letters = unicodedata.normalize("NFKD", " ".join(text[:200].split()))
-    text = "".join(c if c.isprintable() and c.isascii() else "?" for c in letters if not unicodedata.combining(c))
+    text = "".join(
+        c if c.isprintable() and c.isascii() else "?"
+        for c in letters
+        if not unicodedata.combining(c)
+    )
     while _font(size).getlength(text) > width:
         text = f"{text[:-2]}…"
     return text
@@ -163,5 +223,8 @@ def _fitted(picture: Any, size: tuple[int, int]) -> Image.Image:
         if array.dtype.kind == "f":
             array = (array.clip(0, 1) * 255).round()
         picture = Image.fromarray(array.astype(np.uint8))
-    how = Image.Resampling.NEAREST if max(picture.size) < 128 else Image.Resampling.LANCZOS
+    if max(picture.size) < 128:
+        how = Image.Resampling.NEAREST
+    else:
+        how = Image.Resampling.LANCZOS
     return ImageOps.pad(picture.convert("RGB"), size, how, _PANEL)

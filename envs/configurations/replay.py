@@ -1,4 +1,5 @@
-"""What a decision gets: the replay of a profile that the TorchRL and the gymnasium environments share."""
+"""What a decision gets: the replay of a profile that the TorchRL and the gymnasium environments
+share."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
 
 ACTIONS = ("knobs", "configuration")
-"""What an action is: for each knob the index of its value, or the index of a configuration of the table."""
+"""What an action is: for each knob the index of its value, or the index of a configuration of the
+table."""
 UNPROFILED = ("nearest", "error", "penalty")
 REPEATS = ("draw", "median")
 
@@ -31,7 +33,8 @@ class Outcome(NamedTuple):
     missing: Tensor | None
     """bool: which actions were never profiled for their sample; None if all were."""
     repeat: Tensor | None = None
-    """int64: which measurement was drawn, see `RewardTable.outcome`; None if it is the median, or the only one."""
+    """int64: which measurement was drawn, see `RewardTable.outcome`; None if it is the median, or
+    the only one."""
 
 
 class Replay:
@@ -39,23 +42,24 @@ class Replay:
 
     Args:
         table: the profile.
-        budget, reward: settings; a reward may be given by its kind. The default is the one that training uses, utility
-            with a cost of 0.2 for a late answer; under a mean budget and weights it is `priced`.
-        unprofiled: what happens to an action that was never profiled for its sample. `nearest`: the sample's profiled
-            configuration that is the fewest steps of knob values away, of several the first in the table, is replayed
-            in its place. `error`: InputError.
-            `penalty`: the same as `nearest`, but the accuracy is 0 and the reward is 1 below that of the sample's worst
-            profiled configuration.
+        budget, reward: settings; a reward may be given by its kind. The default is the one that
+            training uses, utility with a cost of 0.2 for a late answer; under a mean budget and
+            weights it is `priced`.
+        unprofiled: what happens to an action that was never profiled for its sample. `nearest`: the
+            sample's profiled configuration that is the fewest steps of knob values away, of several
+            the first in the table, is replayed in its place. `error`: InputError. `penalty`: the
+            same as `nearest`, but the accuracy is 0 and the reward is 1 below that of the sample's
+            worst profiled configuration.
         action: one of `ACTIONS`.
         action_keys: `action` for one tensor; `knobs` for a key a knob, its name.
-        repeats: which of a cell's measurements a decision gets. `draw`: one of them at random; `median`: the median
-            latency. Accuracies are means in either case.
+        repeats: which of a cell's measurements a decision gets. `draw`: one of them at random;
+            `median`: the median latency. Accuracies are means in either case.
         device: where decisions arrive; None for where the table is.
         cost_ms: what a decision and its features take themselves; it is added to every latency.
 
     Raises:
-        InputError: a setting that does not exist, a reward that does not go with the sense of the budget, or
-            `action_keys="knobs"` with `action="configuration"`.
+        InputError: a setting that does not exist, a reward that does not go with the sense of the
+            budget, or `action_keys="knobs"` with `action="configuration"`.
     """
 
     def __init__(
@@ -74,28 +78,38 @@ class Replay:
         one_of("repeats", repeats, REPEATS)
         one_of("unprofiled", unprofiled, UNPROFILED)
         one_of("action", action, ACTIONS)
-        self.table, self.unprofiled, self.action = table, unprofiled, action
+        self.table = table
+        self.unprofiled = unprofiled
+        self.action = action
         self.knob_keys: list[str] = []
         if action_keys == "knobs":
             one_of("action_keys=knobs: action", action, ["knobs"])
             self.knob_keys = [knob.name for knob in table.knobs]
         self.rewards = RewardTable(table, reward_under(budget, reward), device, repeats, cost_ms)
-        self.find = table.find if device is None else ActionIndex(table.configurations).to(device)
+        if device is None:
+            self.find = table.find
+        else:
+            self.find = ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)
-        names, sizes = ["the configuration"], [table.num_configurations]
+        names = ["the configuration"]
+        sizes = [table.num_configurations]
         if action == "knobs":
-            names, sizes = [f"knob {knob.name}" for knob in table.knobs], list(table.knob_sizes)
-        self.names, self.sizes = names, torch.tensor(sizes, device=self.configurations.device)
+            names = [f"knob {knob.name}" for knob in table.knobs]
+            sizes = list(table.knob_sizes)
+        self.names = names
+        self.sizes = torch.tensor(sizes, device=self.configurations.device)
 
     def __call__(
         self, rows: Tensor, action: Tensor, limits: Tensor, generator: torch.Generator | None = None
     ) -> Outcome:
-        """Decide for P contexts: int64 [P] rows, actions int64 [P, G, K] (or [P, G] under `action="configuration"`),
-        limits float32 [P], in ms, or pairs of worths [P, 2]. Measurements are drawn from the generator, one for each
-        decision, if there are several to draw from.
+        """Decide for P contexts: int64 [P] rows, actions int64 [P, G, K] (or [P, G] under
+        `action="configuration"`), limits float32 [P], in ms, or pairs of worths [P, 2].
+        Measurements are drawn from the generator, one for each decision, if there are several to
+        draw from.
 
         Raises:
-            InputError: an action outside its range; under `error` an action that was never profiled for its sample.
+            InputError: an action outside its range; under `error` an action that was never profiled
+                for its sample.
         """
         if self.action == "knobs":
             configuration = self.find(action)
@@ -104,29 +118,44 @@ class Replay:
             configuration = action
         repeat = None
         if self.rewards.repeats_ms is not None:
-            repeat = torch.randint(1 << 62, configuration.shape, generator=generator).to(configuration.device)
+            repeat = torch.randint(1 << 62, configuration.shape, generator=generator).to(
+                configuration.device
+            )
         reward = self.rewards.chosen(rows, configuration, limits, repeat)
         if not ((configuration.amin() < 0) | reward.sum().isnan()):
             return Outcome(configuration, reward, None, repeat)
         return self._with_unprofiled(rows, action, configuration, limits, repeat)
 
     def side_by_side(self, actions: Mapping[str, Any] | Any) -> Tensor:
-        """Stack the values of knobs that have their own keys, [*] each → [*, K]. Raises InputError: not every knob has
-        a value, or they differ in shape."""
+        """Stack the values of knobs that have their own keys, [*] each → [*, K]. Raises InputError:
+        not every knob has a value, or they differ in shape."""
         try:
             return torch.stack([torch.as_tensor(actions[key]) for key in self.knob_keys], -1)
         except (IndexError, KeyError, RuntimeError, TypeError) as error:
-            raise InputError(f"action: must have {', '.join(self.knob_keys)}, all of one shape; {error}") from error
+            raise InputError(
+                f"action: must have {', '.join(self.knob_keys)}, all of one shape; {error}"
+            ) from error
 
     def grouped(self, action: Tensor, contexts: int, group: int = 1) -> Tensor:
-        """Actions with all axes that decisions have, of which those of length 1 may be missing. Raises InputError for
-        another shape, or for what is not whole numbers."""
-        shape = (contexts, group, len(self.sizes)) if self.action == "knobs" else (contexts, group)
+        """Actions with all axes that decisions have, of which those of length 1 may be missing.
+        Raises InputError for another shape, or for what is not whole numbers."""
+        if self.action == "knobs":
+            shape: tuple[int, ...] = (contexts, group, len(self.sizes))
+        else:
+            shape = (contexts, group)
         same = [side for side in action.shape if side != 1] == [side for side in shape if side != 1]
         if not same or action.dtype == torch.bool or action.is_floating_point():
-            each = f"{len(self.sizes)} indices, one for each knob" if self.action == "knobs" else "one index"
-            wanted = f"{each}, for each of {contexts} × {group} decisions" if contexts * group > 1 else each
-            raise InputError(f"action: is {action.dtype} {[*action.shape]}; must be int64 {[*shape]}: {wanted}")
+            if self.action == "knobs":
+                each = f"{len(self.sizes)} indices, one for each knob"
+            else:
+                each = "one index"
+            if contexts * group > 1:
+                wanted = f"{each}, for each of {contexts} × {group} decisions"
+            else:
+                wanted = each
+            raise InputError(
+                f"action: is {action.dtype} {[*action.shape]}; must be int64 {[*shape]}: {wanted}"
+            )
         return action.long().reshape(shape)
 
     def outcome(self, rows: Tensor, replayed: Outcome) -> tuple[Tensor, ...]:
@@ -137,18 +166,28 @@ class Replay:
         return accuracy, latency_ms
 
     def _with_unprofiled(
-        self, rows: Tensor, action: Tensor, configuration: Tensor, limits: Tensor, repeat: Tensor | None
+        self,
+        rows: Tensor,
+        action: Tensor,
+        configuration: Tensor,
+        limits: Tensor,
+        repeat: Tensor | None,
     ) -> Outcome:
         mask = ~self.rewards.accuracy.index_select(0, rows).isnan()
         missing = (configuration < 0) | ~mask.gather(1, configuration.clamp_min(0))
-        knobs = action if self.action == "knobs" else self.configurations[action]
+        if self.action == "knobs":
+            knobs = action
+        else:
+            knobs = self.configurations[action]
         if self.action == "knobs":
             self._refuse_outside(knobs)
         if self.unprofiled == "error" and missing.any():
             sample = self.table.sample_ids[int(rows[missing.any(1)][0])]
             raise InputError(
-                f"{int(missing.sum())} of the actions were never profiled for their sample (the first: sample "
-                f"{sample!r} of {self.table.name!r}); `mask` says which configurations were, and unprofiled=nearest "
+                f"{int(missing.sum())} of the actions were never profiled for their sample (the "
+                "first: sample "
+                f"{sample!r} of {self.table.name!r}); `mask` says which configurations were, and "
+                "unprofiled=nearest "
                 "replays the nearest of them"
             )
         at = missing.nonzero()[:, 0]
@@ -166,7 +205,9 @@ class Replay:
         outside = (indices < 0) | (indices >= self.sizes)
         if outside.any():
             p, g, k = outside.nonzero()[0].tolist()
-            name, size = self.names[k], int(self.sizes[k])
+            name = self.names[k]
+            size = int(self.sizes[k])
             raise InputError(
-                f"action: {name} has no index {int(indices[p, g, k])}; its {size} values have indices 0 to {size - 1}"
+                f"action: {name} has no index {int(indices[p, g, k])}; its {size} values have "
+                f"indices 0 to {size - 1}"
             )

@@ -1,4 +1,5 @@
-"""A reward that the user wrote: a Python function, named as `module:name`, checked before it trains anything."""
+"""A reward that the user wrote: a Python function, named as `module:name`, checked before it trains
+anything."""
 
 from __future__ import annotations
 
@@ -17,16 +18,17 @@ from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 CHECKED_SHARES = (0.0, 0.5, 1.0)
-"""Quantiles of the profiled latencies: the budgets under which a function is checked on every cell."""
+"""Quantiles of the profiled latencies: the budgets under which a function is checked on every
+cell."""
 
 
 class RewardFunction:
     """The reward of each decision, `function(accuracy, latency_ms, budget_ms, knobs)`.
 
-    The first three are float32 tensors of one shape, whatever it is; `knobs` has a tensor of this shape for each knob,
-    by name: its values, or their indices where a knob has names. The result is a tensor of the same shape. A decision's
-    reward must depend on its own numbers alone. Cells that were not profiled come in as NaN and get NaN whatever the
-    function returns.
+    The first three are float32 tensors of one shape, whatever it is; `knobs` has a tensor of this
+    shape for each knob, by name: its values, or their indices where a knob has names. The result is
+    a tensor of the same shape. A decision's reward must depend on its own numbers alone. Cells that
+    were not profiled come in as NaN and get NaN whatever the function returns.
 
     Args:
         name: `module:name`; modules are looked for in the current folder first, as by `python -m`.
@@ -34,20 +36,30 @@ class RewardFunction:
         device: where the arguments will be; None for where the table is.
 
     Raises:
-        InputError: also by each call. There is no such function; it raises, returns no tensor or another shape, or NaN
-            or infinity in a profiled cell; called again it returns something else or opens a file; a reward depends on
-            the other decisions in the batch.
+        InputError: also by each call. There is no such function; it raises, returns no tensor or
+            another shape, or NaN or infinity in a profiled cell; called again it returns something
+            else or opens a file; a reward depends on the other decisions in the batch.
     """
 
-    def __init__(self, name: str, table: ProfileTable, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, name: str, table: ProfileTable, device: torch.device | str | None = None
+    ) -> None:
         self.key = f"reward.function={name}"
-        self._function: Callable[..., Any] = imported(self.key, name, "function", "examples.rewards:late_answers")
+        self._function: Callable[..., Any] = imported(
+            self.key, name, "function", "examples.rewards:late_answers"
+        )
         places = table.configurations.to(device).unbind(1)
-        self.knobs = {knob.name: _sizes(knob).to(at.device)[at] for knob, at in zip(table.knobs, places, strict=True)}
+        self.knobs = {
+            knob.name: _sizes(knob).to(at.device)[at]
+            for knob, at in zip(table.knobs, places, strict=True)
+        }
         self._check(table.accuracy.to(device), table.latency_ms.to(device))
 
-    def __call__(self, accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, configurations: Tensor) -> Tensor:
-        """Float tensors and int64 configurations that broadcast to one shape → float32 of this shape."""
+    def __call__(
+        self, accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, configurations: Tensor
+    ) -> Tensor:
+        """Float tensors and int64 configurations that broadcast to one shape → float32 of this
+        shape."""
         values = (sizes[configurations] for sizes in self.knobs.values())
         cells = torch.broadcast_tensors(accuracy, latency_ms, budget_ms, *values)
         profiled = ~(cells[0].isnan() | cells[1].isnan())
@@ -58,13 +70,18 @@ class RewardFunction:
         if not isinstance(rewards, Tensor):
             raise self._refused(f"returns {type(rewards).__name__}; must return a torch.Tensor")
         if rewards.shape != profiled.shape:
-            raise self._refused(f"returns shape {[*rewards.shape]}; must be that of its arguments, {[*profiled.shape]}")
+            raise self._refused(
+                f"returns shape {[*rewards.shape]}; must be that of its arguments, "
+                f"{[*profiled.shape]}"
+            )
         bad = profiled & ~rewards.isfinite()
         if bad.any():
             right, took, limit = (float(values[bad][0]) for values in cells[:3])
             raise self._refused(
-                f"returns {float(rewards[bad][0])} in {int(bad.sum())} of {int(profiled.sum())} profiled cells, the "
-                f"first with accuracy {right:g}, latency {took:g} ms, budget {limit:g} ms; must be finite"
+                f"returns {float(rewards[bad][0])} in {int(bad.sum())} of {int(profiled.sum())} "
+                "profiled cells, the "
+                f"first with accuracy {right:g}, latency {took:g} ms, budget {limit:g} ms; must "
+                "be finite"
             )
         return torch.where(profiled, rewards.detach().to(torch.float32), torch.nan)
 
@@ -72,10 +89,15 @@ class RewardFunction:
         return InputError(f"{self.key}: {problem}")
 
     def _check(self, accuracy: Tensor, latency_ms: Tensor) -> None:
-        """Call it on every cell under several budgets, then again, then on a part: accuracy and latency [N, C]."""
-        rows, configurations = (torch.arange(size, device=accuracy.device) for size in accuracy.shape)
+        """Call it on every cell under several budgets, then again, then on a part: accuracy and
+        latency [N, C]."""
+        rows, configurations = (
+            torch.arange(size, device=accuracy.device) for size in accuracy.shape
+        )
         ordered = latency_ms[~latency_ms.isnan()].sort().values.clamp_min(LEAST_LATENCY_MS)
-        budgets = torch.stack([ordered[round(share * (len(ordered) - 1))] for share in CHECKED_SHARES])
+        budgets = torch.stack(
+            [ordered[round(share * (len(ordered) - 1))] for share in CHECKED_SHARES]
+        )
         for shift in range(len(budgets)):
             limits = budgets[(rows + shift) % len(budgets)].unsqueeze(1)
             rewards = self(accuracy, latency_ms, limits, configurations)
@@ -86,11 +108,15 @@ class RewardFunction:
         finally:
             threads.discard(threading.get_ident())
         if not torch.equal(again.nan_to_num(), rewards.nan_to_num()):
-            raise self._refused("returns different rewards when it is called again; must be deterministic")
+            raise self._refused(
+                "returns different rewards when it is called again; must be deterministic"
+            )
         some = (slice(None, None, 2), slice(1))
         part = self(accuracy[some], latency_ms[some], limits[::2], configurations[:1])
         if not torch.allclose(part, rewards[some], rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise self._refused("a decision's reward depends on the other decisions in the batch, which it must not")
+            raise self._refused(
+                "a decision's reward depends on the other decisions in the batch, which it must not"
+            )
 
 
 def _sizes(knob: Knob) -> Tensor:
@@ -101,13 +127,15 @@ def _sizes(knob: Knob) -> Tensor:
 
 @functools.cache
 def _threads_without_files() -> set[int]:
-    """The threads that can open no file. An audit hook (PEP 578) sees to it; it cannot be removed, so it is the only
-    one, from the first use on."""
+    """The threads that can open no file. An audit hook (PEP 578) sees to it; it cannot be removed,
+    so it is the only one, from the first use on."""
     threads: set[int] = set()
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and threading.get_ident() in threads:
-            raise PermissionError(f"opens {arguments[0]}; a reward must not read files; its module may, on import")
+            raise PermissionError(
+                f"opens {arguments[0]}; a reward must not read files; its module may, on import"
+            )
 
     sys.addaudithook(refuse)
     return threads

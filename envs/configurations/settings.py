@@ -14,10 +14,9 @@ class BudgetConfig:
     """The budgets that a policy is trained on. They are redrawn at every visit of a sample."""
 
     strategy: str = "quantiles"
-    """`relative`: a random profiled latency of the sample itself times one of `factors` (the seeds' form);
-    `quantiles`: evenly by rank between the `low` and `high` quantiles of all profiled latencies;
-    `uniform`: evenly in ms between these two;
-    `fixed`: one of `values_ms`."""
+    """`relative`: a random profiled latency of the sample itself times one of `factors` (the seeds'
+    form); `quantiles`: evenly by rank between the `low` and `high` quantiles of all profiled
+    latencies; `uniform`: evenly in ms between these two; `fixed`: one of `values_ms`."""
     factors: tuple[float, ...] = (0.8, 1.0, 1.2)
     """Multiples of the measured latency, for `relative`."""
     low: float = 0.03
@@ -27,11 +26,12 @@ class BudgetConfig:
     values_ms: tuple[float, ...] = ()
     """The budgets for `fixed`, in ms."""
     sense: str = "deadline"
-    """`deadline`: every request has its own budget; `mean`: the average over the requests must not exceed it. A policy
-    is then conditioned on the worth of a right answer, in ms (1/λ, λ the price of time), drawn evenly in logarithm, and
-    rewarded by accuracy − latency/worth; the worth that gives a mean latency is calibrated on held-out samples;
-    `weights`: each request has two such worths, in ms and in the unit of the profile's further cost, and the reward is
-    accuracy − latency/worth − cost/worth."""
+    """`deadline`: every request has its own budget; `mean`: the average over the requests must not
+    exceed it. A policy is then conditioned on the worth of a right answer, in ms (1/λ, λ the price
+    of time), drawn evenly in logarithm, and rewarded by accuracy − latency/worth; the worth that
+    gives a mean latency is calibrated on held-out samples; `weights`: each request has two such
+    worths, in ms and in the unit of the profile's further cost, and the reward is accuracy −
+    latency/worth − cost/worth."""
 
 
 @dataclass
@@ -53,8 +53,9 @@ class RewardConfig:
     """The training signal. The defaults of `shaped` are those of the original controller."""
 
     kind: str = "shaped"
-    """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else −`miss`; `priced`:
-    α·accuracy − latency/worth, under weights also − cost/worth; `function`: what `function` returns."""
+    """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else
+    −`miss`; `priced`: α·accuracy − latency/worth, under weights also − cost/worth; `function`: what
+    `function` returns."""
     function: str | None = None
     """A Python function as module:name, of accuracy, latency_ms, budget_ms and knobs (see
     `knobwise.envs.configurations.reward_function`)."""
@@ -67,17 +68,24 @@ class RewardConfig:
     delta: float = 0.1
     """δ, weight of the bonus for time left: 1 − latency/budget, only inside the budget."""
     epsilon: float = 0.05
-    """ε, weight of the complexity: the mean over the knobs of value / largest value (0 for knobs that are names)."""
+    """ε, weight of the complexity: the mean over the knobs of value / largest value (0 for knobs
+    that are names)."""
     miss: float = 0.0
     """The cost of a missed budget under `utility`."""
 
     def __post_init__(self) -> None:
         one_of("reward.kind", self.kind, ("shaped", "utility", "priced", "function"))
         if (self.kind == "function") != (self.function is not None):
-            raise InputError("reward=function and reward.function=module:name go together; give both or neither")
+            raise InputError(
+                "reward=function and reward.function=module:name go together; give both or neither"
+            )
         if not 0 <= self.miss < math.inf:
-            raise InputError(f"reward.miss={self.miss}: the cost of a missed budget must be 0 or a positive number")
+            raise InputError(
+                f"reward.miss={self.miss}: the cost of a missed budget must be 0 or a positive "
+                "number"
+            )
 
 
 TRAINING_REWARD = RewardConfig(kind="utility", miss=0.2)
-"""What policies are trained on unless settings say otherwise, and what the environments give by default."""
+"""What policies are trained on unless settings say otherwise, and what the environments give by
+default."""

@@ -1,7 +1,9 @@
-"""The contextual bandit that replays a profile, as a native batched TorchRL environment: every episode is one decision.
+"""The contextual bandit that replays a profile, as a native batched TorchRL environment: every
+episode is one decision.
 
-A group of actions for one context is an axis of the action, so one forward pass of a policy serves all its draws. In
-training, observations hold row numbers only: features are looked up where they are encoded.
+A group of actions for one context is an axis of the action, so one forward pass of a policy serves
+all its draws. In training, observations hold row numbers only: features are looked up where they
+are encoded.
 """
 
 from __future__ import annotations
@@ -24,38 +26,43 @@ from knobwise.envs.tables.profile_table import ProfileTable
 class ConfigBandit(ContextEnv):
     """P contexts at once, and for each one decision or a group of G.
 
-    Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`, or
-    under weights `worths` [P, 2]; with `lean=True`, as in the training loop, nothing else. Otherwise also the feature
-    blocks [P, d], `mask` bool [P, C] (the configurations profiled for the sample), and `accuracy`, `latency_ms` and,
-    where the profile has one, the further `cost` float32 [P, G] of the actions, 0 before the step. With
-    `full_information=True` also `reward_per_configuration` float32 [P, C], means over repeated measurements, NaN if not
+    Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget
+    `worth_ms`, or under weights `worths` [P, 2]; with `lean=True`, as in the training loop, nothing
+    else. Otherwise also the feature blocks [P, d], `mask` bool [P, C] (the configurations profiled
+    for the sample), and `accuracy`, `latency_ms` and, where the profile has one, the further `cost`
+    float32 [P, G] of the actions, 0 before the step. With `full_information=True` also
+    `reward_per_configuration` float32 [P, C], means over repeated measurements, NaN if not
     profiled.
 
-    Action: `action` int64 [P, G, K], for each knob the index of its value; under `action_keys="knobs"` a key a knob
-    (`max_crops`, …), int64 [P, G] each, as `make_actor(…, separate=True)` draws them; under `action="configuration"`
-    `action` is [P, G], the index of a configuration. Reward: float32 [P, G]. With `group_size=None` actions and
-    outcomes have no axis G, and the reward is [P, 1]. Where a context has one decision, actions may have that axis or
+    Action: `action` int64 [P, G, K], for each knob the index of its value; under
+    `action_keys="knobs"` a key a knob (`max_crops`, …), int64 [P, G] each, as `make_actor(…,
+    separate=True)` draws them; under `action="configuration"` `action` is [P, G], the index of a
+    configuration. Reward: float32 [P, G]. With `group_size=None` actions and outcomes have no axis
+    G, and the reward is [P, 1]. Where a context has one decision, actions may have that axis or
     lack it.
 
-    A step decides for the contexts in the tensordict; where rows or limits are missing, for those of the last reset,
-    or before any reset for new ones. Inside TorchRL's wrappers (`TransformedEnv`, `SerialEnv`, …) the rows of the last
-    reset always keep its limits, because a transform may have changed those in the tensordict.
+    A step decides for the contexts in the tensordict; where rows or limits are missing, for those
+    of the last reset, or before any reset for new ones. Inside TorchRL's wrappers
+    (`TransformedEnv`, `SerialEnv`, …) the rows of the last reset always keep its limits, because a
+    transform may have changed those in the tensordict.
 
     Args:
         batch_size, group_size: P, G.
-        budget, reward, unprofiled, action, action_keys, repeats, cost_ms: see `Replay`; measurements are drawn from the
-            generator of the contexts. Under `nearest`, the default, any policy may play; with `action="configuration"`
-            and without an axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones draw profiled
-            configurations only.
-        rows, balance: int64 [n], the samples to draw from (the training split), None for all, and how, see
-            `BalanceConfig`. From M such lists contexts are drawn in turn, context i from list i mod M.
+        budget, reward, unprofiled, action, action_keys, repeats, cost_ms: see `Replay`;
+            measurements are drawn from the generator of the contexts. Under `nearest`, the default,
+            any policy may play; with `action="configuration"` and without an axis G, TorchRL's
+            `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.
+        rows, balance: int64 [n], the samples to draw from (the training split), None for all, and
+            how, see `BalanceConfig`. From M such lists contexts are drawn in turn, context i from
+            list i mod M.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
 
     Raises:
-        InputError: `action_keys="knobs"` with `action="configuration"`, or with a knob that is called like another key;
-            by `step`, if an action is outside its range or of another shape, or under `unprofiled="error"`
-            was never profiled for its sample; also if the tensordict has other rows than the last reset, and a
-            transform changes or removes the limits.
+        InputError: `action_keys="knobs"` with `action="configuration"`, or with a knob that is
+            called like another key; by `step`, if an action is outside its range or of another
+            shape, or under `unprofiled="error"` was never profiled for its sample; also if the
+            tensordict has other rows than the last reset, and a transform changes or removes the
+            limits.
 
     Examples:
         >>> from knobwise.envs import ConfigBandit, builtin_profile
@@ -86,17 +93,27 @@ class ConfigBandit(ContextEnv):
     ) -> None:
         contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, balance)
         super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
-        self.table, self.lean, self.full_information = table, lean, full_information
-        self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats, action_keys, cost_ms)
+        self.table = table
+        self.lean = lean
+        self.full_information = full_information
+        self.replay = Replay(
+            table, budget, reward, unprofiled, action, device, repeats, action_keys, cost_ms
+        )
         self.rewards = self.replay.rewards
-        p, c = batch_size, table.num_configurations
-        self.outcome_shape = (p,) if group_size is None else (p, group_size)
+        p = batch_size
+        c = table.num_configurations
+        if group_size is None:
+            self.outcome_shape: tuple[int, ...] = (p,)
+        else:
+            self.outcome_shape = (p, group_size)
         self.decisions = (p, group_size or 1)
         self._set_outcome_specs(*self.decisions)
         self.action_spec = action_spec(self.replay, self.outcome_shape, device)
         observation: dict[str, Unbounded | Binary | Categorical] = {
             "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64, device=device),
-            self.limit_key: Unbounded(shape=(p, 2) if self.limit_key == "worths" else (p,), device=device),
+            self.limit_key: Unbounded(
+                shape=(p, 2) if self.limit_key == "worths" else (p,), device=device
+            ),
         }
         if full_information:
             observation["reward_per_configuration"] = Unbounded(shape=(p, c), device=device)
@@ -104,34 +121,63 @@ class ConfigBandit(ContextEnv):
             for name, block in table.features.items():
                 observation[name] = Unbounded(shape=(p, block.shape[1]), device=device)
             observation["mask"] = Binary(shape=(p, c), dtype=torch.bool, device=device)
-            self.outcomes = ("accuracy", "latency_ms", *(["cost"] if table.cost is not None else []))
-            observation |= {name: Unbounded(shape=self.outcome_shape, device=device) for name in self.outcomes}
+            self.outcomes = (
+                "accuracy",
+                "latency_ms",
+                *(["cost"] if table.cost is not None else []),
+            )
+            observation |= {
+                name: Unbounded(shape=self.outcome_shape, device=device) for name in self.outcomes
+            }
         self.observation_spec = Composite(observation, shape=(p,), device=device)
         if taken := {*observation, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
-            raise InputError(f"action_keys=knobs: knob {min(taken)} is called like another key; use action_keys=action")
+            raise InputError(
+                f"action_keys=knobs: knob {min(taken)} is called like another key; use "
+                "action_keys=action"
+            )
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
-        out = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
-        rows = out["row"].long() if "row" in out else self._some_contexts()["row"]
-        # configuration n + 1 of those profiled for the sample, n drawn evenly: much faster than torch.multinomial
+        if tensordict is None:
+            out = TensorDict(batch_size=self.batch_size, device=self.device)
+        else:
+            out = tensordict
+        if "row" in out:
+            rows = out["row"].long()
+        else:
+            rows = self._some_contexts()["row"]
+        # configuration n + 1 of those profiled for the sample, n drawn evenly: much faster than
+        # torch.multinomial
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
         drawn = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
-        action = self.table.configurations[drawn] if self.replay.action == "knobs" else drawn
+        if self.replay.action == "knobs":
+            action = self.table.configurations[drawn]
+        else:
+            action = drawn
         if keys := self.replay.knob_keys:
             columns = action.to(rows.device).view(*self.outcome_shape, len(keys)).unbind(-1)
             return out.update(dict(zip(keys, columns, strict=True)))
         return out.set("action", action.view(self.action_spec.shape).to(rows.device))
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows, limits = self.current["row"], self.current[self.limit_key]
-        action = self.replay.side_by_side(tensordict) if self.replay.knob_keys else tensordict["action"]
+        rows = self.current["row"]
+        limits = self.current[self.limit_key]
+        if self.replay.knob_keys:
+            action = self.replay.side_by_side(tensordict)
+        else:
+            action = tensordict["action"]
         action = self.replay.grouped(action, *self.decisions)
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         changed = self._described()
         if not self.lean:
-            further = [self.rewards.further_cost] if self.rewards.cost is not None else []
-            outcome = [*self.replay.outcome(rows, replayed), *(cost(rows, replayed.configuration) for cost in further)]
+            if self.rewards.cost is not None:
+                further = [self.rewards.further_cost]
+            else:
+                further = []
+            outcome = [
+                *self.replay.outcome(rows, replayed),
+                *(cost(rows, replayed.configuration) for cost in further),
+            ]
             named = zip(self.outcomes, outcome, strict=True)
             changed |= {name: values.view(self.outcome_shape) for name, values in named}
         return self._outcome(self.current, replayed.reward, changed)
@@ -144,13 +190,16 @@ class ConfigBandit(ContextEnv):
         return out
 
     def _described(self) -> dict[str, Tensor]:
-        """What is observed of the current contexts besides, if not `lean`; new tensors, because transforms and policies
-        may change in place what they get."""
+        """What is observed of the current contexts besides, if not `lean`; new tensors, because
+        transforms and policies may change in place what they get."""
         if self.lean:
             return {}
-        blocks, rows = {**self.table.features, "mask": self.table.mask}, self.current["row"].cpu()
+        blocks = {**self.table.features, "mask": self.table.mask}
+        rows = self.current["row"].cpu()
         out = {name: block[rows].to(self.device) for name, block in blocks.items()}
         if self.replay.action == "configuration":
             # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
-            self.action_spec.update_mask(out["mask"] if self.action_spec.ndim == 1 else out["mask"].unsqueeze(1))
+            self.action_spec.update_mask(
+                out["mask"] if self.action_spec.ndim == 1 else out["mask"].unsqueeze(1)
+            )
         return out | {name: self.observation_spec[name].zero() for name in self.outcomes}

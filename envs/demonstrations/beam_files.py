@@ -1,7 +1,9 @@
-"""Files of recorded beams: the legacy JSON, the RL data (read and written), and matrices of embeddings.
+"""Files of recorded beams: the legacy JSON, the RL data (read and written), and matrices of
+embeddings.
 
-In both formats the key of a query is its data set index: its row in the matrix of query embeddings. Ids of candidates
-are rows of the matrix of candidate embeddings. The table's notes count what a reader drops.
+In both formats the key of a query is its data set index: its row in the matrix of query embeddings.
+Ids of candidates are rows of the matrix of candidate embeddings. The table's notes count what a
+reader drops.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from knobwise.envs.tables.tensor_file import read_arrays
 Embeddings = str | Path | Tensor
 """A file that `read_embeddings` reads, or the matrix itself."""
 Images = str | Path | Sequence[str]
-"""The image that each candidate shows: M names ("" if unknown), a JSON list of them, a JSON object from id to name, or
-a table file with the columns `id` and `image_id`."""
+"""The image that each candidate shows: M names ("" if unknown), a JSON list of them, a JSON object
+from id to name, or a table file with the columns `id` and `image_id`."""
 
 
 def read_beam_data(
@@ -55,41 +57,50 @@ def read_beam_data(
     candidate_images: Images | None = None,
     name: str | None = None,
 ) -> BeamTable:
-    """Read recorded beams from a file, or from a folder with one JSON file. The content decides which of the two
-    formats it is; instead of an object by query it may be a list of records (see `beam_records.by_query`).
+    """Read recorded beams from a file, or from a folder with one JSON file. The content decides
+    which of the two formats it is; instead of an object by query it may be a list of records (see
+    `beam_records.by_query`).
 
-    Legacy: `{query: {"id_list": [[id, …], …], "score_list": [score, …]}}`. A query's pool is the ids in its beams,
-    scores become `beam_score`, and the method of every beam is `beam`.
+    Legacy: `{query: {"id_list": [[id, …], …], "score_list": [score, …]}}`. A query's pool is the
+    ids in its beams, scores become `beam_score`, and the method of every beam is `beam`.
 
-    RL data: `{query: {"query": {}, "candidate_pool_ids": [], "pointer_candidates": [{}, …]}}`. `pointer` holds places
-    in `candidate_pool_ids` if the row also has `pointer_global`, otherwise ids, as the older `pointer_pos` does. The
-    pool of a query without one is the ids in its rows. Rows with `eval_failed`, or evaluated in mode `error` or
-    `fallback`, are dropped; a query stays, even without any beam.
+    RL data: `{query: {"query": {}, "candidate_pool_ids": [], "pointer_candidates": [{}, …]}}`.
+    `pointer` holds places in `candidate_pool_ids` if the row also has `pointer_global`, otherwise
+    ids, as the older `pointer_pos` does. The pool of a query without one is the ids in its rows.
+    Rows with `eval_failed`, or evaluated in mode `error` or `fallback`, are dropped; a query stays,
+    even without any beam.
 
     Args:
-        embeddings, query_embeddings: [M, d] and [n, d]. Without the second (or with an equal matrix) queries and
-            candidates are the same items: a query is no candidate of its own, and an item's image is known from either
-            side.
-        trailing_query: `auto` drops the query's own id at the end of a row of a legacy file, `never` takes it for a
-            candidate.
+        embeddings, query_embeddings: [M, d] and [n, d]. Without the second (or with an equal
+            matrix) queries and candidates are the same items: a query is no candidate of its own,
+            and an item's image is known from either side.
+        trailing_query: `auto` drops the query's own id at the end of a row of a legacy file,
+            `never` takes it for a candidate.
         keep_fallback: keep the rows of RL data whose `vqa_eval_mode` is `fallback`.
         candidate_images: candidates that show the query's own image are dropped.
         candidate_images, name: by default as `write_rl_data` noted them.
 
     Raises:
-        InputError: naming the file and the query, if JSON is broken, keys are missing, types are wrong, values are not
-            finite, ids are beyond the embeddings or occur twice in a sequence or a pool, lists differ in length, a
-            pointer is outside the pool or contradicts `pointer_global`, a `gen_method` is unknown, or no beam is left.
+        InputError: naming the file and the query, if JSON is broken, keys are missing, types are
+            wrong, values are not finite, ids are beyond the embeddings or occur twice in a sequence
+            or a pool, lists differ in length, a pointer is outside the pool or contradicts
+            `pointer_global`, a `gen_method` is unknown, or no beam is left.
     """
     one_of("trailing_query", trailing_query, ("auto", "never"))
-    path, counts = beam_file(path), Counter[str]()
+    path = beam_file(path)
+    counts = Counter[str]()
     content = by_query(path, read_json(path), trailing_query, counts)
-    if any(isinstance(record, dict) and "id_list" in record for _, record in records(path, content)):
+    if any(
+        isinstance(record, dict) and "id_list" in record for _, record in records(path, content)
+    ):
         content = as_rl_data(path, content, trailing_query)
     kept = collect(path, content, keep_fallback)
     kept.counts.update(counts)
     candidates = _matrix(embeddings, "embeddings")
-    queries = candidates if query_embeddings is None else _matrix(query_embeddings, "query embeddings")
+    if query_embeddings is None:
+        queries = candidates
+    else:
+        queries = _matrix(query_embeddings, "query embeddings")
     return _table(path, content, kept, candidates, queries, candidate_images, name)
 
 
@@ -102,14 +113,19 @@ def _table(
     images: Images | None,
     name: str | None,
 ) -> BeamTable:
-    ids, pool = torch.tensor(kept.queries), _padded(kept.pools)
+    ids = torch.tensor(kept.queries)
+    pool = _padded(kept.pools)
     _check_embeddings(path, ids, pool, queries, candidates)
     same_items = torch.equal(queries, candidates)
     saved = _saved_by_us(path, content)
-    names = _read_images(saved.get("candidate_images", []) if images is None else images, len(candidates), str(path))
+    names = _read_images(
+        saved.get("candidate_images", []) if images is None else images, len(candidates), str(path)
+    )
     query_names = kept.images
     if same_items and names:
-        query_names = [image or names[query] for image, query in zip(kept.images, kept.queries, strict=True)]
+        query_names = [
+            image or names[query] for image, query in zip(kept.images, kept.queries, strict=True)
+        ]
     elif same_items and any(kept.images):
         known = dict(zip(kept.queries, kept.images, strict=True))
         names = tuple(known.get(i, "") for i in range(len(candidates)))
@@ -119,7 +135,10 @@ def _table(
     owners = owners[usable]
     beams = owners.bincount(minlength=len(ids))
     counts = {**kept.counts, **_counts(leaks, usable, beams, query_names, names)}
-    earlier = notes if isinstance(notes := saved.get("notes"), list) else []
+    if isinstance(notes := saved.get("notes"), list):
+        earlier = notes
+    else:
+        earlier = []
     notes = [*map(str, earlier), *(f"{n} {what}" for what, n in counts.items() if n)]
     if not len(owners):
         raise InputError(f"{path}: no beam is left. {'; '.join(notes)}")
@@ -136,7 +155,11 @@ def _table(
         query_ids=tuple(map(str, kept.queries)),
         pool=pool,
         sequences=dense(sequences, -1),
-        fields={field: dense(values, torch.nan) for field, values in fields.items() if not values.isnan().all()},
+        fields={
+            field: dense(values, torch.nan)
+            for field, values in fields.items()
+            if not values.isnan().all()
+        },
         found_by=dense(methods[:, 0], -1),
         round=dense(methods[:, 1], 0),
         queries=queries[ids],
@@ -153,41 +176,55 @@ def _counts(
 ) -> dict[str, int]:
     """What was dropped or is missing → how often."""
     return {
-        "candidates dropped from pools: they are the query itself or show its image": int(leaks.sum()),
+        "candidates dropped from pools: they are the query itself or show its image": int(
+            leaks.sum()
+        ),
         "rows dropped: they use such candidates": int((~usable).sum()),
         "queries of unknown image": query_names.count("") if any(query_names) else 0,
-        "queries name their image, candidates do not: none could be dropped for showing it (see candidate_images)": (
-            sum(map(bool, query_names)) if not any(names) else 0
-        ),
+        "queries name their image, candidates do not: none could be dropped for showing it (see "
+        "candidate_images)": (sum(map(bool, query_names)) if not any(names) else 0),
         "queries without any beam": int((beams == 0).sum()),
         "queries with only one beam, which can be compared with no other": int((beams == 1).sum()),
     }
 
 
-def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any] | None = None) -> None:
-    """Write RL data, from which `read_beam_data` makes the same table, given the same embeddings by row. The metadata
-    is added to `_meta`, such as the model that scored the beams. Raises InputError, before anything is written, if
-    query ids are not rows of the query embeddings, or JSON cannot hold the metadata."""
+def write_rl_data(
+    table: BeamTable, path: str | Path, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Write RL data, from which `read_beam_data` makes the same table, given the same embeddings by
+    row. The metadata is added to `_meta`, such as the model that scored the beams. Raises
+    InputError, before anything is written, if query ids are not rows of the query embeddings, or
+    JSON cannot hold the metadata."""
     if wrong := [query for query in table.query_ids if not NUMERAL.fullmatch(query)]:
         raise InputError(
-            f"{path}: {len(wrong)} query ids of beam table {table.name!r} are not row numbers ({wrong[0]!r}); in RL "
-            "data the id of a query is its row in the query embeddings. Save the table as .safetensors instead"
+            f"{path}: {len(wrong)} query ids of beam table {table.name!r} are not row numbers "
+            f"({wrong[0]!r}); in RL "
+            "data the id of a query is its row in the query embeddings. Save the table as "
+            ".safetensors instead"
         )
-    saved: Record = {"name": table.name, "notes": table.notes, "candidate_images": table.candidate_images}
+    saved: Record = {
+        "name": table.name,
+        "notes": table.notes,
+        "candidate_images": table.candidate_images,
+    }
     saved |= {"blocks": table.blocks} if table.blocks else {}
     content: Record = {"_meta": {**(metadata or {}), "knobwise": saved}}
     # as decimals that are as short as a float32 allows
     fields = {k: x.numpy().astype(str).astype(np.float64).tolist() for k, x in table.fields.items()}
-    methods, rounds = table.found_by.tolist(), table.round.tolist()
+    methods = table.found_by.tolist()
+    rounds = table.round.tolist()
     images = table.query_images or ("",) * table.num_queries
-    pools, sequences = table.pool.tolist(), table.sequences.tolist()
+    pools = table.pool.tolist()
+    sequences = table.sequences.tolist()
     for q, (query, image) in enumerate(zip(table.query_ids, images, strict=True)):
         pool = [i for i in pools[q] if i >= 0]
         rows = []
         for b in range(int(table.beam_mask[q].sum())):
             places = [place for place in sequences[q][b] if place >= 0]
             row = {"pointer": places, "pointer_global": [pool[place] for place in places]}
-            row |= {"gen_method": METHODS[methods[q][b]]} | ({"round": rounds[q][b]} if rounds[q][b] else {})
+            row |= {"gen_method": METHODS[methods[q][b]]} | (
+                {"round": rounds[q][b]} if rounds[q][b] else {}
+            )
             rows.append(row | {k: value for k, x in fields.items() if (value := x[q][b]) == value})
         about = {"question_id": int(query)} | ({"image_id": image} if image else {})
         content[query] = {"query": about, "candidate_pool_ids": pool, "pointer_candidates": rows}
@@ -199,28 +236,49 @@ def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any
 
 
 def read_embeddings(path: str | Path) -> Tensor:
-    """Read float32 [N, d], a row per data set index, from `.safetensors`, `.npz`, `.npy` or `.pt`; of several matrices
-    the one named `embeddings`. Raises InputError if there is no such file, it is not of its kind, or it holds no matrix
-    of numbers, or NaN or infinity."""
+    """Read float32 [N, d], a row per data set index, from `.safetensors`, `.npz`, `.npy` or `.pt`;
+    of several matrices the one named `embeddings`. Raises InputError if there is no such file, it
+    is not of its kind, or it holds no matrix of numbers, or NaN or infinity."""
     path = Path(path)
     if not path.is_file() or path.suffix not in (".safetensors", ".npz", ".npy", ".pt"):
-        raise InputError(f"{path}: no such file, or not a .safetensors, .npz, .npy or .pt file of embeddings")
-    arrays = {k: x for k, x in read_arrays(path, "embeddings").items() if isinstance(x, Tensor | np.ndarray)}
-    matrices = {k: torch.as_tensor(x) for k, x in arrays.items() if isinstance(x, Tensor) or x.dtype.kind in "iuf"}
+        raise InputError(
+            f"{path}: no such file, or not a .safetensors, .npz, .npy or .pt file of embeddings"
+        )
+    arrays = {
+        k: x
+        for k, x in read_arrays(path, "embeddings").items()
+        if isinstance(x, Tensor | np.ndarray)
+    }
+    matrices = {
+        k: torch.as_tensor(x)
+        for k, x in arrays.items()
+        if isinstance(x, Tensor) or x.dtype.kind in "iuf"
+    }
     if len(matrices) != 1 and "embeddings" not in matrices:
-        raise InputError(f"{path}: expected one matrix, or one named embeddings; it holds {[*matrices] or 'none'}")
-    return _matrix(matrices["embeddings"] if "embeddings" in matrices else next(iter(matrices.values())), str(path))
+        raise InputError(
+            f"{path}: expected one matrix, or one named embeddings; it holds "
+            f"{[*matrices] or 'none'}"
+        )
+    return _matrix(
+        matrices["embeddings"] if "embeddings" in matrices else next(iter(matrices.values())),
+        str(path),
+    )
 
 
 def _matrix(embeddings: Embeddings, source: str) -> Tensor:
     if not isinstance(embeddings, Tensor):
         return read_embeddings(embeddings)
-    kind, shape = embeddings.dtype, tuple(embeddings.shape)
+    kind = embeddings.dtype
+    shape = tuple(embeddings.shape)
     if len(shape) != 2 or 0 in shape or kind.is_complex or kind == torch.bool:
-        raise InputError(f"{source}: embeddings have shape {shape} of {kind}, expected numbers [N, d]")
+        raise InputError(
+            f"{source}: embeddings have shape {shape} of {kind}, expected numbers [N, d]"
+        )
     matrix = embeddings.detach().to("cpu", torch.float32).contiguous()
     if count := int((~matrix.isfinite().all(1)).sum()):
-        raise InputError(f"{source}: {count} of {len(matrix)} embeddings hold NaN or infinite values")
+        raise InputError(
+            f"{source}: {count} of {len(matrix)} embeddings hold NaN or infinite values"
+        )
     return matrix
 
 
@@ -231,12 +289,19 @@ def _padded(rows: list[list[int]]) -> Tensor:
     return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), longest)
 
 
-def _check_embeddings(path: str | Path, ids: Tensor, pool: Tensor, queries: Tensor, candidates: Tensor) -> None:
-    for what, rows, count in (("query", ids[:, None], len(queries)), ("candidate", pool, len(candidates))):
+def _check_embeddings(
+    path: str | Path, ids: Tensor, pool: Tensor, queries: Tensor, candidates: Tensor
+) -> None:
+    for what, rows, count in (
+        ("query", ids[:, None], len(queries)),
+        ("candidate", pool, len(candidates)),
+    ):
         if (beyond := rows >= count).any():
             raise InputError(
-                f"{path}: {len(rows[beyond].unique())} {what} ids are beyond the {count} rows of the {what} "
-                f"embeddings, such as {rows[beyond][0]} of query {ids[beyond.any(1)][0]}; an id is a row number, "
+                f"{path}: {len(rows[beyond].unique())} {what} ids are beyond the {count} rows of "
+                f"the {what} "
+                f"embeddings, such as {rows[beyond][0]} of query {ids[beyond.any(1)][0]}; an id "
+                "is a row number, "
                 "so give the embeddings of the whole data set that it counts in"
             )
     if queries.shape[1] != candidates.shape[1]:
@@ -247,20 +312,33 @@ def _check_embeddings(path: str | Path, ids: Tensor, pool: Tensor, queries: Tens
 def _saved_by_us(path: str | Path, content: Any) -> Record:
     """What `write_rl_data` noted of the table, if it wrote the file."""
     meta = content.get("_meta")
-    saved = meta.get("knobwise") if isinstance(meta, dict) else None
+    if isinstance(meta, dict):
+        saved = meta.get("knobwise")
+    else:
+        saved = None
     if not isinstance(saved, dict):
         return {}
     if not isinstance(images := saved.get("candidate_images", []), list):
-        raise InputError(f"{path}: candidate_images holds {images!r}, expected a list with a name for each candidate")
+        raise InputError(
+            f"{path}: candidate_images holds {images!r}, expected a list with a name for each "
+            "candidate"
+        )
     blocks = saved.get("blocks", {})
-    if not isinstance(blocks, dict) or not all(isinstance(x, list) and len(x) == 2 for x in blocks.values()):
+    if not isinstance(blocks, dict) or not all(
+        isinstance(x, list) and len(x) == 2 for x in blocks.values()
+    ):
         raise InputError(f"{path}: blocks holds {blocks!r}, expected columns [from, to] by name")
-    columns = {name: tuple(whole_numbers(str(path), f"block {name!r}", x)) for name, x in blocks.items()}
+    columns = {
+        name: tuple(whole_numbers(str(path), f"block {name!r}", x)) for name, x in blocks.items()
+    }
     return saved | {"blocks": columns}
 
 
-def _without(dropped: Tensor, pool: Tensor, owners: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pools and sequences without some candidates (bool [Q, N]), and which of the sequences do not use them."""
+def _without(
+    dropped: Tensor, pool: Tensor, owners: Tensor, sequences: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pools and sequences without some candidates (bool [Q, N]), and which of the sequences do not
+    use them."""
     used = sequences >= 0
     usable = ~(dropped[owners[:, None], sequences.clamp_min(0)] & used).any(1)
     moved = (~dropped).cumsum(1) - 1
@@ -278,15 +356,28 @@ def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:
         else:
             frame = read_frame(Path(source))
             if not {"id", "image_id"} <= {*frame.columns} or frame["id"].is_duplicated().any():
-                raise InputError(f"{source}: expected the image of each candidate: columns id (each once) and image_id")
+                raise InputError(
+                    f"{source}: expected the image of each candidate: columns id (each once) and "
+                    "image_id"
+                )
             names = dict(frame.select("id", "image_id").iter_rows())
     if isinstance(names, dict):
         by_id = dict(zip(whole_numbers(source, "id", [*names]), names.values(), strict=True))
         if beyond := [i for i in by_id if i >= count]:
-            raise InputError(f"{source}: names the image of candidate {beyond[0]}, but there are {count} embeddings")
+            raise InputError(
+                f"{source}: names the image of candidate {beyond[0]}, but there are {count} "
+                "embeddings"
+            )
         names = [by_id.get(i) for i in range(count)]
-    if not isinstance(names, list | tuple) or not all(type(image) in (str, int, type(None)) for image in names):
-        raise InputError(f"{source}: expected the image of each candidate: a list of names, or names by id")
+    if not isinstance(names, list | tuple) or not all(
+        type(image) in (str, int, type(None)) for image in names
+    ):
+        raise InputError(
+            f"{source}: expected the image of each candidate: a list of names, or names by id"
+        )
     if names and len(names) != count:
-        raise InputError(f"{source}: names the images of {len(names)} candidates, but there are {count} embeddings")
+        raise InputError(
+            f"{source}: names the images of {len(names)} candidates, but there are {count} "
+            "embeddings"
+        )
     return tuple("" if image is None else str(image) for image in names)

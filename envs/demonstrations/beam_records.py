@@ -1,4 +1,5 @@
-"""The records in a JSON file of recorded beams, read strictly; `beam_files` builds the table from them."""
+"""The records in a JSON file of recorded beams, read strictly; `beam_files` builds the table from
+them."""
 
 from __future__ import annotations
 
@@ -24,18 +25,22 @@ TrailingQuery = Literal["auto", "never"]
 
 
 def read_json(path: str | Path) -> Any:
-    """The content of a JSON file. Raises InputError if there is no such file, it is not JSON or cut off, holds NaN or
-    infinity, or an object has a key twice."""
+    """The content of a JSON file. Raises InputError if there is no such file, it is not JSON or cut
+    off, holds NaN or infinity, or an object has a key twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> Record:
         record = dict(pairs)
         if len(record) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise InputError(f"{path}: the key {twice!r} occurs twice in one object (a query id?); keep only one")
+            raise InputError(
+                f"{path}: the key {twice!r} occurs twice in one object (a query id?); keep only one"
+            )
         return record
 
     def refuse(constant: str) -> None:
-        raise InputError(f"{path}: holds {constant}, which is not JSON; write null for a missing value")
+        raise InputError(
+            f"{path}: holds {constant}, which is not JSON; write null for a missing value"
+        )
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -51,33 +56,56 @@ def read_json(path: str | Path) -> Any:
 
 
 def beam_file(path: str | Path) -> Path:
-    """The file, or the only JSON file in a folder. Raises InputError if the folder does not hold exactly one."""
-    files = sorted(Path(path).glob("*.json")) if Path(path).is_dir() else [Path(path)]
+    """The file, or the only JSON file in a folder. Raises InputError if the folder does not hold
+    exactly one."""
+    if Path(path).is_dir():
+        files = sorted(Path(path).glob("*.json"))
+    else:
+        files = [Path(path)]
     if len(files) != 1:
         names = ", ".join(file.name for file in files[:5]) or "none"
-        raise InputError(f"{path}: is a folder with {len(files)} JSON files ({names}); give the path of one file")
+        raise InputError(
+            f"{path}: is a folder with {len(files)} JSON files ({names}); give the path of one file"
+        )
     return files[0]
 
 
-def by_query(path: str | Path, content: Any, trailing_query: TrailingQuery, counts: Counter[str]) -> Any:
-    """A list of records as an object by query; any other content as it is. A record names its query as `query_id`. If
-    none does, it is the id that ends all rows of a record, as beam generators write it, or else the place in the list,
-    which is counted. Raises InputError if it is no list of records, some of them name no query, or two the same."""
+def by_query(
+    path: str | Path, content: Any, trailing_query: TrailingQuery, counts: Counter[str]
+) -> Any:
+    """A list of records as an object by query; any other content as it is. A record names its query
+    as `query_id`. If none does, it is the id that ends all rows of a record, as beam generators
+    write it, or else the place in the list, which is counted. Raises InputError if it is no list of
+    records, some of them name no query, or two the same."""
     if not isinstance(content, list):
         return content
     if not content or not all(isinstance(record, dict) for record in content):
-        raise InputError(f"{path}: holds no queries; expected a list of objects with query_id, or {{query id: {{…}}}}")
+        raise InputError(
+            f"{path}: holds no queries; expected a list of objects with query_id, or {{query id: "
+            "{…}}"
+        )
     keys = [record.get("query_id") for record in content]
     if all(key is None for key in keys):
-        lists = [rows if isinstance(rows := record.get("id_list"), list) else [] for record in content]
+        lists = [
+            rows if isinstance(rows := record.get("id_list"), list) else [] for record in content
+        ]
         last = [[str(row[-1]) for row in rows if isinstance(row, list) and row] for rows in lists]
-        if trailing_query == "auto" and max(map(len, last)) > 1 and all(len(set(ids)) < 2 for ids in last):
+        if (
+            trailing_query == "auto"
+            and max(map(len, last)) > 1
+            and all(len(set(ids)) < 2 for ids in last)
+        ):
             keys = [ids[0] if ids else None for ids in last]
         else:
             keys = [*range(len(keys))]
-            counts["records name no query: their positions in the list, from 0, are taken as rows"] += len(keys)
+            counts[
+                "records name no query: their positions in the list, from 0, are taken as rows"
+            ] += len(keys)
     if None in keys:
-        raise InputError(f"{path}: record {keys.index(None)} of the list names no query, but others do; add query_id")
+        raise InputError(
+            f"{path}: record {keys.index(None)} of the list names no query, but others do; add "
+            "query_id"
+        )
     key, count = Counter(map(str, keys)).most_common(1)[0]
     if count > 1:
         raise InputError(f"{path}: {count} records of the list are of query {key}; keep only one")
@@ -92,38 +120,54 @@ def records(path: str | Path, content: Any) -> Iterator[tuple[str, Any]]:
 
 
 def whole_numbers(where: str, what: str, values: Any) -> list[int]:
-    """A list of whole numbers ≥ 0, or InputError; a string of digits counts as one, a float does not."""
+    """A list of whole numbers ≥ 0, or InputError; a string of digits counts as one, a float does
+    not."""
     if isinstance(values, list):
-        if {*map(type, values)} <= {int} and min(values, default=0) >= 0 and max(values, default=0) < 1 << 62:
+        if (
+            {*map(type, values)} <= {int}
+            and min(values, default=0) >= 0
+            and max(values, default=0) < 1 << 62
+        ):
             return values
         texts = [str(value) if type(value) in (int, str) else "" for value in values]
         if all(NUMERAL.fullmatch(text) for text in texts):
             return [int(text) for text in texts]
-        values = next(v for v, text in zip(values, texts, strict=True) if not NUMERAL.fullmatch(text))
+        values = next(
+            v for v, text in zip(values, texts, strict=True) if not NUMERAL.fullmatch(text)
+        )
     raise InputError(f"{where}: {what} holds {values!r}, expected a list of ids, whole numbers ≥ 0")
 
 
 def as_rl_data(path: str | Path, content: Any, trailing_query: TrailingQuery) -> Record:
-    """Legacy beams in the form of RL data without pools. Raises InputError if a list is missing, lengths differ, an id
-    is not valid, or a score is null."""
+    """Legacy beams in the form of RL data without pools. Raises InputError if a list is missing,
+    lengths differ, an id is not valid, or a score is null."""
     converted: Record = {}
     dropped = 0
     for key, record in records(path, content):
         where = f"{path}: query {key}"
         match record:
             case {"id_list": list(lists), "score_list": list(scores)} if len(lists) == len(scores):
-                rows, query = [], whole_numbers(where, "its key", [key])[0]
+                rows = []
+                query = whole_numbers(where, "its key", [key])[0]
             case _:
-                raise InputError(f"{where}: expected id_list and score_list, two lists with an entry per beam")
+                raise InputError(
+                    f"{where}: expected id_list and score_list, two lists with an entry per beam"
+                )
         for number, (values, score) in enumerate(zip(lists, scores, strict=True)):
             ids = whole_numbers(where, f"row {number} of id_list", values)
             if score is None:
-                raise InputError(f"{where}: score {number} of score_list is null; every beam has a score")
+                raise InputError(
+                    f"{where}: score {number} of score_list is null; every beam has a score"
+                )
             if trailing_query == "auto" and ids[-1:] == [query]:
-                ids, dropped = ids[:-1], dropped + 1
+                ids = ids[:-1]
+                dropped = dropped + 1
             rows.append({"pointer": ids, "gen_method": "beam", "beam_score": score})
         converted[key] = {"pointer_candidates": rows}
-    notes = [f"{dropped} rows end with the query's own id, which is no demonstration"] if dropped else []
+    if dropped:
+        notes = [f"{dropped} rows end with the query's own id, which is no demonstration"]
+    else:
+        notes = []
     return {"_meta": {"knobwise": {"notes": notes}}, **converted}
 
 
@@ -144,14 +188,27 @@ class Records(NamedTuple):
 
 
 def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
-    """Read RL data, keeping the valid rows and counting the dropped ones. Raises InputError as `read_beam_data`."""
+    """Read RL data, keeping the valid rows and counting the dropped ones. Raises InputError as
+    `read_beam_data`."""
     kept = Records([], [], [], [], [], [], [], Counter())
     for owner, (key, record) in enumerate(records(path, content)):
         where = f"{path}: query {key}"
-        about = record.get("query") or {} if isinstance(record, dict) else None
-        rows = record.get("pointer_candidates") if isinstance(record, dict) else None
-        if not isinstance(about, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise InputError(f"{where}: expected an object with pointer_candidates, a list of objects (or [])")
+        if isinstance(record, dict):
+            about = record.get("query") or {}
+        else:
+            about = None
+        if isinstance(record, dict):
+            rows = record.get("pointer_candidates")
+        else:
+            rows = None
+        if (
+            not isinstance(about, dict)
+            or not isinstance(rows, list)
+            or not all(isinstance(row, dict) for row in rows)
+        ):
+            raise InputError(
+                f"{where}: expected an object with pointer_candidates, a list of objects (or [])"
+            )
         image = about.get("image_id")
         if type(image) not in (int, str, type(None)):
             raise InputError(f"{where}: image_id is {image!r}, expected a name or a whole number")
@@ -164,7 +221,9 @@ def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
             kept.counts["queries without a pool: the ids in their rows are taken as the pool"] += 1
         place = {candidate: i for i, candidate in enumerate(pool)}
         if len(place) < len(pool):
-            raise InputError(f"{where}: an id occurs twice in candidate_pool_ids; keep each id once")
+            raise InputError(
+                f"{where}: an id occurs twice in candidate_pool_ids; keep each id once"
+            )
         for number, (row, ids) in enumerate(zip(rows, chosen, strict=True)):
             at = f"{where}, row {number}"
             if why := _why_dropped(at, row, ids, keep_fallback):
@@ -172,7 +231,10 @@ def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
                 continue
             if len(set(ids)) < len(ids) or not place.keys() >= set(ids):
                 wrong = next(i for i in ids if i not in place or ids.count(i) > 1)
-                how = "occurs twice in the sequence" if wrong in place else "is not in candidate_pool_ids"
+                if wrong in place:
+                    how = "occurs twice in the sequence"
+                else:
+                    how = "is not in candidate_pool_ids"
                 raise InputError(f"{at}: id {wrong} {how}; fix or remove the row")
             kept.owners.append(owner)
             kept.sequences.append([place[i] for i in ids])
@@ -183,37 +245,47 @@ def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
         kept.pools.append(pool)
     query, count = Counter(kept.queries).most_common(1)[0]
     if count > 1:
-        raise InputError(f"{path}: query {query} occurs {count} times, spelled differently; keep only one")
+        raise InputError(
+            f"{path}: query {query} occurs {count} times, spelled differently; keep only one"
+        )
     return kept
 
 
 def _chosen(where: str, row: Record, pool: list[int] | None) -> list[int]:
     """The ids of the candidates of one row."""
-    pointer, ids = row.get("pointer", row.get("pointer_pos")), row.get("pointer_global")
+    pointer = row.get("pointer", row.get("pointer_pos"))
+    ids = row.get("pointer_global")
     if ids is None:
         return whole_numbers(where, "pointer", pointer)
     ids = whole_numbers(where, "pointer_global", ids)
     if pool is not None and pointer is not None:
         places = whole_numbers(where, "pointer", pointer)
         if outside := [place for place in places if place >= len(pool)]:
-            raise InputError(f"{where}: pointer {outside[0]} is outside the pool of {len(pool)} candidates")
+            raise InputError(
+                f"{where}: pointer {outside[0]} is outside the pool of {len(pool)} candidates"
+            )
         if [pool[place] for place in places] != ids:
             raise InputError(
-                f"{where}: pointer {places} and pointer_global {ids} name different candidates; pointer indexes "
+                f"{where}: pointer {places} and pointer_global {ids} name different candidates; "
+                "pointer indexes "
                 "candidate_pool_ids from 0"
             )
     return ids
 
 
 def _why_dropped(where: str, row: Record, ids: list[int], keep_fallback: bool) -> str:
-    failed, mode = row.get("eval_failed"), row.get("vqa_eval_mode")
+    failed = row.get("eval_failed")
+    mode = row.get("vqa_eval_mode")
     if failed not in (None, 0, 1) or not isinstance(mode, str | None):
         raise InputError(
-            f"{where}: eval_failed is {failed!r}, vqa_eval_mode {mode!r}; expected true or false, and a name"
+            f"{where}: eval_failed is {failed!r}, vqa_eval_mode {mode!r}; expected true or false, "
+            "and a name"
         )
     mode = (mode or "").lower()
     if failed or mode == "error":
-        return "eval_failed" if failed else "vqa_eval_mode error"
+        if failed:
+            return "eval_failed"
+        return "vqa_eval_mode error"
     if mode == "fallback" and not keep_fallback:
         return "vqa_eval_mode fallback (see keep_fallback)"
     return "" if ids else "without demonstrations"
@@ -221,27 +293,46 @@ def _why_dropped(where: str, row: Record, ids: list[int], keep_fallback: bool) -
 
 def _method(where: str, row: Record) -> tuple[int, int]:
     """How the row's beam was found, as an index into METHODS, and its round."""
-    method, written = row.get("gen_method"), row.get("round")
+    method = row.get("gen_method")
+    written = row.get("round")
     if method in METHODS[:POLICY] and not written:
         return METHODS.index(method), 0
-    kind, _, number = method.partition("-") if isinstance(method, str) else ("", "", "")
+    if isinstance(method, str):
+        kind, _, number = method.partition("-")
+    else:
+        kind, _, number = ("", "", "")
     if kind not in METHODS or (number and kind != "policy"):
-        raise InputError(f"{where}: gen_method is {method!r}; known are {', '.join(METHODS)} and policy-<round>")
-    rounds = set(whole_numbers(where, "round", [x for x in (number, written) if x not in ("", None)]))
+        raise InputError(
+            f"{where}: gen_method is {method!r}; known are {', '.join(METHODS)} and policy-<round>"
+        )
+    rounds = set(
+        whole_numbers(where, "round", [x for x in (number, written) if x not in ("", None)])
+    )
     round = max(rounds, default=int(kind == "policy"))
     if len(rounds) > 1 or (round > 0) != (kind == "policy"):
-        raise InputError(f"{where}: gen_method {method!r} with round {written!r}; draws of a policy count from round 1")
+        raise InputError(
+            f"{where}: gen_method {method!r} with round {written!r}; draws of a policy count from "
+            "round 1"
+        )
     return METHODS.index(kind), round
 
 
 def outcomes(path: str | Path, kept: Records, name: str) -> Tensor:
-    """The field of this name for each beam, float32 [beams], NaN where it is not recorded. Raises InputError if a value
-    is not a finite number, or `vqa_correct` neither 0 nor 1."""
+    """The field of this name for each beam, float32 [beams], NaN where it is not recorded. Raises
+    InputError if a value is not a finite number, or `vqa_correct` neither 0 nor 1."""
     values: list[Any] = [row.get(name) for row in kept.rows]
     hard = name == "vqa_correct"
     for value, owner in zip(values, kept.owners, strict=True):
-        fits = value in (0, 1) if hard else type(value) in (int, float) and abs(value) < 3.4e38
+        if hard:
+            fits = value in (0, 1)
+        else:
+            fits = type(value) in (int, float) and abs(value) < 3.4e38
         if value is not None and not fits:
-            wanted = "0 or 1 (soft scores are vqa_acc_score)" if hard else "a finite number, or null"
-            raise InputError(f"{path}: query {kept.queries[owner]}: {name} is {value!r}, expected {wanted}")
+            if hard:
+                wanted = "0 or 1 (soft scores are vqa_acc_score)"
+            else:
+                wanted = "a finite number, or null"
+            raise InputError(
+                f"{path}: query {kept.queries[owner]}: {name} is {value!r}, expected {wanted}"
+            )
     return torch.from_numpy(np.array(values, dtype=np.float64).astype(np.float32))

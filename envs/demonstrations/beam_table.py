@@ -1,6 +1,8 @@
-"""BeamTable: recorded demonstration sequences and their scores as dense arrays, queries × beams × shots.
+"""BeamTable: recorded demonstration sequences and their scores as dense arrays, queries × beams ×
+shots.
 
-It is to the selector what `ProfileTable` is to the controller: every reader ends in it, everything else starts from it.
+It is to the selector what `ProfileTable` is to the controller: every reader ends in it, everything
+else starts from it.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ INTEGERS = ("pool", "sequences", "found_by", "round")
 
 @dataclass(frozen=True, eq=False)
 class BeamTable:
-    """Q queries, each with a pool of up to N candidates and up to B recorded beams of up to T demonstrations.
+    """Q queries, each with a pool of up to N candidates and up to B recorded beams of up to T
+    demonstrations.
 
-    Padding is at the end: −1 in integers, NaN in `fields`, 0 in `round`. A query may have one beam or none.
+    Padding is at the end: −1 in integers, NaN in `fields`, 0 in `round`. A query may have one beam
+    or none.
 
     Raises:
-        InputError: if shapes or types do not fit, padding is not at the end, a candidate has no embedding, a place is
-            outside its pool or twice in a sequence, a candidate occurs twice in a pool or shows the query's own image,
-            an embedding is not finite, or a query id occurs twice.
+        InputError: if shapes or types do not fit, padding is not at the end, a candidate has no
+            embedding, a place is outside its pool or twice in a sequence, a candidate occurs twice
+            in a pool or shows the query's own image, an embedding is not finite, or a query id
+            occurs twice.
     """
 
     name: str
@@ -46,9 +51,11 @@ class BeamTable:
     query_ids: tuple[str, ...]
     """Q ids, unique."""
     pool: Tensor
-    """int64 [Q, N]: the row of `candidates` behind each place of the query's pool; −1 where a pool is shorter."""
+    """int64 [Q, N]: the row of `candidates` behind each place of the query's pool; −1 where a pool
+    is shorter."""
     sequences: Tensor
-    """int64 [Q, B, T]: places in the query's own pool; −1 after the end of a sequence, and where there is no beam."""
+    """int64 [Q, B, T]: places in the query's own pool; −1 after the end of a sequence, and where
+    there is no beam."""
     fields: dict[str, Tensor]
     """float32 [Q, B] under (some of) the names `FIELDS`; NaN where not recorded."""
     found_by: Tensor
@@ -64,8 +71,9 @@ class BeamTable:
     candidate_images: tuple[str, ...] = ()
     """M ids of the image that each candidate shows, "" where unknown; or empty."""
     blocks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Columns [from, to) of the embeddings that have a meaning, by name: "image"; "question" (what a query asks, what a
-    candidate answers); "annotator" (who made a candidate). Empty if unknown."""
+    """Columns [from, to) of the embeddings that have a meaning, by name: "image"; "question" (what
+    a query asks, what a candidate answers); "annotator" (who made a candidate). Empty if
+    unknown."""
     notes: tuple[str, ...] = ()
     """What the reader dropped or noticed, with counts. Not part of the digest."""
 
@@ -78,18 +86,35 @@ class BeamTable:
 
     def _check_shapes(self, table: str) -> None:
         outcomes = {f"fields[{name}]": values for name, values in self.fields.items()}
-        axes = {"pool": "QN", "sequences": "QBT", "found_by": "QB", "round": "QB", "queries": "Qd", "candidates": "Md"}
+        axes = {
+            "pool": "QN",
+            "sequences": "QBT",
+            "found_by": "QB",
+            "round": "QB",
+            "queries": "Qd",
+            "candidates": "Md",
+        }
         axes |= {"query_ids": "Q", "query_images": "Q" if self.query_images else "_"}
         axes |= {"candidate_images": "M" if self.candidate_images else "_"}
         parts = {what: (getattr(self, what), letters) for what, letters in axes.items()}
-        lengths = check_axes(table, parts | {what: (values, "QB") for what, values in outcomes.items()})
+        lengths = check_axes(
+            table, parts | {what: (values, "QB") for what, values in outcomes.items()}
+        )
         for what in (*INTEGERS, "queries", "candidates", *outcomes):
-            values = outcomes[what] if what in outcomes else getattr(self, what)
-            wanted = torch.int64 if what in INTEGERS else torch.float32
+            if what in outcomes:
+                values = outcomes[what]
+            else:
+                values = getattr(self, what)
+            if what in INTEGERS:
+                wanted = torch.int64
+            else:
+                wanted = torch.float32
             if values.dtype != wanted:
                 raise InputError(f"{table}: {what} holds {values.dtype}, expected {wanted}")
         if unknown := sorted(set(self.fields) - set(FIELDS)):
-            raise InputError(f"{table}: unknown fields {', '.join(unknown)}; known are {', '.join(FIELDS)}")
+            raise InputError(
+                f"{table}: unknown fields {', '.join(unknown)}; known are {', '.join(FIELDS)}"
+            )
         if not lengths["Q"]:
             raise InputError(f"{table} is empty: it has no queries")
         if len(set(self.query_ids)) != lengths["Q"]:
@@ -100,27 +125,42 @@ class BeamTable:
                 raise InputError(f"{table}: block {name!r} is {columns}")
 
     def _problems(self) -> dict[str, Tensor]:
-        """What may be wrong with the values, in words, and bool tensors that are True where it is."""
-        used, real, beam = self.sequences >= 0, self.pool_mask, self.beam_mask
+        """What may be wrong with the values, in words, and bool tensors that are True where it
+        is."""
+        used = self.sequences >= 0
+        real = self.pool_mask
+        beam = self.beam_mask
         drawn_by_policy = self.found_by == POLICY
-        recorded = torch.stack([~values.isnan() for values in self.fields.values()] or [beam]).any(0)
+        recorded = torch.stack([~values.isnan() for values in self.fields.values()] or [beam]).any(
+            0
+        )
         return {
-            "numbers below −1 in pool or sequences": torch.cat([self.pool.ravel(), self.sequences.ravel()]) < -1,
+            "numbers below −1 in pool or sequences": torch.cat(
+                [self.pool.ravel(), self.sequences.ravel()]
+            )
+            < -1,
             "padding inside a pool; it belongs at the end": after_gaps(real),
-            f"pool entries beyond the {len(self.candidates)} candidates": self.pool >= len(self.candidates),
+            f"pool entries beyond the {len(self.candidates)} candidates": self.pool
+            >= len(self.candidates),
             "candidates that occur twice in a pool": repeated(self.pool),
             "padding inside a sequence; it belongs at the end": after_gaps(used),
             "padding between the beams of a query; it belongs at the end": after_gaps(beam),
             "indices outside the query's own pool": self.sequences >= real.sum(1)[:, None, None],
             "indices that occur twice in a sequence": repeated(self.sequences),
-            f"found_by that does not index {METHODS}": beam & ((self.found_by < 0) | (self.found_by >= len(METHODS))),
-            "rounds that do not fit found_by (draws of a policy count from 1, everything else has 0)": beam
-            & ((self.round < 0) | ((self.round > 0) != drawn_by_policy)),
+            f"found_by that does not index {METHODS}": beam
+            & ((self.found_by < 0) | (self.found_by >= len(METHODS))),
+            "rounds that do not fit found_by (draws of a policy count from 1, everything else "
+            "has 0)": beam & ((self.round < 0) | ((self.round > 0) != drawn_by_policy)),
             "outcomes, found_by or round where there is no beam": ~beam
             & (recorded | (self.found_by != -1) | (self.round != 0)),
             **{f"infinite fields[{name}]": values.isinf() for name, values in self.fields.items()},
-            "candidates that show their query's own image, which gives the answer away; take them out of the pool": (
-                shows_own_image(self.pool.clamp_max(len(self.candidates) - 1), self.query_images, self.candidate_images)
+            "candidates that show their query's own image, which gives the answer away; take "
+            "them out of the pool": (
+                shows_own_image(
+                    self.pool.clamp_max(len(self.candidates) - 1),
+                    self.query_images,
+                    self.candidate_images,
+                )
             ),
             "query embeddings that are NaN or infinite": ~self.queries.isfinite().all(1),
             "candidate embeddings that are NaN or infinite": ~self.candidates.isfinite().all(1),
@@ -128,8 +168,10 @@ class BeamTable:
 
     def __repr__(self) -> str:
         return (
-            f"BeamTable {self.name!r}: {self.num_queries} queries, {int(self.beam_mask.sum())} beams of up to "
-            f"{self.shots} out of {len(self.candidates)} candidates (pools of up to {self.pool.shape[1]}); "
+            f"BeamTable {self.name!r}: {self.num_queries} queries, {int(self.beam_mask.sum())} "
+            "beams of up to "
+            f"{self.shots} out of {len(self.candidates)} candidates (pools of up to "
+            f"{self.pool.shape[1]}); "
             f"fields: {', '.join(self.fields) or 'none'}"
         )
 
@@ -165,22 +207,31 @@ class BeamTable:
     @functools.cached_property
     def digest(self) -> str:
         """`sha256:…` of the content; it does not depend on name, notes or padding."""
-        b, n = int(self.beam_mask.sum(1).max()), int(self.pool_mask.sum(1).max())
+        b = int(self.beam_mask.sum(1).max())
+        n = int(self.pool_mask.sum(1).max())
         t = int(self.lengths.max()) if b else 0
         fields = {name: self.fields[name] for name in FIELDS if name in self.fields}
         fields = {name: field[:, :b] for name, field in fields.items() if not field.isnan().all()}
         sha = hashlib.sha256()
-        images = [images if any(images) else () for images in (self.query_images, self.candidate_images)]
+        images = [
+            images if any(images) else () for images in (self.query_images, self.candidate_images)
+        ]
         sizes = [self.num_queries, n, b, t, *self.candidates.shape]
         blocks = sorted(self.blocks.items())
         sha.update(json.dumps([sizes, self.query_ids, images, list(fields), blocks]).encode())
-        integers = (self.pool[:, :n], self.sequences[:, :b, :t], self.found_by[:, :b], self.round[:, :b])
+        integers = (
+            self.pool[:, :n],
+            self.sequences[:, :b, :t],
+            self.found_by[:, :b],
+            self.round[:, :b],
+        )
         for tensor in (*integers, *fields.values(), self.queries, self.candidates):
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
 
     def select(self, rows: Tensor) -> BeamTable:
-        """The table of these queries (int64 [n], in this order), with all candidates and in unchanged shape."""
+        """The table of these queries (int64 [n], in this order), with all candidates and in
+        unchanged shape."""
         numbers = torch.arange(self.num_queries)[rows].tolist()
         per_query: dict[str, Any] = {k: getattr(self, k)[rows] for k in (*INTEGERS, "queries")}
         return replace(
@@ -192,28 +243,39 @@ class BeamTable:
         )
 
     def with_beams(
-        self, sequences: Tensor, fields: Mapping[str, Tensor], found_by: Tensor | int, round: Tensor | int = 0
+        self,
+        sequences: Tensor,
+        fields: Mapping[str, Tensor],
+        found_by: Tensor | int,
+        round: Tensor | int = 0,
     ) -> BeamTable:
-        """The table with more beams after its own, without padding between them: `sequences` int64 [Q, B', T'] with
-        empty rows anywhere; `fields` float32 [Q, B'], a field that one side lacks is NaN there; `found_by` and `round`
-        int64 [Q, B'] or a number for all."""
+        """The table with more beams after its own, without padding between them: `sequences` int64
+        [Q, B', T'] with empty rows anywhere; `fields` float32 [Q, B'], a field that one side lacks
+        is NaN there; `found_by` and `round` int64 [Q, B'] or a number for all."""
         if sequences.ndim != 3 or len(sequences) != self.num_queries:
             raise InputError(
-                f"beam table {self.name!r}: beams to add have shape {tuple(sequences.shape)}, expected "
+                f"beam table {self.name!r}: beams to add have shape {tuple(sequences.shape)}, "
+                "expected "
                 f"[{self.num_queries}, B, T]"
             )
-        added, shots = (sequences >= 0).any(-1), max(self.shots, sequences.shape[2])
+        added = (sequences >= 0).any(-1)
+        shots = max(self.shots, sequences.shape[2])
         mask = torch.cat([self.beam_mask, added], 1)
 
         def join(old: Tensor | None, new: Tensor | int | None, padding: float) -> Tensor:
-            kind = torch.float32 if padding != padding else torch.int64
+            if padding != padding:
+                kind = torch.float32
+            else:
+                kind = torch.int64
             new = torch.as_tensor(padding if new is None else new, dtype=kind)
             if new.ndim and new.shape != added.shape:
                 raise InputError(
-                    f"beam table {self.name!r}: the outcomes of beams to add have shape {tuple(new.shape)}, "
+                    f"beam table {self.name!r}: the outcomes of beams to add have shape "
+                    f"{tuple(new.shape)}, "
                     f"expected {tuple(added.shape)}"
                 )
-            old = torch.full(self.beam_mask.shape, padding, dtype=kind) if old is None else old
+            if old is None:
+                old = torch.full(self.beam_mask.shape, padding, dtype=kind)
             return closed_up(torch.cat([old, new.expand(added.shape)], 1), mask, padding)
 
         places = [pad(x, (0, shots - x.shape[2]), value=-1) for x in (self.sequences, sequences)]
@@ -221,19 +283,32 @@ class BeamTable:
         return replace(
             self,
             sequences=closed_up(torch.cat(places, 1), mask, -1),
-            fields={name: join(self.fields.get(name), fields.get(name), torch.nan) for name in names},
+            fields={
+                name: join(self.fields.get(name), fields.get(name), torch.nan) for name in names
+            },
             found_by=join(self.found_by, found_by, -1),
             round=join(self.round, round, 0),
         )
 
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
-        """Split by query, or by image where images are known; the rest is the test part. It is empty if the two shares
-        add up to 1: then the policy is judged on other beams. Deterministic in `seed` and in the order of the queries.
-        Raises InputError if the shares leave a part empty."""
+        """Split by query, or by image where images are known; the rest is the test part. It is
+        empty if the two shares add up to 1: then the policy is judged on other beams. Deterministic
+        in `seed` and in the order of the queries. Raises InputError if the shares leave a part
+        empty."""
         images = self.query_images or ("",) * self.num_queries
-        groups = [("image", image) if image else ("query", q) for image, q in zip(images, self.query_ids, strict=True)]
+        groups = [
+            ("image", image) if image else ("query", q)
+            for image, q in zip(images, self.query_ids, strict=True)
+        ]
         words = {"table": f"beam table {self.name!r}", "rows": "queries"}
-        return split_groups(groups, train, validation, seed, **words, allow_no_test=math.isclose(train + validation, 1))
+        return split_groups(
+            groups,
+            train,
+            validation,
+            seed,
+            **words,
+            allow_no_test=math.isclose(train + validation, 1),
+        )
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, integers in the smallest type that holds them."""
@@ -253,7 +328,9 @@ class BeamTable:
             parts |= {name: tensors[name].long() for name in INTEGERS}
             parts |= {name: tensors[name].float() for name in ("queries", "candidates")}
             blocks = {name: (start, stop) for name, (start, stop) in head["blocks"].items()}
-            return cls(name=head["name"], blocks=blocks, fields=with_prefix(tensors, "fields."), **parts)
+            return cls(
+                name=head["name"], blocks=blocks, fields=with_prefix(tensors, "fields."), **parts
+            )
 
         return read_table(path, "beam table", build)
 
@@ -264,26 +341,33 @@ def after_gaps(used: Tensor) -> Tensor:
 
 
 def repeated(numbers: Tensor) -> Tensor:
-    """bool [*, n − 1]: True for each number ≥ 0 that occurs again in its row (int64 [*, n]), in sorted order."""
+    """bool [*, n − 1]: True for each number ≥ 0 that occurs again in its row (int64 [*, n]), in
+    sorted order."""
     ordered = numbers.sort(-1).values
     return (ordered[..., 1:] >= 0) & (ordered[..., 1:] == ordered[..., :-1])
 
 
 def closed_up(x: Tensor, mask: Tensor, padding: float) -> Tensor:
-    """The entries of x [Q, B, …] in `mask`, bool [Q, B], at the front of their rows, then padding; no longer than
-    needed."""
+    """The entries of x [Q, B, …] in `mask`, bool [Q, B], at the front of their rows, then padding;
+    no longer than needed."""
     order = (~mask).int().argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
     if x.ndim == 3:
-        mask, order = mask.unsqueeze(2), order.unsqueeze(2)
+        mask = mask.unsqueeze(2)
+        order = order.unsqueeze(2)
     return x.where(mask, torch.tensor(padding, dtype=x.dtype)).take_along_dim(order, 1)
 
 
-def shows_own_image(pool: Tensor, query_images: Sequence[str], candidate_images: Sequence[str]) -> Tensor:
-    """bool [Q, N]: True where a candidate of the pool (int64 [Q, N]) shows the image that the query asks about. An
-    unknown image, "", never matches; without images on either side everything is False."""
+def shows_own_image(
+    pool: Tensor, query_images: Sequence[str], candidate_images: Sequence[str]
+) -> Tensor:
+    """bool [Q, N]: True where a candidate of the pool (int64 [Q, N]) shows the image that the query
+    asks about. An unknown image, "", never matches; without images on either side everything is
+    False."""
     if not query_images or not candidate_images:
         return torch.zeros_like(pool, dtype=torch.bool)
-    names, codes = np.unique(np.array([*query_images, *candidate_images], dtype=object), return_inverse=True)
+    names, codes = np.unique(
+        np.array([*query_images, *candidate_images], dtype=object), return_inverse=True
+    )
     known = torch.from_numpy(names != "")
     query, candidate = torch.from_numpy(codes).split([len(query_images), len(candidate_images)])
     return (candidate[pool.clamp_min(0)] == query[:, None]) & known[query][:, None] & (pool >= 0)
@@ -298,4 +382,6 @@ def bank_rows(pool: Tensor, sequences: Tensor) -> Tensor:
 def _narrow(x: Tensor) -> Tensor:
     """The same integers in the smallest signed type that holds them all."""
     kinds = (torch.int8, torch.int16, torch.int32)
-    return x.to(next((kind for kind in kinds if torch.equal(x.to(kind).long(), x)), torch.int64)).contiguous()
+    return x.to(
+        next((kind for kind in kinds if torch.equal(x.to(kind).long(), x)), torch.int64)
+    ).contiguous()

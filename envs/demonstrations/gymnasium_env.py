@@ -21,37 +21,33 @@ Observation = dict[str, NDArray[Any]]
 
 
 class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
-    """Choose the demonstrations that a model sees before a query, in order, and see whether it answers right.
+    """Choose the demonstrations that a model sees before a query, in order, and see whether it
+    answers right.
 
-    Description:
-        A contextual bandit whose action is a whole sequence: a recorded one, or with a scorer any.
-    Action space:
-        `MultiDiscrete([N] * shots)`: places in the query's pool, in order. A repeated place, or one without a candidate
-        (also −1), adds no demonstration, so a sequence may be shorter. With `action="sequence"`, which needs recorded
-        ones, `Discrete(B)`: the index of one of them, which `info["action_mask"]` masks exactly.
-    Observation space:
-        `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the candidates' embeddings, 0 where there is
-        none) and `mask` (`MultiBinary` N, 1 where there is one).
-    Rewards:
-        `knobwise.envs.demonstrations.reward`; 0 for no demonstration at all.
-    Starting state:
-        The next query of a pass over all of them, in a new random order each pass; or the one that `reset(options=…)`
-        names by `row` or by `query_id`, outside the passes.
-    Episode end:
-        After one step, always.
-    Info:
-        Numbers alone, because TorchRL reads them all. After reset: `row` (`env.unwrapped.table.query_ids[row]` is the
-        query's id), and without a scorer `sequences`, the recorded ones, int64 [B, shots] (−1 after
-        the end, and after the last); with `action="sequence"` also `action_mask`, int8 [B], 1 for each of them. After a
-        step also `sequence` (what was replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and without a
-        scorer `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and NaN if there is none).
-    Arguments:
-        table: queries, pools, recorded sequences. shots, reward, rows, scorer, groups, unprofiled, action: as for
-        `DemonstrationBandit`. render_mode: None or "ansi".
+    Description: A contextual bandit whose action is a whole sequence: a recorded one, or with a
+        scorer any. Action space: `MultiDiscrete([N] * shots)`: places in the query's pool, in
+        order. A repeated place, or one without a candidate (also −1), adds no demonstration, so a
+        sequence may be shorter. With `action="sequence"`, which needs recorded ones, `Discrete(B)`:
+        the index of one of them, which `info["action_mask"]` masks exactly. Observation space:
+        `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the candidates'
+        embeddings, 0 where there is none) and `mask` (`MultiBinary` N, 1 where there is one).
+        Rewards: `knobwise.envs.demonstrations.reward`; 0 for no demonstration at all. Starting
+        state: The next query of a pass over all of them, in a new random order each pass; or the
+        one that `reset(options=…)` names by `row` or by `query_id`, outside the passes. Episode
+        end: After one step, always. Info: Numbers alone, because TorchRL reads them all. After
+        reset: `row` (`env.unwrapped.table.query_ids[row]` is the query's id), and without a scorer
+        `sequences`, the recorded ones, int64 [B, shots] (−1 after the end, and after the last);
+        with `action="sequence"` also `action_mask`, int8 [B], 1 for each of them. After a step also
+        `sequence` (what was replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and
+        without a scorer `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and
+        NaN if there is none). Arguments: table: queries, pools, recorded sequences. shots, reward,
+        rows, scorer, groups, unprofiled, action: as for `DemonstrationBandit`. render_mode: None or
+        "ansi".
 
     Raises:
-        InputError: as `DemonstrationBandit`; by `reset`, for options that do not exist; by `step`, if the action has
-            another shape, or under `unprofiled="error"` if the sequence was never recorded.
+        InputError: as `DemonstrationBandit`; by `reset`, for options that do not exist; by `step`,
+            if the action has another shape, or under `unprofiled="error"` if the sequence was never
+            recorded.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}
@@ -72,11 +68,16 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         self._bandit = DemonstrationBandit(
             table, shots=shots, reward=reward, rows=rows, scorer=scorer, groups=groups, **words
         )
-        self.table, self.render_mode = self._bandit.table, render_mode
-        n, d = self.table.pool.shape[1], self.table.queries.shape[1]
+        self.table = self._bandit.table
+        self.render_mode = render_mode
+        n = self.table.pool.shape[1]
+        d = self.table.queries.shape[1]
         largest = [float(x.abs().amax()) for x in (self.table.queries, self.table.candidates)]
-        query, pool = spaces.Box(-largest[0], largest[0], (d,)), spaces.Box(-largest[1], largest[1], (n, d))
-        self.observation_space: Any = spaces.Dict({"query": query, "pool": pool, "mask": spaces.MultiBinary(n)})
+        query = spaces.Box(-largest[0], largest[0], (d,))
+        pool = spaces.Box(-largest[1], largest[1], (n, d))
+        self.observation_space: Any = spaces.Dict(
+            {"query": query, "pool": pool, "mask": spaces.MultiBinary(n)}
+        )
         self.action_space: Any = spaces.MultiDiscrete([n] * self._bandit.shots)
         if self._bandit.by_index:
             self.action_space = spaces.Discrete(self.table.num_beams)
@@ -90,29 +91,48 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         super().reset(seed=seed)
         if seed is not None:
             self._bandit.set_seed(seed)
-        self._row = self._row_of(options) if options else int(self._bandit.contexts())
-        self._words = f"Query {self.table.query_ids[self._row]}: which demonstrations will you show?"
+        if options:
+            self._row = self._row_of(options)
+        else:
+            self._row = int(self._bandit.contexts())
+        self._words = (
+            f"Query {self.table.query_ids[self._row]}: which demonstrations will you show?"
+        )
         return self._observe(self._row)
 
     def step(self, action: NDArray[Any]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Show the demonstrations; the episode ends."""
         if self._row is None:
-            raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
-        row, wanted = torch.tensor([self._row]), torch.as_tensor(np.asarray(action))
+            raise gymnasium.error.ResetNeeded(
+                "call reset() before step(): every episode is one decision"
+            )
+        row = torch.tensor([self._row])
+        wanted = torch.as_tensor(np.asarray(action))
         if not self._bandit.by_index and wanted.numel() == self._bandit.shots:
             wanted = self._bandit.closed_up(row, wanted.view(1, 1, -1))
         outcome = self._bandit.decide(row, wanted)
-        reward, correct, sequence = float(outcome.reward), float(outcome.correct), outcome.sequences[0, 0]
+        reward = float(outcome.reward)
+        correct = float(outcome.correct)
+        sequence = outcome.sequences[0, 0]
         observation, info = self._observe(self._row)
         info |= {"sequence": sequence.numpy(), "vqa_correct": correct}
         answer = {1.0: "right", 0.0: "wrong"}.get(correct, "unknown")
-        replaced = "" if self._bandit.by_index or torch.equal(wanted[0, 0], sequence) else ", the nearest recorded"
-        words = f"{sequence[sequence >= 0].tolist()}{replaced}; answer {answer}, reward {reward:+.3f}."
+        if self._bandit.by_index or torch.equal(wanted[0, 0], sequence):
+            replaced = ""
+        else:
+            replaced = ", the nearest recorded"
+        words = (
+            f"{sequence[sequence >= 0].tolist()}{replaced}; answer {answer}, reward {reward:+.3f}."
+        )
         self._words = f"Query {self.table.query_ids[self._row]}.\nShown: {words}"
         if self._bandit.scorer is None:
-            rewards, exists = self._bandit.rewards[self._row], self.table.beam_mask[self._row]
+            rewards = self._bandit.rewards[self._row]
+            exists = self.table.beam_mask[self._row]
             best = int(rewards.masked_fill(~exists, -torch.inf).argmax())
-            most = float(rewards[best]) if exists.any() else math.nan
+            if exists.any():
+                most = float(rewards[best])
+            else:
+                most = math.nan
             info |= {"oracle_sequence": info["sequences"][best].copy(), "oracle_reward": most}
             if exists.any():
                 places = [place for place in info["oracle_sequence"].tolist() if place >= 0]
@@ -122,11 +142,16 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     def render(self) -> str | None:
         """The last reset or step in words (`render_mode="ansi"`)."""
-        return self._words if self.render_mode == "ansi" else None
+        if self.render_mode == "ansi":
+            return self._words
+        return None
 
     def _observe(self, row: int) -> tuple[Observation, dict[str, Any]]:
         """The observation, and what is known of the query before a decision."""
-        observed = {name: block[0].numpy() for name, block in self._bandit.observe(torch.tensor([row])).items()}
+        observed = {
+            name: block[0].numpy()
+            for name, block in self._bandit.observe(torch.tensor([row])).items()
+        }
         info: dict[str, Any] = {"row": row}
         if self._bandit.scorer is None:
             info["sequences"] = observed["sequences"]
@@ -137,7 +162,9 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     def _row_of(self, options: dict[str, Any]) -> int:
         """The query that the options of `reset` name."""
-        ids, row, query = self.table.query_ids, options.get("row"), options.get("query_id")
+        ids = self.table.query_ids
+        row = options.get("row")
+        query = options.get("query_id")
         if len(options) == 1 and query in ids:
             return ids.index(query)
         if len(options) == 1 and isinstance(row, int | np.integer) and 0 <= row < len(ids):

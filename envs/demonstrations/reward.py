@@ -1,7 +1,8 @@
-"""The reward of a sequence of demonstrations: a weighted sum of signals, by a mode of `settings.py`.
+"""The reward of a sequence of demonstrations: a weighted sum of signals, by a mode of
+`settings.py`.
 
-The weights can depend on the number of demonstrations and on what still varies inside a group. The modes are those of
-the original selector and those that it planned.
+The weights can depend on the number of demonstrations and on what still varies inside a group. The
+modes are those of the original selector and those that it planned.
 """
 
 from __future__ import annotations
@@ -27,19 +28,25 @@ def demonstration_reward(
     """Compute the rewards of the sequences of groups, not shuffled yet.
 
     Args:
-        fields: float [*, G] by name, also `coherence` and `diversity` where the mode uses them; masked values may be
-            NaN.
+        fields: float [*, G] by name, also `coherence` and `diversity` where the mode uses them;
+            masked values may be NaN.
         lengths: int64 [*, G], demonstrations in each sequence.
         mask: bool [*, G], True where there is a sequence.
 
-    Returns: float32 [*, G], 0 where masked. Raises InputError if a field that the mode needs is missing.
+    Returns: float32 [*, G], 0 where masked. Raises InputError if a field that the mode needs is
+    missing.
     """
     config = config.resolved(fields)
     for name in config.needs:
         if name not in fields:
-            raise InputError(f"reward.mode={config.mode} needs {name}, which is not recorded; choose another mode")
+            raise InputError(
+                f"reward.mode={config.mode} needs {name}, which is not recorded; choose another "
+                "mode"
+            )
     exists = mask.unsqueeze(-1)
-    values = torch.stack([_signal(name, fields, config) for name in config.signal_names], -1).where(exists, 0.0)
+    values = torch.stack([_signal(name, fields, config) for name in config.signal_names], -1).where(
+        exists, 0.0
+    )
     weights = _weights(values, config)
     for shots in config.by_shots:
         weights = _weights(values, config, shots).where((lengths == shots).unsqueeze(-1), weights)
@@ -52,7 +59,9 @@ def _signal(name: str, fields: Mapping[str, Tensor], config: DemonstrationReward
     if not name.endswith("information"):
         return fields[name].float()
     information = fields[config.information].float()
-    return (INFORMATION_SCALE * information).clamp_max(1.0) if name == "capped_information" else information
+    if name == "capped_information":
+        return (INFORMATION_SCALE * information).clamp_max(1.0)
+    return information
 
 
 def _weights(values: Tensor, config: DemonstrationRewardConfig, shots: int | None = None) -> Tensor:
@@ -62,7 +71,8 @@ def _weights(values: Tensor, config: DemonstrationRewardConfig, shots: int | Non
 
 
 def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
-    """Share out the sum of the weights by weight × standard deviation of each signal inside its group.
+    """Share out the sum of the weights by weight × standard deviation of each signal inside its
+    group.
 
     Args:
         weights, values: float [*, G, K], of K signals.
@@ -82,8 +92,9 @@ def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
 def coherence_and_diversity(embeddings: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Compute how alike consecutive demonstrations are, and how different all of them are.
 
-    Coherence is the mean cosine of consecutive demonstrations, diversity 1 − the mean cosine of all pairs. Both are 0
-    for a single demonstration. (The original design names both without a formula.)
+    Coherence is the mean cosine of consecutive demonstrations, diversity 1 − the mean cosine of all
+    pairs. Both are 0 for a single demonstration. (The original design names both without a
+    formula.)
 
     Args:
         embeddings: float [*, T, d], anything finite after the end of a sequence.
@@ -102,8 +113,8 @@ def coherence_and_diversity(embeddings: Tensor, lengths: Tensor) -> tuple[Tensor
 
 
 def shuffle(reward: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
-    """The rewards [*, G] permuted among the existing sequences of each group (bool [*, G]); the others keep 0. The
-    generator is on the CPU, so that a seed gives the same on every device."""
+    """The rewards [*, G] permuted among the existing sequences of each group (bool [*, G]); the
+    others keep 0. The generator is on the CPU, so that a seed gives the same on every device."""
     keys = torch.rand(reward.shape, generator=generator).to(reward.device).masked_fill(~mask, 2.0)
     place = (~mask).int().argsort(dim=-1, stable=True)
     return torch.empty_like(reward).scatter(-1, place, reward.gather(-1, keys.argsort(-1)))

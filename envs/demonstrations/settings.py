@@ -9,19 +9,33 @@ from typing import Any
 from knobwise.common.checks import at_least, one_of, share
 from knobwise.common.errors import InputError
 
-FIELDS = ("beam_score", "logprob_score", "vqa_correct", "vqa_acc_score", "vqa_gt_prob", "vqa_rel_score")
-"""Outcomes that can be recorded for a beam: information gain, log-probability of the answer, right or wrong (0 or 1),
-soft accuracy, probability of the true answer, relevance."""
+FIELDS = (
+    "beam_score",
+    "logprob_score",
+    "vqa_correct",
+    "vqa_acc_score",
+    "vqa_gt_prob",
+    "vqa_rel_score",
+)
+"""Outcomes that can be recorded for a beam: information gain, log-probability of the answer, right
+or wrong (0 or 1), soft accuracy, probability of the true answer, relevance."""
 METHODS = ("beam", "sample", "retrieval", "random", "policy")
 """How a beam was found. Only `beam` looked at the answer."""
 GROUPS = {"all": METHODS, "without_beams": METHODS[1:], "own": ("policy",), "beams": ("beam",)}
-"""Methods by name. `without_beams`: found without looking at the answer; `own`: draws of a policy only."""
+"""Methods by name. `without_beams`: found without looking at the answer; `own`: draws of a policy
+only."""
 
 
 MODES: dict[str, Callable[[Mapping[str, float]], dict[str, float]]] = {
     "legacy": lambda w: {"information": w["alpha"], "vqa_correct": w["beta"]},
-    "hard_plus_soft": lambda w: {"vqa_correct": w["hard_weight"], "vqa_acc_score": w["soft_weight"]},
-    "hard_plus_soft_v2": lambda w: {"vqa_correct": w["hard_weight"], "vqa_acc_score": w["soft_weight"]},
+    "hard_plus_soft": lambda w: {
+        "vqa_correct": w["hard_weight"],
+        "vqa_acc_score": w["soft_weight"],
+    },
+    "hard_plus_soft_v2": lambda w: {
+        "vqa_correct": w["hard_weight"],
+        "vqa_acc_score": w["soft_weight"],
+    },
     "hybrid": lambda w: {
         "capped_information": w["alpha"],
         "vqa_correct": (1 - w["alpha"]) * w["hard_weight"],
@@ -34,21 +48,27 @@ MODES: dict[str, Callable[[Mapping[str, float]], dict[str, float]]] = {
         "vqa_acc_score": w["task_weight"],
     },
 }
-"""What each mode adds up, by its weights: signals, each with its factor. A signal is a name in `FIELDS` or one of those
-that `knobwise.envs.demonstrations.reward` computes."""
+"""What each mode adds up, by its weights: signals, each with its factor. A signal is a name in
+`FIELDS` or one of those that `knobwise.envs.demonstrations.reward` computes."""
 WEIGHTS: dict[str, dict[str, float]] = {
     "legacy": {"alpha": 1.0, "beta": 0.0},
     "hard_plus_soft": {"hard_weight": 1.0, "soft_weight": 1.0},
     "hard_plus_soft_v2": {"hard_weight": 2.0, "soft_weight": 1.0},
     "hybrid": {"alpha": 0.5, "hard_weight": 1.0, "soft_weight": 0.5},
-    "multi_level": {"beam_weight": 1.0, "coherence_weight": 0.25, "diversity_weight": 0.5, "task_weight": 1.0},
+    "multi_level": {
+        "beam_weight": 1.0,
+        "coherence_weight": 0.25,
+        "diversity_weight": 0.5,
+        "task_weight": 1.0,
+    },
 }
 """The weights that each mode has, with their defaults."""
 EVERY_WEIGHT = tuple(dict.fromkeys(name for weights in WEIGHTS.values() for name in weights))
 LEVELS = ("coherence", "diversity")
 """Signals that are computed from the embeddings of a sequence."""
 AUTO = "auto"
-"""The default: the mode follows from what was recorded, see `DemonstrationRewardConfig.resolved`."""
+"""The default: the mode follows from what was recorded, see
+`DemonstrationRewardConfig.resolved`."""
 USUAL = "hard_plus_soft_v2"
 """The mode of `auto`, unless only scores were recorded."""
 
@@ -57,14 +77,16 @@ USUAL = "hard_plus_soft_v2"
 class DemonstrationRewardConfig:
     """The training signal of the selector. c = vqa_correct, a = vqa_acc_score, i = information.
 
-    A weight of None takes the default of the mode, in `WEIGHTS`. A weight that the mode does not have is refused.
+    A weight of None takes the default of the mode, in `WEIGHTS`. A weight that the mode does not
+    have is refused.
     """
 
     mode: str = AUTO
-    """`auto`: `hard_plus_soft_v2`, or `legacy` if only scores were recorded, no right answers · `legacy`: α·i + β·c ·
-    `hard_plus_soft`: h·c + s·a · `hard_plus_soft_v2`: the same with h = 2, so that every right answer is above every
-    wrong one · `hybrid`: α·min(1, 10·i) + (1 − α)·(h·c + s·a) · `multi_level`: the beam (i), the sequence (coherence
-    and diversity of its demonstrations) and the task (a), weighted."""
+    """`auto`: `hard_plus_soft_v2`, or `legacy` if only scores were recorded, no right answers ·
+    `legacy`: α·i + β·c · `hard_plus_soft`: h·c + s·a · `hard_plus_soft_v2`: the same with h = 2, so
+    that every right answer is above every wrong one · `hybrid`: α·min(1, 10·i) + (1 − α)·(h·c +
+    s·a) · `multi_level`: the beam (i), the sequence (coherence and diversity of its demonstrations)
+    and the task (a), weighted."""
     hard_weight: float | None = None
     """h, weight of a right answer."""
     soft_weight: float | None = None
@@ -82,12 +104,15 @@ class DemonstrationRewardConfig:
     task_weight: float | None = None
     """Weight of the soft accuracy under `multi_level`."""
     by_shots: dict[Any, Any] = field(default_factory=dict)
-    """Weights by name for sequences of so many demonstrations, which replace the others: {2: {hard_weight: 3}}."""
+    """Weights by name for sequences of so many demonstrations, which replace the others: {2:
+    {hard_weight: 3}}."""
     adaptive: bool = False
-    """Share out the sum of the weights anew inside each group, to each signal in proportion to its weight times its
-    standard deviation. What no longer separates the sequences of a group gives its weight to what does."""
+    """Share out the sum of the weights anew inside each group, to each signal in proportion to its
+    weight times its standard deviation. What no longer separates the sequences of a group gives its
+    weight to what does."""
     information: str = "beam_score"
-    """i: `beam_score` (gain over no demonstration), `logprob_score`, or another outcome that was recorded."""
+    """i: `beam_score` (gain over no demonstration), `logprob_score`, or another outcome that was
+    recorded."""
     shuffled: bool = False
     """A control: rewards are permuted inside each group, so that there is nothing to learn."""
 
@@ -95,38 +120,56 @@ class DemonstrationRewardConfig:
         one_of("reward.mode", self.mode, (AUTO, *MODES))
         one_of("reward.information", self.information, FIELDS)
         usual = WEIGHTS[USUAL if self.mode == AUTO else self.mode]
-        named = {name: getattr(self, name) for name in EVERY_WEIGHT if getattr(self, name) is not None}
+        named = {
+            name: getattr(self, name) for name in EVERY_WEIGHT if getattr(self, name) is not None
+        }
         for shots, weights in {None: named, **self.by_shots}.items():
-            key = "reward" if shots is None else f"reward.by_shots.{shots}"
+            if shots is None:
+                key = "reward"
+            else:
+                key = f"reward.by_shots.{shots}"
             if shots is not None and not (isinstance(shots, int) and shots >= 1):
-                raise InputError(f"{key}: must be a number of demonstrations, as in {{2: {{hard_weight: 3}}}}")
+                raise InputError(
+                    f"{key}: must be a number of demonstrations, as in {{2: {{hard_weight: 3}}}}"
+                )
             if not isinstance(weights, Mapping):
-                raise InputError(f"{key}={weights!r}: must be weights by name, as in {{hard_weight: 3}}")
+                raise InputError(
+                    f"{key}={weights!r}: must be weights by name, as in {{hard_weight: 3}}"
+                )
             for name, weight in weights.items():
                 if not isinstance(weight, int | float):
                     raise InputError(f"{key}.{name}={weight!r}: must be a number")
                 if name not in usual:
-                    raise InputError(f"{key}.{name}: mode {self.mode} has no such weight; it has {', '.join(usual)}")
+                    raise InputError(
+                        f"{key}.{name}: mode {self.mode} has no such weight; it has "
+                        f"{', '.join(usual)}"
+                    )
                 at_least(f"{key}.{name}", weight, 0)
                 if self.mode == "hybrid" and name == "alpha":
                     share(f"{key}.alpha", weight)
             if not any(self.signals(shots).values()):
-                raise InputError(f"{key}: all weights of mode {self.mode} are 0; give one that is above 0")
+                raise InputError(
+                    f"{key}: all weights of mode {self.mode} are 0; give one that is above 0"
+                )
 
     def resolved(self, recorded: Collection[str]) -> DemonstrationRewardConfig:
         """The same, with `auto` replaced by the mode for beams that have these fields."""
         if self.mode != AUTO:
             return self
-        scores_only = self.information in recorded and {"vqa_correct", "vqa_acc_score"}.isdisjoint(recorded)
+        scores_only = self.information in recorded and {"vqa_correct", "vqa_acc_score"}.isdisjoint(
+            recorded
+        )
         return replace(self, mode="legacy" if scores_only else USUAL)
 
     def signals(self, shots: int | None = None) -> dict[str, float]:
-        """Return what the reward of a sequence of so many demonstrations adds up: signals and their factors."""
+        """Return what the reward of a sequence of so many demonstrations adds up: signals and their
+        factors."""
         mode = USUAL if self.mode == AUTO else self.mode
         weights = dict(WEIGHTS[mode])
         for name in weights:
             value = getattr(self, name)
-            weights[name] = weights[name] if value is None else value
+            if value is not None:
+                weights[name] = value
         if shots is not None:
             weights |= self.by_shots.get(shots, {})
         return MODES[mode](weights)
@@ -140,7 +183,9 @@ class DemonstrationRewardConfig:
     @property
     def needs(self) -> tuple[str, ...]:
         """The fields that must be recorded, names in `FIELDS`."""
-        names = [self.information if name.endswith("information") else name for name in self.signal_names]
+        names = [
+            self.information if name.endswith("information") else name for name in self.signal_names
+        ]
         return tuple(name for name in names if name not in LEVELS)
 
 
@@ -156,9 +201,14 @@ class GroupConfig:
     def __post_init__(self) -> None:
         if isinstance(self.methods, str) and self.methods in GROUPS:
             self.methods = GROUPS[self.methods]
-        elif not self.methods or isinstance(self.methods, str) or not set(self.methods) <= set(METHODS):
+        elif (
+            not self.methods
+            or isinstance(self.methods, str)
+            or not set(self.methods) <= set(METHODS)
+        ):
             raise InputError(
-                f"groups.methods={self.methods!r}: must be {', '.join(GROUPS)}, or a list of {', '.join(METHODS)}"
+                f"groups.methods={self.methods!r}: must be {', '.join(GROUPS)}, or a list of "
+                f"{', '.join(METHODS)}"
             )
         self.methods = tuple(self.methods)
         if self.rounds is not None and self.rounds < 1:

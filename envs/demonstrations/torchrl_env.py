@@ -1,6 +1,8 @@
-"""The bandit of the selector, as a native batched TorchRL environment: every episode is one decision.
+"""The bandit of the selector, as a native batched TorchRL environment: every episode is one
+decision.
 
-Without a scorer the sequences are recorded ones and their rewards are looked up; with one they are scored when drawn.
+Without a scorer the sequences are recorded ones and their rewards are looked up; with one they are
+scored when drawn.
 """
 
 from __future__ import annotations
@@ -22,29 +24,46 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import fresh_seed
 from knobwise.envs.configurations.replay import UNPROFILED
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, bank_rows, closed_up
-from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
-from knobwise.envs.demonstrations.settings import LEVELS, METHODS, DemonstrationRewardConfig, GroupConfig
+from knobwise.envs.demonstrations.reward import (
+    coherence_and_diversity,
+    demonstration_reward,
+    shuffle,
+)
+from knobwise.envs.demonstrations.settings import (
+    LEVELS,
+    METHODS,
+    DemonstrationRewardConfig,
+    GroupConfig,
+)
 from knobwise.envs.single_step import SingleStepEnv
 
 Scorer = Callable[[Tensor, Tensor], dict[str, Tensor]]
-"""Rows of the queries int64 [n], rows of their demonstrations in the bank int64 [n, T] (−1 after the end, all −1: no
-demonstration), on the CPU → float [n] under names of `knobwise.envs.demonstrations.beam_table.FIELDS`, anywhere."""
+"""Rows of the queries int64 [n], rows of their demonstrations in the bank int64 [n, T] (−1 after
+the end, all −1: no demonstration), on the CPU → float [n] under names of
+`knobwise.envs.demonstrations.beam_table.FIELDS`, anywhere."""
 
 
 def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = None) -> BeamTable:
-    """The table with only the beams that form the groups, without gaps; B is the size of the largest group. With
-    `shots`, only sequences of this length are kept. Raises InputError if there are none."""
+    """The table with only the beams that form the groups, without gaps; B is the size of the
+    largest group. With `shots`, only sequences of this length are kept. Raises InputError if there
+    are none."""
     wanted = torch.tensor([method in groups.methods for method in METHODS])
-    kept = table.beam_mask & wanted[table.found_by]  # found_by is −1 without a beam, but the mask excludes it
+    kept = (
+        table.beam_mask & wanted[table.found_by]
+    )  # found_by is −1 without a beam, but the mask excludes it
     if groups.rounds is not None:
         kept &= (table.found_by != POLICY) | (table.round > table.round.max() - groups.rounds)
     if shots is not None:
         kept &= table.lengths == shots
     if not kept.any():
-        lengths, methods = (x[table.beam_mask].unique().tolist() for x in (table.lengths, table.found_by))
-        wanted_shots, found_by = "any" if shots is None else shots, ", ".join(METHODS[i] for i in methods) or "none"
+        lengths, methods = (
+            x[table.beam_mask].unique().tolist() for x in (table.lengths, table.found_by)
+        )
+        wanted_shots = "any" if shots is None else shots
+        found_by = ", ".join(METHODS[i] for i in methods) or "none"
         raise InputError(
-            f"beam table {table.name!r} has no sequence for groups.methods={', '.join(groups.methods)} and shots="
+            f"beam table {table.name!r} has no sequence for "
+            f"groups.methods={', '.join(groups.methods)} and shots="
             f"{wanted_shots}; it has sequences of {lengths} demonstrations, found by {found_by}"
         )
     return replace(
@@ -57,17 +76,24 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
 
 
 class Passes:
-    """Draws batches of `count` rows out of int64 [n], pass after pass: every pass has each row once, in a new random
-    order, the same on every device. A batch may end in the next pass. `drawn` counts the batches. The seed is ≥ 0."""
+    """Draws batches of `count` rows out of int64 [n], pass after pass: every pass has each row
+    once, in a new random order, the same on every device. A batch may end in the next pass. `drawn`
+    counts the batches. The seed is ≥ 0."""
 
     def __init__(self, rows: Tensor, count: int, seed: int) -> None:
-        self.rows, self.count, self.seed = rows.cpu(), count, seed
+        self.rows = rows.cpu()
+        self.count = count
+        self.seed = seed
         self.drawn = 0
 
     def __call__(self) -> Tensor:
-        n, start = len(self.rows), self.drawn * self.count
+        n = len(self.rows)
+        start = self.drawn * self.count
         self.drawn += 1
-        orders = [_order(self.seed, number, n) for number in range(start // n, (start + self.count - 1) // n + 1)]
+        orders = [
+            _order(self.seed, number, n)
+            for number in range(start // n, (start + self.count - 1) // n + 1)
+        ]
         return self.rows[torch.cat(orders)[start % n :][: self.count]]
 
     @property
@@ -86,8 +112,8 @@ def _order(seed: int, number: int, count: int) -> Tensor:
 
 
 class Outcome(NamedTuple):
-    """What was replayed or scored, places in the pool, int64 [P, G, T], −1 after the end; its reward, and whether the
-    answer was right, NaN if unknown, float32 [P, G] each."""
+    """What was replayed or scored, places in the pool, int64 [P, G, T], −1 after the end; its
+    reward, and whether the answer was right, NaN if unknown, float32 [P, G] each."""
 
     sequences: Tensor
     reward: Tensor
@@ -97,37 +123,43 @@ class Outcome(NamedTuple):
 class DemonstrationBandit(SingleStepEnv):
     """P queries at once, G ordered sequences of demonstrations for each.
 
-    Observation: `row` int64 [P] (row of the table) and `vqa_correct` float32 [P, G]: whether the answer after each
-    sequence is right; 0 before the step, NaN if not recorded or without a sequence. Unless `lean`, as in the training
-    loop, also the embeddings `query` [P, d] and `pool` [P, N, d], 0 where there is no candidate, and `mask` bool
-    [P, N], True where there is one. Without a scorer also `sequences` int64 [P, B, T], the recorded sequences of the
-    query's group, −1 after the end, and `group_mask` bool [P, B], True for each of them.
+    Observation: `row` int64 [P] (row of the table) and `vqa_correct` float32 [P, G]: whether the
+    answer after each sequence is right; 0 before the step, NaN if not recorded or without a
+    sequence. Unless `lean`, as in the training loop, also the embeddings `query` [P, d] and `pool`
+    [P, N, d], 0 where there is no candidate, and `mask` bool [P, N], True where there is one.
+    Without a scorer also `sequences` int64 [P, B, T], the recorded sequences of the query's group,
+    −1 after the end, and `group_mask` bool [P, B], True for each of them.
 
-    Action: `action` int64 [P, G, T], ordered places in the query's pool, −1 after the end; all −1 is no sequence. With
-    `action="sequence"` int64 [P, G], the index of a recorded sequence of the query; an index beyond them is no
-    sequence. A step whose tensordict has no `row` is for the queries of the last reset, or before any for new ones.
-    Reward: float32 [P, G], 0 for no sequence.
+    Action: `action` int64 [P, G, T], ordered places in the query's pool, −1 after the end; all −1
+    is no sequence. With `action="sequence"` int64 [P, G], the index of a recorded sequence of the
+    query; an index beyond them is no sequence. A step whose tensordict has no `row` is for the
+    queries of the last reset, or before any for new ones. Reward: float32 [P, G], 0 for no
+    sequence.
 
     Args:
         batch_size: P.
-        group_size: G; "all" takes all recorded sequences of the query, so that G is B, the widest recorded group. None
-            for no group axis: the action is [P, T] or [P], `vqa_correct` [P], the reward [P, 1].
-        shots: T with a scorer, by default the table's; without one, use recorded sequences of this length only, by
-            default all.
-        rows: int64 [n], the queries to draw from (the training split); None for all. They come in passes, see `Passes`;
-            set `contexts.drawn` back to repeat them.
+        group_size: G; "all" takes all recorded sequences of the query, so that G is B, the widest
+            recorded group. None for no group axis: the action is [P, T] or [P], `vqa_correct` [P],
+            the reward [P, 1].
+        shots: T with a scorer, by default the table's; without one, use recorded sequences of this
+            length only, by default all.
+        rows: int64 [n], the queries to draw from (the training split); None for all. They come in
+            passes, see `Passes`; set `contexts.drawn` back to repeat them.
         seed: of the contexts and of shuffled rewards; None for a fresh one.
-        scorer: scores sequences as they are drawn, by rows of this table; None replays recorded ones.
-        unprofiled: what happens to a sequence that was never recorded. `nearest`: the query's recorded sequence with
-            the longest common start is replayed in its place; of several the one with the most demonstrations, then the
-            first. `penalty`: the same, but `vqa_correct` is 0 and the reward 1 below the worst of the query's group.
-            `error`: InputError. Except under `error` a place without a candidate, or chosen before, adds no
-            demonstration, and a query without recorded sequences gets none.
+        scorer: scores sequences as they are drawn, by rows of this table; None replays recorded
+            ones.
+        unprofiled: what happens to a sequence that was never recorded. `nearest`: the query's
+            recorded sequence with the longest common start is replayed in its place; of several the
+            one with the most demonstrations, then the first. `penalty`: the same, but `vqa_correct`
+            is 0 and the reward 1 below the worst of the query's group. `error`: InputError. Except
+            under `error` a place without a candidate, or chosen before, adds no demonstration, and
+            a query without recorded sequences gets none.
         action: `places` or `sequence`.
 
     Raises:
-        InputError: if the settings do not fit the table, or a field that the reward needs was not recorded; by `step`,
-            if an action has another shape, or under `error` for a sequence never recorded or not in the query's pool.
+        InputError: if the settings do not fit the table, or a field that the reward needs was not
+            recorded; by `step`, if an action has another shape, or under `error` for a sequence
+            never recorded or not in the query's pool.
     """
 
     def __init__(
@@ -148,41 +180,60 @@ class DemonstrationBandit(SingleStepEnv):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device, batch_size=[batch_size])
-        rows = torch.arange(table.num_queries) if rows is None else rows
+        if rows is None:
+            rows = torch.arange(table.num_queries)
         if not len(rows):
             raise InputError("the environment got no queries to draw from")
         one_of("unprofiled", unprofiled, UNPROFILED)
         one_of("action", action, ("places", "sequence"))
         if scorer is not None and (action == "sequence" or group_size == "all"):
-            raise InputError("action=sequence and group_size=all are for recorded sequences; leave out the scorer")
-        self.scorer, self.reward_config = scorer, (reward or DemonstrationRewardConfig()).resolved(table.fields)
-        self.unprofiled, self.by_index, self.lean = unprofiled, action == "sequence", lean
+            raise InputError(
+                "action=sequence and group_size=all are for recorded sequences; leave out the "
+                "scorer"
+            )
+        self.scorer = scorer
+        self.reward_config = (reward or DemonstrationRewardConfig()).resolved(table.fields)
+        self.unprofiled = unprofiled
+        self.by_index = action == "sequence"
+        self.lean = lean
         if scorer is None:
             table = recorded_groups(table, groups or GroupConfig(), shots)
-        group_size = table.num_beams if group_size == "all" else group_size
-        shots = table.shots if scorer is None or shots is None else shots
+        if group_size == "all":
+            group_size = table.num_beams
+        if scorer is None or shots is None:
+            shots = table.shots
         sizes = (shots, 1 if group_size is None else group_size, batch_size)
         if any(type(size) is not int or size < 1 for size in sizes):
-            raise InputError(f"shots={shots}, group_size={group_size}, batch_size={batch_size}: all must be ≥ 1")
+            raise InputError(
+                f"shots={shots}, group_size={group_size}, batch_size={batch_size}: all must be ≥ 1"
+            )
         if not table.pool_mask.any():
             raise InputError(f"beam table {table.name!r}: the pools of all queries are empty")
-        self.table, self.shots = table, shots
+        self.table = table
+        self.shots = shots
         self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
         self._rows: Tensor | None = None  # the queries of the last reset
-        self.queries, self.pool = table.queries.to(device), table.pool.to(device)
+        self.queries = table.queries.to(device)
+        self.pool = table.pool.to(device)
         self.candidates = table.candidates.to(device)
         if scorer is None:
-            self.sequences, self.group_mask = table.sequences.to(device), table.beam_mask.to(device)
+            self.sequences = table.sequences.to(device)
+            self.group_mask = table.beam_mask.to(device)
             self.rewards = self._recorded_rewards().to(device)
             correct = table.fields.get("vqa_correct")
-            self.correct = (torch.full_like(self.rewards, torch.nan) if correct is None else correct).to(device)
+            self.correct = (
+                torch.full_like(self.rewards, torch.nan) if correct is None else correct
+            ).to(device)
         else:
             self.without_demonstrations = torch.full((table.num_queries,), torch.nan, device=device)
         self._set_specs(batch_size, () if group_size is None else (int(group_size),))
 
     def _about(self) -> str:
         table = self.table
-        return f"{table.name!r}: {table.num_queries} queries, shots {self.shots}, reward {self.reward_config.mode}"
+        return (
+            f"{table.name!r}: {table.num_queries} queries, shots {self.shots}, "
+            f"reward {self.reward_config.mode}"
+        )
 
     def _set_specs(self, p: int, group: tuple[int, ...]) -> None:
         table, device, (n, d) = self.table, self.device, (self.pool.shape[1], self.queries.shape[1])
@@ -197,16 +248,22 @@ class DemonstrationBandit(SingleStepEnv):
         places = functools.partial(Bounded, -1, n - 1, dtype=torch.int64, device=device)
         if self.scorer is None:
             observation["sequences"] = places(shape=(p, *self.sequences.shape[1:]))
-            observation["group_mask"] = Binary(shape=(p, table.num_beams), dtype=torch.bool, device=device)
+            observation["group_mask"] = Binary(
+                shape=(p, table.num_beams), dtype=torch.bool, device=device
+            )
         self.observation_spec = Composite(observation, shape=(p,), device=device)
         self.action_spec = places(shape=(p, *group, self.shots))
         if self.by_index:
-            self.action_spec = Categorical(table.num_beams, shape=(p, *group), dtype=torch.int64, device=device)
+            self.action_spec = Categorical(
+                table.num_beams, shape=(p, *group), dtype=torch.int64, device=device
+            )
         self._set_outcome_specs(p, *(group or (1,)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         self._rows = self.contexts().to(self.device)
-        return self._context(self.observe(self._rows) | {"vqa_correct": self.observation_spec["vqa_correct"].zero()})
+        return self._context(
+            self.observe(self._rows) | {"vqa_correct": self.observation_spec["vqa_correct"].zero()}
+        )
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._rows_of(tensordict)
@@ -215,7 +272,10 @@ class DemonstrationBandit(SingleStepEnv):
         return self._outcome(self.observe(rows), outcome.reward, {"vqa_correct": correct})
 
     def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor:
-        rows = None if tensordict is None else tensordict.get("row", None)
+        if tensordict is None:
+            rows = None
+        else:
+            rows = tensordict.get("row", None)
         if rows is not None:
             return rows.long()
         if self._rows is None:
@@ -223,7 +283,8 @@ class DemonstrationBandit(SingleStepEnv):
         return self._rows
 
     def observe(self, rows: Tensor) -> dict[str, Tensor]:
-        """What is observed of queries int64 [P], apart from `vqa_correct`; new tensors, which transforms may change."""
+        """What is observed of queries int64 [P], apart from `vqa_correct`; new tensors, which
+        transforms may change."""
         out = {"row": rows}
         if not self.lean:
             pool = self.pool[rows]
@@ -235,16 +296,29 @@ class DemonstrationBandit(SingleStepEnv):
         return out
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draw evenly among the query's recorded sequences, or with a scorer from its pool without replacement."""
+        """Draw evenly among the query's recorded sequences, or with a scorer from its pool without
+        replacement."""
         rows = self._rows_of(tensordict)
-        out = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
-        p, g, t = len(rows), self.group_size, self.shots
+        if tensordict is None:
+            out = TensorDict(batch_size=self.batch_size, device=self.device)
+        else:
+            out = tensordict
+        p = len(rows)
+        g = self.group_size
+        t = self.shots
         if self.scorer is None:
-            drawn = (torch.rand(p, g, device=rows.device) * self.group_mask[rows].sum(1, keepdim=True)).long()
-            action = drawn if self.by_index else self._recorded_at(rows, drawn)
+            drawn = (
+                torch.rand(p, g, device=rows.device) * self.group_mask[rows].sum(1, keepdim=True)
+            ).long()
+            if self.by_index:
+                action = drawn
+            else:
+                action = self._recorded_at(rows, drawn)
         else:
             keys = torch.rand(p, g, self.pool.shape[1], device=rows.device)
-            best = keys.masked_fill((self.pool[rows] < 0)[:, None], -1.0).topk(min(t, keys.shape[2]))
+            best = keys.masked_fill((self.pool[rows] < 0)[:, None], -1.0).topk(
+                min(t, keys.shape[2])
+            )
             places = best.indices.masked_fill(best.values < 0, -1)
             action = pad(places, (0, t - places.shape[2]), value=-1)
         return out.set("action", action.view(self.action_spec.shape))
@@ -254,32 +328,41 @@ class DemonstrationBandit(SingleStepEnv):
             self.set_extra_state({"seed": seed, "drawn": 0})
 
     def get_extra_state(self) -> dict[str, int]:
-        """What `state_dict` holds: the seed of the passes, and how many batches were drawn of them."""
+        """What `state_dict` holds: the seed of the passes, and how many batches were drawn of
+        them."""
         return {"seed": self.contexts.seed, "drawn": self.contexts.drawn}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        self.contexts.seed, self.contexts.drawn = state["seed"], state["drawn"]
+        self.contexts.seed = state["seed"]
+        self.contexts.drawn = state["drawn"]
         if self.scorer is None and self.reward_config.shuffled:
             self.rewards = self._recorded_rewards().to(self.rewards.device)
 
     def decide(self, rows: Tensor, action: Tensor) -> Outcome:
-        """Replay or score actions for queries int64 [P], shaped as the class describes them; without their group axis
-        if G is 1. Raises InputError as `step`."""
-        spec, last = self.action_spec.shape, () if self.by_index else (self.shots,)
+        """Replay or score actions for queries int64 [P], shaped as the class describes them;
+        without their group axis if G is 1. Raises InputError as `step`."""
+        spec = self.action_spec.shape
+        last = () if self.by_index else (self.shots,)
         fits = action.numel() == spec.numel() and action.shape[action.ndim - len(last) :] == last
         if not fits or action.is_floating_point():
-            raise InputError(f"the action is {action.dtype} {[*action.shape]}, must be int64 {[*spec]}")
+            raise InputError(
+                f"the action is {action.dtype} {[*action.shape]}, must be int64 {[*spec]}"
+            )
         action = action.long().reshape(len(rows), self.group_size, *last)
         if self.by_index:
             most = self.table.num_beams - 1
             if ((action < 0) | (action > most)).any():
-                raise InputError(f"action: indices of recorded sequences are 0 to {most}, got {action.tolist()}")
+                raise InputError(
+                    f"action: indices of recorded sequences are 0 to {most}, got {action.tolist()}"
+                )
             action = self._recorded_at(rows, action)
-        return self._replayed(rows, action) if self.scorer is None else self._scored(rows, action)
+        if self.scorer is None:
+            return self._replayed(rows, action)
+        return self._scored(rows, action)
 
     def closed_up(self, rows: Tensor, places: Tensor) -> Tensor:
-        """The sequences that places, int64 [P, G, T], amount to: a place without a candidate, or chosen before, adds no
-        demonstration."""
+        """The sequences that places, int64 [P, G, T], amount to: a place without a candidate, or
+        chosen before, adds no demonstration."""
         sizes = (self.pool[rows] >= 0).sum(1)[:, None, None]
         before = (places.unsqueeze(-1) == places.unsqueeze(-2)).tril(-1).any(-1)
         used = (places >= 0) & (places < sizes) & ~before
@@ -291,52 +374,80 @@ class DemonstrationBandit(SingleStepEnv):
 
     def _recorded_rewards(self) -> Tensor:
         """The reward of every recorded sequence, float32 [Q, B]; 0 where there is none."""
-        table, config = self.table, self.reward_config
+        table = self.table
+        config = self.reward_config
         for name in config.needs:
-            absent = table.beam_mask & table.fields.get(name, torch.full(table.beam_mask.shape, torch.nan)).isnan()
+            absent = (
+                table.beam_mask
+                & table.fields.get(name, torch.full(table.beam_mask.shape, torch.nan)).isnan()
+            )
             if count := int(absent.sum()):
                 query = table.query_ids[int(absent.any(1).nonzero()[0])]
                 raise InputError(
-                    f"reward.mode={config.mode} needs {name}, which {count} of {int(table.beam_mask.sum())} sequences "
-                    f"of beam table {table.name!r} lack (the first: query {query}); record it, leave out those "
+                    f"reward.mode={config.mode} needs {name}, which {count} of "
+                    f"{int(table.beam_mask.sum())} sequences "
+                    f"of beam table {table.name!r} lack (the first: query {query}); record it, "
+                    "leave out those "
                     "sequences, or choose another mode"
                 )
         fields = dict(table.fields)
         if not set(LEVELS).isdisjoint(config.signal_names):
-            # a part of the queries at a time: the embeddings of all sequences may need more memory than there is
+            # a part of the queries at a time: the embeddings of all sequences may need more memory
+            # than there is
             parts = zip(table.pool.split(256), table.sequences.split(256), strict=True)
             levels = [self._levels(table.candidates, pool, sequences) for pool, sequences in parts]
             for name in LEVELS:
                 fields[name] = torch.cat([level[name] for level in levels])
         reward = demonstration_reward(fields, table.lengths, table.beam_mask, config)
-        return shuffle(reward, table.beam_mask, self._generator(self.contexts.seed)) if config.shuffled else reward
+        if config.shuffled:
+            return shuffle(reward, table.beam_mask, self._generator(self.contexts.seed))
+        return reward
 
     @staticmethod
     def _levels(candidates: Tensor, pool: Tensor, sequences: Tensor) -> dict[str, Tensor]:
-        """Return the coherence and diversity, [P, G], of sequences of places, int64 [P, G, T], in pools [P, N]."""
+        """Return the coherence and diversity, [P, G], of sequences of places, int64 [P, G, T], in
+        pools [P, N]."""
         embeddings = candidates[bank_rows(pool, sequences).clamp_min(0)]
-        return dict(zip(LEVELS, coherence_and_diversity(embeddings, (sequences >= 0).sum(-1)), strict=True))
+        return dict(
+            zip(LEVELS, coherence_and_diversity(embeddings, (sequences >= 0).sum(-1)), strict=True)
+        )
 
     def _replayed(self, rows: Tensor, action: Tensor) -> Outcome:
-        recorded, rewards, correct = self.sequences[rows], self.rewards[rows], self.correct[rows]
+        recorded = self.sequences[rows]
+        rewards = self.rewards[rows]
+        correct = self.correct[rows]
         if torch.equal(action, recorded):
             return Outcome(recorded, rewards, correct)
         if self.unprofiled != "error":
             action = self.closed_up(rows, action)
-        shared = (action.unsqueeze(2) == recorded.unsqueeze(1)).cumprod(-1).sum(-1)  # the end counts: T if equal
+        shared = (
+            (action.unsqueeze(2) == recorded.unsqueeze(1)).cumprod(-1).sum(-1)
+        )  # the end counts: T if equal
         nearness = shared * (self.shots + 1) + (recorded >= 0).sum(-1).unsqueeze(1)
-        exists, empty = self.group_mask[rows], (action < 0).all(-1)
+        exists = self.group_mask[rows]
+        empty = (action < 0).all(-1)
         most, place = nearness.masked_fill(~exists.unsqueeze(1), -1).max(2)
         unknown = ~empty & (most < self.shots * (self.shots + 1))
         if self.unprofiled == "error":
-            self._refuse(unknown, rows, action, "were never recorded; unprofiled=nearest replays the nearest that were")
+            self._refuse(
+                unknown,
+                rows,
+                action,
+                "were never recorded; unprofiled=nearest replays the nearest that were",
+            )
         if action.shape == recorded.shape:  # of two equal recordings each keeps its own place
-            place = torch.where((action == recorded).all(-1), torch.arange(place.shape[1], device=place.device), place)
+            place = torch.where(
+                (action == recorded).all(-1),
+                torch.arange(place.shape[1], device=place.device),
+                place,
+            )
         none = empty | ~exists.any(1, keepdim=True)
-        reward, right = rewards.gather(1, place), correct.gather(1, place)
+        reward = rewards.gather(1, place)
+        right = correct.gather(1, place)
         if self.unprofiled == "penalty":
             worst = rewards.masked_fill(~exists, torch.inf).amin(1, keepdim=True)
-            reward, right = torch.where(unknown, worst - 1, reward), right.masked_fill(unknown, 0.0)
+            reward = torch.where(unknown, worst - 1, reward)
+            right = right.masked_fill(unknown, 0.0)
         sequences = self._recorded_at(rows, place).masked_fill(none.unsqueeze(-1), -1)
         return Outcome(sequences, reward.masked_fill(none, 0.0), right.masked_fill(none, torch.nan))
 
@@ -344,12 +455,19 @@ class DemonstrationBandit(SingleStepEnv):
         assert self.scorer is not None
         sequences = self.closed_up(rows, action)
         if self.unprofiled == "error":
-            problem = "do not exist: they hold an index outside the pool, an index twice, or −1 before the end"
+            problem = (
+                "do not exist: they hold an index outside the pool, an "
+                "index twice, or −1 before the end"
+            )
             self._refuse((action != sequences).any(-1), rows, action, problem)
-        pool, used = self.pool[rows], sequences >= 0
-        mask, config = used[..., 0], self.reward_config
+        pool = self.pool[rows]
+        used = sequences >= 0
+        mask = used[..., 0]
+        config = self.reward_config
         # the same sequence drawn twice is scored once
-        drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), bank_rows(pool, sequences)], 2)[mask]
+        drawn = torch.cat(
+            [rows[:, None, None].expand(*mask.shape, 1), bank_rows(pool, sequences)], 2
+        )[mask]
         distinct, inverse = drawn.unique(dim=0, return_inverse=True)
         distinct = distinct.cpu()
         scores = dict.fromkeys(config.needs, torch.empty(0))
@@ -360,16 +478,22 @@ class DemonstrationBandit(SingleStepEnv):
             fields[name] = torch.full(mask.shape, torch.nan, device=mask.device)
             fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
         if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
-            fields["beam_score"] = fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
+            fields["beam_score"] = (
+                fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
+            )
         if not set(LEVELS).isdisjoint(config.signal_names):
             fields |= self._levels(self.candidates, pool, sequences)
         reward = demonstration_reward(fields, used.sum(-1), mask, config)
         if reward.isnan().any():
             unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
-            raise InputError(f"reward.mode={config.mode} needs {unknown}, for which the scorer returned NaN")
+            raise InputError(
+                f"reward.mode={config.mode} needs {unknown}, for which the scorer returned NaN"
+            )
         if config.shuffled:
             reward = shuffle(reward, mask, self._generator(self.contexts.seed, self.contexts.drawn))
-        return Outcome(sequences, reward, fields.get("vqa_correct", torch.full_like(reward, torch.nan)))
+        return Outcome(
+            sequences, reward, fields.get("vqa_correct", torch.full_like(reward, torch.nan))
+        )
 
     def _score_without_demonstrations(self, rows: Tensor) -> Tensor:
         """P(true answer) without any demonstration, float32 [P], scored once per query."""
@@ -382,10 +506,14 @@ class DemonstrationBandit(SingleStepEnv):
 
     def _refuse(self, wrong: Tensor, rows: Tensor, action: Tensor, problem: str) -> None:
         if wrong.any():
-            query = f"query {self.table.query_ids[int(rows[wrong.any(1)][0])]} of {self.table.name!r}"
+            query = (
+                f"query {self.table.query_ids[int(rows[wrong.any(1)][0])]} of {self.table.name!r}"
+            )
             first = f"the first: {query}, indices {action[wrong][0].tolist()}"
             raise InputError(f"{int(wrong.sum())} of the sequences {problem} ({first})")
 
     @staticmethod
     def _generator(*seeds: int) -> torch.Generator:
-        return torch.Generator().manual_seed(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
+        return torch.Generator().manual_seed(
+            int(np.random.SeedSequence(seeds).generate_state(1)[0])
+        )

@@ -1,5 +1,6 @@
-"""Folders with one JSON file per configuration, or one of a whole run, read strictly: ids that restart on every rank,
-knobs that disagree with the file name, and merges that lost samples are refused, not repaired."""
+"""Folders with one JSON file per configuration, or one of a whole run, read strictly: ids that
+restart on every rank, knobs that disagree with the file name, and merges that lost samples are
+refused, not repaired."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from knobwise.envs.readers.frames import PERCENT, as_share
 
 IDS = ("sample_id", "question_id", "image_id")
 WORDS = (*IDS, "question_type")
-"""What is read of a row besides its numbers, and besides `repeat`; it may also be in the row's `metadata`."""
+"""What is read of a row besides its numbers, and besides `repeat`; it may also be in the row's
+`metadata`."""
 
 Record = dict[str, Any]
 
@@ -36,30 +38,44 @@ def read_configurations(
     notes: list[str],
     accuracy_unit: str = "share",
 ) -> tuple[pl.DataFrame, list[Record]]:
-    """The cells of one data set: `WORDS`, `repeat`, columns, knobs, file; and the summaries, with knobs and file.
+    """The cells of one data set: `WORDS`, `repeat`, columns, knobs, file; and the summaries, with
+    knobs and file.
 
-    Rows are under the first of `keys` that a file has. A column is the sum of some values of a row, each under the
-    first of its spellings. If there is a merge of `_rankN` files, the rank files only serve to check it. `directory`
-    may also be a single file; one of a whole run is read where there are none of single configurations.
+    Rows are under the first of `keys` that a file has. A column is the sum of some values of a row,
+    each under the first of its spellings. If there is a merge of `_rankN` files, the rank files
+    only serve to check it. `directory` may also be a single file; one of a whole run is read where
+    there are none of single configurations.
     """
-    root, dashed = Path(directory), dataset.replace("_", "-")
+    root = Path(directory)
+    dashed = dataset.replace("_", "-")
     folder, matches = _find_files(root, kind, pattern, dataset)
-    ranks, knobs = _by_merge(matches), [knob for knob in pattern.groupindex if knob != "rank"]
-    foreign, short = [], 0
+    ranks = _by_merge(matches)
+    knobs = [knob for knob in pattern.groupindex if knob != "rank"]
+    foreign = []
+    short = 0
     frames: list[pl.DataFrame] = []
     summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
         for done, (path, parts) in enumerate(ranks.items()):
             tick(done, "")
             match = matches[path]
-            setting = {knob: match[knob] if knob == "tier" else int(match[knob]) for knob in knobs} if match else {}
+            if match:
+                setting = {
+                    knob: match[knob] if knob == "tier" else int(match[knob]) for knob in knobs
+                }
+            else:
+                setting = {}
             content, rows = _load(path, setting, keys)
             named = content["config"].get("dataset_name")
             if isinstance(named, str) and named.replace("_", "-") != dashed:
                 foreign.append(named)
                 if folder == root:
                     continue
-            _check_merge(path, len(rows), [len(_load(part, setting, keys)[1]) for part in parts if part != path])
+            _check_merge(
+                path,
+                len(rows),
+                [len(_load(part, setting, keys)[1]) for part in parts if part != path],
+            )
             counts = [record.get("num_samples") for record in (*content["summary"], content)]
             short += sum(count for count in counts if isinstance(count, int)) > len(rows) > 0
             if not match:
@@ -69,9 +85,18 @@ def read_configurations(
         tick(len(ranks), "")
     names = ", ".join(sorted(set(foreign)))
     if len(foreign) == len(ranks) and folder == root:
-        raise InputError(f"{root}: no files of {dataset!r}; all {len(foreign)} name the data set {names}")
-    others = [path for path in folder.glob("*.json") if path not in matches and not path.stem.endswith("_results")]
-    unread = sum(path.name.startswith(kind) or not path.name.startswith(("exp5_", "exp6_")) for path in others)
+        raise InputError(
+            f"{root}: no files of {dataset!r}; all {len(foreign)} name the data set {names}"
+        )
+    others = [
+        path
+        for path in folder.glob("*.json")
+        if path not in matches and not path.stem.endswith("_results")
+    ]
+    unread = sum(
+        path.name.startswith(kind) or not path.name.startswith(("exp5_", "exp6_"))
+        for path in others
+    )
     skipped = {
         "rank files not read, since files merged from them are there": len(matches) - len(ranks),
         "JSON files not read, since their names do not fit": unread,
@@ -102,7 +127,8 @@ def _check_merge(path: Path, rows: int, of_ranks: list[int]) -> None:
     whole = sum(of_ranks)
     if whole - rows > len(of_ranks):  # a distributed sampler repeats up to one sample on each rank
         raise InputError(
-            f"{path}: holds {rows} of the {whole} rows of its {len(of_ranks)} rank files: ids that restart on every "
+            f"{path}: holds {rows} of the {whole} rows of its {len(of_ranks)} rank files: ids "
+            "that restart on every "
             "rank were merged into one. Merge again under unique ids"
         )
 
@@ -110,13 +136,14 @@ def _check_merge(path: Path, rows: int, of_ranks: list[int]) -> None:
 def _find_files(
     root: Path, kind: str, pattern: re.Pattern[str], dataset: str
 ) -> tuple[Path, Mapping[Path, re.Match[str] | None]]:
-    """The folder that holds the files of a data set, and those files with the matches of their names, None for that of
-    a whole run; `root` itself if it is the file."""
+    """The folder that holds the files of a data set, and those files with the matches of their
+    names, None for that of a whole run; `root` itself if it is the file."""
     if kind and root.is_file():
         return root, {root: pattern.fullmatch(root.name)}
     if not root.is_dir():
         raise InputError(f"{root}: no such directory")
-    dashed, prefix = dataset.replace("_", "-"), f"{kind}_" if kind else ""
+    dashed = dataset.replace("_", "-")
+    prefix = f"{kind}_" if kind else ""
     folders = [root / name for name in (prefix + dashed, prefix + dataset, dashed, dataset, "")]
     for folder in folders:
         paths = sorted(folder.glob("*.json"))
@@ -127,7 +154,8 @@ def _find_files(
     content = ", ".join(sorted(path.name for path in root.iterdir())[:5]) or "nothing"
     example = f"{kind or f'{dataset}_imgsizetier-high'}_crops12_topk8_blocks16.json"
     raise InputError(
-        f"{root}: no {kind or 'core_exp'} files of {dataset!r}, neither in a folder {folders[0].name} or {dataset} nor "
+        f"{root}: no {kind or 'core_exp'} files of {dataset!r}, neither in a folder "
+        f"{folders[0].name} or {dataset} nor "
         f"in the directory itself. File names look like {example}; the directory holds: {content}"
     )
 
@@ -137,22 +165,35 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
     try:
         content = _decoded(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable JSON ({error}); was the run that wrote it cut short?") from error
+        raise InputError(
+            f"{path}: not readable JSON ({error}); was the run that wrote it cut short?"
+        ) from error
     if not isinstance(content, dict):
-        raise InputError(f"{path}: must hold a JSON object with {' or '.join(keys)}, holds a {type(content).__name__}")
-    content["summary"], content["config"] = content.get("summary") or [], content.get("config") or {}
+        raise InputError(
+            f"{path}: must hold a JSON object with {' or '.join(keys)}, holds a "
+            f"{type(content).__name__}"
+        )
+    content["summary"], content["config"] = (
+        content.get("summary") or [],
+        content.get("config") or {},
+    )
     key = next((key for key in keys if key in content), "")
     if not key and not content["summary"]:
         raise InputError(f"{path}: has none of {', '.join(keys)}; it has {', '.join(content)}")
     rows = content.get(key, [])
-    for what, records in ((key, rows), ("summary", content["summary"]), ("config", [content["config"]])):
+    for what, records in (
+        (key, rows),
+        ("summary", content["summary"]),
+        ("config", [content["config"]]),
+    ):
         if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
             raise InputError(f"{path}: {what} must hold objects")
     for what, records in ((key, rows), ("summary", content["summary"]), ("the file", [content])):
         for knob, value in setting.items():
             if wrong := [record[knob] for record in records if record.get(knob, value) != value]:
                 raise InputError(
-                    f"{path}: {what} says {knob}={wrong[0]}, the file name says {value}. Rename or remove it"
+                    f"{path}: {what} says {knob}={wrong[0]}, the file name says {value}. Rename "
+                    "or remove it"
                 )
     return content, rows
 
@@ -160,20 +201,29 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
 def _with_knobs(
     path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str], notes: list[str]
 ) -> list[Record]:
-    """The rows of a whole run with the values of all knobs. Raises InputError if a row or summary does not say them."""
+    """The rows of a whole run with the values of all knobs. Raises InputError if a row or summary
+    does not say them."""
     if rows and not any(knob in row for row in rows for knob in knobs):
         rows = _in_order(path, summary, rows, knobs)
-        notes.append(f"{path}: its rows name no knobs; these were taken in the order of its {len(summary)} summaries")
+        notes.append(
+            f"{path}: its rows name no knobs; these were taken in the order of its {len(summary)} "
+            "summaries"
+        )
     for record in (*summary, *rows):
         values = tuple(record.get(knob) for knob in knobs)
         if not all(type(value) is int and value >= 0 for value in values):
             named = ", ".join(knobs)
-            raise InputError(f"{path}: a row or summary has {values} for {named}; all must be whole numbers ≥ 0")
+            raise InputError(
+                f"{path}: a row or summary has {values} for {named}; all must be whole numbers ≥ 0"
+            )
     return rows
 
 
-def _in_order(path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str]) -> list[Record]:
-    """The rows with the knobs of their summaries: the first `num_samples` are of the first one, and so on."""
+def _in_order(
+    path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str]
+) -> list[Record]:
+    """The rows with the knobs of their summaries: the first `num_samples` are of the first one, and
+    so on."""
     counts = [n if type(n := record.get("num_samples")) is int else 0 for record in summary]
     fits = sum(counts) == len(rows)
     named: list[Record] = []
@@ -186,8 +236,10 @@ def _in_order(path: Path, summary: list[Record], rows: list[Record], knobs: Sequ
             fits &= abs(sum(scores) / len(part) - accuracy) < 1e-3
     if not fits:
         raise InputError(
-            f"{path}: its {len(rows)} rows do not name {', '.join(knobs)}, and num_samples or the accuracies of its "
-            f"{len(summary)} summaries do not fit their order. Give a folder with a file for each configuration, or "
+            f"{path}: its {len(rows)} rows do not name {', '.join(knobs)}, and num_samples or the "
+            "accuracies of its "
+            f"{len(summary)} summaries do not fit their order. Give a folder with a file for each "
+            "configuration, or "
             "add the knobs to every row"
         )
     return named
@@ -210,10 +262,13 @@ def _rows_frame(
     rows: list[Record],
     columns: Mapping[str, Sequence[Sequence[str]]],
 ) -> pl.DataFrame:
-    """The rows as a frame, with the knobs of the setting, or where it has none those of each row."""
+    """The rows as a frame, with the knobs of the setting, or where it has none those of each
+    row."""
     values = {key: _row_words(path, rows, key) for key in (*WORDS, "repeat")}
     for column, terms in columns.items():
-        values[column] = functools.reduce(operator.add, [_row_numbers(path, rows, names) for names in terms])
+        values[column] = functools.reduce(
+            operator.add, [_row_numbers(path, rows, names) for names in terms]
+        )
     for knob in knobs:
         kind = pl.String if knob == "tier" else pl.Int64
         values[knob] = pl.Series([setting.get(knob, row.get(knob)) for row in rows], dtype=kind)
@@ -230,11 +285,20 @@ def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
     if not kinds <= {int, float, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
     if any(isinstance(value, float) and not math.isfinite(value) for value in words):
-        raise InputError(f"{path}: {key} is NaN in a row, or infinite; give every row a whole number or a text")
+        raise InputError(
+            f"{path}: {key} is NaN in a row, or infinite; give every row a whole number or a text"
+        )
     if float in kinds:
-        words = [int(value) if isinstance(value, float) and value.is_integer() else value for value in words]
-        if wrong := [value for value in words if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64]:
-            raise InputError(f"{path}: {key} {float(wrong[0])} is too large to be exact; write such ids as text")
+        words = [
+            int(value) if isinstance(value, float) and value.is_integer() else value
+            for value in words
+        ]
+        if wrong := [
+            value for value in words if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64
+        ]:
+            raise InputError(
+                f"{path}: {key} {float(wrong[0])} is too large to be exact; write such ids as text"
+            )
     if not kinds <= {str, type(None)}:
         words = [None if value is None else str(value) for value in words]
     return pl.Series(words, dtype=pl.String)
@@ -244,7 +308,9 @@ def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl
     """Float64 [rows], null where a row has null, under the first of the spellings that occurs."""
     key = next((s for s in spellings if any(s in row for row in rows)), None)
     if key is None and rows:
-        raise InputError(f"{path}: its rows have no {' or '.join(spellings)}; they have {', '.join(rows[0])}")
+        raise InputError(
+            f"{path}: its rows have no {' or '.join(spellings)}; they have {', '.join(rows[0])}"
+        )
     try:
         values = [row.get(key) for row in rows]  # type: ignore[arg-type]
         if bool in map(type, values) and key not in ("accuracy", "score"):
@@ -260,26 +326,39 @@ def in_range(frame: pl.DataFrame, column: str) -> pl.DataFrame:
     bad = frame.filter(pl.col(column).is_between(-1e-6 if top == 1 else 0, top + 1e-6).not_())
     if bad.height:
         raise InputError(
-            f"{bad['file'][0]}: {column} must be between 0 and {top:g}, is {bad[column][0]}{PERCENT * (top == 1)}; "
-            f"{bad.height} such values in {bad['file'].n_unique()} files. Measure again or remove those rows"
+            f"{bad['file'][0]}: {column} must be between 0 and {top:g}, is "
+            f"{bad[column][0]}{PERCENT * (top == 1)}; "
+            f"{bad.height} such values in {bad['file'].n_unique()} files. Measure again or remove "
+            "those rows"
         )
     return frame
 
 
-def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: list[str]) -> list[pl.DataFrame]:
+def keyed(
+    sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: list[str]
+) -> list[pl.DataFrame]:
     """The frames with one id each: `question_id` where every row has it.
 
-    Several rows of a pair with latencies are repeated measurements. Raises InputError for a row without id, and for a
-    pair that occurs more than once without latencies, in several files or with several images.
+    Several rows of a pair with latencies are repeated measurements. Raises InputError for a row
+    without id, and for a pair that occurs more than once without latencies, in several files or
+    with several images.
     """
-    key = "question_id" if all(side["question_id"].null_count() == 0 for side in sides) else "sample_id"
+    if all(side["question_id"].null_count() == 0 for side in sides):
+        key = "question_id"
+    else:
+        key = "sample_id"
     if key == "sample_id" and any(side["question_id"].is_not_null().any() for side in sides):
         notes.append(f"{dataset}: not every row has a question_id, so sample_id is the key")
     with_ids = []
     for side in sides:
         if (without := side.filter(pl.col(key).is_null())).height:
-            raise InputError(f"{without['file'][0]}: {without.height} rows without sample_id in the files of {dataset}")
-        cells = side.group_by(key, *knobs).agg(pl.len(), pl.col("file").unique(), pl.col("image_id").n_unique())
+            raise InputError(
+                f"{without['file'][0]}: {without.height} rows without sample_id in the files of "
+                f"{dataset}"
+            )
+        cells = side.group_by(key, *knobs).agg(
+            pl.len(), pl.col("file").unique(), pl.col("image_id").n_unique()
+        )
         cells = cells.filter(pl.col("len") > 1)
         if "latency_ms" in side.columns:
             cells = cells.filter((pl.col("file").list.len() > 1) | (pl.col("image_id") > 1))
@@ -288,8 +367,10 @@ def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: 
             where = ", ".join(sorted(first["file"]))
             raise InputError(
                 f"{where}: in data set {dataset}, {cells.height} (sample, configuration) pairs in "
-                f"{cells.select(knobs).n_unique()} configurations occur more than once, such as {first['len']} × {key} "
-                f"{first[key]}. Do ids restart in every batch or on every rank? Number all samples consecutively, "
+                f"{cells.select(knobs).n_unique()} configurations occur more than once, such as "
+                f"{first['len']} × {key} "
+                f"{first[key]}. Do ids restart in every batch or on every rank? Number all "
+                "samples consecutively, "
                 "or add a question_id"
             )
         with_ids.append(side.with_columns(sample_id=pl.col(key)).drop("question_id"))
@@ -297,14 +378,19 @@ def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: 
 
 
 def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
-    """The cells of one or more data sets with images and question types in all rows, if any row has them: a data set
-    without images gets one per sample, and a row without question type that of another row of its sample, or `unknown`.
+    """The cells of one or more data sets with images and question types in all rows, if any row has
+    them: a data set without images gets one per sample, and a row without question type that of
+    another row of its sample, or `unknown`.
     """
     dataset = [column for column in ("dataset",) if column in cells.columns]
     if dataset and not cells["image_id"].is_null().all():
         without = pl.col("image_id").is_null().all().over(dataset)
-        cells = cells.with_columns(image_id=pl.when(without).then("sample_id").otherwise("image_id"))
+        cells = cells.with_columns(
+            image_id=pl.when(without).then("sample_id").otherwise("image_id")
+        )
     if not cells["question_type"].is_null().all():
         of_sample = pl.col("question_type").drop_nulls().first().over(*dataset, "sample_id")
-        cells = cells.with_columns(question_type=pl.coalesce("question_type", of_sample, pl.lit("unknown")))
+        cells = cells.with_columns(
+            question_type=pl.coalesce("question_type", of_sample, pl.lit("unknown"))
+        )
     return cells

@@ -13,12 +13,22 @@ import polars as pl
 from knobwise.common.checks import folder_name, one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
-from knobwise.envs.readers.configuration_files import IDS, WORDS, in_range, keyed, read_configurations, whole_words
+from knobwise.envs.readers.configuration_files import (
+    IDS,
+    WORDS,
+    in_range,
+    keyed,
+    read_configurations,
+    whole_words,
+)
 from knobwise.envs.readers.long_table import Features, table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 
 KNOBS = ("max_crops", "top_k", "num_active_blocks")
-SETTING = r"crops(?P<max_crops>\d+)_topk(?P<top_k>\d+)_blocks(?P<num_active_blocks>\d+)(?P<rank>_rank\d+)?\.json"
+SETTING = (
+    r"crops(?P<max_crops>\d+)_topk(?P<top_k>\d+)_blocks(?P<num_active_blocks>\d+)"
+    r"(?P<rank>_rank\d+)?\.json"
+)
 CORE_STAGES = {
     "total": ["T_total"],
     "prefill": ["T_LLM_prefill"],
@@ -39,36 +49,52 @@ def read_exp5_exp6(
     features: str | Path | Features | None = None,
     name: str | None = None,
 ) -> ProfileTable:
-    """Join the accuracy and latency files of one or more data sets, cell by cell; notes count what does not join.
+    """Join the accuracy and latency files of one or more data sets, cell by cell; notes count what
+    does not join.
 
-    The key of a sample is its `question_id` if every row on both sides has one, otherwise its `sample_id`. Several rows
-    of a sample in a latency file are repeated measurements, see `table_from_frame`. Images and question types come from
-    the accuracy files.
+    The key of a sample is its `question_id` if every row on both sides has one, otherwise its
+    `sample_id`. Several rows of a sample in a latency file are repeated measurements, see
+    `table_from_frame`. Images and question types come from the accuracy files.
 
     Args:
-        exp5_dir, exp6_dir: hold `exp5_accuracy_<data set with dashes>/` and `exp6_latency_<…>/`, or `<data set>/`, or
-            the files; or are themselves a file with all configurations, as `exp5_accuracy_results.json`.
+        exp5_dir, exp6_dir: hold `exp5_accuracy_<data set with dashes>/` and `exp6_latency_<…>/`, or
+            `<data set>/`, or the files; or are themselves a file with all configurations, as
+            `exp5_accuracy_results.json`.
         latency: which time the budget limits, in ms.
         accuracy: which value of the exp5 rows is the accuracy, such as `soft_score`.
         accuracy_unit: `percent` for accuracies in [0, 100].
         broadcast_latency: if a configuration has only a mean latency, give it to all its samples.
 
     Raises:
-        InputError: naming the file, if there are no files, JSON is broken, types are wrong, values out of range, ids
-            occur twice, knobs disagree with the file name, or exp5 and exp6 have nothing in common.
+        InputError: naming the file, if there are no files, JSON is broken, types are wrong, values
+            out of range, ids occur twice, knobs disagree with the file name, or exp5 and exp6 have
+            nothing in common.
     """
     one_of("latency", latency, ("total", "prefill", "decode"))
-    datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
+    if isinstance(dataset_name, str):
+        datasets = [dataset_name]
+    else:
+        datasets = list(dataset_name)
     notes: list[str] = []
     joined = []
-    pattern, columns = re.compile(rf"exp5_accuracy(_results)?_{SETTING}"), {"accuracy": [(accuracy,)]}
+    pattern = re.compile(rf"exp5_accuracy(_results)?_{SETTING}")
+    columns = {"accuracy": [(accuracy,)]}
     for dataset in datasets:
         times, means = _read_exp6(exp6_dir, dataset, latency, notes)
         scores, _ = read_configurations(
-            exp5_dir, "exp5_accuracy", pattern, dataset, ["all_samples"], columns, notes, accuracy_unit
+            exp5_dir,
+            "exp5_accuracy",
+            pattern,
+            dataset,
+            ["all_samples"],
+            columns,
+            notes,
+            accuracy_unit,
         )
         scores, times = keyed([scores, times], KNOBS, dataset, notes)
-        cells = _join(scores, _broadcast(scores, times, means, broadcast_latency, notes), dataset, notes)
+        cells = _join(
+            scores, _broadcast(scores, times, means, broadcast_latency, notes), dataset, notes
+        )
         joined.append(cells.with_columns(dataset=pl.lit(dataset)) if len(datasets) > 1 else cells)
     return table_from_frame(
         whole_words(pl.concat(joined)),
@@ -80,33 +106,52 @@ def read_exp5_exp6(
     )
 
 
-def _read_exp6(directory: str | Path, dataset: str, stage: str, notes: list[str]) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """One row per time: ids, knobs, latency_ms, file. One row per configuration and file: knobs, mean, weight."""
+def _read_exp6(
+    directory: str | Path, dataset: str, stage: str, notes: list[str]
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """One row per time: ids, knobs, latency_ms, file. One row per configuration and file: knobs,
+    mean, weight."""
     pattern = re.compile(rf"exp6_latency(_results)?_{SETTING}")
     keys = ("per_sample_latencies", "all_samples")
     columns = {"latency_ms": [(f"T_{stage}_ms", f"latency_{stage}")]}
-    times, summaries = read_configurations(directory, "exp6_latency", pattern, dataset, keys, columns, notes)
+    times, summaries = read_configurations(
+        directory, "exp6_latency", pattern, dataset, keys, columns, notes
+    )
     means = []
     for record in summaries:
-        spellings = [record.get(f"latency_{stage}_ms"), record.get("latency_mean" if stage == "total" else "")]
+        spellings = [
+            record.get(f"latency_{stage}_ms"),
+            record.get("latency_mean" if stage == "total" else ""),
+        ]
         values = [s.get("mean") if isinstance(s, dict) else s for s in spellings]
         mean = next((float(m) for m in values if isinstance(m, int | float)), None)
-        weight = n if isinstance(n := record.get("num_samples"), int) and 0 < n < 1 << 62 else 1
+        if isinstance(n := record.get("num_samples"), int) and 0 < n < 1 << 62:
+            weight = n
+        else:
+            weight = 1
         means.append({k: record[k] for k in (*KNOBS, "file")} | {"mean": mean, "weight": weight})
-    schema = dict.fromkeys(KNOBS, pl.Int64) | {"mean": pl.Float64, "weight": pl.Int64, "file": pl.String}
+    schema = dict.fromkeys(KNOBS, pl.Int64) | {
+        "mean": pl.Float64,
+        "weight": pl.Int64,
+        "file": pl.String,
+    }
     return times, pl.DataFrame(means, schema=schema).drop_nulls("mean")
 
 
 def _broadcast(
     scores: pl.DataFrame, times: pl.DataFrame, means: pl.DataFrame, wanted: bool, notes: list[str]
 ) -> pl.DataFrame:
-    """The times; if wanted, a configuration that has only a mean time gives it to all its scores."""
+    """The times; if wanted, a configuration that has only a mean time gives it to all its
+    scores."""
     means = means.join(times, on=KNOBS, how="anti")
     mean = (pl.col("mean") * pl.col("weight")).sum() / pl.col("weight").sum()
     means = means.group_by(KNOBS).agg(mean.alias("latency_ms"), pl.col("file").first())
     if means.is_empty():
         return times
-    use = "it is given to all their samples" if wanted else "they are left out (see broadcast_latency)"
+    if wanted:
+        use = "it is given to all their samples"
+    else:
+        use = "they are left out (see broadcast_latency)"
     notes.append(f"{means.height} configurations have only a mean latency: {use}")
     if not wanted:
         return times
@@ -114,7 +159,9 @@ def _broadcast(
     return pl.concat([times, spread.select(times.columns)])
 
 
-def _join(scores: pl.DataFrame, times: pl.DataFrame, dataset: str, notes: list[str]) -> pl.DataFrame:
+def _join(
+    scores: pl.DataFrame, times: pl.DataFrame, dataset: str, notes: list[str]
+) -> pl.DataFrame:
     """The cells that have both; notes how many have only one."""
     on = ["sample_id", *KNOBS]
     cells = scores.drop("repeat").join(times.select(*on, "repeat", "latency_ms"), on=on)
@@ -124,15 +171,20 @@ def _join(scores: pl.DataFrame, times: pl.DataFrame, dataset: str, notes: list[s
         if alone.height:
             some = ", ".join("/".join(map(str, row)) for row in alone.head(3).rows())
             more = ", …" * (alone.height > 3)
-            notes.append(f"{dataset}: {alone.height} configurations are only in {name} ({some}{more})")
+            notes.append(
+                f"{dataset}: {alone.height} configurations are only in {name} ({some}{more})"
+            )
         lost = side.join(other, on=on, how="anti").join(alone, on=KNOBS, how="anti")
         if lost.height:
             count = f"{lost.select(on).n_unique()} cells of {lost['sample_id'].n_unique()} samples"
-            notes.append(f"{dataset}: {count} have no partner in {other_name}, so they count as not profiled")
+            notes.append(
+                f"{dataset}: {count} have no partner in {other_name}, so they count as not profiled"
+            )
     if cells.is_empty():
         ids = [sorted(side["sample_id"].unique())[:3] for side in (scores, times)]
         raise InputError(
-            f"{dataset}: exp5 and exp6 have no (sample, configuration) pair in common; exp5 has ids such as "
+            f"{dataset}: exp5 and exp6 have no (sample, configuration) pair in common; exp5 has "
+            "ids such as "
             f"{ids[0]}, exp6 {ids[1]}. {'; '.join(notes)}"
         )
     return cells
@@ -145,19 +197,20 @@ def write_exp5_exp6(
     dataset_name: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write one accuracy file and one latency file per configuration, as `read_exp5_exp6` reads them. The latency files
-    have a row for each measurement, the accuracy files one for each sample.
+    """Write one accuracy file and one latency file per configuration, as `read_exp5_exp6` reads
+    them. The latency files have a row for each measurement, the accuracy files one for each sample.
 
     Args:
-        frame: one row per measurement: `sample_id`, the knobs max_crops, top_k and num_active_blocks (whole numbers),
-            `accuracy`, `latency_ms`; optionally `repeat`, `soft_score`, `prefill_ms`, `decode_ms`, `num_*_tokens`,
-            `question_id`, `image_id`, `question_type`, `pred`, `answers`. Rows without accuracy or latency are left
-            out.
-        metadata: added to the `config` of every file: the machine, the model, the split of the data set.
+        frame: one row per measurement: `sample_id`, the knobs max_crops, top_k and
+            num_active_blocks (whole numbers), `accuracy`, `latency_ms`; optionally `repeat`,
+            `soft_score`, `prefill_ms`, `decode_ms`, `num_*_tokens`, `question_id`, `image_id`,
+            `question_type`, `pred`, `answers`. Rows without accuracy or latency are left out.
+        metadata: added to the `config` of every file: the machine, the model, the split of the data
+            set.
 
     Raises:
-        InputError: if a table would refuse the frame, it has other knobs, or JSON cannot hold the metadata. Nothing is
-            written then.
+        InputError: if a table would refuse the frame, it has other knobs, or JSON cannot hold the
+            metadata. Nothing is written then.
     """
     frame, config = _to_write(frame, dataset_name, metadata)
     frame = frame.with_columns(T_total_ms="latency_ms", score="accuracy")
@@ -165,17 +218,31 @@ def write_exp5_exp6(
     stages = [stage for stage in ("total", "prefill", "decode") if f"T_{stage}_ms" in frame.columns]
     tokens = [f"num_{kind}_tokens" for kind in ("vision", "language", "output", "total")]
     exp5_keys = [*WORDS, "score", "soft_score", "pred", "answers"]
-    exp6_keys = [*IDS, *KNOBS, "repeat", *(f"T_{stage}_ms" for stage in stages), *tokens, "accuracy"]
+    exp6_keys = [
+        *IDS,
+        *KNOBS,
+        "repeat",
+        *(f"T_{stage}_ms" for stage in stages),
+        *tokens,
+        "accuracy",
+    ]
     dashed = dataset_name.replace("_", "-")
     for _, cells in frame.group_by(KNOBS, maintain_order=True):
         setting = cells.row(0, named=True)
         samples = cells.with_columns(score=pl.col("score").mean().over("sample_id"))
         samples = samples.unique("sample_id", keep="first", maintain_order=True)
-        summary = {k: setting[k] for k in KNOBS} | {"accuracy": samples["score"].mean(), "num_samples": samples.height}
+        summary = {k: setting[k] for k in KNOBS} | {
+            "accuracy": samples["score"].mean(),
+            "num_samples": samples.height,
+        }
         stem = "crops{max_crops}_topk{top_k}_blocks{num_active_blocks}.json".format(**setting)
         exp5, exp6 = ([k for k in keys if k in cells.columns] for keys in (exp5_keys, exp6_keys))
         times = {f"latency_{stage}_ms": _spread(cells[f"T_{stage}_ms"]) for stage in stages}
-        scores = {"summary": [summary], "all_samples": samples.select(exp5).to_dicts(), "config": config}
+        scores = {
+            "summary": [summary],
+            "all_samples": samples.select(exp5).to_dicts(),
+            "config": config,
+        }
         latencies = {
             "summary": [summary | times],
             "per_sample_latencies": cells.select(exp6).to_dicts(),
@@ -192,17 +259,26 @@ def write_exp5_exp6(
 def _to_write(
     frame: pl.DataFrame, dataset_name: str, metadata: Mapping[str, Any] | None
 ) -> tuple[pl.DataFrame, dict[str, Any]]:
-    """The rows that were profiled, null for NaN, and what is notes of the run; refuses what cannot be read again."""
+    """The rows that were profiled, null for NaN, and what is notes of the run; refuses what cannot
+    be read again."""
     source = "the frame for exp5 and exp6 files"
     folder_name("name", dataset_name)
     table = table_from_frame(frame, name=dataset_name, knobs=KNOBS, source=source)
     if len(set(table.dataset_names)) > 1:
-        raise InputError(f"{source}: holds {len(set(table.dataset_names))} data sets; write each under its own name")
+        raise InputError(
+            f"{source}: holds {len(set(table.dataset_names))} data sets; write each under its own "
+            "name"
+        )
     for knob in table.knobs:
         if not all(isinstance(value, int) and value >= 0 for value in knob.values):
-            raise InputError(f"{source}: knob {knob.name} must be whole numbers ≥ 0, has {knob.values[:5]}")
+            raise InputError(
+                f"{source}: knob {knob.name} must be whole numbers ≥ 0, has {knob.values[:5]}"
+            )
     try:
-        config = {**json.loads(json.dumps(metadata or {}, allow_nan=False)), "dataset_name": dataset_name}
+        config = {
+            **json.loads(json.dumps(metadata or {}, allow_nan=False)),
+            "dataset_name": dataset_name,
+        }
     except (TypeError, ValueError) as error:
         raise InputError(f"{source}: metadata that JSON cannot hold ({error})") from error
     frame = frame.drop_nulls(["accuracy", "latency_ms"]).with_columns(pl.col(KNOBS).cast(pl.Int64))
@@ -224,15 +300,21 @@ def read_core_exp(
     features: str | Path | Features | None = None,
     name: str | None = None,
 ) -> ProfileTable:
-    """Read core_exp files, which hold accuracies and times, from `directory` or its folder `<data set with dashes>`.
+    """Read core_exp files, which hold accuracies and times, from `directory` or its folder `<data
+    set with dashes>`.
 
-    The knobs are tier, top_k and num_active_blocks. `latency` is the time that the budget limits, in ms. Raises
-    InputError as `read_exp5_exp6`.
+    The knobs are tier, top_k and num_active_blocks. `latency` is the time that the budget limits,
+    in ms. Raises InputError as `read_exp5_exp6`.
     """
     one_of("latency", latency, CORE_STAGES)
     notes: list[str] = []
-    pattern = re.compile(rf"{re.escape(dataset_name).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)_{SETTING}")
-    columns = {"accuracy": [("accuracy",)], "latency_ms": [(stage,) for stage in CORE_STAGES[latency]]}
+    pattern = re.compile(
+        rf"{re.escape(dataset_name).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)_{SETTING}"
+    )
+    columns = {
+        "accuracy": [("accuracy",)],
+        "latency_ms": [(stage,) for stage in CORE_STAGES[latency]],
+    }
     cells, _ = read_configurations(
         directory, "", pattern, dataset_name, ["per_sample_results"], columns, notes, accuracy_unit
     )

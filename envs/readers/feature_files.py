@@ -23,7 +23,8 @@ from knobwise.envs.tables.tensor_file import read_arrays, save_tensors
 
 
 class Features(NamedTuple):
-    """The content of a feature file: n ids, named blocks float32 [n, d] (NaN is missing), n data set names or none."""
+    """The content of a feature file: n ids, named blocks float32 [n, d] (NaN is missing), n data
+    set names or none."""
 
     sample_ids: tuple[str, ...]
     blocks: dict[str, Tensor]
@@ -31,12 +32,14 @@ class Features(NamedTuple):
 
 
 def read_features(path: str | Path) -> Features:
-    """Read named feature blocks keyed by `sample_id` from `.safetensors`, `.npz`, `.pt` or a table file.
+    """Read named feature blocks keyed by `sample_id` from `.safetensors`, `.npz`, `.pt` or a table
+    file.
 
-    Besides the blocks [n, d] or [n] the file holds `sample_id` [n] and optionally `dataset` [n]; in safetensors as
-    integers, or as a JSON list of names in the metadata. In a table file a list column is a block, and the other
-    columns make one block, `features`. Raises InputError if there is no such file, it is not of its kind, ids are
-    missing or occur twice, or a block is not numeric, infinite or of the wrong length.
+    Besides the blocks [n, d] or [n] the file holds `sample_id` [n] and optionally `dataset` [n]; in
+    safetensors as integers, or as a JSON list of names in the metadata. In a table file a list
+    column is a block, and the other columns make one block, `features`. Raises InputError if there
+    is no such file, it is not of its kind, ids are missing or occur twice, or a block is not
+    numeric, infinite or of the wrong length.
     """
     path = Path(path)
     if not path.is_file():
@@ -51,78 +54,124 @@ def read_features(path: str | Path) -> Features:
 
 
 def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
-    """Ids and named blocks as `read_features` reads them from a file, which `source` names in its errors."""
+    """Ids and named blocks as `read_features` reads them from a file, which `source` names in its
+    errors."""
     try:
         return _features_from(content, source)
     except InputError:
         raise
-    except (Exception, pl.exceptions.PanicException) as error:  # ids of mixed types, rows of different lengths, …
+    except (
+        Exception,
+        pl.exceptions.PanicException,
+    ) as error:  # ids of mixed types, rows of different lengths, …
         raise InputError(f"{source}: cannot be read as features ({error})") from error
 
 
 def _features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
     arrays = {key: np.asarray(values) for key, values in content.items()}
     ids = {key: arrays.pop(key) for key in ("dataset", "sample_id") if key in arrays}
-    ids = {key: values.astype(str) if values.dtype.kind == "S" else values for key, values in ids.items()}
+    ids = {
+        key: values.astype(str) if values.dtype.kind == "S" else values
+        for key, values in ids.items()
+    }
     if "sample_id" not in ids or not arrays:
-        raise InputError(f"{source}: features need sample_id [n] and at least one block [n, d]; has {[*ids, *arrays]}")
+        raise InputError(
+            f"{source}: features need sample_id [n] and at least one block [n, d]; has "
+            f"{[*ids, *arrays]}"
+        )
     names = {key: tuple(name_column(pl.Series(key, values), source)) for key, values in ids.items()}
-    n, blocks = len(names["sample_id"]), {}
+    n = len(names["sample_id"])
+    blocks = {}
     for key, values in arrays.items():
         if values.dtype.kind not in "biuf":
             raise InputError(f"{source}: features {key!r} are not numbers")
         if values.ndim not in (1, 2) or len(values) != n:
-            raise InputError(f"{source}: features {key!r} have shape {values.shape}, but there are {n} sample_id")
+            raise InputError(
+                f"{source}: features {key!r} have shape {values.shape}, but there are {n} sample_id"
+            )
         if not values.size:
             raise InputError(f"{source}: features {key!r} are empty: their shape is {values.shape}")
         with np.errstate(over="ignore"):
             block = values.reshape(n, -1).astype(np.float32)
         if np.isinf(block).any():
-            raise InputError(f"{source}: features {key!r} hold infinite values; write NaN for what is missing")
+            raise InputError(
+                f"{source}: features {key!r} hold infinite values; write NaN for what is missing"
+            )
         blocks[key] = torch.from_numpy(block)
     if twice := n - len(set(zip(*names.values(), strict=True))):
-        raise InputError(f"{source}: {twice} ids occur more than once; keep one row of features for each sample")
+        raise InputError(
+            f"{source}: {twice} ids occur more than once; keep one row of features for each sample"
+        )
     return Features(names["sample_id"], blocks, names.get("dataset", ()))
 
 
 def attach_features(table: ProfileTable, features: str | Path | Features) -> ProfileTable:
-    """The table with a row of features for each of its samples, matched by id (and by data set, if both name it).
-    Raises InputError if a sample has no features, or `read_features` refuses the file."""
-    source = "features" if isinstance(features, Features) else str(features)
+    """The table with a row of features for each of its samples, matched by id (and by data set, if
+    both name it). Raises InputError if a sample has no features, or `read_features` refuses the
+    file."""
+    if isinstance(features, Features):
+        source = "features"
+    else:
+        source = str(features)
     if not isinstance(features, Features):
         features = read_features(features)
-    datasets, sample_ids = features.datasets, features.sample_ids
+    datasets = features.datasets
+    sample_ids = features.sample_ids
     both = bool(datasets) and (bool(table.datasets) or table.name in datasets)
-    keys = list(zip(table.dataset_names, table.sample_ids, strict=True)) if both else [(i,) for i in table.sample_ids]
-    known = list(zip(datasets, sample_ids, strict=True)) if both else [(i,) for i in sample_ids]
+    keys: list[tuple[str, ...]]
+    known: list[tuple[str, ...]]
+    if both:
+        keys = list(zip(table.dataset_names, table.sample_ids, strict=True))
+        known = list(zip(datasets, sample_ids, strict=True))
+    else:
+        keys = [(i,) for i in table.sample_ids]
+        known = [(i,) for i in sample_ids]
     for whose, ids in (("profile", keys), ("features", known)):
         if len(set(ids)) < len(ids):
-            raise InputError(f"{source}: ids occur in several data sets of the {whose}; name them in `dataset`")
+            raise InputError(
+                f"{source}: ids occur in several data sets of the {whose}; name them in `dataset`"
+            )
     place = {key: i for i, key in enumerate(known)}
     if missing := [" ".join(key) for key in keys if key not in place]:
         raise InputError(
-            f"{source}: no features for {len(missing)} of {len(keys)} samples of profile {table.name!r}, such as "
-            f"{', '.join(missing[:5])}; it has ids such as {', '.join(' '.join(key) for key in known[:3])}"
+            f"{source}: no features for {len(missing)} of {len(keys)} samples of profile "
+            f"{table.name!r}, such as "
+            f"{', '.join(missing[:5])}; it has ids such as "
+            f"{', '.join(' '.join(key) for key in known[:3])}"
         )
     rows = torch.tensor([place[key] for key in keys])
     unused = len(known) - len(keys)
-    notes = (*table.notes, f"{unused} rows of features without a sample: not used") if unused else table.notes
-    return replace(table, features={k: block[rows] for k, block in features.blocks.items()}, notes=notes)
+    if unused:
+        notes = (*table.notes, f"{unused} rows of features without a sample: not used")
+    else:
+        notes = table.notes
+    return replace(
+        table, features={k: block[rows] for k, block in features.blocks.items()}, notes=notes
+    )
 
 
 def write_features(table: ProfileTable, path: str | Path) -> None:
-    """Write the table's feature blocks with its ids as `.safetensors`, `.npz`, `.pt` or `.parquet`."""
-    ids = {"sample_id": list(table.sample_ids)} | ({"dataset": list(table.datasets)} if table.datasets else {})
-    blocks, suffix = {k: v.contiguous() for k, v in table.features.items()}, Path(path).suffix
+    """Write the table's feature blocks with its ids as `.safetensors`, `.npz`, `.pt` or
+    `.parquet`."""
+    ids = {"sample_id": list(table.sample_ids)} | (
+        {"dataset": list(table.datasets)} if table.datasets else {}
+    )
+    blocks = {k: v.contiguous() for k, v in table.features.items()}
+    suffix = Path(path).suffix
     if not blocks or suffix not in (".safetensors", ".npz", ".pt", ".parquet"):
-        raise InputError(f"{path}: features are written as .safetensors, .npz, .pt or .parquet; blocks: {list(blocks)}")
+        raise InputError(
+            f"{path}: features are written as .safetensors, .npz, .pt or .parquet; blocks: "
+            f"{list(blocks)}"
+        )
     arrays = {k: block.numpy() for k, block in blocks.items()}
     if suffix == ".safetensors":
         save_tensors(path, blocks, {k: json.dumps(v) for k, v in ids.items()})
         return
     with written_whole(path) as temporary:
         if suffix == ".npz":
-            np.savez_compressed(temporary, allow_pickle=False, **{k: np.array(v) for k, v in ids.items()}, **arrays)
+            np.savez_compressed(
+                temporary, allow_pickle=False, **{k: np.array(v) for k, v in ids.items()}, **arrays
+            )
         elif suffix == ".pt":
             torch.save({**ids, **blocks}, temporary)
         else:
@@ -130,8 +179,9 @@ def write_features(table: ProfileTable, path: str | Path) -> None:
 
 
 def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
-    """Return ids and blocks of what may be keyed by sample, {id: {block: vector}}. Ids under the name `sample_ids`, as
-    the original system wrote them, become `sample_id`. Raises ValueError: a sample lacks a block of another."""
+    """Return ids and blocks of what may be keyed by sample, {id: {block: vector}}. Ids under the
+    name `sample_ids`, as the original system wrote them, become `sample_id`. Raises ValueError: a
+    sample lacks a block of another."""
     if "sample_ids" in content:
         content.setdefault("sample_id", content.pop("sample_ids"))
     rows = list(content.values())
@@ -139,7 +189,9 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
         return content
     blocks: dict[str, Any] = {"sample_id": list(content)}
     if uneven := [key for key, row in content.items() if row.keys() != rows[0].keys()]:
-        raise ValueError(f"sample {uneven[0]} has other blocks than sample {blocks['sample_id'][0]}")
+        raise ValueError(
+            f"sample {uneven[0]} has other blocks than sample {blocks['sample_id'][0]}"
+        )
     for name in rows[0]:
         blocks[name] = torch.stack([torch.as_tensor(row[name]).flatten() for row in rows])
     return blocks
@@ -152,8 +204,12 @@ def _read_arrays(path: Path) -> dict[str, ArrayLike]:
         if path.suffix == ".safetensors":
             with safe_open(str(path), framework="pt") as file:
                 words = file.metadata() or {}
-            arrays |= {key: json.loads(words[key]) for key in ("sample_id", "dataset") if key in words}
-        floats = {k: v for k, v in arrays.items() if isinstance(v, Tensor) and v.is_floating_point()}
+            arrays |= {
+                key: json.loads(words[key]) for key in ("sample_id", "dataset") if key in words
+            }
+        floats = {
+            k: v for k, v in arrays.items() if isinstance(v, Tensor) and v.is_floating_point()
+        }
         return arrays | {k: v.detach().float().numpy() for k, v in floats.items()}
     arrays_by_name: dict[str, ArrayLike] = {}
     scalars = []
@@ -162,13 +218,22 @@ def _read_arrays(path: Path) -> dict[str, ArrayLike]:
             if column.name in ("sample_id", "dataset"):
                 arrays_by_name[column.name] = name_column(column, str(path)).to_numpy()
         elif isinstance(column.dtype, (pl.List, pl.Array)):
-            lengths = column.list.len() if isinstance(column.dtype, pl.List) else column.arr.len()
+            if isinstance(column.dtype, pl.List):
+                lengths = column.list.len()
+            else:
+                lengths = column.arr.len()
             if lengths.n_unique() > 1:
-                raise InputError(f"{path}: rows of features {column.name!r} have different lengths, or are missing")
+                raise InputError(
+                    f"{path}: rows of features {column.name!r} have different lengths, or are "
+                    "missing"
+                )
             values = number_column(column.explode(), str(path)).fill_null(np.nan)
             arrays_by_name[column.name] = values.to_numpy().reshape(len(column), -1)
         else:
             scalars.append(number_column(column, str(path)).fill_null(np.nan).to_numpy())
     if scalars and "features" in arrays_by_name:
-        raise InputError(f"{path}: the scalar columns form a block `features`, but the file already has one; rename it")
+        raise InputError(
+            f"{path}: the scalar columns form a block `features`, but the file already has one; "
+            "rename it"
+        )
     return arrays_by_name | ({"features": np.stack(scalars, 1)} if scalars else {})

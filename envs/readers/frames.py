@@ -21,7 +21,9 @@ from knobwise.common.json_text import decoded
 from knobwise.common.parquet import read_parquet
 from knobwise.envs.tables.profile_table import Knob, KnobValue
 
-KEYS = frozenset({"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"})
+KEYS = frozenset(
+    {"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"}
+)
 LIMIT = "KNOBWISE_UNPACKED_MB"
 """The variable that says to how many MB a gzipped table may unpack; 512 without it."""
 PERCENT = " (accuracies in per cent need accuracy_unit=percent)"
@@ -35,9 +37,14 @@ def read_frame(path: Path) -> pl.DataFrame:
         raise InputError(f"{path}: no such file")
     name = path.name.removesuffix(".gz")
     try:
-        content = _unpacked(path) if path.suffix == ".gz" else path
+        if path.suffix == ".gz":
+            content: bytes | Path = _unpacked(path)
+        else:
+            content = path
         if name.endswith(".csv"):
-            _refuse_twice(pl.read_csv(content, has_header=False, n_rows=1, infer_schema=False).row(0))
+            _refuse_twice(
+                pl.read_csv(content, has_header=False, n_rows=1, infer_schema=False).row(0)
+            )
             return pl.read_csv(content, infer_schema=False)
         if name.endswith((".jsonl", ".ndjson")):
             with io.BytesIO(content) if isinstance(content, bytes) else path.open("rb") as lines:
@@ -49,42 +56,56 @@ def read_frame(path: Path) -> pl.DataFrame:
     except (InputError, MemoryError):
         raise
     except Exception as error:
-        raise InputError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})") from error
+        raise InputError(
+            f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})"
+        ) from error
     raise InputError(
-        f"{path}: not a table; known are .csv, .parquet, .json, .jsonl and .ndjson; text may also end in .gz"
+        f"{path}: not a table; known are .csv, .parquet, .json, .jsonl and .ndjson; text may also "
+        "end in .gz"
     )
 
 
 def _frame(rows: list[Any]) -> pl.DataFrame:
-    """Rows as a frame. What polars would turn into something else is refused: lines that are no objects, true among
-    numbers, fractions among names, and whole numbers that 64 bits do not hold."""
+    """Rows as a frame. What polars would turn into something else is refused: lines that are no
+    objects, true among numbers, fractions among names, and whole numbers that 64 bits do not
+    hold."""
     kinds: dict[str, set[type]] = defaultdict(set)
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(f"row {number} is not an object, but {str(row)[:20]}")
         for name, value in row.items():
             if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-                raise ValueError(f"the column {name!r} holds {value}, which has more than 64 bits; write ids as text")
+                raise ValueError(
+                    f"the column {name!r} holds {value}, which has more than 64 bits; write ids "
+                    "as text"
+                )
             if value is not None:
                 kinds[name].add(type(value))
     for name, types in kinds.items():
         if bool in types and len(types) > 1:
-            raise ValueError(f"the column {name!r} holds true or false in some rows, and something else in others")
+            raise ValueError(
+                f"the column {name!r} holds true or false in some rows, and something else in "
+                "others"
+            )
         if float in types and types - {int, float}:
-            raise ValueError(f"the column {name!r} holds fractions in some rows, and something else in others")
+            raise ValueError(
+                f"the column {name!r} holds fractions in some rows, and something else in others"
+            )
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
 def _unpacked(path: Path) -> bytes:
-    """The content of a gzipped file. Raises InputError if it is longer than the limit: a small file may unpack to more
-    than the memory."""
+    """The content of a gzipped file. Raises InputError if it is longer than the limit: a small file
+    may unpack to more than the memory."""
     words = os.environ.get(LIMIT, "512")
     if not words.isdecimal():
         raise InputError(f"{LIMIT}={words}: must be a whole number of MB")
     with gzip.open(path) as file:
         content = file.read(int(words) * 1_000_000 + 1)
     if len(content) > int(words) * 1_000_000:
-        raise InputError(f"{path}: unpacks to more than {words} MB; {LIMIT}=… in the environment allows more")
+        raise InputError(
+            f"{path}: unpacks to more than {words} MB; {LIMIT}=… in the environment allows more"
+        )
     return content
 
 
@@ -95,17 +116,23 @@ def _refuse_twice(names: Sequence[str | None]) -> None:
 
 
 def number_column(series: pl.Series, source: str, logical: bool = True) -> pl.Series:
-    """As Float64; text is parsed, empty text is null, and where they are allowed true and false are 1 and 0."""
+    """As Float64; text is parsed, empty text is null, and where they are allowed true and false are
+    1 and 0."""
     if series.dtype in (pl.String, pl.Categorical, pl.Enum):
         text = series.cast(pl.String).str.strip_chars().str.to_lowercase()
         text = text.replace({"true": "1", "false": "0", "": None} if logical else {"": None})
         numbers = text.cast(pl.Float64, strict=False)
         if len(wrong := text.filter(numbers.is_null() & text.is_not_null())):
             raise InputError(
-                f"{source}: column {series.name!r} has {len(wrong)} values that are not numbers: {wrong[0]!r}, …"
+                f"{source}: column {series.name!r} has {len(wrong)} values that are not numbers: "
+                f"{wrong[0]!r}, …"
             )
         return numbers
-    if series.dtype.is_numeric() or series.dtype == pl.Null or (logical and series.dtype == pl.Boolean):
+    if (
+        series.dtype.is_numeric()
+        or series.dtype == pl.Null
+        or (logical and series.dtype == pl.Boolean)
+    ):
         return series.cast(pl.Float64)
     raise InputError(f"{source}: column {series.name!r} holds {series.dtype}, expected numbers")
 
@@ -130,7 +157,10 @@ def name_column(series: pl.Series, source: str) -> pl.Series:
     if series.null_count():
         raise InputError(f"{source}: column {series.name!r} is empty in {series.null_count()} rows")
     if series.dtype.is_nested() or series.dtype == pl.Binary:
-        raise InputError(f"{source}: column {series.name!r} holds {series.dtype}, expected names or whole numbers")
+        raise InputError(
+            f"{source}: column {series.name!r} holds {series.dtype}, expected names or whole "
+            "numbers"
+        )
     if series.dtype.is_float() and not series.is_finite().all():
         count = len(series) - series.is_finite().sum()
         raise InputError(f"{source}: column {series.name!r} is NaN or infinite in {count} rows")
@@ -139,13 +169,16 @@ def name_column(series: pl.Series, source: str) -> pl.Series:
 
 
 def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
-    """The knob of a column, and the index of each row's value. Text such as `8` is a number, `08` is not."""
+    """The knob of a column, and the index of each row's value. Text such as `8` is a number, `08`
+    is not."""
     if series.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
-    series = series.cast(pl.Float64) if series.dtype == pl.Int128 else series
+    if series.dtype == pl.Int128:
+        series = series.cast(pl.Float64)
     if series.null_count() or not (series.dtype.is_numeric() or series.dtype == pl.String):
         raise InputError(
-            f"{source}: knob {series.name!r} must be a number or a name in every row; {series.null_count()} are empty, "
+            f"{source}: knob {series.name!r} must be a number or a name in every row; "
+            f"{series.null_count()} are empty, "
             f"and its type is {series.dtype}"
         )
     written = series.unique().to_list()
@@ -154,7 +187,9 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
         read = [json.loads(value) for value in written]
     if any(isinstance(value, float) and not math.isfinite(value) for value in read):
         raise InputError(f"{source}: knob {series.name!r} has values that are not finite")
-    read = [int(value) if isinstance(value, float) and value.is_integer() else value for value in read]
+    read = [
+        int(value) if isinstance(value, float) and value.is_integer() else value for value in read
+    ]
     values = tuple(sorted(set(read), key=TIERS.index if set(read) <= set(TIERS) else None))
     place = {value: i for i, value in enumerate(values)}
     codes = series.replace_strict(written, [place[value] for value in read], return_dtype=pl.UInt32)

@@ -1,4 +1,5 @@
-"""Several profiles of the same knobs joined into one table; `datasets` says where a sample is from."""
+"""Several profiles of the same knobs joined into one table; `datasets` says where a sample is
+from."""
 
 from __future__ import annotations
 
@@ -18,25 +19,34 @@ DATASET = "dataset"
 """The feature block that says which data set a sample is from."""
 
 
-def join_tables(tables: Sequence[ProfileTable], name: str = "joint", *, missing_blocks: bool = False) -> ProfileTable:
-    """One table of all samples, with the configurations of all tables; cells not profiled in their table stay so.
+def join_tables(
+    tables: Sequence[ProfileTable], name: str = "joint", *, missing_blocks: bool = False
+) -> ProfileTable:
+    """One table of all samples, with the configurations of all tables; cells not profiled in their
+    table stay so.
 
-    The values of a knob may differ, and a data set may be spread over several tables. `missing_blocks` fills in feature
-    blocks that a table lacks as missing (NaN). Raises InputError if knobs, units, or the names or widths of feature
-    blocks differ, or a sample occurs twice.
+    The values of a knob may differ, and a data set may be spread over several tables.
+    `missing_blocks` fills in feature blocks that a table lacks as missing (NaN). Raises InputError
+    if knobs, units, or the names or widths of feature blocks differ, or a sample occurs twice.
     """
     if not tables:
         raise InputError(f"profile {name!r}: no tables to join")
     if any(table.first_look_ms is not None or table.cost is not None for table in tables):
-        raise InputError(f"profile {name!r}: tables with a first look or a further cost cannot be joined")
+        raise InputError(
+            f"profile {name!r}: tables with a first look or a further cost cannot be joined"
+        )
     knobs = _joined_knobs(tables)
     codes = [_codes(table, knobs) for table in tables]
     configurations, place = torch.cat(codes).unique(dim=0, return_inverse=True)
     places = place.split([len(code) for code in codes])
     shape = sum(table.num_samples for table in tables), len(configurations)
-    accuracy, latency_ms = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    accuracy = torch.full(shape, torch.nan)
+    latency_ms = torch.full(shape, torch.nan)
     most = max(table.num_repeats for table in tables)
-    repeats_ms = torch.full((*shape, most), torch.nan) if most > 1 else None
+    if most > 1:
+        repeats_ms = torch.full((*shape, most), torch.nan)
+    else:
+        repeats_ms = None
     first = 0
     for table, columns in zip(tables, places, strict=True):
         rows = slice(first, first := first + table.num_samples)
@@ -45,7 +55,9 @@ def join_tables(tables: Sequence[ProfileTable], name: str = "joint", *, missing_
         if repeats_ms is not None:
             repeats_ms[rows, :, : table.num_repeats].index_copy_(1, columns, table.measurements_ms)
     parts, notes = _parts(tables)
-    typed, with_images = (any(getattr(t, name) for t in tables) for name in ("question_types", "image_ids"))
+    typed, with_images = (
+        any(getattr(t, name) for t in tables) for name in ("question_types", "image_ids")
+    )
     return ProfileTable(
         name=name,
         knobs=knobs,
@@ -59,7 +71,9 @@ def join_tables(tables: Sequence[ProfileTable], name: str = "joint", *, missing_
         # image ids are unique inside their data set only
         image_ids=_all(t.image_ids or t.sample_ids for t in tables) if with_images else (),
         parts=parts,
-        question_types=_all(t.question_types or ("unknown",) * t.num_samples for t in tables) if typed else (),
+        question_types=_all(t.question_types or ("unknown",) * t.num_samples for t in tables)
+        if typed
+        else (),
         notes=(*(f"{table.name}: {note}" for table in tables for note in table.notes), *notes),
         unit=tables[0].unit,
         repeats_ms=repeats_ms,
@@ -99,20 +113,31 @@ def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
     for table in tables[1:]:
         if sorted(knob.name for knob in table.knobs) != sorted(names):
             raise InputError(
-                f"profile {table.name!r} has the knobs {', '.join(knob.name for knob in table.knobs)}, but "
-                f"{tables[0].name!r} has {', '.join(names)}; joined profiles must have the same knobs"
+                f"profile {table.name!r} has the knobs "
+                f"{', '.join(knob.name for knob in table.knobs)}, but "
+                f"{tables[0].name!r} has {', '.join(names)}; joined profiles must have the same "
+                "knobs"
             )
         if table.unit != tables[0].unit:
             raise InputError(
-                f"profile {table.name!r} is in {table.unit}, but {tables[0].name!r} is in {tables[0].unit}; profiles "
+                f"profile {table.name!r} is in {table.unit}, but {tables[0].name!r} is in "
+                f"{tables[0].unit}; profiles "
                 "that are joined must be in the same unit"
             )
     knobs = []
     for name in names:
-        values: set[KnobValue] = {v for table in tables for k in table.knobs if k.name == name for v in k.values}
+        values: set[KnobValue] = {
+            v for table in tables for k in table.knobs if k.name == name for v in k.values
+        }
         if len({isinstance(value, str) for value in values}) > 1:
-            raise InputError(f"knob {name!r} is a number in one profile and a name in another; give it the same values")
-        order = TIERS.index if values <= set(TIERS) else None
+            raise InputError(
+                f"knob {name!r} is a number in one profile and a name in another; give it the "
+                "same values"
+            )
+        if values <= set(TIERS):
+            order = TIERS.index
+        else:
+            order = None
         knobs.append(Knob(name, tuple(sorted(values, key=order))))
     return tuple(knobs)
 
@@ -134,17 +159,23 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
         for block, values in table.features.items():
             if (width := widths.setdefault(block, values.shape[1])) != values.shape[1]:
                 raise InputError(
-                    f"features: block {block!r} is {values.shape[1]} wide in profile {table.name!r} and {width} in one "
+                    f"features: block {block!r} is {values.shape[1]} wide in profile "
+                    f"{table.name!r} and {width} in one "
                     "before it; joined profiles must have features of the same encoder"
                 )
     for table in tables:
-        if (lacking := [block for block in widths if block not in table.features]) and not missing_blocks:
+        if (
+            lacking := [block for block in widths if block not in table.features]
+        ) and not missing_blocks:
             raise InputError(
-                f"features: profile {table.name!r} has no block {', '.join(lacking)}, which another has; give its "
+                f"features: profile {table.name!r} has no block {', '.join(lacking)}, which "
+                "another has; give its "
                 "features, or fill them in with missing_blocks=true"
             )
     return {
-        block: torch.cat([t.features.get(block, torch.full((t.num_samples, width), torch.nan)) for t in tables])
+        block: torch.cat(
+            [t.features.get(block, torch.full((t.num_samples, width), torch.nan)) for t in tables]
+        )
         for block, width in widths.items()
     }
 
@@ -153,17 +184,23 @@ def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
     """Each sample's part if any of the tables fixes its split, and notes on the other tables."""
     if not any(table.parts for table in tables):
         return (), []
-    # if no table has a validation part, `ProfileTable.split` takes one out of all training parts, by its own seed
+    # if no table has a validation part, `ProfileTable.split` takes one out of all training parts,
+    # by its own seed
     whole = all(set(table.parts) == {"train", "test"} for table in tables)
-    parts_of_tables, notes = [], []
+    parts_of_tables = []
+    notes = []
     for table in tables:
         parts = np.array(table.parts or ("",) * table.num_samples, dtype=object)
         if not table.parts or (set(table.parts) == {"train", "test"} and not whole):
             for part, rows in table.split()._asdict().items():
                 parts[rows.numpy()] = part
-            fixes = "fixes no validation part" if table.parts else "fixes no split"
+            if table.parts:
+                fixes = "fixes no validation part"
+            else:
+                fixes = "fixes no split"
             notes.append(
-                f"{table.name}: {fixes}, unlike others; it was divided {'75/25' if table.parts else '60/20/20'}"
+                f"{table.name}: {fixes}, unlike others; it was divided "
+                f"{'75/25' if table.parts else '60/20/20'}"
             )
         parts_of_tables.append(parts.tolist())
     return _all(parts_of_tables), notes

@@ -1,25 +1,32 @@
-"""Simulated profiles of a vision-language model with three knobs, calibrated to what was published about one.
+"""Simulated profiles of a vision-language model with three knobs, calibrated to what was published
+about one.
 
-The published numbers are from a mixture-of-experts model with 16 blocks on one GPU. The profiles follow them and are
-called `simulated-…`: nothing was measured. For sample i of a data set and configuration c:
+The published numbers are from a mixture-of-experts model with 16 blocks on one GPU. The profiles
+follow them and are called `simulated-…`: nothing was measured. For sample i of a data set and
+configuration c:
 
-- Latents z_i ~ N(0, I₇): difficulty, size of the image, length of the text, length of the answer, and how much crops,
-  experts and blocks matter for this sample.
-- There are (crops + 1)·144 vision tokens, or up to 5 % fewer, depending on the size of the image. `max_crops` is the
-  number of crops; a tier is a range of crops, and the size of the image decides which number in it.
-- Vision time is a curve over crops, the only thing that is solved for: what the published totals leave for it. Prefill
-  is 135 ms times powers of vision tokens, text tokens, top_k and blocks, times noise, and rarely a stall. A
-  decoding step takes 36–48 ms depending on blocks and top_k, at every position alike, times noise. The first token
-  comes with the prefill, so that total = vision + prefill + (tokens − 1)·step.
-- The answer is right if Φ⁻¹ of the configuration's mean accuracy + difficulty + the effect of knobs on this sample +
-  noise is above 0, all scaled so that the mean is met. A right answer scores what the annotators agree on, as in VQA.
-- Mean accuracy falls from the best published one by the cost of the removed blocks (`blocks_lost`); experts and crops
-  share the rest of the way down to the worst published one.
-- Features read the sizes, and the other latents as far as `signal` allows. No feature reads the noise of an outcome.
+- Latents z_i ~ N(0, I₇): difficulty, size of the image, length of the text, length of the answer,
+  and how much crops, experts and blocks matter for this sample.
+- There are (crops + 1)·144 vision tokens, or up to 5 % fewer, depending on the size of the image.
+  `max_crops` is the number of crops; a tier is a range of crops, and the size of the image decides
+  which number in it.
+- Vision time is a curve over crops, the only thing that is solved for: what the published totals
+  leave for it. Prefill is 135 ms times powers of vision tokens, text tokens, top_k and blocks,
+  times noise, and rarely a stall. A decoding step takes 36–48 ms depending on blocks and top_k, at
+  every position alike, times noise. The first token comes with the prefill, so that total = vision
+  + prefill + (tokens − 1)·step.
+- The answer is right if Φ⁻¹ of the configuration's mean accuracy + difficulty + the effect of knobs
+  on this sample + noise is above 0, all scaled so that the mean is met. A right answer scores what
+  the annotators agree on, as in VQA.
+- Mean accuracy falls from the best published one by the cost of the removed blocks (`blocks_lost`);
+  experts and crops share the rest of the way down to the worst published one.
+- Features read the sizes, and the other latents as far as `signal` allows. No feature reads the
+  noise of an outcome.
 
-Two published numbers contradict each other: inside one configuration prefill varies by 18 %, but over all records of
-the 240 configurations, with the configurations' own differences, by 16 %. They come from different runs; the effect of
-the text length (`text_effect`) follows the first on tiers and the second elsewhere.
+Two published numbers contradict each other: inside one configuration prefill varies by 18 %, but
+over all records of the 240 configurations, with the configurations' own differences, by 16 %. They
+come from different runs; the effect of the text length (`text_effect`) follows the first on tiers
+and the second elsewhere.
 
 docs/profiles.md has published and simulated numbers side by side.
 """
@@ -47,11 +54,17 @@ from knobwise.envs.tables.profile_table import Knob, ProfileTable
 Floats = NDArray[np.float64]
 
 _NUMBERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-PREFILL, ANSWERS = SimpleNamespace(**_NUMBERS["prefill"]), SimpleNamespace(**_NUMBERS["answers"])
+PREFILL = SimpleNamespace(**_NUMBERS["prefill"])
+ANSWERS = SimpleNamespace(**_NUMBERS["answers"])
 TIERS: dict[str, tuple[int, int]] = _NUMBERS["tiers"]
 """Fewest and most crops."""
-GRIDS = {grid: tuple(Knob(k, tuple(v)) for k, v in values.items()) for grid, values in _NUMBERS["grids"].items()}
-DATA_SETS = {name: SimpleNamespace(**published) for name, published in _NUMBERS["data_sets"].items()}
+GRIDS = {
+    grid: tuple(Knob(k, tuple(v)) for k, v in values.items())
+    for grid, values in _NUMBERS["grids"].items()
+}
+DATA_SETS = {
+    name: SimpleNamespace(**published) for name, published in _NUMBERS["data_sets"].items()
+}
 BLOCK_LOSS: Floats = np.array(_NUMBERS["block_loss"])
 """Accuracy lost by removing one block."""
 TOTAL_BLOCKS = len(BLOCK_LOSS)
@@ -77,13 +90,14 @@ class Records(NamedTuple):
 
 
 def simulate(config: SimulatedConfig) -> ProfileTable:
-    """Draw the profile. The same config gives the same table; a data set has the same samples whatever other data sets
-    are drawn. Raises InputError for an unknown data set, grid or latency, no samples, a signal outside [0, 1], or
-    negative numbers."""
+    """Draw the profile. The same config gives the same table; a data set has the same samples
+    whatever other data sets are drawn. Raises InputError for an unknown data set, grid or latency,
+    no samples, a signal outside [0, 1], or negative numbers."""
     _check(config)
     drawn = {dataset: _draw(config, dataset) for dataset in config.datasets}
     parts = list(drawn.values())
-    times, n = [getattr(part, config.latency) for part in parts], config.samples
+    times = [getattr(part, config.latency) for part in parts]
+    n = config.samples
     accuracy = torch.from_numpy(np.concatenate([part.accuracy for part in parts], dtype=np.float32))
     return ProfileTable(
         name="simulated-" + "+".join(drawn),
@@ -94,19 +108,26 @@ def simulate(config: SimulatedConfig) -> ProfileTable:
         mask=torch.ones_like(accuracy, dtype=torch.bool),
         sample_ids=tuple(map(str, range(n))) * len(parts),
         datasets=tuple(dataset for dataset in drawn for _ in range(n)) if len(parts) > 1 else (),
-        features={name: torch.cat([part.features[name] for part in parts]) for name in parts[0].features},
-        notes=(f"simulated, not measured: calibrated to published numbers, grid {config.grid}, seed {config.seed}",),
+        features={
+            name: torch.cat([part.features[name] for part in parts]) for name in parts[0].features
+        },
+        notes=(
+            f"simulated, not measured: calibrated to published numbers, grid {config.grid}, seed "
+            f"{config.seed}",
+        ),
     )
 
 
 def blocks_lost(removed: tuple[int, ...]) -> float:
-    """Accuracy lost by removing these blocks: less than the sum, and never more than for block 0 alone."""
+    """Accuracy lost by removing these blocks: less than the sum, and never more than for block 0
+    alone."""
     most = BLOCK_LOSS[0]
     return float(most * (1 - np.prod(1 - BLOCK_LOSS[list(removed)] / most)))
 
 
 def _full_grid(knobs: tuple[Knob, ...]) -> NDArray[np.int64]:
-    """All combinations of the knobs' values, int64 [C, K]: the index of each value; the last knob runs fastest."""
+    """All combinations of the knobs' values, int64 [C, K]: the index of each value; the last knob
+    runs fastest."""
     sizes = [len(knob.values) for knob in knobs]
     return np.indices(sizes).reshape(len(sizes), -1).T.copy()
 
@@ -114,7 +135,10 @@ def _full_grid(knobs: tuple[Knob, ...]) -> NDArray[np.int64]:
 def _check(config: SimulatedConfig) -> None:
     names = set(config.datasets)
     if not names or not names <= DATA_SETS.keys() or len(names) < len(config.datasets):
-        raise InputError(f"profile.datasets={list(config.datasets)}: must be some of {', '.join(DATA_SETS)}, each once")
+        raise InputError(
+            f"profile.datasets={list(config.datasets)}: must be some of {', '.join(DATA_SETS)}, "
+            "each once"
+        )
     one_of("profile.grid", config.grid, GRIDS)
     one_of("profile.latency", config.latency, ("total", "prefill", "vision_prefill"))
     at_least("profile.samples", config.samples, 1)
@@ -125,7 +149,8 @@ def _check(config: SimulatedConfig) -> None:
 
 
 def _draw(config: SimulatedConfig, dataset: str) -> Records:
-    published, n = DATA_SETS[dataset], config.samples
+    published = DATA_SETS[dataset]
+    n = config.samples
     # a stream for each quantity, so that the widths of features change nothing else
     streams = np.random.default_rng([config.seed, zlib.crc32(dataset.encode())]).spawn(6)
     latents, for_prefill, for_steps, for_answers, for_lengths, for_features = streams
@@ -133,7 +158,9 @@ def _draw(config: SimulatedConfig, dataset: str) -> Records:
     _, size, text, length, *suits = z.T
 
     knobs = GRIDS[config.grid]
-    first, top_k, blocks = (np.array(k.values)[i] for k, i in zip(knobs, _full_grid(knobs).T, strict=True))
+    first, top_k, blocks = (
+        np.array(k.values)[i] for k, i in zip(knobs, _full_grid(knobs).T, strict=True)
+    )
     if config.grid == "tiers":
         least, most = np.array([TIERS[tier] for tier in first]).T
         nominal = (least + most) / 2
@@ -142,11 +169,17 @@ def _draw(config: SimulatedConfig, dataset: str) -> Records:
         nominal = first.astype(np.float64)
         crops = np.broadcast_to(nominal, (n, len(nominal)))
     vision_tokens = np.rint((crops + 1) * 144 * (1 - 0.05 * ndtr(-size)[:, None])).astype(np.int64)
-    text_tokens = np.rint(PREFILL.reference["text"] * np.exp(PREFILL.text_spread * text)).clip(4).astype(np.int64)
+    text_tokens = (
+        np.rint(PREFILL.reference["text"] * np.exp(PREFILL.text_spread * text))
+        .clip(4)
+        .astype(np.int64)
+    )
     shape = crops.shape
 
     noise = np.exp(PREFILL.noise * for_prefill.standard_normal(shape) - PREFILL.noise**2 / 2)
-    noise *= 1 + (for_prefill.random(shape) < PREFILL.stalls) * for_prefill.exponential(PREFILL.stall, shape)
+    noise *= 1 + (for_prefill.random(shape) < PREFILL.stalls) * for_prefill.exponential(
+        PREFILL.stall, shape
+    )
     effect = PREFILL.text_effect[config.grid]
     text_factor = (text_tokens / PREFILL.reference["text"])[:, None] ** effect
     prefill = _prefill(vision_tokens, top_k, blocks) * text_factor * noise
@@ -154,15 +187,24 @@ def _draw(config: SimulatedConfig, dataset: str) -> Records:
     step = _step(top_k, blocks) * np.exp(
         ANSWERS.step_noise * for_steps.standard_normal(shape) - ANSWERS.step_noise**2 / 2
     )
-    place = np.where(for_lengths.random(shape) < ANSWERS.new_lengths, for_lengths.random(shape), ndtr(length)[:, None])
+    place = np.where(
+        for_lengths.random(shape) < ANSWERS.new_lengths,
+        for_lengths.random(shape),
+        ndtr(length)[:, None],
+    )
     tokens = _lengths(*published.tokens)(place)
 
     # each knob scaled to −1 … 1; a sample gains or loses by it
-    ranges = (np.log1p(nominal), np.log1p(2), np.log1p(12)), (np.log(top_k), np.log(4), np.log(32)), (blocks, 8, 16)
+    ranges = (
+        (np.log1p(nominal), np.log1p(2), np.log1p(12)),
+        (np.log(top_k), np.log(4), np.log(32)),
+        (blocks, 8, 16),
+    )
     places = [2 * (value - low) / (high - low) - 1 for value, low, high in ranges]
     matters = ANSWERS.suits * np.stack(places)
     spread = np.sqrt(ANSWERS.difficulty**2 + np.square(matters).sum(0) + ANSWERS.noise**2)
-    agreed, often = np.array(ANSWERS.scores), np.array(ANSWERS.shares)
+    agreed = np.array(ANSWERS.scores)
+    often = np.array(ANSWERS.shares)
     right = spread * ndtri(_mean_accuracy(published, nominal, top_k, blocks) / (agreed @ often))
     right = right + ANSWERS.difficulty * z[:, :1] + np.stack(suits, 1) @ matters
     right = right + ANSWERS.noise * for_answers.standard_normal(shape) > 0
@@ -174,7 +216,9 @@ def _draw(config: SimulatedConfig, dataset: str) -> Records:
 def _prefill(vision_tokens: NDArray[Any], top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
     """Prefill time in ms at the reference text length."""
     inputs = {"vision": vision_tokens, "top_k": top_k, "blocks": blocks}
-    factors = [(value / PREFILL.reference[name]) ** PREFILL.effect[name] for name, value in inputs.items()]
+    factors = [
+        (value / PREFILL.reference[name]) ** PREFILL.effect[name] for name, value in inputs.items()
+    ]
     return np.asarray(math.prod(factors, start=PREFILL.ms))
 
 
@@ -184,12 +228,14 @@ def _step(top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
 
 
 def _vision(known: SimpleNamespace, text_effect: float) -> Callable[[Floats], Floats]:
-    """Mean vision ms by the number of crops: what prefill and decoding leave of the published totals at 2 crops and at
-    the crops of the best tier, linear in between, and 0 without an image."""
+    """Mean vision ms by the number of crops: what prefill and decoding leave of the published
+    totals at 2 crops and at the crops of the best tier, linear in between, and 0 without an
+    image."""
     longer = np.exp((text_effect * PREFILL.text_spread) ** 2 / 2)
 
     def left(total: float, crops: int, top_k: int, blocks: int) -> float:
-        k, b = np.array(top_k), np.array(blocks)
+        k = np.array(top_k)
+        b = np.array(blocks)
         prefill = longer * _prefill(np.array((crops + 1) * 144 * 0.975), k, b)
         return float(total - prefill - (known.tokens[0] - 1) * _step(k, b))
 
@@ -200,24 +246,39 @@ def _vision(known: SimpleNamespace, text_effect: float) -> Callable[[Floats], Fl
     return lambda nominal: np.interp(nominal, [-1, 2, 6, 12], curve)
 
 
-def _mean_accuracy(known: SimpleNamespace, crops: Floats, top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
+def _mean_accuracy(
+    known: SimpleNamespace, crops: Floats, top_k: NDArray[Any], blocks: NDArray[Any]
+) -> Floats:
     """Mean accuracy of each configuration, [C]."""
     cheapest = np.argsort(BLOCK_LOSS, kind="stable")
-    by_blocks = np.array([blocks_lost(tuple(cheapest[:removed])) for removed in range(TOTAL_BLOCKS - 7)])
+    by_blocks = np.array(
+        [blocks_lost(tuple(cheapest[:removed])) for removed in range(TOTAL_BLOCKS - 7)]
+    )
     left = known.best[0] - known.worst[0] - by_blocks[4]
-    by_crops = np.interp(np.log1p(crops), np.log1p([2, 6, 12]), [1, known.medium_loss, known.high_loss])
+    by_crops = np.interp(
+        np.log1p(crops), np.log1p([2, 6, 12]), [1, known.medium_loss, known.high_loss]
+    )
     by_experts = ((8 - top_k).clip(0) / 4) ** 1.7 + 0.1 * np.log2(top_k.clip(8) / 8)
-    return np.asarray(known.best[0] - by_blocks[TOTAL_BLOCKS - blocks] - left * (0.65 * by_crops + 0.35 * by_experts))
+    return np.asarray(
+        known.best[0]
+        - by_blocks[TOTAL_BLOCKS - blocks]
+        - left * (0.65 * by_crops + 0.35 * by_experts)
+    )
 
 
 def _lengths(mean: float, least: int, most: int) -> Callable[[Floats], NDArray[np.int64]]:
-    """Quantile function of a geometric distribution from `least` on, cut at `most`, with this mean."""
+    """Quantile function of a geometric distribution from `least` on, cut at `most`, with this
+    mean."""
     counts = np.arange(most - least + 1)
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(60):
         ratio = (low + high) / 2
         chances = ratio**counts / (ratio**counts).sum()
-        low, high = (ratio, high) if chances @ counts < mean - least else (low, ratio)
+        if chances @ counts < mean - least:
+            low, high = (ratio, high)
+        else:
+            low, high = (low, ratio)
     edges = chances.cumsum()[:-1]
     return lambda place: least + np.searchsorted(edges, place, side="right")
 
@@ -225,11 +286,15 @@ def _lengths(mean: float, least: int, most: int) -> Callable[[Floats], NDArray[n
 def _features(
     config: SimulatedConfig, dataset: str, z: Floats, generator: np.random.Generator
 ) -> dict[str, torch.Tensor]:
-    """Image features read difficulty, size and the usefulness of crops and blocks; language features read difficulty,
-    both lengths and the usefulness of experts and blocks. All data sets share the encoder and differ by an offset."""
-    visible = np.sqrt(config.signal) * z + np.sqrt(1 - config.signal) * generator.standard_normal(z.shape)
+    """Image features read difficulty, size and the usefulness of crops and blocks; language
+    features read difficulty, both lengths and the usefulness of experts and blocks. All data sets
+    share the encoder and differ by an offset."""
+    visible = np.sqrt(config.signal) * z + np.sqrt(1 - config.signal) * generator.standard_normal(
+        z.shape
+    )
     visible[:, 1:3] = z[:, 1:3]
-    image, language = (config.image_width, [0, 1, 4, 6]), (config.language_width, [0, 2, 3, 5, 6])
+    image = (config.image_width, [0, 1, 4, 6])
+    language = (config.language_width, [0, 2, 3, 5, 6])
     blocks = {"image_features": image, "language_features": language}
     features = {}
     for number, (name, (width, which)) in enumerate(blocks.items()):

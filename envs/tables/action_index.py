@@ -7,22 +7,27 @@ from torch import Tensor, nn
 
 
 class ActionIndex(nn.Module):
-    """Finds configurations (int64 [C, K]: the index of each knob's value) by their knob values, even if most
-    combinations of values do not exist: int64 [*, K] → int64 [*]; −1 if no configuration has these values."""
+    """Finds configurations (int64 [C, K]: the index of each knob's value) by their knob values,
+    even if most combinations of values do not exist: int64 [*, K] → int64 [*]; −1 if no
+    configuration has these values."""
 
     codes: Tensor
     order: Tensor
 
     def __init__(self, configurations: Tensor) -> None:
         super().__init__()
-        # A knob's value is a digit. One more digit at either end stands for all values that do not exist; the lower one
-        # is −1, so that codes below 0 index `order` from its end, where nothing else is.
+        # A knob's value is a digit. One more digit at either end stands for all values that do not
+        # exist; the lower one is −1, so that codes below 0 index `order` from its end, where
+        # nothing else is.
         self.most = int(configurations.max()) + 1
-        base, width = self.most + 2, configurations.shape[1]
+        base = self.most + 2
+        width = configurations.shape[1]
         self.dense = base**width <= 1 << 20
         self.strides = [base**knob for knob in range(width)]
         if base**width >= 1 << 62:  # more combinations than int64 can number: hash them instead
-            self.strides = torch.randint(1 << 62, (width,), generator=torch.Generator().manual_seed(0)).tolist()
+            self.strides = torch.randint(
+                1 << 62, (width,), generator=torch.Generator().manual_seed(0)
+            ).tolist()
         codes, order = self._code(configurations).sort()
         if self.dense:
             codes, order = codes[:0], torch.full((base**width,), -1).scatter_(0, codes, order)

@@ -34,21 +34,22 @@ class Knob:
 
     name: str
     values: tuple[KnobValue, ...]
-    """Every value in the profile: numbers in ascending order, the tiers low, medium, high in this order, other names
-    alphabetically."""
+    """Every value in the profile: numbers in ascending order, the tiers low, medium, high in this
+    order, other names alphabetically."""
 
 
 @dataclass(frozen=True, eq=False)
 class ProfileTable:
     """Measured accuracy and latency of N samples under C configurations of K knobs.
 
-    A cell that was not profiled has `mask` False and NaN in `accuracy` and `latency_ms`, so that reading it by mistake
-    is loud. Every configuration and every sample has at least one profiled cell.
+    A cell that was not profiled has `mask` False and NaN in `accuracy` and `latency_ms`, so that
+    reading it by mistake is loud. Every configuration and every sample has at least one profiled
+    cell.
 
     Raises:
-        InputError: if shapes do not fit, a profiled cell is not finite, a latency is negative or not the median of its
-            repeats, an accuracy is outside [0, 1], ids or configurations occur twice, or a sample or a configuration
-            has no profiled cell.
+        InputError: if shapes do not fit, a profiled cell is not finite, a latency is negative or
+            not the median of its repeats, an accuracy is outside [0, 1], ids or configurations
+            occur twice, or a sample or a configuration has no profiled cell.
     """
 
     WORDS: ClassVar = ("datasets", "image_ids", "parts", "question_types")
@@ -63,17 +64,20 @@ class ProfileTable:
     accuracy: Tensor
     """float32 [N, C], in [0, 1]; NaN where not profiled."""
     latency_ms: Tensor
-    """float32 [N, C], milliseconds, ≥ 0, the median of each cell's measurements; NaN where not profiled."""
+    """float32 [N, C], milliseconds, ≥ 0, the median of each cell's measurements; NaN where not
+    profiled."""
     mask: Tensor
     """bool [N, C]: True where the cell was profiled."""
     sample_ids: tuple[str, ...]
     """N ids, unique inside a data set."""
     features: dict[str, Tensor] = field(default_factory=dict)
-    """Named blocks, float32 [N, d]. NaN means missing. May be empty: a policy then sees only the budget."""
+    """Named blocks, float32 [N, d]. NaN means missing. May be empty: a policy then sees only the
+    budget."""
     datasets: tuple[str, ...] = ()
     """N data set names; empty means one data set with the table's name."""
     image_ids: tuple[str, ...] = ()
-    """N ids of the image behind each sample, or empty. Samples of one image are never split apart."""
+    """N ids of the image behind each sample, or empty. Samples of one image are never split
+    apart."""
     parts: tuple[str, ...] = ()
     """N of the names train, validation, test if the file fixes the split; else empty."""
     question_types: tuple[str, ...] = ()
@@ -81,24 +85,36 @@ class ProfileTable:
     notes: tuple[str, ...] = ()
     """What the reader skipped or could not join, with counts. Not part of the digest."""
     unit: str = "ms"
-    """Unit of `latency_ms` and of budgets in reports; another cost may stand for latency. Not part of the digest."""
+    """Unit of `latency_ms` and of budgets in reports; another cost may stand for latency. Not part
+    of the digest."""
     features_ms: float = 0.0
-    """Time to compute a request's features, ms, which policies that read them are charged. Not part of the digest."""
+    """Time to compute a request's features, ms, which policies that read them are charged. Not part
+    of the digest."""
     repeats_ms: Tensor | None = None
-    """float32 [N, C, R], every measurement of each cell, NaN after its last; None if each cell was measured once."""
+    """float32 [N, C, R], every measurement of each cell, NaN after its last; None if each cell was
+    measured once."""
     first_look_ms: Tensor | None = None
-    """float32 [N, C], 0 where not profiled: what reading a request for its features adds to latency_ms where no answer
-    under the configuration continues from it; see `without_first_look`. None for nothing."""
+    """float32 [N, C], 0 where not profiled: what reading a request for its features adds to
+    latency_ms where no answer under the configuration continues from it; see `without_first_look`.
+    None for nothing."""
     cost: Tensor | None = None
     cost_name: str = ""
-    """float32 [N, C], ≥ 0, NaN where not profiled: what an answer costs besides time, and its name, as `energy_j`."""
+    """float32 [N, C], ≥ 0, NaN where not profiled: what an answer costs besides time, and its name,
+    as `energy_j`."""
 
     def __post_init__(self) -> None:
-        parts: dict[str, tuple[Any, str]] = {k: (getattr(self, k), "NC") for k in ("accuracy", "latency_ms", "mask")}
+        parts: dict[str, tuple[Any, str]] = {
+            k: (getattr(self, k), "NC") for k in ("accuracy", "latency_ms", "mask")
+        }
         parts |= {"knobs": (self.knobs, "K"), "configurations": (self.configurations, "CK")}
-        parts |= {"sample_ids": (self.sample_ids, "N"), **{k: (v, "N") for k in self.WORDS if (v := getattr(self, k))}}
+        parts |= {
+            "sample_ids": (self.sample_ids, "N"),
+            **{k: (v, "N") for k in self.WORDS if (v := getattr(self, k))},
+        }
         parts |= {f"features[{k}]": (block, "N_") for k, block in self.features.items()}
-        parts |= {k: (v, axes) for k, axes in self.OPTIONAL.items() if (v := getattr(self, k)) is not None}
+        parts |= {
+            k: (v, axes) for k, axes in self.OPTIONAL.items() if (v := getattr(self, k)) is not None
+        }
         check_axes(f"profile {self.name!r}", parts)
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
@@ -114,10 +130,17 @@ class ProfileTable:
             "unprofiled cells that are not NaN": lambda a, t, m: ~m & ~(a.isnan() & t.isnan()),
         }
         counts = {"configurations without any profiled sample": int((~self.mask.any(0)).sum())}
-        counts |= {w: sum(int(bad(*p).sum()) for p in zip(*pieces, strict=True)) for w, bad in problems.items()}
+        counts |= {
+            w: sum(int(bad(*p).sum()) for p in zip(*pieces, strict=True))
+            for w, bad in problems.items()
+        }
         if self.cost is not None:
-            fits = torch.where(self.mask, (self.cost >= 0) & self.cost.isfinite(), self.cost.isnan())
-            counts["further cost that is negative, infinite, missing, or known where not profiled"] = int((~fits).sum())
+            fits = torch.where(
+                self.mask, (self.cost >= 0) & self.cost.isfinite(), self.cost.isnan()
+            )
+            counts[
+                "further cost that is negative, infinite, missing, or known where not profiled"
+            ] = int((~fits).sum())
         for what, count in counts.items():
             if count:
                 raise InputError(f"profile {self.name!r}: {count} × {what}")
@@ -125,8 +148,7 @@ class ProfileTable:
             raise InputError(f"profile {self.name!r}: first_look_ms must be at least 0 everywhere")
         if self.repeats_ms is not None:
             check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
-        names = zip(self.datasets, self.sample_ids, strict=True) if self.datasets else self.sample_ids
-        if len(set(names)) != n:
+        if len(set(zip(self.dataset_names, self.sample_ids, strict=True))) != n:
             raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
         if len(self.configurations.unique(dim=0)) != c:
             raise InputError(f"profile {self.name!r}: a configuration occurs twice")
@@ -134,8 +156,10 @@ class ProfileTable:
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {block.shape[1]} wide" for name, block in self.features.items())
         return (
-            f"ProfileTable {self.name!r}: {self.num_samples} samples × {self.num_configurations} configurations of "
-            f"{', '.join(knob.name for knob in self.knobs)}; {self.mask.double().mean():.1%} profiled"
+            f"ProfileTable {self.name!r}: {self.num_samples} samples × {self.num_configurations} "
+            "configurations of "
+            f"{', '.join(knob.name for knob in self.knobs)}; {self.mask.double().mean():.1%} "
+            "profiled"
             f"{f', up to {self.num_repeats} times' * (self.num_repeats > 1)}; "
             f"features: {blocks or 'none'}"
         )
@@ -151,12 +175,17 @@ class ProfileTable:
     @property
     def num_repeats(self) -> int:
         """R, the most measurements of a cell."""
-        return 1 if self.repeats_ms is None else self.repeats_ms.shape[-1]
+        if self.repeats_ms is None:
+            return 1
+        return self.repeats_ms.shape[-1]
 
     @property
     def measurements_ms(self) -> Tensor:
-        """Every measurement of each cell, float32 [N, C, R], NaN after its last; a view of what the table holds."""
-        return self.latency_ms.unsqueeze(-1) if self.repeats_ms is None else self.repeats_ms
+        """Every measurement of each cell, float32 [N, C, R], NaN after its last; a view of what the
+        table holds."""
+        if self.repeats_ms is None:
+            return self.latency_ms.unsqueeze(-1)
+        return self.repeats_ms
 
     @functools.cached_property
     def without_first_look(self) -> ProfileTable:
@@ -164,7 +193,10 @@ class ProfileTable:
         if self.first_look_ms is None:
             return self
         latency_ms = self.latency_ms - self.first_look_ms
-        repeats_ms = None if self.repeats_ms is None else self.repeats_ms - self.first_look_ms.unsqueeze(-1)
+        if self.repeats_ms is None:
+            repeats_ms = None
+        else:
+            repeats_ms = self.repeats_ms - self.first_look_ms.unsqueeze(-1)
         return replace(self, latency_ms=latency_ms, repeats_ms=repeats_ms, first_look_ms=None)
 
     @property
@@ -180,7 +212,9 @@ class ProfileTable:
     def configuration(self, index: int) -> dict[str, KnobValue]:
         """The knob values of configuration `index`, by knob name."""
         chosen = self.configurations[index].tolist()
-        return {knob.name: knob.values[value] for knob, value in zip(self.knobs, chosen, strict=True)}
+        return {
+            knob.name: knob.values[value] for knob, value in zip(self.knobs, chosen, strict=True)
+        }
 
     def label(self, index: int) -> str:
         """Configuration `index` as text, for tables and plots."""
@@ -188,15 +222,24 @@ class ProfileTable:
 
     @functools.cached_property
     def find(self) -> ActionIndex:
-        """Actions int64 [*, K] → configuration indices int64 [*], −1 where no such configuration exists."""
+        """Actions int64 [*, K] → configuration indices int64 [*], −1 where no such configuration
+        exists."""
         return ActionIndex(self.configurations)
 
     @functools.cached_property
     def digest(self) -> str:
-        """`sha256:…` of the content (measurements, features, names); it does not depend on the file."""
+        """`sha256:…` of the content (measurements, features, names); it does not depend on the
+        file."""
         sha = hashlib.sha256()
         names = [[k.name, list(k.values)] for k in self.knobs]
-        text: list[Any] = [names, self.sample_ids, self.datasets, self.image_ids, self.parts, list(self.features)]
+        text: list[Any] = [
+            names,
+            self.sample_ids,
+            self.datasets,
+            self.image_ids,
+            self.parts,
+            list(self.features),
+        ]
         text += [self.question_types] if self.question_types else []
         text += [self.num_repeats] if self.repeats_ms is not None else []
         text += [self.cost_name] if self.cost is not None else []
@@ -222,21 +265,35 @@ class ProfileTable:
             **{k: list(getattr(self, k)) for k in ("sample_ids", *self.WORDS, "notes")},
         }
         tensors = {name: getattr(self, name) for name in self.TENSORS}
-        tensors |= {name: tensor for name in self.OPTIONAL if (tensor := getattr(self, name)) is not None}
+        tensors |= {
+            name: tensor for name in self.OPTIONAL if (tensor := getattr(self, name)) is not None
+        }
         tensors |= {f"features.{name}": block for name, block in self.features.items()}
         write_tensors(path, head, tensors)
 
     @classmethod
     def load(cls, path: str | Path) -> ProfileTable:
-        """Read a file that `save` wrote; the tensors stay mapped to it. Raises InputError if it is none."""
+        """Read a file that `save` wrote; the tensors stay mapped to it. Raises InputError if it is
+        none."""
 
         def build(head: dict[str, Any], tensors: dict[str, Tensor]) -> ProfileTable:
             parts: dict[str, Any] = {name: tensors[name] for name in cls.TENSORS}
-            parts |= {name: tuple(head.get(name, ())) for name in ("sample_ids", *cls.WORDS, "notes")}
+            parts |= {
+                name: tuple(head.get(name, ())) for name in ("sample_ids", *cls.WORDS, "notes")
+            }
             knobs = tuple(Knob(name, tuple(values)) for name, values in head["knobs"])
             features = with_prefix(tensors, "features.")
             parts |= {name: tensors.get(name) for name in cls.OPTIONAL}
-            parts |= {"features_ms": float(head.get("features_ms", 0.0)), "cost_name": head.get("cost_name", "")}
-            return cls(name=head["name"], unit=head.get("unit", "ms"), knobs=knobs, features=features, **parts)
+            parts |= {
+                "features_ms": float(head.get("features_ms", 0.0)),
+                "cost_name": head.get("cost_name", ""),
+            }
+            return cls(
+                name=head["name"],
+                unit=head.get("unit", "ms"),
+                knobs=knobs,
+                features=features,
+                **parts,
+            )
 
         return read_table(path, "table", build)

@@ -11,28 +11,35 @@ from knobwise.common.errors import InputError
 
 
 def median_of(repeats_ms: Tensor) -> Tensor:
-    """The median of each cell's measurements, [*, R] → [*], the mean of the middle two where their number is even; NaN
-    stands for no measurement."""
+    """The median of each cell's measurements, [*, R] → [*], the mean of the middle two where their
+    number is even; NaN stands for no measurement."""
     ordered = repeats_ms.sort(-1).values  # NaN last
     count = (~ordered.isnan()).sum(-1, keepdim=True)
-    low, high = ((count - 1) // 2).clamp_min(0), (count // 2).clamp_max(ordered.shape[-1] - 1)
+    low = ((count - 1) // 2).clamp_min(0)
+    high = (count // 2).clamp_max(ordered.shape[-1] - 1)
     return torch.lerp(ordered.gather(-1, low), ordered.gather(-1, high), 0.5).squeeze(-1)
 
 
 def check_repeats(table: str, repeats_ms: Tensor, latency_ms: Tensor) -> None:
-    """Raise InputError unless the measurements [N, C, R] are finite, not negative, and NaN only after the last of a
-    cell, and the latencies [N, C] are their medians."""
+    """Raise InputError unless the measurements [N, C, R] are finite, not negative, and NaN only
+    after the last of a cell, and the latencies [N, C] are their medians."""
     # in pieces, because a table mapped from a file may be larger than the memory
     for repeats, median in zip(repeats_ms.split(1 << 16), latency_ms.split(1 << 16), strict=True):
         missing = repeats.isnan()
-        if bool((missing[..., :-1] & ~missing[..., 1:]).any() | (repeats < 0).any() | repeats.isinf().any()):
+        if bool(
+            (missing[..., :-1] & ~missing[..., 1:]).any()
+            | (repeats < 0).any()
+            | repeats.isinf().any()
+        ):
             raise InputError(
-                f"{table}: repeats_ms must be finite, not negative, and NaN only after the last measurement of a cell"
+                f"{table}: repeats_ms must be finite, not negative, and NaN only after the last "
+                "measurement of a cell"
             )
         wrong = ~torch.isclose(median_of(repeats), median, rtol=1e-5, atol=0.0, equal_nan=True)
         if wrong.any():
             raise InputError(
-                f"{table}: in {int(wrong.sum())} cells latency_ms is not the median of repeats_ms. Set "
+                f"{table}: in {int(wrong.sum())} cells latency_ms is not the median of "
+                "repeats_ms. Set "
                 "latency_ms=median_of(repeats_ms)"
             )
 
@@ -40,6 +47,8 @@ def check_repeats(table: str, repeats_ms: Tensor, latency_ms: Tensor) -> None:
 def weighed_cost_of(table: Any) -> Tensor:
     """The further cost of a profile. Raises InputError if there is none, or none above 0."""
     if table.cost is None or not table.cost_name or not bool((table.cost > 0).any()):
-        raise InputError(f"budget=weights: profile {table.name!r} has no further cost; add a column cost.NAME")
+        raise InputError(
+            f"budget=weights: profile {table.name!r} has no further cost; add a column cost.NAME"
+        )
     cost: Tensor = table.cost
     return cost

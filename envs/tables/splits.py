@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Split(NamedTuple):
-    """Row numbers of a table, int64, disjoint: fit on `train`, choose on `validation`, report on `test`."""
+    """Row numbers of a table, int64, disjoint: fit on `train`, choose on `validation`, report on
+    `test`."""
 
     train: Tensor
     validation: Tensor
@@ -35,16 +36,20 @@ def split_groups(
     rows: str = "samples",
     allow_no_test: bool = False,
 ) -> Split:
-    """Split rows at random so that no group is torn apart; `train` and `validation` are shares of the groups.
+    """Split rows at random so that no group is torn apart; `train` and `validation` are shares of
+    the groups.
 
-    `groups` has the group of each row, such as its image. The rest is the test part, which may be empty only if
-    `allow_no_test`. Messages call the data `table` and `rows`. Raises InputError if another part is empty.
+    `groups` has the group of each row, such as its image. The rest is the test part, which may be
+    empty only if `allow_no_test`. Messages call the data `table` and `rows`. Raises InputError if
+    another part is empty.
     """
     place, count = _shuffled(groups, seed)
-    first, second = round(train * count), round((train + validation) * count)
+    first = round(train * count)
+    second = round((train + validation) * count)
     if not 0 < first < second <= count - (not allow_no_test):
         raise InputError(
-            f"{table}: shares train={train}, validation={validation} leave a part of its {count} {rows} (or images) "
+            f"{table}: shares train={train}, validation={validation} leave a part of its {count} "
+            f"{rows} (or images) "
             "empty; each of train, validation and the rest needs at least one"
         )
     parts = [place < first, (place >= first) & (place < second), place >= second]
@@ -52,27 +57,37 @@ def split_groups(
 
 
 def fingerprints_of(table: ProfileTable, rows: Tensor) -> list[str]:
-    """A short text for each of these samples (int64 [n]) that is the same for the same input in another table: a hash
-    of its features, or without features its data set and id."""
+    """A short text for each of these samples (int64 [n]) that is the same for the same input in
+    another table: a hash of its features, or without features its data set and id."""
     if not table.features:
-        return [f"{table.datasets[row] if table.datasets else ''}/{table.sample_ids[row]}" for row in rows.tolist()]
+        return [
+            f"{table.datasets[row] if table.datasets else ''}/{table.sample_ids[row]}"
+            for row in rows.tolist()
+        ]
     joined = torch.cat([block[rows] for block in table.features.values()], 1).contiguous().numpy()
     return [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined]
 
 
-def split_samples(table: ProfileTable, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
+def split_samples(
+    table: ProfileTable, train: float = 0.6, validation: float = 0.2, seed: int = 0
+) -> Split:
     """Split by sample, or by image where images are known; the rest is the test part.
 
-    A split fixed by the file (`table.parts`) is used as it is; if it has no validation part, that comes out of the
-    training part. Deterministic in `seed` and in the order of the samples. Raises InputError if the shares leave a part
-    empty, or the fixed split lacks a part or tears an image apart.
+    A split fixed by the file (`table.parts`) is used as it is; if it has no validation part, that
+    comes out of the training part. Deterministic in `seed` and in the order of the samples. Raises
+    InputError if the shares leave a part empty, or the fixed split lacks a part or tears an image
+    apart.
     """
     if not table.image_ids and not table.parts:  # ids are unique inside a data set
-        return split_groups(range(table.num_samples), train, validation, seed, table=f"profile {table.name!r}")
+        return split_groups(
+            range(table.num_samples), train, validation, seed, table=f"profile {table.name!r}"
+        )
     groups = list(zip(table.dataset_names, table.image_ids or table.sample_ids, strict=True))
     if not table.parts:
         return split_groups(groups, train, validation, seed, table=f"profile {table.name!r}")
-    fixed = Split(*(torch.tensor([i for i, p in enumerate(table.parts) if p == w]) for w in Split._fields))
+    fixed = Split(
+        *(torch.tensor([i for i, p in enumerate(table.parts) if p == w]) for w in Split._fields)
+    )
     missing = [part for part, rows in fixed._asdict().items() if not len(rows)]
     if missing == ["validation"]:
         place, count = _shuffled([groups[row] for row in fixed.train.tolist()], seed)
@@ -81,22 +96,26 @@ def split_samples(table: ProfileTable, train: float = 0.6, validation: float = 0
             return Split(fixed.train[place < first], fixed.train[place >= first], fixed.test)
     if missing:
         raise InputError(
-            f"profile {table.name!r} fixes its split, but no sample is in: {', '.join(missing)}. Name the parts "
+            f"profile {table.name!r} fixes its split, but no sample is in: {', '.join(missing)}. "
+            "Name the parts "
             "train, validation and test, or leave out the column `split`"
         )
     parts_of = Counter(group for group, _ in dict.fromkeys(zip(groups, table.parts, strict=True)))
     if torn := [group for group, count in parts_of.items() if count > 1]:
         raise InputError(
-            f"profile {table.name!r}: {len(torn)} images are in several parts of its split (the first: "
+            f"profile {table.name!r}: {len(torn)} images are in several parts of its split (the "
+            "first: "
             f"{torn[0][1]!r}); give all samples of an image the same `split`"
         )
     return fixed
 
 
 def _shuffled(groups: Sequence[Hashable], seed: int) -> tuple[Tensor, int]:
-    """The place of each row's group in a random order of the groups, int64 [n], and the number of groups."""
+    """The place of each row's group in a random order of the groups, int64 [n], and the number of
+    groups."""
     if isinstance(groups, range):
-        group_of_row, count = torch.arange(len(groups)), len(groups)
+        group_of_row = torch.arange(len(groups))
+        count = len(groups)
     else:
         numbers: dict[Hashable, int] = {}
         group_of_row = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups])
@@ -106,44 +125,61 @@ def _shuffled(groups: Sequence[Hashable], seed: int) -> tuple[Tensor, int]:
 
 
 def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) -> dict[str, Split]:
-    """For each data set the split that tests on all of its samples. The others are divided into training and
-    validation, data set by data set and by image or sample, without those that show an image of the test part (see
-    `unseen`). A split fixed by the file is ignored. Raises InputError if there is one data set, or too few samples."""
-    names, known = np.array(table.dataset_names), sorted(set(table.dataset_names))
+    """For each data set the split that tests on all of its samples. The others are divided into
+    training and validation, data set by data set and by image or sample, without those that show an
+    image of the test part (see `unseen`). A split fixed by the file is ignored. Raises InputError
+    if there is one data set, or too few samples."""
+    names = np.array(table.dataset_names)
+    known = sorted(set(table.dataset_names))
     if len(known) < 2:
-        raise InputError(f"profile {table.name!r} has one data set, {known[0]!r}; leaving one out needs at least two")
-    return {name: _held_out(table, torch.from_numpy(names == name), validation, seed) for name in known}
+        raise InputError(
+            f"profile {table.name!r} has one data set, {known[0]!r}; leaving one out needs at "
+            "least two"
+        )
+    return {
+        name: _held_out(table, torch.from_numpy(names == name), validation, seed) for name in known
+    }
 
 
 def unseen(table: ProfileTable, split: Split) -> Split:
     """The split without the training and validation samples that show an image of the test part.
 
-    Several data sets may show the same images, as coco_vqa and okvqa do. An image id is unique inside its data set
-    only, so two samples of different data sets show the same image if their ids agree and so does, bit for bit, a
-    feature block. Raises InputError if nothing is left to train or to validate on.
+    Several data sets may show the same images, as coco_vqa and okvqa do. An image id is unique
+    inside its data set only, so two samples of different data sets show the same image if their ids
+    agree and so does, bit for bit, a feature block. Raises InputError if nothing is left to train
+    or to validate on.
     """
     if not table.image_ids or not table.features or len(set(table.dataset_names)) < 2:
         return split
     tested = set().union(*_images(table, split.test))
 
     def without_tested(rows: Tensor) -> Tensor:
-        return rows[torch.tensor([tested.isdisjoint(images) for images in _images(table, rows)], dtype=torch.bool)]
+        return rows[
+            torch.tensor(
+                [tested.isdisjoint(images) for images in _images(table, rows)], dtype=torch.bool
+            )
+        ]
 
-    train, validation = without_tested(split.train), without_tested(split.validation)
+    train = without_tested(split.train)
+    validation = without_tested(split.validation)
     if not len(train) or not len(validation):
         raise InputError(
-            f"profile {table.name!r}: all other samples show images of its test part, so none is left to fit on"
+            f"profile {table.name!r}: all other samples show images of its test part, so none is "
+            "left to fit on"
         )
     return Split(train, validation, split.test)
 
 
 def budget_rows(table: ProfileTable, split: Split) -> Tensor:
-    """The rows, int64, that default budgets are taken from: all, but without the test part where it consists of data
-    sets that nothing was fitted on, because their latencies are not known beforehand."""
+    """The rows, int64, that default budgets are taken from: all, but without the test part where it
+    consists of data sets that nothing was fitted on, because their latencies are not known
+    beforehand."""
     fitted = torch.cat([split.train, split.validation])
     names = np.array(table.dataset_names)
     new = set(names[split.test.numpy()]).isdisjoint(names[fitted.numpy()])
-    return fitted if new else torch.arange(table.num_samples)
+    if new:
+        return fitted
+    return torch.arange(table.num_samples)
 
 
 def divide(
@@ -162,13 +198,21 @@ def divide(
     InputError if the data set does not exist, or a part would be empty, or if there are to be
     several splits and none changes the test part."""
     if (repeats > 1 or folds) and (leave_out is not None or table.parts):
-        fixed = "split.leave_out" if leave_out is not None else f"profile {table.name!r}"
-        several = f"split.folds={folds}" if folds else f"split.repeats={repeats}"
+        if leave_out is not None:
+            fixed = "split.leave_out"
+        else:
+            fixed = f"profile {table.name!r}"
+        if folds:
+            several = f"split.folds={folds}"
+        else:
+            several = f"split.repeats={repeats}"
         raise InputError(f"{several}: {fixed} fixes the test part, which all splits would share")
     if leave_out is None and not folds:
         return unseen(table, table.split(train, validation, seed + number))
     if not min(train, validation) > 0:
-        raise InputError(f"split.train={train}, split.validation={validation}: both must be positive")
+        raise InputError(
+            f"split.train={train}, split.validation={validation}: both must be positive"
+        )
     share = validation / (train + validation)
     if folds:
         fold = (_places(table, torch.arange(table.num_samples), seed) * folds).long()
@@ -183,19 +227,22 @@ def divide(
 
 
 def _held_out(table: ProfileTable, test: Tensor, validation: float, seed: int) -> Split:
-    """The split with this test part (bool [N]), the other rows divided into training and validation."""
+    """The split with this test part (bool [N]), the other rows divided into training and
+    validation."""
     rows = (~test).nonzero().squeeze(1)
     validated = _places(table, rows, seed) < validation
     if not 0 < int(validated.sum()) < len(rows):
         raise InputError(
-            f"profile {table.name!r}: {len(rows)} samples cannot be divided into training and validation "
+            f"profile {table.name!r}: {len(rows)} samples cannot be divided into training and "
+            "validation "
             f"({validation:.0%})"
         )
     return unseen(table, Split(rows[~validated], rows[validated], test.nonzero().squeeze(1)))
 
 
 def _images(table: ProfileTable, rows: Tensor) -> list[set[tuple[str, str, bytes]]]:
-    """The images that each row may show: its image id with the hash of each of its feature blocks."""
+    """The images that each row may show: its image id with the hash of each of its feature
+    blocks."""
     blocks = {name: block[rows].numpy() for name, block in table.features.items()}
     known = {name: ~np.isnan(block).all(1) for name, block in blocks.items()}
     return [
@@ -209,7 +256,8 @@ def _images(table: ProfileTable, rows: Tensor) -> list[set[tuple[str, str, bytes
 
 
 def _places(table: ProfileTable, rows: Tensor, seed: int) -> Tensor:
-    """The place of each row's image (or sample) in a random order of its data set, float64 [n], evenly in 0 … 1."""
+    """The place of each row's image (or sample) in a random order of its data set, float64 [n],
+    evenly in 0 … 1."""
     names = np.array(table.dataset_names)[rows.numpy()]
     units = np.array(table.image_ids or table.sample_ids)[rows.numpy()]
     places = np.empty(len(rows))

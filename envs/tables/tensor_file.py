@@ -1,4 +1,5 @@
-"""What both kinds of tables share: axes that must agree, and one `.safetensors` file: tensors, and a head as JSON."""
+"""What both kinds of tables share: axes that must agree, and one `.safetensors` file: tensors, and
+a head as JSON."""
 
 from __future__ import annotations
 
@@ -24,14 +25,21 @@ DIGEST = "sha256"
 
 
 def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
-    """The length of each axis, from tensors or sequences with a letter for each axis; `_` may have any length. Raises
-    InputError if a part has other axes, or an axis has another length than in the parts before it."""
+    """The length of each axis, from tensors or sequences with a letter for each axis; `_` may have
+    any length. Raises InputError if a part has other axes, or an axis has another length than in
+    the parts before it."""
     lengths: dict[str, int] = {}
     for what, (part, axes) in parts.items():
-        shape = tuple(part.shape) if isinstance(part, Tensor) else (len(part),)
+        if isinstance(part, Tensor):
+            shape = tuple(part.shape)
+        else:
+            shape = (len(part),)
         if len(shape) != len(axes):
             raise InputError(f"{table}: {what} has shape {shape}, expected [{', '.join(axes)}]")
-        expected = tuple(n if axis == "_" else lengths.setdefault(axis, n) for n, axis in zip(shape, axes, strict=True))
+        expected = tuple(
+            n if axis == "_" else lengths.setdefault(axis, n)
+            for n, axis in zip(shape, axes, strict=True)
+        )
         if shape != expected:
             raise InputError(f"{table}: {what} has shape {shape}, expected {expected}")
     return lengths
@@ -44,10 +52,13 @@ def write_tensors(path: str | Path, head: Mapping[str, Any], tensors: Mapping[st
     save_tensors(path, {"head": encoded, **tensors})
 
 
-def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], words: Mapping[str, str] | None = None) -> None:
-    """Write tensors, with words in the head of the file and a digest of both, as `.safetensors`, whole or not at
-    all."""
-    tensors, words = {name: tensor.contiguous() for name, tensor in tensors.items()}, dict(words or {})
+def save_tensors(
+    path: str | Path, tensors: Mapping[str, Tensor], words: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors, with words in the head of the file and a digest of both, as `.safetensors`,
+    whole or not at all."""
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    words = dict(words or {})
     with written_whole(path) as temporary:
         save_file(tensors, temporary, metadata={**words, DIGEST: _digest(tensors, words)})
 
@@ -61,9 +72,11 @@ def _digest(tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> str:
     return whole.hexdigest()
 
 
-def read_table(path: str | Path, kind: str, build: Callable[[dict[str, Any], dict[str, Tensor]], Table]) -> Table:
-    """Build a table from the head and the tensors of a file; the tensors stay mapped to it. Raises InputError if there
-    is no such file, or if it holds something else."""
+def read_table(
+    path: str | Path, kind: str, build: Callable[[dict[str, Any], dict[str, Tensor]], Table]
+) -> Table:
+    """Build a table from the head and the tensors of a file; the tensors stay mapped to it. Raises
+    InputError if there is no such file, or if it holds something else."""
     try:
         tensors = tensors_of(path)
         return build(json.loads(tensors.pop("head").numpy().tobytes()), tensors)
@@ -76,8 +89,8 @@ def read_table(path: str | Path, kind: str, build: Callable[[dict[str, Any], dic
 
 
 def read_arrays(path: Path, kind: str) -> dict[str, Any]:
-    """The content of a `.safetensors`, `.npz`, `.npy` or `.pt` file by name; an array without a name is `embeddings`.
-    Raises InputError if it cannot be read without executing code in it."""
+    """The content of a `.safetensors`, `.npz`, `.npy` or `.pt` file by name; an array without a
+    name is `embeddings`. Raises InputError if it cannot be read without executing code in it."""
     try:
         if path.suffix == ".safetensors":
             return tensors_of(path)
@@ -87,11 +100,15 @@ def read_arrays(path: Path, kind: str) -> dict[str, Any]:
             content = torch.load(path, map_location="cpu", weights_only=True)
         else:
             content = np.load(path, allow_pickle=False)
-        return dict(content) if isinstance(content, Mapping) else {"embeddings": content}
+        if isinstance(content, Mapping):
+            return dict(content)
+        return {"embeddings": content}
     except Damaged:
         raise
     except Exception as error:
-        raise InputError(f"{path}: cannot be read as {kind} without executing code in it ({error})") from error
+        raise InputError(
+            f"{path}: cannot be read as {kind} without executing code in it ({error})"
+        ) from error
 
 
 def tensors_of(path: str | Path) -> dict[str, Tensor]:
@@ -100,8 +117,9 @@ def tensors_of(path: str | Path) -> dict[str, Tensor]:
 
 
 def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a `.safetensors` file by name, and the words in its head. Raises Damaged if they are not what
-    `save_tensors` wrote, or the file is cut short; a file that something else wrote holds no digest."""
+    """The tensors of a `.safetensors` file by name, and the words in its head. Raises Damaged if
+    they are not what `save_tensors` wrote, or the file is cut short; a file that something else
+    wrote holds no digest."""
     try:
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -117,7 +135,8 @@ def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str,
 
 
 def tensors_if_whole(path: Path) -> dict[str, Tensor] | None:
-    """The tensors of a file of ours by name; None where there is none, or only a damaged one, which is reported."""
+    """The tensors of a file of ours by name; None where there is none, or only a damaged one, which
+    is reported."""
     try:
         return tensors_of(path) if path.exists() else None
     except (Damaged, SafetensorError):
@@ -127,4 +146,8 @@ def tensors_if_whole(path: Path) -> dict[str, Tensor] | None:
 
 def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with `prefix`, by the rest of the name."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -24,7 +24,11 @@ COMMON: dict[str, str] = TEXTS["common"]
 
 def help_lines(verb: str) -> list[Option]:
     """Every option of a verb, with the default that holds when nothing else is set."""
-    needed = [f.name for f in fields(VERBS[verb]) if f.default is MISSING and f.name not in compose.GROUPS_OF[verb]]
+    needed = [
+        f.name
+        for f in fields(VERBS[verb])
+        if f.default is MISSING and f.name not in compose.GROUPS_OF[verb]
+    ]
     settings = compose.read_settings(verb, [f"{key}=[]" for key in needed])
     for key in needed:
         setattr(settings, key, MISSING)
@@ -43,7 +47,9 @@ def show_help(verb: str) -> None:
     titles = {line.key: f"{line.key}: {line.meaning}" for line in lines if not line.default}
     for line in lines:
         if line.default and first.get(line.key) != line:
-            sections.setdefault(line.choice or line.key.rpartition(".")[0] or "others", []).append(line)
+            sections.setdefault(line.choice or line.key.rpartition(".")[0] or "others", []).append(
+                line
+            )
     for section, options in sections.items():
         if options:
             print(f"\n{titles.get(section, section)}")

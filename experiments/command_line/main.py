@@ -30,12 +30,13 @@ VERBS = {
     "update": "deploy.update:run",
     "workspace": "tracking.workspace:workspace",
 }
-"""The function of each verb. It is imported only when it runs: that takes longer than answering a mistake."""
+"""The function of each verb. It is imported only when it runs: that takes longer than answering a
+mistake."""
 
 
 def _open_closed_streams() -> None:
-    """Where stdin, stdout or stderr was closed before Python began, libraries miss it, and the next file gets its
-    number."""
+    """Where stdin, stdout or stderr was closed before Python began, libraries miss it, and the next
+    file gets its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, stream := open(os.devnull, mode))  # noqa: SIM115
@@ -43,8 +44,8 @@ def _open_closed_streams() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb. The exit status is 0 when all went well, 1 after a failure of the program or the system, 2 after a
-    mistake in what was given, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run one verb. The exit status is 0 when all went well, 1 after a failure of the program or
+    the system, 2 after a mistake in what was given, 130 after Ctrl-C, 143 after SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -53,7 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         Path.cwd()
     except FileNotFoundError:
-        say("knobwise: the working folder was removed; go to another one, then give the command again")
+        say(
+            "knobwise: the working folder was removed; go to another one, then give the command "
+            "again"
+        )
         return 2
     try:
         with _whoever_reads(), stopped_by_signals():
@@ -67,7 +71,11 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"knobwise: {refused[1]}")
         return refused[0]
     except KeyboardInterrupt as stop:
-        say("\n".join(["\nknobwise: interrupted", *getattr(stop, "__notes__", ()), *_how_to_resume(words)]))
+        say(
+            "\n".join(
+                ["\nknobwise: interrupted", *getattr(stop, "__notes__", ()), *_how_to_resume(words)]
+            )
+        )
         return status_of(stop)
     except BaseException as error:  # libraries name limits in errors of their own
         if not (limit := limit_of(error)):
@@ -75,12 +83,15 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"knobwise: {limit}, then give the same command again")
         return 1
     finally:
-        if sys.stderr is not None:  # else Python fails when it flushes at its end, with a status of its own
+        if (
+            sys.stderr is not None
+        ):  # else Python fails when it flushes at its end, with a status of its own
             _Output(sys.stderr).flush()
 
 
 class _Output:
-    """A stream whose reader may leave, as in `| head`: later output goes nowhere, and the work goes on."""
+    """A stream whose reader may leave, as in `| head`: later output goes nowhere, and the work goes
+    on."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -105,7 +116,8 @@ class _Output:
 
 @contextmanager
 def _whoever_reads() -> Iterator[None]:
-    """A block that prints to a terminal, to a pipe that its reader may leave, or nowhere (`>&-`)."""
+    """A block that prints to a terminal, to a pipe that its reader may leave, or nowhere
+    (`>&-`)."""
     with redirect_stdout(_Output(sys.stdout or open(os.devnull, "w"))):
         try:
             yield
@@ -118,7 +130,10 @@ def _how_to_resume(words: list[str]) -> list[str]:
     if words[:1] not in (["train"], ["profile"]):
         return []
     python = Path(sys.executable)
-    program = "knobwise" if shutil.which("knobwise") else str(python.with_name("knobwise"))
+    if shutil.which("knobwise"):
+        program = "knobwise"
+    else:
+        program = str(python.with_name("knobwise"))
     if Path(sys.argv[0]).name == "__main__.py":
         program = f"{'python' if shutil.which('python') == str(python) else python} -m knobwise"
     return [f"repeat the command to resume:\n  {program} {shlex.join(words)}"]
@@ -131,7 +146,8 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version", "version"):
         print(f"knobwise {__version__}")
         return 0
-    verb, words = words[0], words[1:]
+    verb = words[0]
+    words = words[1:]
     if verb == "-sc":
         from knobwise.experiments.command_line.compose import shell_completion
 
@@ -140,7 +156,10 @@ def _run(words: list[str]) -> int:
     if verb not in VERBS:
         nearest = get_close_matches(verb, VERBS, n=1)
         listed = f"the verbs are {', '.join(VERBS)} (knobwise --help)"
-        hint = f"did you mean knobwise {nearest[0]}?" if nearest else listed
+        if nearest:
+            hint = f"did you mean knobwise {nearest[0]}?"
+        else:
+            hint = listed
         raise InputError(f"there is no verb {verb!r}; {hint}")
     from knobwise.experiments.command_line.compose import MULTIRUN, read_settings, schema_of
     from knobwise.experiments.command_line.help import show_help
@@ -183,23 +202,29 @@ def _mention_variants(schema: str, words: list[str]) -> None:
         from knobwise.experiments.command_line.sweep import jobs_of
 
         if (count := len(jobs_of(schema, words))) > 1:
-            say(f"{experiment}: one run with the defaults of its file; -m runs its {count} variants")
+            say(
+                f"{experiment}: one run with the defaults of its file; -m runs its {count} variants"
+            )
 
 
 def check_written(config: Any) -> None:
-    """Refuse files and folders that cannot be written before anything takes time. Raises InputError: a folder where a
-    file is to be written, or the other way round, or no permission."""
+    """Refuse files and folders that cannot be written before anything takes time. Raises
+    InputError: a folder where a file is to be written, or the other way round, or no permission."""
     for owner, prefix in ((config, ""), (getattr(config, "stream", None), "stream.")):
         for name in ("json", "html", "out", "runs"):
             value = getattr(owner, name, None)
             if value is None or isinstance(value, list):  # `compare` reads its runs
                 continue
-            path, is_folder = Path(value), name in ("out", "runs")
+            path = Path(value)
+            is_folder = name in ("out", "runs")
             if not is_folder and path.is_dir():
                 raise InputError(f"{prefix}{name}={value}: is a folder; give the name of a file")
             folders = [*([path] if is_folder else []), *path.parents]
             nearest = next(folder for folder in folders if folder.exists())
-            problem = "" if os.access(nearest, os.W_OK | os.X_OK) else f"nothing can be written in {nearest}"
+            if os.access(nearest, os.W_OK | os.X_OK):
+                problem = ""
+            else:
+                problem = f"nothing can be written in {nearest}"
             if not nearest.is_dir():
                 problem = f"{nearest} is a file, not a folder"
             if problem:

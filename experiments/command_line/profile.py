@@ -1,4 +1,5 @@
-"""`knobwise profile`, with the profiler that is meant and its settings checked, and `knobwise inspect`."""
+"""`knobwise profile`, with the profiler that is meant and its settings checked, and `knobwise
+inspect`."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from knobwise.profiling.ocr.settings import OCRProfileConfig
 
 
 def profile(config: ProfileRun) -> None:
-    """Measure a model at its configurations, or record sequences of demonstrations. Raises InputError: options for
-    another kind of model, or see the profilers."""
+    """Measure a model at its configurations, or record sequences of demonstrations. Raises
+    InputError: options for another kind of model, or see the profilers."""
     _check(config)
     try:
         if config.model in ("elastic", "ocr") or ":" in config.model or config.data is not None:
@@ -45,7 +46,11 @@ def measure(config: ProfileRun) -> Path:
     from knobwise.profiling.huggingface.profile import profile_hugging_face
 
     assert config.data is not None
-    how: dict[str, Any] = {"importance": config.importance, "dtype": config.dtype, "device": config.device}
+    how: dict[str, Any] = {
+        "importance": config.importance,
+        "dtype": config.dtype,
+        "device": config.device,
+    }
     return profile_hugging_face(config.out, config.model, config.data, config.knobs, **how)
 
 
@@ -59,18 +64,26 @@ def _profile_class(config: ProfileRun) -> Path:
     model = model_of_class(config.model)
     items = tuple(questions_of(config.model, model, config.data))
     # the built-in profile's name of its data set, so that its samples are found again
-    usual = "elastic_scenes" if config.model == "elastic" else model.name
-    knobs = replace(config.knobs, name=config.knobs.name or Path(config.data or usual).name.split(".")[0])
+    if config.model == "elastic":
+        usual = "elastic_scenes"
+    else:
+        usual = model.name
+    knobs = replace(
+        config.knobs, name=config.knobs.name or Path(config.data or usual).name.split(".")[0]
+    )
     with one_thread():
         return profile_vlm(config.out, model, VQAData(items, ()), knobs, {"class": config.model})
 
 
 def _summary(folder: Path) -> None:
-    """Print what a measured profile holds; where other processes are still measuring, its folder alone."""
+    """Print what a measured profile holds; where other processes are still measuring, its folder
+    alone."""
     written = (folder / name for name in ("table.parquet", "table.safetensors"))
     if table := next(filter(Path.exists, written), None):
         features = next((str(path) for path in sorted(folder.glob("features.*"))), None)
-        inspect(InspectRun(profile=TableProfile(path=str(table), features=features, name=folder.name)))
+        inspect(
+            InspectRun(profile=TableProfile(path=str(table), features=features, name=folder.name))
+        )
     print(f"profile: {folder}")
 
 
@@ -78,12 +91,16 @@ def _check(config: ProfileRun) -> None:
     """Refuse options that are for another kind of model."""
     if config.data is not None and config.model in ("elastic", "ocr", "learner"):
         raise InputError(
-            f"data={config.data}: model={config.model} makes its own questions; name the model that answers these, "
+            f"data={config.data}: model={config.model} makes its own questions; name the model "
+            "that answers these, "
             "model=NAME_OR_FOLDER"
         )
     has_knobs = config.data is not None or config.model == "elastic" or ":" in config.model
     if not has_knobs and config.knobs != VLMProfileConfig():
-        raise InputError("knobs: is for model=elastic, a class of your own, or a Hugging Face model with data=FILE")
+        raise InputError(
+            "knobs: is for model=elastic, a class of your own, or a Hugging Face model with "
+            "data=FILE"
+        )
     if config.importance is not None and (config.data is None or ":" in config.model):
         raise InputError("importance: is for a Hugging Face model with data=FILE")
     if config.model != "ocr" and config.ocr != OCRProfileConfig():
@@ -98,7 +115,10 @@ def _profile_beams(config: ProfileRun) -> None:
     from knobwise.profiling.measuring.machine import one_thread
 
     is_learner = config.model == "learner"
-    task = learner_task(config.learner, config.pool) if is_learner else vlm_task(config.model, config.vlm, config.pool)
+    if is_learner:
+        task = learner_task(config.learner, config.pool)
+    else:
+        task = vlm_task(config.model, config.vlm, config.pool)
     draw = None
     drawn_by = ""
     if config.checkpoint is not None:
@@ -115,7 +135,8 @@ def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], A
     from knobwise.experiments.settings.beams import stored_embeddings
 
     loaded = load_checkpoint(checkpoint)
-    selector, embeddings = loaded.selector, stored_embeddings(table, loaded)
+    selector = loaded.selector
+    embeddings = stored_embeddings(table, loaded)
 
     def draw(rows: Any, count: int) -> Any:
         query, pool = embeddings.both(rows, table.pool[rows])
@@ -136,7 +157,11 @@ def inspect(config: InspectRun) -> None:
         if config.json is not None:
             write_text(config.json, json.dumps(facts, indent=1))
         return
-    from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
+    from knobwise.experiments.report.inspection import (
+        inspect_table,
+        print_inspection,
+        write_inspection,
+    )
 
     facts = inspect_table(read_profile(config.profile))
     print_inspection(facts, Console())

@@ -1,8 +1,8 @@
 """Sweeps: `knobwise train -m key=a,b …`, one job after the other or several at the same time.
 
-Hydra's multirun and launchers run the jobs: its own launcher in turn, `hydra/launcher=joblib` in processes of this
-machine, `hydra/launcher=ray` on many. This module decides which jobs there are, checks all of them before the first one
-starts, leaves out those that are finished, and reports.
+Hydra's multirun and launchers run the jobs: its own launcher in turn, `hydra/launcher=joblib` in
+processes of this machine, `hydra/launcher=ray` on many. This module decides which jobs there are,
+checks all of them before the first one starts, leaves out those that are finished, and reports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from knobwise.common.interruption import held_back
 from knobwise.common.progress import progress, say
 from knobwise.experiments.command_line import compose
 from knobwise.experiments.command_line.compose import GROUPS, composed, read_settings
-from knobwise.experiments.command_line.sweep_jobs import Crashed, Sweep, check_launcher, described, relative
+from knobwise.experiments.command_line.sweep_jobs import (
+    Crashed,
+    Sweep,
+    check_launcher,
+    described,
+    relative,
+)
 from knobwise.experiments.results.run_folder import UNFINISHED, claim_folder, finished_run, run_name
 from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 from knobwise.experiments.settings.options import EXPERIMENTS
@@ -44,29 +50,43 @@ STOPPING = "stopping the jobs, which save what they have; interrupt again to sto
 def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
     """The words of every job of a sweep, in the order in which they run, ready for `read_settings`.
 
-    A job is one choice for each `key=a,b` of the command line and of `hydra.sweeper.params` in the experiment's file;
-    the command line holds for a key that both name. Flags and Hydra's own options are left out.
+    A job is one choice for each `key=a,b` of the command line and of `hydra.sweeper.params` in the
+    experiment's file; the command line holds for a key that both name. Flags and Hydra's own
+    options are left out.
 
     Raises:
-        InputError: words that cannot be read, an unknown experiment, experiments of both systems, the same job twice.
+        InputError: words that cannot be read, an unknown experiment, experiments of both systems,
+            the same job twice.
     """
     about_hydra = _about_hydra(words)
-    overrides = compose.parsed([word for word in words if not word.startswith("-") and word not in about_hydra])
+    overrides = compose.parsed(
+        [word for word in words if not word.startswith("-") and word not in about_hydra]
+    )
     for override in overrides:
         if override.is_sweep_override() and not override.is_discrete_sweep():
-            raise InputError(f"{override.input_line}: a sweep lists values, as in {override.key_or_group}=a,b")
+            raise InputError(
+                f"{override.input_line}: a sweep lists values, as in {override.key_or_group}=a,b"
+            )
     choices = {override.get_key_element(): _choices(override) for override in overrides}
     named = "experiment" in choices
     typed = choices.pop("experiment", [f"experiment={EXPERIMENTS[schema]}"])
     names = [word.partition("=")[2].strip("'\"") for word in typed]
     if any(compose.schema_of("train", [f"experiment={name}"]) != schema for name in names):
-        raise InputError(f"experiment={','.join(names)}: train selectors and controllers with two commands")
+        raise InputError(
+            f"experiment={','.join(names)}: train selectors and controllers with two commands"
+        )
     jobs: list[list[str]] = []
     for name in names:
-        sweeper = composed(schema, [f"experiment={name}", *about_hydra], with_hydra=True).hydra.sweeper
+        sweeper = composed(
+            schema, [f"experiment={name}", *about_hydra], with_hydra=True
+        ).hydra.sweeper
         if not str(sweeper._target_).endswith("BasicSweeper"):
-            raise InputError("hydra/sweeper: sweeps run over key=a,b only; to search, use W&B sweeps")
-        of_file = compose.parsed([f"{key}={values}" for key, values in (sweeper.params or {}).items()])
+            raise InputError(
+                "hydra/sweeper: sweeps run over key=a,b only; to search, use W&B sweeps"
+            )
+        of_file = compose.parsed(
+            [f"{key}={values}" for key, values in (sweeper.params or {}).items()]
+        )
         every = {override.get_key_element(): _choices(override) for override in of_file}
         every |= ({"experiment": [f"experiment={name}"]} if named else {}) | choices
         jobs += [list(job) for job in itertools.product(*every.values())]
@@ -86,27 +106,32 @@ def _choices(override: Override) -> list[str]:
 
 
 def _about_hydra(words: Sequence[str]) -> list[str]:
-    """The words that set options of Hydra itself. Raises InputError: Ray is asked for and not installed."""
+    """The words that set options of Hydra itself. Raises InputError: Ray is asked for and not
+    installed."""
     about_hydra = [word for word in words if re.match(compose.ABOUT_HYDRA, word)]
     missing = find_spec("ray") is None or find_spec("hydra_plugins.hydra_ray_launcher") is None
     if missing and any(word.lstrip("+").startswith("hydra/launcher=ray") for word in about_hydra):
-        raise InputError("hydra/launcher=ray: Ray is not installed; install it with `pip install 'knobwise[ray]'`")
+        raise InputError(
+            "hydra/launcher=ray: Ray is not installed; install it with `pip install "
+            "'knobwise[ray]'`"
+        )
     return about_hydra
 
 
-# -- running them ------------------------------------------------------------------------------------------------------
+# -- running them ----------------------------------------------------------------------------------
 
 
 def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -> int:
-    """Run every job of a sweep, show progress, and say how to compare the runs; gives the exit status. After
-    an interruption, it resumes the job that was interrupted and leaves out the finished ones.
+    """Run every job of a sweep, show progress, and say how to compare the runs; gives the exit
+    status. After an interruption, it resumes the job that was interrupted and leaves out the
+    finished ones.
 
     Args:
         check: raises InputError when the settings of a job cannot be used.
 
     Raises:
-        InputError: a mistake in any job or a launcher that cannot be used, before the first job starts; or, after all
-            others are done, jobs that failed for such a mistake.
+        InputError: a mistake in any job or a launcher that cannot be used, before the first job
+            starts; or, after all others are done, jobs that failed for such a mistake.
     """
     compose.check_flags(schema, words, allowed=compose.MULTIRUN)
     words = _in_order(words)
@@ -115,13 +140,19 @@ def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -
     for config in configs:
         check(config)
     content = [
-        {"words": job, "settings": hashlib.sha256(OmegaConf.to_yaml(asdict(config)).encode()).hexdigest(), "data": data}
+        {
+            "words": job,
+            "settings": hashlib.sha256(OmegaConf.to_yaml(asdict(config)).encode()).hexdigest(),
+            "data": data,
+        }
         for job, config, data in zip(jobs, configs, _digests(configs), strict=True)
     ]
     about_hydra = _about_hydra(words)
     if not any("hydra/launcher" in word for word in about_hydra):
         about_hydra.append("hydra/launcher=basic")
-    launched = composed(schema, [f"runs={json.dumps(configs[0].runs)}", *about_hydra], with_hydra=True).hydra
+    launched = composed(
+        schema, [f"runs={json.dumps(configs[0].runs)}", *about_hydra], with_hydra=True
+    ).hydra
     launcher = launched.launcher
     check_launcher(launcher)
     settings = [word for word in words if not word.startswith("-") and word not in about_hydra]
@@ -158,8 +189,11 @@ def _named_apart(jobs: list[list[str]]) -> list[list[str]]:
 
 
 def _take_up(folder: Path, jobs: Sequence[list[str]], configs: Sequence[Any]) -> None:
-    """Leave no outcome but those of finished jobs, also of those that were killed before they could note it."""
-    since = min((folder / name).stat().st_mtime for name in (JOBS, UNFINISHED))  # one of them may be written again
+    """Leave no outcome but those of finished jobs, also of those that were killed before they could
+    note it."""
+    since = min(
+        (folder / name).stat().st_mtime for name in (JOBS, UNFINISHED)
+    )  # one of them may be written again
     for number, (words, config) in enumerate(zip(jobs, configs, strict=True), 1):
         outcome = read_outcome(folder, number)
         if outcome and outcome.folder and (Path(outcome.folder) / "results.json").exists():
@@ -171,8 +205,8 @@ def _take_up(folder: Path, jobs: Sequence[list[str]], configs: Sequence[Any]) ->
 
 
 def _in_order(words: Sequence[str]) -> list[str]:
-    """The words in the order of their keys, so that the same words in another order are the same sweep. Where a key and
-    a part of it are both set, the order counts and stays."""
+    """The words in the order of their keys, so that the same words in another order are the same
+    sweep. Where a key and a part of it are both set, the order counts and stays."""
     keys = [word.lstrip("+~").split("=")[0] for word in words]
     whole = [key for key in keys if key not in GROUPS]
     if any(key.startswith(f"{other}.") for key in keys for other in whole):
@@ -181,8 +215,8 @@ def _in_order(words: Sequence[str]) -> list[str]:
 
 
 def _digests(configs: Sequence[Any]) -> list[str]:
-    """The digest of the data that each job learns from, each file being read once. Raises InputError: settings or files
-    that would make a job fail in its first moments."""
+    """The digest of the data that each job learns from, each file being read once. Raises
+    InputError: settings or files that would make a job fail in its first moments."""
     from knobwise.envs.tables.splits import divide
     from knobwise.experiments.settings.beams import read_data
     from knobwise.experiments.settings.profiles import read_profile
@@ -198,7 +232,10 @@ def _digests(configs: Sequence[Any]) -> list[str]:
             for name in config.variants:
                 config.plan(name)
         if key not in tables:
-            tables[key] = read_data(config.beams).table if is_selector else read_profile(config.profile)
+            if is_selector:
+                tables[key] = read_data(config.beams).table
+            else:
+                tables[key] = read_profile(config.profile)
         if not is_selector:
             divide(tables[key], **asdict(config.split))
         digests.append(tables[key].digest)
@@ -207,8 +244,12 @@ def _digests(configs: Sequence[Any]) -> list[str]:
 
 def _run(sweep: Sweep, about_hydra: Sequence[str]) -> None:
     """Launch the jobs that are not finished. Raises Crashed: the launcher failed."""
-    done, total = len(sweep.done_before), len(sweep.jobs)
-    others = "" if sweep.in_turn else f" at the same time; their output is in {relative(sweep.folder)}/*.log"
+    done = len(sweep.done_before)
+    total = len(sweep.jobs)
+    if sweep.in_turn:
+        others = ""
+    else:
+        others = f" at the same time; their output is in {relative(sweep.folder)}/*.log"
     say(f"sweep: {sweep.size}{others}")
     if done:
         say(f"finished before and not run again: {done} of them{_with_other_code(sweep)}")
@@ -224,13 +265,17 @@ def _run(sweep: Sweep, about_hydra: Sequence[str]) -> None:
                     try:
                         _run_by_hydra(arguments, compose.SWEEP, sweep)
                     except Exception:
-                        held.check()  # a launcher misses a process that was stopped before it began its job
+                        # a launcher misses a process that was stopped before it began its job
+                        held.check()
                         raise
         except KeyboardInterrupt as stop:
             sweep.add_notes(stop)
             raise
         except Exception as error:  # of the launcher: jobs keep theirs to themselves
-            lost = ", ".join(sweep.name(number) for number in sweep.outcomes("running")) or "the launcher"
+            lost = (
+                ", ".join(sweep.name(number) for number in sweep.outcomes("running"))
+                or "the launcher"
+            )
             raise Crashed(f"{lost}: {described(error)}; repeat the command to resume") from error
 
 
@@ -239,9 +284,12 @@ def _with_other_code(sweep: Sweep) -> str:
     from knobwise.experiments.report.words import read_results
     from knobwise.experiments.tracking.tracker import code_digest
 
-    now, runs = code_digest(), [Path(str(outcome.folder)) for outcome in sweep.outcomes("finished").values()]
+    now = code_digest()
+    runs = [Path(str(outcome.folder)) for outcome in sweep.outcomes("finished").values()]
     others = sum(read_results(run).get("run", {}).get("code", now) != now for run in runs)
-    return f", {others} by other code; another name=… trains all anew" if others else ""
+    if others:
+        return f", {others} by other code; another name=… trains all anew"
+    return ""
 
 
 def _run_by_hydra(words: list[str], config: str, task: Callable[[Any], None]) -> None:

@@ -1,9 +1,10 @@
-"""The jobs of a sweep: running one, wherever the launcher puts it; showing the states of all while the sweep runs, and
-reporting them at its end; checking that a launcher can run them.
+"""The jobs of a sweep: running one, wherever the launcher puts it; showing the states of all while
+the sweep runs, and reporting them at its end; checking that a launcher can run them.
 
-Each job leaves its state in the sweep's folder: `N.json` for the launching process, and from another process its output
-in `N.log`. A job in another process stops, as by Ctrl-C, when a file `stop` appears. All of this goes by files, so it
-works alike on one machine and on many that share a disk.
+Each job leaves its state in the sweep's folder: `N.json` for the launching process, and from
+another process its output in `N.log`. A job in another process stops, as by Ctrl-C, when a file
+`stop` appears. All of this goes by files, so it works alike on one machine and on many that share a
+disk.
 """
 
 from __future__ import annotations
@@ -36,19 +37,26 @@ from knobwise.experiments.settings.selector_options import SelectorRun
 
 STOP = "stop"
 POLL_S = 0.3
-"""Seconds between looks of a job in another process for that file, and of the launching process at the jobs."""
+"""Seconds between looks of a job in another process for that file, and of the launching process at
+the jobs."""
 ANSWERS_S = 5.0
 """Seconds within which a Ray cluster must accept a connection."""
 
 
 def train(config: Any, words: list[str]) -> Path:
-    """Train a controller or a selector; returns the run's folder. Raises InputError: settings or files that cannot be
-    used; nothing has been written then."""
+    """Train a controller or a selector; returns the run's folder. Raises InputError: settings or
+    files that cannot be used; nothing has been written then."""
     experiment: Any
-    question = question_of(config.experiment) if config.experiment in experiments() else ""
+    if config.experiment in experiments():
+        question = question_of(config.experiment)
+    else:
+        question = ""
     config.tracking.notes = config.tracking.notes or question
     if has_terminal():  # where somebody waits for the next line, which takes seconds
-        say(f"{config.experiment}: {question}\ntraining with seeds={config.seeds}; loading PyTorch and the data …")
+        say(
+            f"{config.experiment}: {question}\ntraining with seeds={config.seeds}; loading "
+            "PyTorch and the data …"
+        )
     if isinstance(config, SelectorRun):
         from knobwise.experiments.train.selector import SelectorExperiment as experiment
     else:
@@ -57,16 +65,21 @@ def train(config: Any, words: list[str]) -> Path:
 
 
 def result_line(run: Path) -> str:
-    """The result of a finished run in a few words: its utility, or the accuracy of each way of post-training."""
+    """The result of a finished run in a few words: its utility, or the accuracy of each way of
+    post-training."""
     results = json.loads((run / "results.json").read_text())
     if problem_of(results).averaged:
         problem = problem_of(results)
         row = problem.row(results, problem.trained[0], None)
         low, high = row["utility_ci95"]
         return f"utility {row['utility']:.3f} [{low:.3f}, {high:.3f}]"
-    rows = [row for row in results["rows"] if row["shots"] == results["trained_shots"]] or results["rows"]
+    rows = [row for row in results["rows"] if row["shots"] == results["trained_shots"]] or results[
+        "rows"
+    ]
     accuracy = {row["policy"]: row["accuracy"] for row in rows}
-    return "accuracy " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in results["variants"] if name in accuracy)
+    return "accuracy " + ", ".join(
+        f"{name} {accuracy[name]:.3f}" for name in results["variants"] if name in accuracy
+    )
 
 
 class Crashed(Exception):
@@ -74,7 +87,8 @@ class Crashed(Exception):
 
 
 class Sweep:
-    """The jobs of a sweep, whose states stand in its folder. A launcher calls it in each job's process.
+    """The jobs of a sweep, whose states stand in its folder. A launcher calls it in each job's
+    process.
 
     Args:
         folder: of the sweep, absolute.
@@ -83,9 +97,15 @@ class Sweep:
         in_turn: whether the jobs run in this process, one after the other.
     """
 
-    def __init__(self, folder: Path, jobs: list[list[str]], configs: list[Any], in_turn: bool) -> None:
-        self.folder, self.jobs, self.configs, self.in_turn = folder, jobs, configs, in_turn
-        self.start, self.launcher = os.getcwd(), this_process()
+    def __init__(
+        self, folder: Path, jobs: list[list[str]], configs: list[Any], in_turn: bool
+    ) -> None:
+        self.folder = folder
+        self.jobs = jobs
+        self.configs = configs
+        self.in_turn = in_turn
+        self.start = os.getcwd()
+        self.launcher = this_process()
         (folder / STOP).unlink(missing_ok=True)
         self.done_before = set(self.outcomes("finished"))
         self.announced: dict[int, str] = {}
@@ -94,10 +114,11 @@ class Sweep:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "tick": None}  # only the launching process has a bar
 
-    # -- one job -------------------------------------------------------------------------------------------------------
+    # -- one job -----------------------------------------------------------------------------------
 
     def __call__(self, config: DictConfig) -> None:
-        """Run the job `config.job`. Raises nothing but KeyboardInterrupt: the result is in the folder."""
+        """Run the job `config.job`. Raises nothing but KeyboardInterrupt: the result is in the
+        folder."""
         if this_process() == self.launcher:
             self.run(config.job)
         elif not self.is_stopped():
@@ -123,7 +144,10 @@ class Sweep:
         except InputError as error:
             outcome = Outcome("failed", error=str(error))
         except Exception as error:
-            refused = refused_by_system(error) if isinstance(error, OSError) else None
+            if isinstance(error, OSError):
+                refused = refused_by_system(error)
+            else:
+                refused = None
             if refused is None:
                 traceback.print_exc()
                 refused = 1, described(error)
@@ -141,7 +165,7 @@ class Sweep:
         if self.in_turn:
             self.show()
 
-    # -- all jobs ------------------------------------------------------------------------------------------------------
+    # -- all jobs ----------------------------------------------------------------------------------
 
     @property
     def size(self) -> str:
@@ -159,7 +183,9 @@ class Sweep:
 
     def outcomes(self, *states: str) -> dict[int, Outcome]:
         """The jobs that are in one of these states, or in any, by their numbers."""
-        every = {number: read_outcome(self.folder, number) for number in range(1, len(self.jobs) + 1)}
+        every = {
+            number: read_outcome(self.folder, number) for number in range(1, len(self.jobs) + 1)
+        }
         return {
             number: outcome
             for number, outcome in every.items()
@@ -170,7 +196,9 @@ class Sweep:
         """Note how many jobs are finished and, of jobs in other processes, where each stands."""
         counts = {state: len(self.outcomes(state)) for state in ("finished", "failed", "stopped")}
         note = f"{counts.pop('finished')} of {self.size} are finished"
-        stop.add_note(", ".join([note, *(f"{number} {state}" for state, number in counts.items() if number)]))
+        stop.add_note(
+            ", ".join([note, *(f"{number} {state}" for state, number in counts.items() if number)])
+        )
         for number, outcome in {} if self.in_turn else self.outcomes("stopped").items():
             stop.add_note(f"{self.name(number)}: {outcome.error or 'stopped'}")
 
@@ -213,22 +241,43 @@ class Sweep:
             InputError: jobs failed for a mistake in what was given.
             Crashed: jobs failed otherwise.
         """
-        finished, failed = self.outcomes("finished"), self.outcomes("failed")
-        folders = {number: relative(Path(str(outcome.folder))) for number, outcome in finished.items()}
+        finished = self.outcomes("finished")
+        failed = self.outcomes("failed")
+        folders = {
+            number: relative(Path(str(outcome.folder))) for number, outcome in finished.items()
+        }
         rows = [("job", "settings", "result", "time", "run")]
         for number, folder in folders.items():
             time_taken = duration(finished[number].seconds)
-            rows.append((str(number), self.settings(number) or "–", result_line(Path(folder)), time_taken, folder))
+            rows.append(
+                (
+                    str(number),
+                    self.settings(number) or "–",
+                    result_line(Path(folder)),
+                    time_taken,
+                    folder,
+                )
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows if finished else ():
             # not a rich table: the terminal may wrap a path, but a broken one cannot be copied
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            print(
+                "  ".join(
+                    cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+                ).rstrip()
+            )
         if len(folders) > 1:
             print(f"compare them: knobwise compare {shlex.join(_together(list(folders.values())))}")
         if failed:
             number, outcome = next(iter(failed.items()))
-            others = f" (and {len(failed) - 1} more of them)" if len(failed) > 1 else ""
-            line = f"{self.name(number)}{others}: {outcome.error}; repeat the command to run the failed jobs again"
+            if len(failed) > 1:
+                others = f" (and {len(failed) - 1} more of them)"
+            else:
+                others = ""
+            line = (
+                f"{self.name(number)}{others}: {outcome.error}; repeat the "
+                "command to run the failed jobs again"
+            )
             raise Crashed(line) if outcome.crashed else InputError(line)
 
 
@@ -236,12 +285,16 @@ def _together(folders: list[str]) -> list[str]:
     """The one folder that holds these runs and no others, where there is one."""
     parents = {Path(folder).parent for folder in folders}
     runs = {str(path.parent) for parent in parents for path in parent.glob("*/results.json")}
-    return [str(parents.pop())] if len(parents) == 1 and runs == set(folders) else folders
+    if len(parents) == 1 and runs == set(folders):
+        return [str(parents.pop())]
+    return folders
 
 
 def relative(path: Path) -> str:
     """A path as a person in this folder would write it."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    if path.is_relative_to(Path.cwd()):
+        return os.path.relpath(path)
+    return str(path)
 
 
 def described(error: Exception) -> str:
@@ -249,41 +302,54 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 def check_launcher(launcher: DictConfig) -> None:
     """Refuse a launcher that cannot launch, and join the Ray cluster that was named.
 
-    Hydra's launcher would tell Ray how much memory to take, which a running cluster refuses, so the cluster is joined
-    here. Without an address Ray is started anew (`local`), also where a cluster runs on this machine.
+    Hydra's launcher would tell Ray how much memory to take, which a running cluster refuses, so the
+    cluster is joined here. Without an address Ray is started anew (`local`), also where a cluster
+    runs on this machine.
 
     Raises:
         InputError: no process is allowed, or no Ray cluster answers.
     """
     if launcher.get("n_jobs") == 0:
-        raise InputError("hydra.launcher.n_jobs=0: must be at least 1, or -1 for as many jobs as there are cores")
+        raise InputError(
+            "hydra.launcher.n_jobs=0: must be at least 1, or -1 for as many jobs as there are cores"
+        )
     if not str(launcher._target_).endswith(".RayLauncher"):
         return
     setting = launcher.ray.init.get("address")
-    address = setting if setting not in (None, "auto") else os.environ.get("RAY_ADDRESS") or setting
+    if setting not in (None, "auto"):
+        address = setting
+    else:
+        address = os.environ.get("RAY_ADDRESS") or setting
     if address in (None, "local"):
         launcher.ray.init.address = "local"
         return
     address = str(address)  # Hydra reads a port alone as a number
-    key = "hydra.launcher.ray.init.address" if address == str(setting) else "RAY_ADDRESS"
+    if address == str(setting):
+        key = "hydra.launcher.ray.init.address"
+    else:
+        key = "RAY_ADDRESS"
     join_cluster(key, address, dict(OmegaConf.to_container(launcher.ray.init, resolve=True)))  # type: ignore[arg-type]
 
 
 def join_cluster(key: str, address: str, init: dict[str, Any]) -> None:
-    """Join the Ray cluster at an address, which `key` names, with these arguments of `ray.init`. Raises InputError if
-    none answers."""
+    """Join the Ray cluster at an address, which `key` names, with these arguments of `ray.init`.
+    Raises InputError if none answers."""
     no_answer = f"{key}={address}: no Ray cluster answers at {address}"
-    if place := re.fullmatch(r"(?:\w+://)?\[?([^/]+?)\]?:(\d+)", address):  # Ray itself would try for long
+    if place := re.fullmatch(
+        r"(?:\w+://)?\[?([^/]+?)\]?:(\d+)", address
+    ):  # Ray itself would try for long
         try:
             socket.create_connection((place[1], int(place[2])), ANSWERS_S).close()
         except (OSError, OverflowError, UnicodeError) as error:
-            raise InputError(f"{no_answer} ({getattr(error, 'strerror', None) or error})") from error
+            raise InputError(
+                f"{no_answer} ({getattr(error, 'strerror', None) or error})"
+            ) from error
     import ray
 
     try:
@@ -300,7 +366,8 @@ def this_process() -> tuple[str, int]:
 
 
 def _is_gone(process: tuple[str, int]) -> bool:
-    """Whether a process of this machine has ended; False for those of other machines, and on Windows."""
+    """Whether a process of this machine has ended; False for those of other machines, and on
+    Windows."""
     machine, number = process
     try:
         if machine == socket.gethostname() and not WINDOWS:
@@ -315,7 +382,8 @@ def _is_gone(process: tuple[str, int]) -> bool:
 @contextmanager
 def _repeated(work: Callable[[], bool]) -> Iterator[None]:
     """Do some work every `POLL_S` in another thread, until it gives True or the block ends."""
-    ended, busy = threading.Event(), threading.Lock()
+    ended = threading.Event()
+    busy = threading.Lock()
 
     def repeat() -> None:
         while not ended.wait(POLL_S):
@@ -337,8 +405,8 @@ def _repeated(work: Callable[[], bool]) -> Iterator[None]:
 def _stopped_by(is_stopped: Callable[[], bool]) -> Iterator[None]:
     """Interrupt this process, once, when that holds or its parent is gone.
 
-    The process gets a group of its own: a Ctrl-C in the terminal reaches the launching process alone, which makes the
-    file, and does not break a process that waits for its next job."""
+    The process gets a group of its own: a Ctrl-C in the terminal reaches the launching process
+    alone, which makes the file, and does not break a process that waits for its next job."""
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it
@@ -356,7 +424,8 @@ def _stopped_by(is_stopped: Callable[[], bool]) -> Iterator[None]:
 
 
 def _write_into(path: Path) -> None:
-    """Write the output of this process and its children to a file: that of several jobs would garble a terminal."""
+    """Write the output of this process and its children to a file: that of several jobs would
+    garble a terminal."""
     with path.open("ab") as file:
         for number, stream in enumerate((sys.stdout, sys.stderr), 1):
             stream.flush()

@@ -27,25 +27,35 @@ def comparison_charts(comparison: Comparison) -> Charts:
     """The charts that the runs have numbers for."""
     if comparison.problem is WEIGHTS:
         named = [(run, run.policy, _line(comparison, run)["policy"]) for run in comparison.runs]
-        named += [(comparison.reference, name, policy_name(name)) for name in (WEIGHTS.low, WEIGHTS.high)]
-        points = [(label, run.row(policy, place)) for run, policy, label in named for place in comparison.places]
+        named += [
+            (comparison.reference, name, policy_name(name)) for name in (WEIGHTS.low, WEIGHTS.high)
+        ]
+        points = [
+            (label, run.row(policy, place))
+            for run, policy, label in named
+            for place in comparison.places
+        ]
         return {"Fronts": fronts(points, comparison.reference.results)}
-    problem, labels, unit = comparison.problem, order(comparison), comparison.unit
+    problem = comparison.problem
+    labels = order(comparison)
+    unit = comparison.unit
     runs = list(zip(comparison.runs, comparison.policies, strict=True))
     rows = _numbers(comparison, [(run, policy, _line(comparison, run)) for run, policy in runs])
     if len(runs) > COLOURED:
         rows = rows.drop("low", "high")
     names = {row["policy"]: policy_name(row["policy"]) for row in comparison.reference_rows()}
-    lines = [(comparison.reference, policy, {"policy": name, "name": name}) for policy, name in names.items()]
+    lines = [
+        (comparison.reference, policy, {"policy": name, "name": name})
+        for policy, name in names.items()
+    ]
     drawn: Charts = {}
     metric = next(metric for metric in problem.metrics if metric.key == problem.ranked_by)
     heading = f"{metric.name.capitalize()} by {problem.place_words[0]}"
     if problem.averaged:
-        rows = (
-            pl.concat([rows, _numbers(comparison, lines).select(rows.columns)], how="vertical_relaxed")
-            if lines
-            else rows
-        )
+        if lines:
+            rows = pl.concat(
+                [rows, _numbers(comparison, lines).select(rows.columns)], how="vertical_relaxed"
+            )
         coloured = [*labels, *names.values()]
         drawn[heading] = charts.by_budget(rows, metric.key, metric.name, coloured, unit=unit)
     elif len(comparison.places) > 1:
@@ -54,7 +64,9 @@ def comparison_charts(comparison: Comparison) -> Charts:
         level = comparison.reference.results.get("satisfaction_level")
         rows = rows.drop("low", "high", strict=False)
         title = "on time, of the feasible requests"
-        drawn["On time"] = charts.by_budget(rows, FEASIBLE.key, title, coloured, percent=True, level=level, unit=unit)
+        drawn["On time"] = charts.by_budget(
+            rows, FEASIBLE.key, title, coloured, percent=True, level=level, unit=unit
+        )
     columns = [(run.label, policy, run.results) for run, policy in runs if run.label in labels]
     if usage := charts.knob_usage(columns, unit):
         drawn["Which settings are used"] = usage
@@ -67,16 +79,23 @@ def forest(comparison: Comparison) -> charts.Figure:
     """The differences at the main place, in points as in the tables."""
     rows = [
         {"name": difference.run, "value": 100 * difference.difference}
-        | {"low": 100 * difference.ci95[0], "high": 100 * difference.ci95[1], "shown": SIGN_WORDS[difference.sign]}
+        | {
+            "low": 100 * difference.ci95[0],
+            "high": 100 * difference.ci95[1],
+            "shown": SIGN_WORDS[difference.sign],
+        }
         for difference in comparison.differences
     ]
     title = f"difference in {comparison.problem.score} to {comparison.reference.label}, in points"
-    colour = charts.colour_of({"blue": "better", "orange": "worse", "grey": "no difference shown"}, "shown")
+    colour = charts.colour_of(
+        {"blue": "better", "orange": "worse", "grey": "no difference shown"}, "shown"
+    )
     return charts.dots(pl.DataFrame(rows), title, colour, zero=True)
 
 
 def order(comparison: Comparison) -> list[str]:
-    """The labels in the legend: of the runs with a colour, in the order given, and of all others together."""
+    """The labels in the legend: of the runs with a colour, in the order given, and of all others
+    together."""
     labels = [run.label for run in comparison.runs]
     if len(labels) <= COLOURED:
         return labels
@@ -85,10 +104,15 @@ def order(comparison: Comparison) -> list[str]:
 
 
 def _line(comparison: Comparison, run: ComparedRun) -> dict[str, str]:
-    return {"policy": run.label if run.label in order(comparison) else charts.OTHER, "name": run.label}
+    return {
+        "policy": run.label if run.label in order(comparison) else charts.OTHER,
+        "name": run.label,
+    }
 
 
-def _numbers(comparison: Comparison, lines: list[tuple[ComparedRun, str, dict[str, str]]]) -> pl.DataFrame:
+def _numbers(
+    comparison: Comparison, lines: list[tuple[ComparedRun, str, dict[str, str]]]
+) -> pl.DataFrame:
     """The numbers of each (run, policy, columns that name the line) at each place."""
     problem = comparison.problem
     rows = [
@@ -107,18 +131,27 @@ def _training(comparison: Comparison) -> charts.Figure:
         logged = logged_numbers(run.folder / "metrics.csv")
         if logged is not None:
             line = {name: pl.lit(value) for name, value in _line(comparison, run).items()}
-            frames.append(logged.with_columns(grpo=pl.lit(grpo_begins(run.results), pl.Int64), **line))
+            frames.append(
+                logged.with_columns(grpo=pl.lit(grpo_begins(run.results), pl.Int64), **line)
+            )
     if not frames:
         return []
-    logged = pl.concat(frames).filter(pl.col("part") == "validation").with_columns(pl.col("seed").fill_null(""))
+    logged = (
+        pl.concat(frames)
+        .filter(pl.col("part") == "validation")
+        .with_columns(pl.col("seed").fill_null(""))
+    )
     scores = ("Utility", comparison.problem.validation.removeprefix("Val/"))
     names = [name for name in metrics_in_time(logged) if name in scores or is_shown_first(name)]
     titles = {name: title_of(name, comparison.unit) for name in names}
-    value, curve = pl.col("value"), ["name", "metric"]
+    value = pl.col("value")
+    curve = ["name", "metric"]
     # steps that only some seeds reached have no mean over the seeds
     last = pl.col("step").max().over(*curve, "seed").min().over(curve)
     points = logged.filter(pl.col("metric").is_in(list(titles)), pl.col("step") <= last)
-    points = points.group_by("policy", *curve, "grpo", "step").agg(mean=value.mean(), low=value.min(), high=value.max())
+    points = points.group_by("policy", *curve, "grpo", "step").agg(
+        mean=value.mean(), low=value.min(), high=value.max()
+    )
     points = points.sort(*curve, "step").with_columns(
         pl.col("mean", "low", "high").round_sig_figs(5),
         pl.col("metric").replace(titles).alias("panel"),

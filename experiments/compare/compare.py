@@ -1,7 +1,8 @@
-"""knobwise compare: finished runs side by side, from their folders alone: on the terminal, as one page, as JSON.
+"""knobwise compare: finished runs side by side, from their folders alone: on the terminal, as one
+page, as JSON.
 
-Every run is compared with the first one. Runs that were judged on the same samples are tested in pairs
-(`knobwise.experiments.compare.paired`); of other runs the numbers are shown, with the reason.
+Every run is compared with the first one. Runs that were judged on the same samples are tested in
+pairs (`knobwise.experiments.compare.paired`); of other runs the numbers are shown, with the reason.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ def compare(config: CompareRun) -> Comparison:
     except InputError:
         raise
     except Exception as error:
-        for run in find_runs(config.runs)[0]:  # results of earlier versions hold no checksum that shows damage
+        for run in find_runs(config.runs)[
+            0
+        ]:  # results of earlier versions hold no checksum that shows damage
             if "sha256" not in read_results(run):
-                wrong = f"{run}/results.json: does not hold results ({error}); train or judge the run again"
+                wrong = (
+                    f"{run}/results.json: does not hold results ({error}); "
+                    "train or judge the run again"
+                )
                 raise InputError(wrong) from error
         raise
 
@@ -69,8 +75,8 @@ def write_numbers(comparison: Comparison, path: str | Path) -> None:
 
 
 def numbers(comparison: Comparison) -> dict[str, Any]:
-    """The content of the JSON file. Differences are `run` − `against`; `place` is a budget in ms or a number of shots,
-    None for the mean over budgets."""
+    """The content of the JSON file. Differences are `run` − `against`; `place` is a budget in ms or
+    a number of shots, None for the mean over budgets."""
     return {
         "kind": comparison.problem.name,
         "reference": comparison.reference.label,

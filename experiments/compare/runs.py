@@ -61,7 +61,8 @@ class ComparedRun:
 
     @property
     def policy(self) -> str:
-        """The policy that stands for the run: the learned controller, or the selector that was best on validation.
+        """The policy that stands for the run: the learned controller, or the selector that was best
+        on validation.
 
         Raises:
             InputError: no trained selector was judged.
@@ -74,29 +75,39 @@ class ComparedRun:
     @property
     def trained(self) -> list[str]:
         """Every policy that was trained, in the order of the results."""
-        names = {*self.problem.trained, *self.problem.controls, *(self.results.get("variants") or ())}
+        names = {
+            *self.problem.trained,
+            *self.problem.controls,
+            *(self.results.get("variants") or ()),
+        }
         judged = dict.fromkeys(row["policy"] for row in self.problem.rows(self.results))
         return [name for name in judged if name in names]
 
     def row(self, policy: str, place: float | None) -> Mapping[str, Any]:
-        """The row of a policy at a place, or its mean over the places (None); {} if there is none."""
+        """The row of a policy at a place, or its mean over the places (None); {} if there is
+        none."""
         rows = (row for row in self.problem.rows(self.results) if row["policy"] == policy)
         return next((row for row in rows if place_of(row.get(self.problem.place)) == place), {})
 
 
 def place_of(place: Any) -> Any:
-    """A place to six figures: files may hold the same budget with more or with fewer; None stays None."""
-    return None if place is None else float(f"{place:.6g}")
+    """A place to six figures: files may hold the same budget with more or with fewer; None stays
+    None."""
+    if place is None:
+        return None
+    return float(f"{place:.6g}")
 
 
-# -- finding -----------------------------------------------------------------------------------------------------------
+# -- finding ---------------------------------------------------------------------------------------
 
 
 def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The finished runs among these folders or below them, in the order given, and the names of the unfinished ones.
+    """The finished runs among these folders or below them, in the order given, and the names of the
+    unfinished ones.
 
-    The runs in a folder are sorted by name, with numbers by size; a sweep's own folder (`runs/multirun/…`) stands for
-    the runs of its jobs. The link `latest` in a folder of runs is not followed.
+    The runs in a folder are sorted by name, with numbers by size; a sweep's own folder
+    (`runs/multirun/…`) stands for the runs of its jobs. The link `latest` in a folder of runs is
+    not followed.
 
     Raises:
         InputError: if there is no such folder, or no run in it.
@@ -106,11 +117,18 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
     for name in folders:
         folder = Path(name)
         if not folder.is_dir():
-            raise InputError(f"{name}: no such folder; give the folders of finished runs, or a folder of runs")
+            raise InputError(
+                f"{name}: no such folder; give the folders of finished runs, or a folder of runs"
+            )
         sweep = (folder / "jobs.yaml").is_file()
-        runs = _runs_of_sweep(folder, unfinished) if sweep else _runs_below(folder, DEEPEST)
+        if sweep:
+            runs = _runs_of_sweep(folder, unfinished)
+        else:
+            runs = _runs_below(folder, DEEPEST)
         if not runs and not sweep:
-            raise InputError(f"{name}: holds no run; the folder of a run holds config.yaml and results.json")
+            raise InputError(
+                f"{name}: holds no run; the folder of a run holds config.yaml and results.json"
+            )
         for run in runs:
             if (run / "results.json").exists() and not (run / UNFINISHED).exists():
                 finished.setdefault(run.resolve(), run)
@@ -135,20 +153,27 @@ def _runs_below(folder: Path, levels: int) -> list[Path]:
     if any((folder / name).is_file() for name in ("results.json", "config.yaml")):
         return [folder]
     try:
-        inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()] if levels else []
+        if levels:
+            inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+        else:
+            inside = []
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror})") from error
     visible = [path for path in inside if not path.name.startswith(".")]
-    return [run for path in sorted(visible, key=_name_order) for run in _runs_below(path, levels - 1)]
+    return [
+        run for path in sorted(visible, key=_name_order) for run in _runs_below(path, levels - 1)
+    ]
 
 
 def _name_order(path: Path) -> tuple[bool, list[tuple[float, str]]]:
     """`default` first, then by name, numbers by size."""
     parts = re.findall(r"(\d+(?:\.\d+)?(?:e-?\d+)?)|(\D)", path.name)
-    return path.name != "default", [(float(number), "") if number else (math.inf, letter) for number, letter in parts]
+    return path.name != "default", [
+        (float(number), "") if number else (math.inf, letter) for number, letter in parts
+    ]
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
@@ -159,18 +184,26 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """
     results = [read_results(folder) for folder in folders]
     settings = [read_settings_of(folder) for folder in folders]
-    kind, runs = problem_of(results[0]), []
-    for folder, label, content, values in zip(folders, labels_of(folders, settings), results, settings, strict=True):
+    kind = problem_of(results[0])
+    runs = []
+    for folder, label, content, values in zip(
+        folders, labels_of(folders, settings), results, settings, strict=True
+    ):
         if (problem := problem_of(content)) is not kind:
             raise InputError(
-                f"{folder}: is a run of {problem.agents}, {folders[0]} one of {kind.agents}; their numbers mean "
+                f"{folder}: is a run of {problem.agents}, {folders[0]} one of {kind.agents}; "
+                "their numbers mean "
                 "different things; compare runs of one kind"
             )
-        decisions, missing = None, ""
+        decisions = None
+        missing = ""
         try:
             decisions = read_decisions(folder)
         except InputError as error:
-            missing = str(error) if (folder / FILE).exists() else f"has no {FILE}"
+            if (folder / FILE).exists():
+                missing = str(error)
+            else:
+                missing = f"has no {FILE}"
         runs.append(ComparedRun(folder, label, problem, content, values, decisions, missing))
     return runs
 
@@ -198,14 +231,22 @@ def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in content.items():
         nested = isinstance(value, Mapping) and value
-        flat |= {f"{key}.{name}": leaf for name, leaf in dotted(value).items()} if nested else {str(key): value}
+        flat |= (
+            {f"{key}.{name}": leaf for name, leaf in dotted(value).items()}
+            if nested
+            else {str(key): value}
+        )
     return flat
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """The settings that are not the same in all runs: key → the value in every run, in words."""
-    keys = dict.fromkeys(key for values in settings for key in values if key.split(".")[0] not in NOT_COMPARED)
-    table = {key: [value_words(run[key]) if key in run else UNKNOWN for run in settings] for key in keys}
+    keys = dict.fromkeys(
+        key for values in settings for key in values if key.split(".")[0] not in NOT_COMPARED
+    )
+    table = {
+        key: [value_words(run[key]) if key in run else UNKNOWN for run in settings] for key in keys
+    }
     return {key: values for key, values in table.items() if len(set(values)) > 1}
 
 
@@ -215,10 +256,12 @@ def value_words(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return f"[{','.join(map(value_words, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
-# -- labels ------------------------------------------------------------------------------------------------------------
+# -- labels ----------------------------------------------------------------------------------------
 
 
 def experiment_of(folder: Path, settings: Mapping[str, Any]) -> str:
@@ -226,10 +269,12 @@ def experiment_of(folder: Path, settings: Mapping[str, Any]) -> str:
 
 
 def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A label for each run: the settings that differ, if they are few and nobody named a run, else the folder's name.
+    """A label for each run: the settings that differ, if they are few and nobody named a run, else
+    the folder's name.
 
-    The experiment stands before it where the runs are of several, and alone where every run is of another one. Runs
-    that would have the same label get the part of their path that differs as well.
+    The experiment stands before it where the runs are of several, and alone where every run is of
+    another one. Runs that would have the same label get the part of their path that differs as
+    well.
     """
     table = differing(settings)
     table = {key: values for key, values in table.items() if key not in NOT_IN_LABEL} or table
@@ -237,7 +282,9 @@ def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) ->
         labels = [folder.resolve().name for folder in folders]
     else:
         last = [key.rsplit(".", 1)[-1] for key in table]
-        short = [part if last.count(part) == 1 else key for key, part in zip(table, last, strict=True)]
+        short = [
+            part if last.count(part) == 1 else key for key, part in zip(table, last, strict=True)
+        ]
         rows = zip(*table.values(), strict=True)
         labels = [", ".join(map("=".join, zip(short, values, strict=True))) for values in rows]
     experiments = [experiment_of(*run) for run in zip(folders, settings, strict=True)]
@@ -255,7 +302,9 @@ def _made_unique(labels: Sequence[str], folders: Sequence[Path]) -> list[str]:
         if len(alike) > 1:
             common = os.path.commonpath([path.parent for path in alike])
             inside = folder.relative_to(common)
-            siblings = [path for path in alike if path.relative_to(common).parts[0] == inside.parts[0]]
+            siblings = [
+                path for path in alike if path.relative_to(common).parts[0] == inside.parts[0]
+            ]
             label = f"{label} ({inside if len(siblings) > 1 else inside.parts[0]})"
         unique.append(label)
     return unique

@@ -1,4 +1,5 @@
-"""The tables of `knobwise compare`, for terminal and page alike; its sentences are in `report/templates/compare*`."""
+"""The tables of `knobwise compare`, for terminal and page alike; its sentences are in
+`report/templates/compare*`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ Cells = tuple[list[str], list[list[str]]]
 
 def place_name(comparison: Comparison, place: float) -> str:
     """A budget or a number of shots in words."""
-    return quantity(place, comparison.unit) if comparison.problem.averaged else shots_words(int(place))
+    if comparison.problem.averaged:
+        return quantity(place, comparison.unit)
+    return shots_words(int(place))
 
 
 def place_names(comparison: Comparison) -> list[str]:
@@ -47,9 +50,12 @@ def where(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """Which of the comparable runs has the highest score, and which runs differ from the first one."""
-    ranking, metric = comparison.ranking(), _metrics(comparison)[0]
-    tested, counted = comparison.differences, len(comparison.runs) - 1 > MOST_SENTENCES
+    """Which of the comparable runs has the highest score, and which runs differ from the first
+    one."""
+    ranking = comparison.ranking()
+    metric = _metrics(comparison)[0]
+    tested = comparison.differences
+    counted = len(comparison.runs) - 1 > MOST_SENTENCES
     if counted:  # the best one has a sentence
         tested = [d for i in ranking if (d := comparison.difference(comparison.runs[i].label))][:1]
     return sentences(
@@ -70,12 +76,19 @@ def verdict(comparison: Comparison) -> list[str]:
 def method(comparison: Comparison) -> str:
     """What was compared, and how; "" where nothing was."""
     samples = sorted({difference.samples for difference in comparison.differences})
-    content = {"where": where(comparison), "samples": samples, "chance": CHANCE, "comparison": comparison}
+    content = {
+        "where": where(comparison),
+        "samples": samples,
+        "chance": CHANCE,
+        "comparison": comparison,
+    }
     return "".join(sentences("compare_method.txt.j2", **content))
 
 
 def p_words(difference: Difference) -> str:
-    return "< 0.001" if difference.p_holm < 0.001 else f"{difference.p_holm:.3f}"
+    if difference.p_holm < 0.001:
+        return "< 0.001"
+    return f"{difference.p_holm:.3f}"
 
 
 def tested_cells(difference: Difference) -> list[str]:
@@ -86,18 +99,29 @@ def tested_cells(difference: Difference) -> list[str]:
 
 def results_cells(comparison: Comparison) -> Cells:
     """A row for each run in the order given; then the reference policies of the first run."""
-    metrics, tested = _metrics(comparison), ["difference, points", "p", "shown"]
+    metrics = _metrics(comparison)
+    tested = ["difference, points", "p", "shown"]
     if comparison.problem.averaged:
         head = ["run", metrics[0].name, *tested, *(metric.name for metric in metrics[1:])]
     else:
         marks = [" (compared)" * (place == comparison.main) for place in comparison.places]
-        head = ["run", *tested, "policy", *map("".join, zip(place_names(comparison), marks, strict=True))]
+        head = [
+            "run",
+            *tested,
+            "policy",
+            *map("".join, zip(place_names(comparison), marks, strict=True)),
+        ]
     lines = []
     for i, run in enumerate(comparison.runs):
         difference = comparison.difference(run.label)
-        tested = tested_cells(difference) if difference else ["–", "–", "not tested" if i else "reference"]
+        if difference:
+            tested = tested_cells(difference)
+        else:
+            tested = ["–", "–", "not tested" if i else "reference"]
         if comparison.problem.averaged:
-            first, *others = (cell(comparison.rows[i], metric, comparison.unit) for metric in metrics)
+            first, *others = (
+                cell(comparison.rows[i], metric, comparison.unit) for metric in metrics
+            )
             lines.append([run.label, first, *tested, *others])
         else:
             scores = [cell(run.row(run.policy, place), ACCURACY) for place in comparison.places]
@@ -116,8 +140,8 @@ def _metrics(comparison: Comparison) -> list[Metric]:
 
 
 def settings_cells(comparison: Comparison) -> Cells:
-    """The settings that differ: few runs have a column each, more a row each. A value equal to that of the first run
-    reads "same"."""
+    """The settings that differ: few runs have a column each, more a row each. A value equal to that
+    of the first run reads "same"."""
     labels = [run.label for run in comparison.runs]
     table = {
         key: [values[0], *("same" if value == values[0] else value for value in values[1:])]
@@ -125,7 +149,9 @@ def settings_cells(comparison: Comparison) -> Cells:
     }
     if len(labels) <= SIDE_BY_SIDE:
         return ["setting", *labels], [[key, *values] for key, values in table.items()]
-    return ["run", *table], [[label, *(values[i] for values in table.values())] for i, label in enumerate(labels)]
+    return ["run", *table], [
+        [label, *(values[i] for values in table.values())] for i, label in enumerate(labels)
+    ]
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -133,8 +159,13 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     if comparison.settings and len(comparison.runs) <= SIDE_BY_SIDE:
         print_table(console, *settings_cells(comparison), range(len(comparison.runs) + 1))
     else:
-        differing = {key: ", ".join(dict.fromkeys(values)) for key, values in comparison.settings.items()}
+        differing = {
+            key: ", ".join(dict.fromkeys(values)) for key, values in comparison.settings.items()
+        }
         print_lines(console, [f"differs: {key} ({values})" for key, values in differing.items()])
-    few = (0, 1, 2, 4) if comparison.problem.averaged else (0, 1, 3, 4)
+    if comparison.problem.averaged:
+        few = (0, 1, 2, 4)
+    else:
+        few = (0, 1, 3, 4)
     print_table(console, *results_cells(comparison), few, [0])
     print_lines(console, [*verdict(comparison), method(comparison), *comparison.notes])

@@ -1,5 +1,5 @@
-"""Judge a trained agent again: a controller on the test samples of its own profile or on another profile, a selector on
-the held-out queries of its own beams or on others."""
+"""Judge a trained agent again: a controller on the test samples of its own profile or on another
+profile, a selector on the held-out queries of its own beams or on others."""
 
 from __future__ import annotations
 
@@ -42,19 +42,26 @@ from knobwise.experiments.settings.profiles import read_profile
 
 
 def run(config: EvaluateRun) -> dict[str, Any]:
-    """Judge an agent beside the baselines, print the results, write them to `json` if it is set, and return them.
+    """Judge an agent beside the baselines, print the results, write them to `json` if it is set,
+    and return them.
 
-    On the profile that the controller was trained on (same digest) it is judged on the test samples of that training,
-    and the baselines are fitted on what it was fitted on. Another profile is split anew, without test samples that the
-    controller has seen (the same features, or without features the same id).
+    On the profile that the controller was trained on (same digest) it is judged on the test samples
+    of that training, and the baselines are fitted on what it was fitted on. Another profile is
+    split anew, without test samples that the controller has seen (the same features, or without
+    features the same id).
 
     Raises:
-        InputError: no such checkpoint, or a profile or beams that it cannot decide on, or was trained on entirely.
+        InputError: no such checkpoint, or a profile or beams that it cannot decide on, or was
+            trained on entirely.
     """
     at_least("threads", config.threads, 1)
-    for name in () if config.live else ("stream", "model", "data", "knobs", "importance", "dtype", "device"):
+    for name in (
+        () if config.live else ("stream", "model", "data", "knobs", "importance", "dtype", "device")
+    ):
         if getattr(config, name) != getattr(EvaluateRun(), name):
-            raise InputError(f"{name}: is for live=true, which serves requests instead of replaying the profile")
+            raise InputError(
+                f"{name}: is for live=true, which serves requests instead of replaying the profile"
+            )
     torch.set_num_threads(config.threads)
     checkpoint = checkpoint_at(config.checkpoint)
     loaded = load_checkpoint(checkpoint)
@@ -66,9 +73,14 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         from knobwise.profiling.models import load_model
 
         shared = {name: getattr(config, name) for name in ("json", "budgets_ms")}
-        missing = {name: value for name, value in shared.items() if getattr(config.stream, name) is None}
-        table, stream = read_profile(config.profile, loaded), replace(config.stream, **missing)
-        how: dict[str, Any] = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
+        missing = {
+            name: value for name, value in shared.items() if getattr(config.stream, name) is None
+        }
+        table = read_profile(config.profile, loaded)
+        stream = replace(config.stream, **missing)
+        how: dict[str, Any] = {
+            name: getattr(config, name) for name in ("importance", "dtype", "device")
+        }
         model, requests = load_model(config.model, config.data, config.knobs, **how)
         return run_live(checkpoint, table, model, requests, stream)
     results = (evaluate_selector if selector else evaluate_controller)(loaded, config)
@@ -82,10 +94,12 @@ def run(config: EvaluateRun) -> dict[str, Any]:
 
 def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """A controller beside the baselines at every budget."""
-    table, policy = read_profile(config.profile, loaded), loaded.controller
+    table = read_profile(config.profile, loaded)
+    policy = loaded.controller
     _check_trained(loaded, table, config)
     split = _split_for(loaded, table, config)
-    fitted, test = torch.cat([split.train, split.validation]), split.test
+    fitted = torch.cat([split.train, split.validation])
+    test = split.test
     with threadpool_limits(config.threads):
         mean = policy.decider.mean
         if mean is not None:
@@ -95,23 +109,33 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
                 except ValueError as error:
                     raise InputError(f"budgets_ms: {error}") from error
             budgets_ms = torch.from_numpy(mean.budgets_ms)
-            priced = make_priced_baselines(table, split, budgets_ms) if config.baselines else []
-            results, _ = judge_mean_budgets(table, fitted, test, budgets_ms, [policy], [0], priced, config.own_cost)
+            if config.baselines:
+                priced = make_priced_baselines(table, split, budgets_ms)
+            else:
+                priced = []
+            results, _ = judge_mean_budgets(
+                table, fitted, test, budgets_ms, [policy], [0], priced, config.own_cost
+            )
         else:
             budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
             rewards = RewardTable(table, config.reward)
             baselines: list[Baseline] = [static_of(table, fitted), Oracle(table, test)]
             if config.baselines:
                 baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms)
-            results, _ = judge_deadlines(table, test, budgets_ms, rewards, [policy], [0], baselines, config.own_cost)
+            results, _ = judge_deadlines(
+                table, test, budgets_ms, rewards, [policy], [0], baselines, config.own_cost
+            )
     gain = gain_on_held_out([loaded])
     return results | held_out_choices([loaded]) | ({"grpo_gain": gain} if gain else {})
 
 
 def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) -> None:
-    """Raises InputError if a controller was trained with other configurations or features than the profile has."""
+    """Raises InputError if a controller was trained with other configurations or features than the
+    profile has."""
     network = agent.controller
-    if table.knobs != network.knobs or not torch.equal(table.configurations, network.configurations):
+    if table.knobs != network.knobs or not torch.equal(
+        table.configurations, network.configurations
+    ):
         raise InputError(
             f"{checkpoint}: was trained for {len(network.configurations)} configurations of "
             f"{', '.join(knob.name for knob in network.knobs)}; profile {table.name!r} has others"
@@ -123,38 +147,57 @@ def _check_trained(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> 
     """Raises InputError if the controller cannot decide on this profile."""
     controller = loaded.controller
     if controller.sense == "weights":
-        raise InputError(f"{config.checkpoint}: was trained with budget=weights, which only its own run can judge")
+        raise InputError(
+            f"{config.checkpoint}: was trained with budget=weights, which only its own run can "
+            "judge"
+        )
     if controller.sense == "mean" and not controller.settled.mean:
-        raise InputError(f"{config.checkpoint}: its worths were not calibrated yet; let its training end")
+        raise InputError(
+            f"{config.checkpoint}: its worths were not calibrated yet; let its training end"
+        )
     check_fits(config.checkpoint, controller, table)
     if "seen" not in loaded.extra:
-        raise InputError(f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt")
+        raise InputError(
+            f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt"
+        )
 
 
 def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Split:
-    """The split of the training, or of another profile a new one without test samples that the controller has seen."""
+    """The split of the training, or of another profile a new one without test samples that the
+    controller has seen."""
     split = divide(table, **asdict(config.split))
     if loaded.profile_digest == table.digest:
         return Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
     seen = set(loaded.extra["seen"])
     new = torch.tensor([print_ not in seen for print_ in table.fingerprints(split.test)])
-    print(f"not the training profile: {int(new.sum())} of its {len(new)} test samples are new", flush=True)
+    print(
+        f"not the training profile: {int(new.sum())} of its {len(new)} test samples are new",
+        flush=True,
+    )
     if not new.any():
-        raise InputError(f"{config.checkpoint}: was trained on every test sample of profile {table.name!r}")
+        raise InputError(
+            f"{config.checkpoint}: was trained on every test sample of profile {table.name!r}"
+        )
     return split._replace(test=split.test[new])
 
 
 def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
-    """A selector beside the simple ways, at every number of shots; queries that it was trained on are left out."""
-    data, selector = read_data(config.beams, config.encoder), loaded.selector
+    """A selector beside the simple ways, at every number of shots; queries that it was trained on
+    are left out."""
+    data = read_data(config.beams, config.encoder)
+    selector = loaded.selector
     rows = data.test_rows
     check_judged(data, config.judged_shots)
     embeddings = [stored_embeddings(data.test, loaded, data.items)]
     if as_read(data.table, data.items).digest == loaded.profile_digest and data.test_scorer is None:
         if "fitted" not in loaded.extra:
-            raise InputError(f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt")
+            raise InputError(
+                f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt"
+            )
         seen = set(loaded.extra["fitted"])
-        rows = torch.tensor([row for row in range(data.test.num_queries) if data.test.query_ids[row] not in seen])
+        rows = torch.tensor(
+            [row for row in range(data.test.num_queries) if data.test.query_ids[row] not in seen]
+        )
     if not len(rows):
         raise InputError(f"{config.checkpoint}: was trained on every query of {data.test.name!r}")
     decided: dict[str, dict[int, Decided]] = {}
@@ -162,7 +205,9 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
         chosen = decide_selectors([selector], embeddings, data.test, data.test_scorer, shots, rows)
         decided.setdefault(loaded.extra.get("policy", selector.stage), {})[shots] = chosen
         if config.baselines:
-            simple = decide_simple(data.test, data.test_scorer, shots, rows=rows, trusted=data.trusted)
+            simple = decide_simple(
+                data.test, data.test_scorer, shots, rows=rows, trusted=data.trusted
+            )
             for way, outcome in simple.items():
                 decided.setdefault(way, {})[shots] = outcome
     return selector_results(

@@ -1,4 +1,5 @@
-"""Say why a controller decides as it does: for one sample of a profile, or what the decisions of a run show."""
+"""Say why a controller decides as it does: for one sample of a profile, or what the decisions of a
+run show."""
 
 from __future__ import annotations
 
@@ -34,10 +35,14 @@ def run(config: ExplainRun) -> dict[str, Any]:
     """Print an explanation, write it to `json` if that is set, and return it.
 
     Raises:
-        InputError: no such run or sample, a run without an explanation, a budget that is not positive or, as a mean,
-            not calibrated, the profile of another controller, the tracker of another controller.
+        InputError: no such run or sample, a run without an explanation, a budget that is not
+            positive or, as a mean, not calibrated, the profile of another controller, the tracker
+            of another controller.
     """
-    explained = _of_run(config) if config.sample is None else _of_sample(config, config.sample)
+    if config.sample is None:
+        explained = _of_run(config)
+    else:
+        explained = _of_sample(config, config.sample)
     if config.json is not None:
         write_text(config.json, json.dumps(explained, indent=1))
     return explained
@@ -50,7 +55,8 @@ def _of_run(config: ExplainRun) -> dict[str, Any]:
     results = read_results(config.checkpoint)
     if "explanation" not in results:
         raise InputError(
-            f"{config.checkpoint}: its results hold no explanation, as those of selectors, of weights and of earlier "
+            f"{config.checkpoint}: its results hold no explanation, as those of selectors, of "
+            "weights and of earlier "
             "versions; explain one decision of a controller with sample=ID budget_ms=MS"
         )
     print_lines(Console(), sentences("explanation.txt.j2", results=results, part=None))
@@ -61,21 +67,35 @@ def _of_run(config: ExplainRun) -> dict[str, Any]:
 def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     """Why a controller decides as it does for one sample, beside what was measured."""
     if config.budget_ms is None or not 0 < config.budget_ms < math.inf:
-        raise InputError(f"budget_ms={config.budget_ms}: say how long the answer may take, a positive number of ms")
+        raise InputError(
+            f"budget_ms={config.budget_ms}: say how long the answer may take, a positive number "
+            "of ms"
+        )
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
-    policy, table = KnobPolicy(loaded), read_profile(config.profile, loaded)
+    policy = KnobPolicy(loaded)
+    table = read_profile(config.profile, loaded)
     check_fits(config.checkpoint, policy.agent, table)
-    row, drift = _row_of(table, sample), _drift(config.tracker, policy)
-    features, times = {name: block[row] for name, block in table.features.items()}, table.latency_ms[table.mask]
-    between_ms = max(float(times.min()), LEAST_LATENCY_MS), max(float(times.max()), LEAST_LATENCY_MS)
-    decided = policy.decide(features, config.budget_ms, explain=True, drift=drift, between_ms=between_ms)
+    row = _row_of(table, sample)
+    drift = _drift(config.tracker, policy)
+    features = {name: block[row] for name, block in table.features.items()}
+    times = table.latency_ms[table.mask]
+    between_ms = (
+        max(float(times.min()), LEAST_LATENCY_MS),
+        max(float(times.max()), LEAST_LATENCY_MS),
+    )
+    decided = policy.decide(
+        features, config.budget_ms, explain=True, drift=drift, between_ms=between_ms
+    )
     explained = asdict(decided) | {"sample": sample, "budget_ms": config.budget_ms}
     explained["question"] = read_questions(config.profile).get(table.sample_ids[row])
     column = {str(configuration): c for c, configuration in enumerate(policy.configurations)}
     for each in explained["expected"]:
         c = column[str(each["configuration"])]
         cell = (float(values[row, c]) for values in (table.accuracy, table.latency_ms))
-        each["measured"] = dict(zip(("accuracy", "latency_ms"), cell, strict=True)) if table.mask[row, c] else None
+        if table.mask[row, c]:
+            each["measured"] = dict(zip(("accuracy", "latency_ms"), cell, strict=True))
+        else:
+            each["measured"] = None
     _print(explained, config, table)
     return explained
 
@@ -83,13 +103,19 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
 def _row_of(table: ProfileTable, sample: str) -> int:
     """The row of a sample, named ID or, where several data sets have it, DATASET/ID."""
     named = list(zip(table.dataset_names, table.sample_ids, strict=True))
-    rows = [row for row, (dataset, name) in enumerate(named) if sample in (name, f"{dataset}/{name}")]
+    rows = [
+        row for row, (dataset, name) in enumerate(named) if sample in (name, f"{dataset}/{name}")
+    ]
     if len(rows) != 1:
         several = ", ".join("/".join(named[row]) for row in rows)
         known = f"it holds {table.num_samples}, such as {table.sample_ids[0]}"
         raise InputError(
             f"sample={sample}: "
-            + (f"say which of {several}" if rows else f"profile {table.name!r} does not hold it; {known}")
+            + (
+                f"say which of {several}"
+                if rows
+                else f"profile {table.name!r} does not hold it; {known}"
+            )
         )
     return rows[0]
 
@@ -109,24 +135,40 @@ def _drift(path: str | None, policy: KnobPolicy) -> Drift | None:
 
 
 def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -> None:
-    """The best configurations as a table, the chosen and its runner-up among them, and the rest in sentences."""
-    expected, unit = explained["expected"], table.unit
+    """The best configurations as a table, the chosen and its runner-up among them, and the rest in
+    sentences."""
+    expected = explained["expected"]
+    unit = table.unit
     marked = {
         str(explained["decision"]): "chosen",
         str((explained["runner_up"] or {}).get("configuration")): "runner-up",
     }
-    listed = [row for i, row in enumerate(expected) if i < MOST or str(row["configuration"]) in marked]
-    header, rows = ["configuration", ""], []
-    header += [name for name in ("probability", "utility", "accuracy", "latency_ms", "on_time") if name in expected[0]]
+    listed = [
+        row for i, row in enumerate(expected) if i < MOST or str(row["configuration"]) in marked
+    ]
+    header = ["configuration", ""]
+    rows = []
+    header += [
+        name
+        for name in ("probability", "utility", "accuracy", "latency_ms", "on_time")
+        if name in expected[0]
+    ]
     for row in listed:
         label = " ".join(f"{name}={value}" for name, value in row["configuration"].items())
-        cells = [quantity(row[n], unit) if n == "latency_ms" else number(row[n], ".3f") for n in header[2:]]
+        cells = [
+            quantity(row[n], unit) if n == "latency_ms" else number(row[n], ".3f")
+            for n in header[2:]
+        ]
         measured = row["measured"] or {}
-        really = [number(measured.get("accuracy"), ".3f"), quantity(measured.get("latency_ms"), unit)]
+        really = [
+            number(measured.get("accuracy"), ".3f"),
+            quantity(measured.get("latency_ms"), unit),
+        ]
         rows.append([label, marked.get(str(row["configuration"]), ""), *cells, *really])
     header = [name.replace("latency_ms", "latency").replace("_", " ") for name in header]
     header += ["measured accuracy", "measured latency"]
     strong = [place for place, row in enumerate(rows) if row[1] == "chosen"]
-    console, facts = Console(), {"left_out": len(expected) - len(listed), "unit": unit, "config": config}
+    console = Console()
+    facts = {"left_out": len(expected) - len(listed), "unit": unit, "config": config}
     print_table(console, header, rows, range(len(header)), strong)
     print_lines(console, sentences("explain.txt.j2", explained=explained, **facts))

@@ -41,26 +41,37 @@ GRAPH_OF_8_BITS = "controller.int8.onnx"
 
 
 def run(config: ExportRun) -> Path:
-    """Write controller.npz, the folder policy that reads it, export.json and the graphs asked for; returns the folder.
+    """Write controller.npz, the folder policy that reads it, export.json and the graphs asked for;
+    returns the folder.
 
     Raises:
-        InputError: if there is no such checkpoint, the profile has other configurations or features, the controller
-            cannot be exported, or a file other than that of 8 bits makes a different decision.
+        InputError: if there is no such checkpoint, the profile has other configurations or
+            features, the controller cannot be exported, or a file other than that of 8 bits makes a
+            different decision.
     """
     at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
     checkpoint = checkpoint_at(config.checkpoint)
     loaded = load_checkpoint(checkpoint)
-    agent, out = loaded.controller, Path(config.out)
+    agent = loaded.controller
+    out = Path(config.out)
     table = read_profile(config.profile, loaded)
     check_fits(config.checkpoint, agent, table)
     if agent.sense == "mean" and not agent.settled.mean:
-        raise InputError(f"{config.checkpoint}: its worths were not calibrated yet; let its training end")
-    summary: dict[str, Any] = {"checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)}}
+        raise InputError(
+            f"{config.checkpoint}: its worths were not calibrated yet; let its training end"
+        )
+    summary: dict[str, Any] = {
+        "checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)}
+    }
     budgets_ms = _budgets_of(agent, table)
     summary |= {
         "trained_on": {"name": loaded.profile_name, "digest": loaded.profile_digest},
-        "compared_on": {"name": table.name, "digest": table.digest, "budgets_ms": budgets_ms.tolist()},
+        "compared_on": {
+            "name": table.name,
+            "digest": table.digest,
+            "budgets_ms": budgets_ms.tolist(),
+        },
         "features": agent.controller.normaliser.sizes,
     }
     # everything is made and compared in a temporary folder, so that no wrong file is left behind
@@ -84,7 +95,10 @@ def run(config: ExportRun) -> Path:
             counts = [str(result[count]) for count in ("same", "rounding", "contexts")]
             rows.append([name, *counts])
         print_table(Console(), header, rows, range(len(header)))
-    times = [f"median decision: {micros:.0f} µs by {name}" for name, micros in summary["decisions_us_p50"].items()]
+    times = [
+        f"median decision: {micros:.0f} µs by {name}"
+        for name, micros in summary["decisions_us_p50"].items()
+    ]
     print_lines(Console(), [*times, f"exported: {out}"])
     return out
 

@@ -1,11 +1,13 @@
-"""A controller in front of the real model: a simulated stream of requests served live, compared with a replay.
+"""A controller in front of the real model: a simulated stream of requests served live, compared
+with a replay.
 
-Budgets and the order of the requests are drawn; the model, its answers and the clock are real. Each request arrives
-when the one before it has been answered. It is served by the controller (`knobwise.agents.serving.adaptive_model`), by
-budget-aware static and by fixed configurations. Controller and static follow the drift of this machine, each by a
-tracker fed with its own answers; the frozen controller and fixed configurations do not. Each is charged everything
-that it takes beyond the model's own time. Then the same decisions are looked up in the profile: a replay that disagrees
-with the real model would be worth nothing.
+Budgets and the order of the requests are drawn; the model, its answers and the clock are real. Each
+request arrives when the one before it has been answered. It is served by the controller
+(`knobwise.agents.serving.adaptive_model`), by budget-aware static and by fixed configurations.
+Controller and static follow the drift of this machine, each by a tracker fed with its own answers;
+the frozen controller and fixed configurations do not. Each is charged everything that it takes
+beyond the model's own time. Then the same decisions are looked up in the profile: a replay that
+disagrees with the real model would be worth nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.deploy.live_results import BEST_STATIC, Record, Served, Stream, live_results
+from knobwise.experiments.deploy.live_results import (
+    BEST_STATIC,
+    Record,
+    Served,
+    Stream,
+    live_results,
+)
 from knobwise.experiments.report.live import print_live, write_live_page
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.settings.options import LiveConfig
@@ -49,36 +57,52 @@ from knobwise.profiling.measuring.measuring import collected_between
 from knobwise.profiling.measuring.requests import Requests
 
 IN_A_ROW = 20
-"""Requests that one policy serves, as a server meets them with its caches, before the next serves the same."""
+"""Requests that one policy serves, as a server meets them with its caches, before the next serves
+the same."""
 COMPARED = 100
-"""Samples of a stream whose features are compared with those of the profile, before anything is served."""
+"""Samples of a stream whose features are compared with those of the profile, before anything is
+served."""
 
 
 class ServiceStopped(Exception):
     """Serving ended before the end of the stream."""
 
     def __init__(self, sample_id: str, policy: str, error: BaseException) -> None:
-        problem = str(error) if isinstance(error, InputError) else in_a_line(error)
+        if isinstance(error, InputError):
+            problem = str(error)
+        else:
+            problem = in_a_line(error)
         super().__init__(f"serving request {sample_id!r} by {policy}: {problem}")
 
 
 def run_live(
-    checkpoint: str | Path, table: ProfileTable, model: AdaptiveVLM, requests: Requests, config: LiveConfig
+    checkpoint: str | Path,
+    table: ProfileTable,
+    model: AdaptiveVLM,
+    requests: Requests,
+    config: LiveConfig,
 ) -> dict[str, Any]:
     """Serve a simulated stream by a model, print the results, write and return them.
 
     Raises:
-        InputError: the checkpoint is no controller for deadlines or of another profile; model or requests are not those
-            of the profile; the model or the scorer failed in the middle of the stream. In this case the results of the
-            requests that every policy served are printed and written first.
+        InputError: the checkpoint is no controller for deadlines or of another profile; model or
+            requests are not those of the profile; the model or the scorer failed in the middle of
+            the stream. In this case the results of the requests that every policy served are
+            printed and written first.
     """
     loaded = load_checkpoint(checkpoint)
     controller = loaded.controller
     if controller.sense != "deadline":
-        raise InputError(f"{checkpoint}: keeps a mean over requests, but with live=true every request has a deadline")
+        raise InputError(
+            f"{checkpoint}: keeps a mean over requests, but with live=true every request has a "
+            "deadline"
+        )
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
-        raise InputError(f"{checkpoint}: live needs a run that was trained on profile {table.name!r}")
-    test, fitted = loaded.extra["test_rows"], torch.cat([loaded.extra[f"{p}_rows"] for p in ("train", "validation")])
+        raise InputError(
+            f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
+        )
+    test = loaded.extra["test_rows"]
+    fitted = torch.cat([loaded.extra[f"{p}_rows"] for p in ("train", "validation")])
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets_ms = judged_budgets(table, config.budgets_ms)
@@ -86,7 +110,9 @@ def run_live(
     with one_thread(), threadpool_limits(1), collected_between():
         check_features(model, table, stream)
         served = AdaptiveModel(model, controller, clock=config.clock)
-        choices, ratios, speed = list[int](), list[float](), 1.0
+        choices = list[int]()
+        ratios = list[float]()
+        speed = 1.0
         if stream.timed:
             choices, ratios = served.timed_cells(table, stream.timed, config.calibration)
             speed = float(np.exp(np.nanmedian(ratios)))
@@ -102,7 +128,11 @@ def run_live(
         if not len(stream.rows):
             raise InputError(f"{stopped}; no request was served before that") from stopped.__cause__
     results = live_results(table, stream, record, served.controller, speed)
-    results |= {"model": model.name, "tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
+    results |= {
+        "model": model.name,
+        "tracker": served.tracker.factors(),
+        "ignored": served.tracker.ignored,
+    }
     results |= {"repeats": record.served["choice"].shape[2], "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
@@ -111,12 +141,15 @@ def run_live(
         write_live_page(config.html, results)
     if stopped is not None:
         raise InputError(
-            f"{stopped}; results are of the {len(stream.rows)} requests × {results['repeats']} before"
+            f"{stopped}; results are of the {len(stream.rows)} requests × {results['repeats']} "
+            "before"
         ) from stopped.__cause__
     return results
 
 
-def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor, count: int) -> dict[str, int]:
+def fixed_configurations(
+    table: ProfileTable, fitted: Tensor, budgets_ms: Tensor, count: int
+) -> dict[str, int]:
     """Name → configuration, by what they did on the rows fitted on (int64 [n])."""
     accuracy, latency = averages(table, fitted)
     best = BestStatic(table, fitted, budgets_ms).choose({}, np.ones(1))[0]
@@ -124,7 +157,7 @@ def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor
     return {name: int(choice) for name, choice in list(chosen.items())[:count]}
 
 
-# -- the stream --------------------------------------------------------------------------------------------------------
+# -- the stream ------------------------------------------------------------------------------------
 
 
 def draw_stream(
@@ -144,41 +177,57 @@ def draw_stream(
     row_of = {sample_id: row for row, sample_id in enumerate(table.sample_ids)}
     if config.fresh:
         fresh = (sample_id for sample_id in requests.ids() if sample_id not in row_of)
-        ids = np.array(list(itertools.islice(fresh, config.skip, config.skip + config.requests)), object)
+        ids = np.array(
+            list(itertools.islice(fresh, config.skip, config.skip + config.requests)), object
+        )
     else:
-        ids = np.array([name for row in test.tolist() if (name := table.sample_ids[row]) in requests], object)
+        ids = np.array(
+            [name for row in test.tolist() if (name := table.sample_ids[row]) in requests], object
+        )
     if not len(ids):
         raise InputError(
-            f"live: profile {table.name!r} holds every question after stream.skip={config.skip}; stream.fresh=false "
+            f"live: profile {table.name!r} holds every question after stream.skip={config.skip}; "
+            "stream.fresh=false "
             "serves its test samples"
             if config.fresh
-            else f"live: no question is a test sample of profile {table.name!r}; stream.fresh=true serves others"
+            else f"live: no question is a test sample of profile {table.name!r}; "
+            "stream.fresh=true serves others"
         )
     rounds = -(-config.requests // len(ids))
     order = np.concatenate([rng.permutation(len(ids)) for _ in range(rounds)])[: config.requests]
     drawn = rng.choice(budgets_ms.double().numpy(), config.requests)
     known = [row for row in fitted.tolist() if table.sample_ids[row] in requests]
-    timed = {row: requests.request(table.sample_ids[row]) for row in rng.permutation(known)[: config.calibration]}
+    timed = {
+        row: requests.request(table.sample_ids[row])
+        for row in rng.permutation(known)[: config.calibration]
+    }
     samples = {name: requests.request(name) for name in dict.fromkeys(ids[order])}
     rows = np.array([row_of.get(name, -1) for name in ids[order]])
     return Stream(rows, drawn, ids[order].tolist(), samples, timed)
 
 
 def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> None:
-    """Raise an InputError if samples of the stream are not those of the table, by their features."""
-    rows = {row: name for row, name in zip(stream.rows.tolist(), stream.ids, strict=True) if row >= 0}
+    """Raise an InputError if samples of the stream are not those of the table, by their
+    features."""
+    rows = {
+        row: name for row, name in zip(stream.rows.tolist(), stream.ids, strict=True) if row >= 0
+    }
     for row, name in itertools.islice(rows.items(), COMPARED):
         for block_name, block in model.first_stage(stream.requests[name]).features.items():
-            known = table.features[block_name][row].numpy() if block_name in table.features else block[:0]
+            if block_name in table.features:
+                known = table.features[block_name][row].numpy()
+            else:
+                known = block[:0]
             # other processors may round the last bit of a half otherwise
             if known.shape != block.shape or not np.allclose(block, known, atol=4e-3, rtol=4e-3):
                 raise InputError(
-                    f"profile {table.name!r}: sample {name} is not what model {model.name!r} was measured on; name the "
+                    f"profile {table.name!r}: sample {name} is not what model {model.name!r} was "
+                    "measured on; name the "
                     "model and the questions of the profile, with their settings"
                 )
 
 
-# -- serving -----------------------------------------------------------------------------------------------------------
+# -- serving ---------------------------------------------------------------------------------------
 
 
 class Server:
@@ -193,9 +242,15 @@ class Server:
         requests: Requests,
         config: LiveConfig,
     ) -> None:
-        self.model, self.stream, self.config, self.score = model, stream, config, requests.score
+        self.model = model
+        self.stream = stream
+        self.config = config
+        self.score = requests.score
         self.frozen = AdaptiveModel(model.model, model.controller, clock=model.clock, tracker=False)
-        self.clock = time.thread_time if model.clock == "cpu" else time.perf_counter
+        if model.clock == "cpu":
+            self.clock = time.thread_time
+        else:
+            self.clock = time.perf_counter
         self.static = TrackedStatic(static, LatencyTracker(model.configurations, STATIC))
         # what a choice of static cost lately is taken off the next budget, as in the runtime
         self.latest: deque[float] = deque(maxlen=DECISIONS_KEPT)
@@ -212,33 +267,47 @@ class Server:
     def record(self) -> Record:
         """What was served so far, 0 for the rest."""
         shape = len(self.policies), len(self.stream.rows), self.config.repeats
-        fields = {name: np.zeros(shape, object if name == "drift" else float) for name in Served._fields}
+        fields = {
+            name: np.zeros(shape, object if name == "drift" else float) for name in Served._fields
+        }
         return Record(list(self.policies), fields)
 
     def by_controller(self, model: AdaptiveModel, i: int) -> Served:
-        start, name = self.clock(), self.stream.ids[i]
+        start = self.clock()
+        name = self.stream.ids[i]
         result = model.answer(self.stream.requests[name], float(self.stream.budgets_ms[i]))
-        took_ms, inference_ms = (self.clock() - start) * 1e3, result.answer.total_ms
-        overhead_ms, score = max(took_ms - inference_ms, 0.0), self.score(name, result.answer.text)
+        took_ms = (self.clock() - start) * 1e3
+        inference_ms = result.answer.total_ms
+        overhead_ms = max(took_ms - inference_ms, 0.0)
+        score = self.score(name, result.answer.text)
         about = result.limit_ms, result.decision_us, *result.expected
         return Served(result.choice, score, inference_ms, overhead_ms, *about, result.drift)
 
     def by_static(self, i: int) -> Served:
         static = self.static
         budget = float(self.stream.budgets_ms[i])
-        spent = statistics.median(self.latest) if self.latest else 0.0
+        if self.latest:
+            spent = statistics.median(self.latest)
+        else:
+            spent = 0.0
         limit = max(budget - spent, LEAST_LATENCY_MS)
-        drift, start = static.tracker.drift, self.clock()
-        choice, decided = static.decide(limit), self.clock()
-        served, answered = self.by_configuration(choice, i), self.clock()
+        drift = static.tracker.drift
+        start = self.clock()
+        choice = static.decide(limit)
+        decided = self.clock()
+        served = self.by_configuration(choice, i)
+        answered = self.clock()
         static.update(choice, served.inference_ms)
         decision_ms = max((decided - start) * 1e3, 0.0)
         overhead_ms = decision_ms + max((self.clock() - answered) * 1e3, 0.0)
         self.latest.append(overhead_ms)
-        return served._replace(limit_ms=limit, drift=drift, overhead_ms=overhead_ms, decision_us=decision_ms * 1e3)
+        return served._replace(
+            limit_ms=limit, drift=drift, overhead_ms=overhead_ms, decision_us=decision_ms * 1e3
+        )
 
     def by_configuration(self, choice: int, i: int) -> Served:
-        vlm, name = self.model.model, self.stream.ids[i]
+        vlm = self.model.model
+        name = self.stream.ids[i]
         with clocked_by(self.config.clock):
             stage = vlm.first_stage(self.stream.requests[name], features=False)
             (answer,) = vlm.answer([stage], self.model.configurations[choice])
@@ -246,9 +315,12 @@ class Server:
         return Served(choice, score, answer.total_ms, 0.0, np.nan, 0.0, np.nan, np.nan, None)
 
     def serve(self) -> ServiceStopped | None:
-        """Serve the stream by every policy: `IN_A_ROW` requests by one of them, then the same by the next, in random
-        order, so that the drift of the machine hits all alike. Gives what stopped it before the end, if anything."""
-        n, repeats, rng = len(self.stream.rows), self.config.repeats, np.random.default_rng((self.config.seed, 1))
+        """Serve the stream by every policy: `IN_A_ROW` requests by one of them, then the same by
+        the next, in random order, so that the drift of the machine hits all alike. Gives what
+        stopped it before the end, if anything."""
+        n = len(self.stream.rows)
+        repeats = self.config.repeats
+        rng = np.random.default_rng((self.config.seed, 1))
         try:
             for i, policy in itertools.product(range(self.config.warm_up), self.policies):
                 self._serve_request(policy, i % n)
@@ -265,10 +337,14 @@ class Server:
         return None
 
     def finished(self) -> tuple[Stream, Record]:
-        """What every policy served: the repeats that are complete, or of the first one its beginning."""
+        """What every policy served: the repeats that are complete, or of the first one its
+        beginning."""
         repeats, requests = self._complete
         n = len(self.stream.rows)
-        repeats, n = (repeats + (requests == n), n) if repeats or requests == n else (1, requests)
+        if repeats or requests == n:
+            repeats, n = (repeats + (requests == n), n)
+        else:
+            repeats, n = (1, requests)
         served = {name: values[:, :n, :repeats] for name, values in self.record.served.items()}
         return self.stream.first(n), Record(self.record.policies, served)
 

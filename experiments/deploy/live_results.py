@@ -1,5 +1,5 @@
-"""The results of requests that were served live: a row for each policy, the replay of the same decisions from the
-profile, and what the controller added to the model's own time."""
+"""The results of requests that were served live: a row for each policy, the replay of the same
+decisions from the profile, and what the controller added to the model's own time."""
 
 from __future__ import annotations
 
@@ -57,12 +57,14 @@ class Served(NamedTuple):
     score: float
     inference_ms: float
     overhead_ms: float
-    """Time beyond the model's own: for static to choose and to follow the drift, for a fixed configuration none."""
+    """Time beyond the model's own: for static to choose and to follow the drift, for a fixed
+    configuration none."""
     limit_ms: float
     """The limit that the decision had to meet; NaN for a fixed configuration."""
     decision_us: float
     log_latency: float
-    """The predicted mean of ln ms, and its standard deviation, both without drift; NaN where nothing was predicted."""
+    """The predicted mean of ln ms, and its standard deviation, both without drift; NaN where
+    nothing was predicted."""
     spread: float
     drift: Drift | None
     """What the decision allowed for."""
@@ -80,20 +82,33 @@ class Record:
 def live_results(
     table: ProfileTable, stream: Stream, record: Record, controller: NumpyController, speed: float
 ) -> dict[str, Any]:
-    """What is printed and written: a row for each policy, the replay of the same decisions, and the overhead.
+    """What is printed and written: a row for each policy, the replay of the same decisions, and the
+    overhead.
 
-    Live and replay agree if the replay lies in the interval of what was served, and for accuracy if every answer is the
-    same. Only the model's part is replayed, each of its measurements, at the median speed of all answers: the overhead
-    stays as it was. Intervals are 95 % bootstrap intervals over requests.
+    Live and replay agree if the replay lies in the interval of what was served, and for accuracy if
+    every answer is the same. Only the model's part is replayed, each of its measurements, at the
+    median speed of all answers: the overhead stays as it was. Intervals are 95 % bootstrap
+    intervals over requests.
     """
-    served = {name: torch.from_numpy(values) for name, values in record.served.items() if name != "drift"}
+    served = {
+        name: torch.from_numpy(values) for name, values in record.served.items() if name != "drift"
+    }
     budgets = torch.from_numpy(stream.budgets_ms)[:, None]
-    live = _outcomes(served["score"], (served["inference_ms"] + served["overhead_ms"]).unsqueeze(-1), budgets)
-    replayed = _Replay(table, stream, served) if (stream.rows >= 0).all() else None
-    gained, choice = live["utility"].mean(-1), served["choice"].long()
-    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC)]
+    live = _outcomes(
+        served["score"], (served["inference_ms"] + served["overhead_ms"]).unsqueeze(-1), budgets
+    )
+    if (stream.rows >= 0).all():
+        replayed = _Replay(table, stream, served)
+    else:
+        replayed = None
+    gained = live["utility"].mean(-1)
+    choice = served["choice"].long()
+    fixed = [
+        (p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC)
+    ]
     learned = record.policies.index(LEARNED)
-    policies, agreement = [], []
+    policies = []
+    agreement = []
     for p, name in enumerate(record.policies):
         row: dict[str, Any] = {"policy": name}
         for what in METRICS:
@@ -103,15 +118,28 @@ def live_results(
                 agreement.append({"policy": name, "what": what, **compared})
         row["latency_ms_p95"] = float(live["latency_ms"][p].quantile(0.95))
         if replayed is not None:
-            row |= _mean("satisfaction_feasible", live["satisfaction"][p].mean(-1)[replayed.feasible])
+            row |= _mean(
+                "satisfaction_feasible", live["satisfaction"][p].mean(-1)[replayed.feasible]
+            )
         row["utility_per_run"] = live["utility"][p].mean(0).tolist()
         policies.append(row | _mean("behind", gained[learned] - gained[p]))
-    during = {} if replayed is None else replayed.speed()
-    decisions = {} if replayed is None else _replayed_decisions(table, stream, controller, record, learned)
+    if replayed is None:
+        during = {}
+    else:
+        during = replayed.speed()
+    if replayed is None:
+        decisions = {}
+    else:
+        decisions = _replayed_decisions(table, stream, controller, record, learned)
     return {
         "kind": "simulated request stream, served live",
         "profile": {"name": table.name, "digest": table.digest},
-        "machine": {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1, "load": os.getloadavg()[0]},
+        "machine": {
+            "cpu": cpu_name(),
+            "torch": torch.__version__,
+            "threads": 1,
+            "load": os.getloadavg()[0],
+        },
         "requests": len(stream.rows),
         "budgets_ms": sorted(set(stream.budgets_ms.tolist())),
         "infeasible": None if replayed is None else float((~replayed.feasible).double().mean()),
@@ -126,17 +154,24 @@ def live_results(
 
 
 class _Replay:
-    """The same decisions, looked up in the profile. Only the model's part is replayed, each of its measurements, at the
-    median speed of all answers: the overhead stays as it was."""
+    """The same decisions, looked up in the profile. Only the model's part is replayed, each of its
+    measurements, at the median speed of all answers: the overhead stays as it was."""
 
     def __init__(self, table: ProfileTable, stream: Stream, served: Mapping[str, Tensor]) -> None:
-        table, rows = table.without_first_look, torch.from_numpy(stream.rows)
+        table = table.without_first_look
+        rows = torch.from_numpy(stream.rows)
         budgets = torch.from_numpy(stream.budgets_ms)[:, None]
         at = rows[:, None].expand(served["choice"].shape), served["choice"].long()
-        self.during, self.half_width = _speed(served["inference_ms"] / table.latency_ms[at].clamp_min(LEAST_LATENCY_MS))
-        replayed = self.during * table.measurements_ms[at].double() + served["overhead_ms"].unsqueeze(-1)
+        self.during, self.half_width = _speed(
+            served["inference_ms"] / table.latency_ms[at].clamp_min(LEAST_LATENCY_MS)
+        )
+        replayed = self.during * table.measurements_ms[at].double() + served[
+            "overhead_ms"
+        ].unsqueeze(-1)
         self._outcomes = _outcomes(table.accuracy[at].double(), replayed, budgets)
-        self.feasible = self.during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
+        self.feasible = (
+            self.during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
+        )
         """bool [n], whether some configuration meets the budget."""
         # the speed of this machine is known only as well as its answers allow
         self._unsure = self.half_width * table.latency_ms[at].double().mean((1, 2))
@@ -147,22 +182,39 @@ class _Replay:
         return {"during": self.during, "during_ci95": interval}
 
     def agreement(self, p: int, what: str, live: Tensor, ci95: Sequence[float]) -> dict[str, Any]:
-        """One metric of policy p, live, float [n, R], and replayed. What is unsure about the speed widens the interval
-        of their difference."""
-        replay, unsure = self._outcomes[what][p], float(self._unsure[p]) if what == "latency_ms" else 0.0
+        """One metric of policy p, live, float [n, R], and replayed. What is unsure about the speed
+        widens the interval of their difference."""
+        replay = self._outcomes[what][p]
+        if what == "latency_ms":
+            unsure = float(self._unsure[p])
+        else:
+            unsure = 0.0
         mean, gap = float(replay.mean(-1).mean()), _mean("gap", (live - replay).mean(-1))
         centre, (low, high) = gap["gap"], gap["gap_ci95"]
-        agrees = torch.equal(live, replay) if what == "accuracy" else ci95[0] <= mean <= ci95[1]
-        interval = [centre - float(np.hypot(centre - low, unsure)), centre + float(np.hypot(high - centre, unsure))]
+        if what == "accuracy":
+            agrees = torch.equal(live, replay)
+        else:
+            agrees = ci95[0] <= mean <= ci95[1]
+        interval = [
+            centre - float(np.hypot(centre - low, unsure)),
+            centre + float(np.hypot(high - centre, unsure)),
+        ]
         live_mean = float(live.mean(-1).mean())
-        return {"live": live_mean, "replay": mean, "agrees": agrees, "difference": centre, "ci95": interval}
+        return {
+            "live": live_mean,
+            "replay": mean,
+            "agrees": agrees,
+            "difference": centre,
+            "ci95": interval,
+        }
 
 
 def _speed(ratios: Tensor) -> tuple[float, float]:
-    """Latency here / latency in the profile, from those of all answers, and half the width of its 95 % interval.
+    """Latency here / latency in the profile, from those of all answers, and half the width of its
+    95 % interval.
 
-    Medians, since a single stall of the machine is longer than many answers. The standard error of a median is
-    1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978, "Variations of Box Plots").
+    Medians, since a single stall of the machine is longer than many answers. The standard error of
+    a median is 1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978, "Variations of Box Plots").
     """
     low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
     return median, 1.96 * 1.25 / 1.35 * (high - low) / ratios.numel() ** 0.5
@@ -175,9 +227,12 @@ def _outcomes(accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor) -> dict[
 
 
 def _overhead(served: Mapping[str, Tensor]) -> dict[str, float]:
-    """What the controller adds to the model's time. Of the parts medians: a stall would count in one of them only."""
-    inference, overhead = float(served["inference_ms"].mean()), served["overhead_ms"]
-    decision_us, overhead_us = float(served["decision_us"].median()), float((overhead * 1e3).median())
+    """What the controller adds to the model's time. Of the parts medians: a stall would count in
+    one of them only."""
+    inference = float(served["inference_ms"].mean())
+    overhead = served["overhead_ms"]
+    decision_us = float(served["decision_us"].median())
+    overhead_us = float((overhead * 1e3).median())
     return {
         "inference_ms": inference,
         "overhead_us": float(overhead.mean()) * 1e3,
@@ -192,22 +247,27 @@ def _overhead(served: Mapping[str, Tensor]) -> dict[str, float]:
 def _replayed_decisions(
     table: ProfileTable, stream: Stream, controller: NumpyController, record: Record, learned: int
 ) -> dict[str, float]:
-    """How often a replay that allows for the same drift decides as the controller did, at its limits and at whole
-    budgets."""
+    """How often a replay that allows for the same drift decides as the controller did, at its
+    limits and at whole budgets."""
     blocks = {name: block.numpy() for name, block in table.features.items()}
     served = {name: values[learned] for name, values in record.served.items()}
     same = np.zeros((2, *served["choice"].shape), bool)
     for (i, repeat), choice in np.ndenumerate(served["choice"]):
-        features, drift = {name: block[stream.rows[i]] for name, block in blocks.items()}, served["drift"][i, repeat]
+        features = {name: block[stream.rows[i]] for name, block in blocks.items()}
+        drift = served["drift"][i, repeat]
         for place, limit in enumerate((served["limit_ms"][i, repeat], stream.budgets_ms[i])):
-            same[place, i, repeat] = controller.decide_index(features, float(limit), drift) == choice
+            same[place, i, repeat] = (
+                controller.decide_index(features, float(limit), drift) == choice
+            )
     names = "as_replayed_at_the_same_limit", "as_replayed_at_the_whole_budget"
     return dict(zip(names, same.mean((1, 2)).tolist(), strict=True))
 
 
 def _timeline(stream: Stream, record: Record, learned: int) -> list[dict[str, float]]:
-    """The first run of the controller, request by request, with residuals in units of the expected spread."""
-    served, rows = {name: values[learned, :, 0] for name, values in record.served.items()}, []
+    """The first run of the controller, request by request, with residuals in units of the expected
+    spread."""
+    served = {name: values[learned, :, 0] for name, values in record.served.items()}
+    rows = []
     for i, drift in enumerate(served["drift"]):
         offsets, scale = drift or (0.0, 1.0)
         offsets = np.atleast_1d(offsets)
@@ -226,6 +286,10 @@ def _timeline(stream: Stream, record: Record, learned: int) -> list[dict[str, fl
 
 
 def _mean(name: str, values: Tensor) -> dict[str, Any]:
-    """A mean over requests, and its interval without the rounding that would make a share greater than 1."""
-    interval = [round(end, 12) for end in mean_interval(values)] if len(values) else None
+    """A mean over requests, and its interval without the rounding that would make a share greater
+    than 1."""
+    if len(values):
+        interval = [round(end, 12) for end in mean_interval(values)]
+    else:
+        interval = None
     return {name: float(values.mean()) if len(values) else None, f"{name}_ci95": interval}

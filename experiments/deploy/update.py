@@ -1,6 +1,8 @@
-"""Update a deployed controller from the log of its requests, or for other hardware from some cells timed there.
+"""Update a deployed controller from the log of its requests, or for other hardware from some cells
+timed there.
 
-Each update is a version on disk; which of them serves is a link, see `knobwise.agents.serving.versions`.
+Each update is a version on disk; which of them serves is a link, see
+`knobwise.agents.serving.versions`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from knobwise.agents.learning.update import update
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.request_log import logged_of, read_log
-from knobwise.agents.serving.versions import CONTROLLER, CURRENT, VERSIONS, add_version, serve, serving, try_out
+from knobwise.agents.serving.versions import (
+    CONTROLLER,
+    CURRENT,
+    VERSIONS,
+    add_version,
+    serve,
+    serving,
+    try_out,
+)
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
@@ -52,15 +62,17 @@ def run(config: UpdateRun) -> Path:
     """Write a version, and let it serve where it is better; returns the one that serves.
 
     Raises:
-        InputError: neither a log nor a profile, a controller that cannot learn, one that `out` does not serve, no
-            version before the current one, too few requests; see also `read_log` and `log_ratios`.
+        InputError: neither a log nor a profile, a controller that cannot learn, one that `out` does
+            not serve, no version before the current one, too few requests; see also `read_log` and
+            `log_ratios`.
     """
     out = Path(config.out)
     if config.rollback:
         return _roll_back(out)
     if (config.log is None) == (config.profile is None):
         raise InputError(
-            "update: give log=FOLDER, the requests to learn from, or profile=table profile.path=FILE, the cells "
+            "update: give log=FOLDER, the requests to learn from, or profile=table "
+            "profile.path=FILE, the cells "
             "that were timed on other hardware"
         )
     if config.every is None or config.log is None:
@@ -90,7 +102,11 @@ def run(config: UpdateRun) -> Path:
 
 def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
     """What an update shows, under its logged names."""
-    metrics = {"Log/Requests": facts["requests"], "Update/Better": facts["better"], "Update/Trial": facts["promising"]}
+    metrics = {
+        "Log/Requests": facts["requests"],
+        "Update/Better": facts["better"],
+        "Update/Trial": facts["promising"],
+    }
     metrics |= {f"Log/{name}": value for name, value in facts["latest"].items()}
     for name, judgement in facts["steps"].items():
         gain = judgement["doubly_robust"]["difference"][0]
@@ -106,10 +122,15 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
     digest = loaded.controller.decider.digest
     _check_serving(config, digest, serving(out))
     learn: Callable[[UpdateRun, Loaded, str], tuple[Loaded, dict[str, Any]]]
-    learn = _from_log if config.log is not None else _from_cells
+    if config.log is not None:
+        learn = _from_log
+    else:
+        learn = _from_cells
     updated, facts = learn(config, loaded, digest)
     with locked(out):
-        _check_serving(config, digest, current := serving(out))  # another process may have been here
+        _check_serving(
+            config, digest, current := serving(out)
+        )  # another process may have been here
         if current is None:
             current = _added(out, loaded, {"before": None, "from": config.checkpoint})
             serve(out, current)
@@ -118,7 +139,9 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
             serve(out, version)
         else:
             try_out(out, version if facts["promising"] else None)
-    outcome = f"{current.name} goes on serving" + (", but this version is worth a trial" if facts["promising"] else "")
+    outcome = f"{current.name} goes on serving" + (
+        ", but this version is worth a trial" if facts["promising"] else ""
+    )
     print_lines(Console(), [f"{version}: {'serves now' if facts['better'] else outcome}"])
     return serving(out) or version, version, facts
 
@@ -134,19 +157,24 @@ def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None
     if served != digest:
         again = Path(config.out) / CURRENT
         raise InputError(
-            f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; give "
+            f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; "
+            "give "
             f"checkpoint={again}, or another folder"
         )
 
 
 def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
-    """A version with its checkpoint, its arrays, and what is known about it; the same command, given again because it
-    was killed or by mistake, finds the version that it has made."""
+    """A version with its checkpoint, its arrays, and what is known about it; the same command,
+    given again because it was killed or by mistake, finds the version that it has made."""
     words = json.dumps(facts, indent=1)
     for version in (out / VERSIONS).glob("[0-9]*"):
         if not (version / UPDATE).exists() or (version / UPDATE).read_text() != words:
             continue
-        if not (damaged := [path for name in (VERSION, CONTROLLER) if is_damaged(path := version / name)]):
+        if not (
+            damaged := [
+                path for name in (VERSION, CONTROLLER) if is_damaged(path := version / name)
+            ]
+        ):
             return version
         say(f"{damaged[0]}: is damaged; the version is made again")
 
@@ -172,11 +200,13 @@ def _roll_back(out: Path) -> Path:
 
 
 def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
-    """The controller after learning from the log, the best if it is better; print and return what the log shows."""
+    """The controller after learning from the log, the best if it is better; print and return what
+    the log shows."""
     agent: Any = loaded.controller
     assert config.log is not None
     digests = [*loaded.extra.get("versions", []), digest]
-    names, sizes = configurations_of(agent), agent.controller.normaliser.sizes
+    names = configurations_of(agent)
+    sizes = agent.controller.normaliser.sizes
     log = read_log(config.log, names, digests, sizes)
     print_lines(Console(), [f"{len(log.rows):,} requests of {config.log}", *log.lines()])
     if not log.rows:
@@ -192,9 +222,25 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         "factors": result.factors,
         "logits": result.logits,
     }
-    header = ["step", "utility, new − old [95 %]", "bound", "model alone", "weights alone", "different", "takes over"]
-    print_table(Console(), header, [_row(STEPS[name], each) for name, each in result.steps.items()], range(7))
-    best = result.agent if result.better else result.candidate
+    header = [
+        "step",
+        "utility, new − old [95 %]",
+        "bound",
+        "model alone",
+        "weights alone",
+        "different",
+        "takes over",
+    ]
+    print_table(
+        Console(),
+        header,
+        [_row(STEPS[name], each) for name, each in result.steps.items()],
+        range(7),
+    )
+    if result.better:
+        best = result.agent
+    else:
+        best = result.candidate
     return loaded._replace(agent=best, extra=loaded.extra | {"versions": digests}), facts
 
 
@@ -211,11 +257,19 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 def _row(step: str, judgement: Judgement) -> list[str]:
     """A step in the table."""
     robust, *others = (
-        each["difference"] for each in (judgement.doubly_robust, judgement.direct, judgement.self_normalised)
+        each["difference"]
+        for each in (judgement.doubly_robust, judgement.direct, judgement.self_normalised)
     )
     values = [f"{each.value:+.3f}" for each in others]
     different = f"{judgement.different} of {judgement.requests}"
-    return [step, _words(robust), f"{judgement.bound:+.3f}", *values, different, "yes" if judgement.better else "no"]
+    return [
+        step,
+        _words(robust),
+        f"{judgement.bound:+.3f}",
+        *values,
+        different,
+        "yes" if judgement.better else "no",
+    ]
 
 
 def _words(estimate: Estimate) -> str:
@@ -227,7 +281,8 @@ def _problem(loaded: Loaded, for_hardware: bool) -> str:
     agent = loaded.controller
     if agent.sense != "deadline":
         return (
-            "decides for mean budgets or weights, whose worths hold on one machine only; train on a profile of the "
+            "decides for mean budgets or weights, whose worths hold on one machine only; train "
+            "on a profile of the "
             "other machine"
         )
     if agent.teacher is None:
@@ -236,26 +291,40 @@ def _problem(loaded: Loaded, for_hardware: bool) -> str:
             "policy=utility, or let AdaptiveModel.calibrate scale the budgets"
         )
     adapted_before = for_hardware and "adapted" in loaded.extra
-    return "was already adapted; give the controller as it was trained" if adapted_before else ""
+    if adapted_before:
+        return "was already adapted; give the controller as it was trained"
+    return ""
 
 
 def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
     """The rows that the controller was fitted on, all if it does not say, int64 in random order."""
-    parts = [loaded.extra[f"{part}_rows"] for part in ("train", "validation") if f"{part}_rows" in loaded.extra]
-    rows = torch.cat(parts) if parts else torch.arange(table.num_samples)
+    parts = [
+        loaded.extra[f"{part}_rows"]
+        for part in ("train", "validation")
+        if f"{part}_rows" in loaded.extra
+    ]
+    if parts:
+        rows = torch.cat(parts)
+    else:
+        rows = torch.arange(table.num_samples)
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
 
 def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
-    """The controller for the hardware of the timed cells; print its factors by knob, and return what the cells tell."""
+    """The controller for the hardware of the timed cells; print its factors by knob, and return
+    what the cells tell."""
     table = read_profile(config.trained_on, loaded)
     if table.digest != loaded.profile_digest:
         raise InputError(
-            f"{config.checkpoint}: was trained on profile {loaded.profile_name!r}, but trained_on is another, "
-            f"{table.name!r}; give the profile of the training, as in trained_on=table trained_on.path=FILE"
+            f"{config.checkpoint}: was trained on profile {loaded.profile_name!r}, but trained_on "
+            "is another, "
+            f"{table.name!r}; give the profile of the training, as in trained_on=table "
+            "trained_on.path=FILE"
         )
     profile = config.profile
-    if isinstance(profile, LongTables) and profile.knobs is None:  # few rows do not show which columns are knobs
+    if (
+        isinstance(profile, LongTables) and profile.knobs is None
+    ):  # few rows do not show which columns are knobs
         profile = replace(profile, knobs=[knob.name for knob in table.knobs])
     timed = read_profile(profile)
     chosen, ratios = log_ratios(table, timed)
@@ -265,13 +334,23 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     facts["one_factor"] = float(ratios.median().exp())
     agent: Any = loaded.controller
     rows = _fitted(loaded, table)[:REQUESTS]
-    x = agent.controller.features({name: block[rows] for name, block in table.features.items()}, len(rows))
+    x = agent.controller.features(
+        {name: block[rows] for name, block in table.features.items()}, len(rows)
+    )
     lines = [
-        [knob.name, str(value), f"× {offsets.mean[table.configurations[:, k] == v].mean().exp():.3f}"]
+        [
+            knob.name,
+            str(value),
+            f"× {offsets.mean[table.configurations[:, k] == v].mean().exp():.3f}",
+        ]
         for k, knob in enumerate(table.knobs)
         for v, value in enumerate(knob.values)
     ]
     print_table(Console(), ["knob", "value", "time, here / in training"], lines, range(3))
     print_lines(Console(), sentences("other_hardware.txt.j2", facts=facts))
     extra = loaded.extra | {"adapted": facts, "versions": [digest]}
-    return loaded._replace(agent=adapted(agent, offsets, x), extra=extra), {"better": True, "promising": False, **facts}
+    return loaded._replace(agent=adapted(agent, offsets, x), extra=extra), {
+        "better": True,
+        "promising": False,
+        **facts,
+    }

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knobwise.experiments.report.tables import Table, print_lines, print_table
-from knobwise.experiments.report.words import LEARNED, STATIC, interval, number, policy_name, ranked, sentences
+from knobwise.experiments.report.words import (
+    LEARNED,
+    STATIC,
+    interval,
+    number,
+    policy_name,
+    ranked,
+    sentences,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,14 +36,22 @@ def policies(results: Mapping[str, Any]) -> Table:
     """Every policy, the best utility first; the last two columns are of the replay."""
     rows = ranked(results)
     replay = {(row["policy"], row["what"]): row["replay"] for row in results["agreement"]}
-    columns = COLUMNS if replay else {name: column for name, column in COLUMNS.items() if column[0] in rows[0]}
+    if replay:
+        columns = COLUMNS
+    else:
+        columns = {name: column for name, column in COLUMNS.items() if column[0] in rows[0]}
     replayed = REPLAYED if replay else {}
     cells = []
     for row in rows:
         line = [name_of(results, row["policy"])]
         for key, how in columns.values():
-            line.append(number(row[key], how) + (interval(row[f"{key}_ci95"], how) if key in WITH_INTERVAL else ""))
-        cells.append([*line, *(number(replay[row["policy"], key], how) for key, how in replayed.values())])
+            line.append(
+                number(row[key], how)
+                + (interval(row[f"{key}_ci95"], how) if key in WITH_INTERVAL else "")
+            )
+        cells.append(
+            [*line, *(number(replay[row["policy"], key], how) for key, how in replayed.values())]
+        )
     strong = [place for place, row in enumerate(rows) if row["policy"] == LEARNED]
     return Table(["policy", *columns, *replayed], cells, strong)
 
@@ -44,14 +60,17 @@ def name_of(results: Mapping[str, Any], policy: str) -> str:
     """A policy in words; a fixed configuration with its knobs."""
     if policy not in results["configurations"]:
         return policy_name(policy)
-    knobs = ", ".join(f"{name} {value}" for name, value in results["configurations"][policy].items())
+    knobs = ", ".join(
+        f"{name} {value}" for name, value in results["configurations"][policy].items()
+    )
     return f"fixed, {policy_name(policy)}\n({knobs})"
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
     """What the run shows, in sentences."""
     latency, share = (
-        [row for row in results["agreement"] if row["what"] == what] for what in ("latency_ms", "satisfaction")
+        [row for row in results["agreement"] if row["what"] == what]
+        for what in ("latency_ms", "satisfaction")
     )
     return sentences(
         "live.txt.j2",
@@ -76,7 +95,9 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
     from knobwise.experiments.report.page import render_page
 
     table = policies(results)
-    width = len(table.header) - len(REPLAYED) * bool(results["agreement"])  # what was replayed has a table of its own
+    width = len(table.header) - len(REPLAYED) * bool(
+        results["agreement"]
+    )  # what was replayed has a table of its own
     shares = []
     for metric, title in (("satisfaction", "share on time"), ("utility", "utility (0 to 1)")):
         rows = [
@@ -85,7 +106,11 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
             for row in ranked(results)
         ]
         shares.append(
-            charts.dots(pl.DataFrame(rows), title, charts.colour_of([r["name"] for r in rows], "name").legend(None))
+            charts.dots(
+                pl.DataFrame(rows),
+                title,
+                charts.colour_of([r["name"] for r in rows], "name").legend(None),
+            )
         )
     return render_page(
         path,

@@ -1,8 +1,9 @@
 """The self-contained page around charts and tables, from the templates beside this file.
 
-Colours: `hues.json` lists the hues, `policies.json` says which policy has which, `templates/style.css` colours the page
-around the charts. A chart is built once and drawn in the reader's theme: whatever differs between light and dark stands
-in `THEMES`, never in a mark; hues are named by their position in the palette (`domain`). Nothing comes from a network.
+Colours: `hues.json` lists the hues, `policies.json` says which policy has which,
+`templates/style.css` colours the page around the charts. A chart is built once and drawn in the
+reader's theme: whatever differs between light and dark stands in `THEMES`, never in a mark; hues
+are named by their position in the palette (`domain`). Nothing comes from a network.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from knobwise.common.files import write_text
 from knobwise.experiments.report.words import POLICIES, environment
 
 OTHERS = "others"
-HUES: dict[str, list[str]] = json.loads(Path(__file__).with_name("hues.json").read_text(encoding="utf-8"))
-"""Name → the colour on white and on black. The first are the easiest to distinguish; policies that are never drawn
-together may share a hue."""
+HUES: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("hues.json").read_text(encoding="utf-8")
+)
+"""Name → the colour on white and on black. The first are the easiest to distinguish; policies that
+are never drawn together may share a hue."""
 HUE_OF = {words["name"]: words["colour"] for words in POLICIES.values()}
 """The name of a policy → its hue."""
 
@@ -31,8 +34,8 @@ HUE_OF = {words["name"]: words["colour"] for words in POLICIES.values()}
 def domain(labels: Sequence[str]) -> list[str]:
     """The domain of a colour scale over the whole palette.
 
-    The label of a policy stands at the position of its hue, a run at the first free one that no reference has; blanks
-    fill the remaining positions.
+    The label of a policy stands at the position of its hue, a run at the first free one that no
+    reference has; blanks fill the remaining positions.
     """
     hues: dict[str, str] = {}
     for label in labels:
@@ -49,7 +52,8 @@ def by_hue(labels: Mapping[str, str]) -> list[str]:
 
 
 def _theme(dark: bool, **greys: str) -> dict[str, Any]:
-    template, palette = environment().get_template("theme.json.j2"), [pair[dark] for pair in HUES.values()]
+    template = environment().get_template("theme.json.j2")
+    palette = [pair[dark] for pair in HUES.values()]
     theme: dict[str, Any] = json.loads(template.render(palette=palette, **greys))
     return theme
 
@@ -61,7 +65,8 @@ THEMES = {
 
 
 def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
-    """The chart as Vega-Lite, without Altair's own theme and without its limit on the number of rows.
+    """The chart as Vega-Lite, without Altair's own theme and without its limit on the number of
+    rows.
 
     The tests check it against the schema, which takes most of a page's time.
     """
@@ -73,14 +78,21 @@ def png(figure: Any) -> bytes:
     """A chart, or several below one another, as a picture, twice as fine as on screen, on white."""
     import vl_convert
 
-    config = THEMES["light"] | {"background": "white", "view": {"stroke": "transparent", "continuousWidth": 640}}
-    chart = alt.vconcat(*figure).resolve_scale(color="independent") if isinstance(figure, list) else figure
+    config = THEMES["light"] | {
+        "background": "white",
+        "view": {"stroke": "transparent", "continuousWidth": 640},
+    }
+    if isinstance(figure, list):
+        chart = alt.vconcat(*figure).resolve_scale(color="independent")
+    else:
+        chart = figure
     return vl_convert.vegalite_to_png(specification(chart), scale=2, config=config)
 
 
 @functools.cache
 def templates() -> Environment:
-    """The templates of all pages. What they print is escaped; in embedded JSON every `<` is written `\\u003c`."""
+    """The templates of all pages. What they print is escaped; in embedded JSON every `<` is written
+    `\\u003c`."""
     pages = environment(autoescape=True)
     pages.filters["specification"] = specification
     pages.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
@@ -88,7 +100,8 @@ def templates() -> Environment:
 
 
 def render_page(path: str | Path, template: str, **content: Any) -> Path:
-    """Write the page that a template makes of `content`; it opens without a network: everything is inside the file."""
+    """Write the page that a template makes of `content`; it opens without a network: everything is
+    inside the file."""
     text = templates().get_template(template).render(vega=Markup(_vega()), themes=THEMES, **content)
     write_text(path, text)
     return Path(path)
@@ -99,4 +112,6 @@ def _vega() -> str:
     import vl_convert
 
     version = ".".join(alt.SCHEMA_VERSION.split(".")[:2])
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", version).replace("</script", "<\\/script")
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", version).replace(
+        "</script", "<\\/script"
+    )

@@ -1,7 +1,8 @@
 """The results of a finished run: in sentences, on the terminal and as `report.html`.
 
-Reads only the files that the run left in its folder (`results.json`, `metrics.csv`, `config.yaml`), so that a report
-can be written again at any time. This module gathers the numbers; the words are in `templates/`.
+Reads only the files that the run left in its folder (`results.json`, `metrics.csv`, `config.yaml`),
+so that a report can be written again at any time. This module gathers the numbers; the words are in
+`templates/`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from knobwise.experiments.report import result_charts as drawn
 from knobwise.experiments.report.page import render_page
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.tables import print_lines, print_table
-from knobwise.experiments.report.words import LEARNED, MIX, ORACLE, SINGLE, STATIC, TEACHER, policy_name, quantity
+from knobwise.experiments.report.words import (
+    LEARNED,
+    MIX,
+    ORACLE,
+    SINGLE,
+    STATIC,
+    TEACHER,
+    policy_name,
+    quantity,
+)
 from knobwise.experiments.results.problem import (
     DEADLINE,
     DEMONSTRATIONS,
@@ -41,8 +51,10 @@ def write_report(run_folder: str | Path) -> Path:
 
     folder = Path(run_folder).resolve()
     results = words.read_results(folder)
-    problem, config = problem_of(results), folder / "config.yaml"
-    figures, simple = list(drawn.result_charts(results).items()), drawn.baselines(results)
+    problem = problem_of(results)
+    config = folder / "config.yaml"
+    figures = list(drawn.result_charts(results).items())
+    simple = drawn.baselines(results)
     return render_page(
         folder / "report.html",
         "report.html.j2",
@@ -68,7 +80,8 @@ def write_report(run_folder: str | Path) -> Path:
 
 
 def print_results(results: Mapping[str, Any], console: Console) -> None:
-    """The results as a table, and the verdict; without colours and frames if this is no terminal."""
+    """The results as a table, and the verdict; without colours and frames if this is no
+    terminal."""
     table = tables.policies(results)
     print_table(console, table.header, table.rows, tables.narrow(results), table.strong)
     if results.get("by_dataset"):
@@ -78,18 +91,22 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
     print_lines(console, verdict(results))
 
 
-# -- in sentences ----------------------------------------------------------------------------------------------------
+# -- in sentences ----------------------------------------------------------------------------------
 
 
 def verdict(results: Mapping[str, Any], **changes: Any) -> list[str]:
-    """What the run shows, the most important first; `changes` replace numbers that the sentences are made of."""
+    """What the run shows, the most important first; `changes` replace numbers that the sentences
+    are made of."""
     problem = problem_of(results).name
-    return words.sentences(f"{problem}.txt.j2", results=results, **(_NUMBERS[problem](results) | changes))
+    return words.sentences(
+        f"{problem}.txt.j2", results=results, **(_NUMBERS[problem](results) | changes)
+    )
 
 
 def on_decisions(results: Mapping[str, Any]) -> str:
-    """The time that a decision takes, compared with the latency, in a sentence; without features and setting knobs,
-    which only a live run measures. Empty if it is not known, or if the budget limits no time."""
+    """The time that a decision takes, compared with the latency, in a sentence; without features
+    and setting knobs, which only a live run measures. Empty if it is not known, or if the budget
+    limits no time."""
     learned = words.means_of(results).get(LEARNED, {})
     micros, mean = (float(learned.get(key) or 0) for key in ("decision_us_p50", "latency_ms_mean"))
     if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
@@ -108,7 +125,11 @@ def _under_deadlines(results: Mapping[str, Any]) -> dict[str, Any]:
         "static": ranked.get(STATIC),
         "best": next((row for name, row in ranked.items() if name != ORACLE), None),
         "rivals": rivals,
-        "better": [row for row in rivals if learned and round(words.value_of(row) - words.value_of(learned), 3) > 0],
+        "better": [
+            row
+            for row in rivals
+            if learned and round(words.value_of(row) - words.value_of(learned), 3) > 0
+        ],
         "guard": words.guarantees(results),
     }
 
@@ -128,22 +149,38 @@ def _under_mean_budgets(results: Mapping[str, Any]) -> dict[str, Any]:
         "latencies": [quantity(row["latency_ms_mean"], words.unit_of(results)) for row in tight],
         "most": list(map(words.points, most)),
         "rivals": rivals,
-        "better": sum(row["over_static_mix"] > ranked[LEARNED]["over_static_mix"] for row in rivals),
+        "better": sum(
+            row["over_static_mix"] > ranked[LEARNED]["over_static_mix"] for row in rivals
+        ),
         "deployed": [row["deployed"] for rows in results.get("guard") or [] for row in rows],
     }
 
 
 def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
-    shots, policy = shown_at(results), DEMONSTRATIONS.main_policy(results)
-    rows, at = words.rows_at(results, shots), words.differences_at(results, shots)
+    shots = shown_at(results)
+    policy = DEMONSTRATIONS.main_policy(results)
+    rows = words.rows_at(results, shots)
+    at = words.differences_at(results, shots)
     simple = drawn.baselines(results)
-    with_accuracy = {name: f"{policy_name(name, results)} ({row['accuracy']:.3f})" for name, row in rows.items()}
-    numbers = {"shots": shots, "policy": policy, "rows": rows, "simple": simple, "with_accuracy": with_accuracy}
+    with_accuracy = {
+        name: f"{policy_name(name, results)} ({row['accuracy']:.3f})" for name, row in rows.items()
+    }
+    numbers = {
+        "shots": shots,
+        "policy": policy,
+        "rows": rows,
+        "simple": simple,
+        "with_accuracy": with_accuracy,
+    }
     if policy not in rows:
         return numbers
     rivals = [name for name in simple if (policy, name) in at]
     signs = {name: words.sign_of(at[policy, name]["ci95"]) for name in rivals}
-    others = {n: words.rows_at(results, n).get(policy) for n in results["shots"] if n != results["trained_shots"]}
+    others = {
+        n: words.rows_at(results, n).get(policy)
+        for n in results["shots"]
+        if n != results["trained_shots"]
+    }
     return numbers | {
         "at": at,
         "learned": list(dict.fromkeys((policy, *DEMONSTRATIONS.trained))),

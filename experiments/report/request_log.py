@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def inspect_log(folder: str) -> dict[str, Any]:
-    """The facts about a log, as plain values for JSON: `requests`, the shares of them that are `on_time`, `labelled`
-    and `explored` (answered otherwise than by the best choice), mean `accuracy` of the labelled, `configurations`
-    (label → requests), `controllers` (digest → requests) and `set_aside` (reason → rows).
+    """The facts about a log, as plain values for JSON: `requests`, the shares of them that are
+    `on_time`, `labelled` and `explored` (answered otherwise than by the best choice), mean
+    `accuracy` of the labelled, `configurations` (label → requests), `controllers` (digest →
+    requests) and `set_aside` (reason → rows).
 
     Raises:
         InputError: there is no log in the folder.
@@ -40,16 +41,24 @@ def inspect_log(folder: str) -> dict[str, Any]:
 
 def print_log(facts: Mapping[str, Any], console: Console) -> None:
     """The facts in words and a table."""
-    accuracy = "" if facts["accuracy"] is None else f", of which {facts['accuracy']:.1%} are right"
+    if facts["accuracy"] is None:
+        accuracy = ""
+    else:
+        accuracy = f", of which {facts['accuracy']:.1%} are right"
     print_lines(
         console,
         [
-            f"{facts['log']}: {facts['requests']:,} requests by {len(facts['controllers'])} controllers",
+            f"{facts['log']}: {facts['requests']:,} requests by {len(facts['controllers'])} "
+            "controllers",
             f"{facts['on_time']:.1%} on time, {facts['labelled']:.1%} labelled{accuracy}, "
             f"{facts['explored']:.1%} explored",
-            *(f"{count:,} set aside: {reason}" for reason, count in sorted(facts["set_aside"].items())),
+            *(
+                f"{count:,} set aside: {reason}"
+                for reason, count in sorted(facts["set_aside"].items())
+            ),
         ],
     )
-    total, used = facts["requests"], facts["configurations"].items()
+    total = facts["requests"]
+    used = facts["configurations"].items()
     cells = [[label, f"{count:,}", f"{count / total:.1%}"] for label, count in used]
     print_table(console, ["configuration", "requests", "share"], cells, range(3))

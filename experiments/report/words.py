@@ -1,4 +1,5 @@
-"""Names, numbers and helpers for the sentences of all pages, which are in `templates/`; reading `results.json`."""
+"""Names, numbers and helpers for the sentences of all pages, which are in `templates/`; reading
+`results.json`."""
 
 from __future__ import annotations
 
@@ -21,19 +22,28 @@ from knobwise.experiments.results.problem import Metric, problem_of
 
 Row = Mapping[str, Any]
 
-LEARNED, TEACHER, STATIC, ORACLE = "controller", "teacher", "budget_aware_static", "oracle"
-FROZEN, MIX, SINGLE = "controller_frozen", "static_mix", "best_single"
-POLICIES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("policies.json").read_text(encoding="utf-8"))
+LEARNED = "controller"
+TEACHER = "teacher"
+STATIC = "budget_aware_static"
+ORACLE = "oracle"
+FROZEN = "controller_frozen"
+MIX = "static_mix"
+SINGLE = "best_single"
+POLICIES: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("policies.json").read_text(encoding="utf-8")
+)
 """Policy → its name, its colour and a description."""
 
 
 def policy_name(policy: str, results: Mapping[str, Any] | None = None) -> str:
     """A policy in plain words; the names of some controls say what was hidden in these results."""
     hidden = listed((results or {}).get("hidden") or ["information"])
-    return POLICIES[policy]["name"].format(hidden=hidden) if policy in POLICIES else policy.replace("_", " ")
+    if policy in POLICIES:
+        return POLICIES[policy]["name"].format(hidden=hidden)
+    return policy.replace("_", " ")
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 def known(value: Any) -> bool:
@@ -52,12 +62,18 @@ def quantity(value: float | None, unit: str = "ms") -> str:
 
 def number(value: Any, how: str, unit: str = "") -> str:
     """A number in a format such as ".3f" or "+.1%"; a dash where it is not known."""
-    sign, digits = ("+", how[1:]) if how.startswith("+") else ("", how)
-    return f"{value:{sign}z{digits}}{unit}" if known(value) else "–"
+    if how.startswith("+"):
+        sign, digits = ("+", how[1:])
+    else:
+        sign, digits = ("", how)
+    if known(value):
+        return f"{value:{sign}z{digits}}{unit}"
+    return "–"
 
 
 def interval(ci95: Any, how: str) -> str:
-    """The small print under a number; empty where the interval is a point, as in the gap that the oracle closes."""
+    """The small print under a number; empty where the interval is a point, as in the gap that the
+    oracle closes."""
     if not ci95 or not all(map(known, ci95)) or not ci95[0] < ci95[1]:
         return ""
     return f"\n[{number(ci95[0], how)}, {number(ci95[1], how)}]"
@@ -79,7 +95,8 @@ def points(share: float, sign: str = "+") -> str:
 
 
 def span(ci95: Sequence[float] | None, how: str = "") -> str:
-    """An interval in a sentence, in a format or, without one, in points; empty where it is not known."""
+    """An interval in a sentence, in a format or, without one, in points; empty where it is not
+    known."""
     if not ci95:
         return ""
     low, high = (number(end, how) if how else points(end, "") for end in ci95)
@@ -87,7 +104,9 @@ def span(ci95: Sequence[float] | None, how: str = "") -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def shots_words(count: int) -> str:
@@ -95,11 +114,14 @@ def shots_words(count: int) -> str:
 
 
 def of_last_round(policy: str) -> str:
-    """The epochs of a policy that is trained in rounds are those of the last round, which starts from the previous."""
-    return " of its last round" if policy == "grpo_rounds" else ""
+    """The epochs of a policy that is trained in rounds are those of the last round, which starts
+    from the previous."""
+    if policy == "grpo_rounds":
+        return " of its last round"
+    return ""
 
 
-# -- differences -------------------------------------------------------------------------------------------------------
+# -- differences -----------------------------------------------------------------------------------
 
 COMPARED = {1: "is better than", -1: "is worse than", 0: "is not shown to differ from"}
 """The one way to say what an interval of a difference shows."""
@@ -121,7 +143,7 @@ def difference_cell(difference: float, ci95: Sequence[float]) -> str:
     return f"{points(difference)}\n[{points(ci95[0])}, {points(ci95[1])}]"
 
 
-# -- sentences ---------------------------------------------------------------------------------------------------------
+# -- sentences -------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -129,7 +151,11 @@ def environment(autoescape: bool = False) -> Environment:
     """For the templates beside this file; they may call the functions of this module."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     templates = Environment(
-        loader=loader, autoescape=autoescape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     templates.globals |= globals()
     templates.filters["quantity"] = quantity
@@ -143,11 +169,12 @@ def sentences(template: str, **content: Any) -> list[str]:
     return [" ".join(words) for paragraph in paragraphs if (words := paragraph.split())]
 
 
-# -- results.json ------------------------------------------------------------------------------------------------------
+# -- results.json ----------------------------------------------------------------------------------
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
-    """Write `results.json`, with digests of its content and of `decisions.parquet`, which is there already."""
+    """Write `results.json`, with digests of its content and of `decisions.parquet`, which is there
+    already."""
     results = results | {"sha256": _digests(folder, results)}
     write_text(folder / "results.json", json.dumps(results, indent=1))
 
@@ -175,17 +202,23 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
     except ValueError as error:  # bytes that are no text, text that is no JSON
         raise InputError(f"{path}: not the results of a run ({error})") from error
     if isinstance(results, dict) and "sha256" in results:
-        noted, digests = results["sha256"], _digests(path.parent, results)
+        noted = results["sha256"]
+        digests = _digests(path.parent, results)
         if not isinstance(noted, list) or noted[:1] != digests[:1]:
             raise Damaged(path)
         if noted[: len(digests)] != digests:
             raise InputError(
-                f"{path.with_name(FILE)}: does not match its checksum in {path}; one of the two is damaged: "
+                f"{path.with_name(FILE)}: does not match its checksum in {path}; one of the two "
+                "is damaged: "
                 "restore copies of both, or judge the run again"
             )
     rows = results.get("rows") if isinstance(results, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
-        raise InputError(f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing")
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and "policy" in row for row in rows
+    ):
+        raise InputError(
+            f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing"
+        )
     if not rows:
         raise InputError(f"{path}: has no rows; was the run judged?")
     return results
@@ -209,12 +242,14 @@ def ranked(results: Mapping[str, Any], metric: str = "utility") -> list[Row]:
 
 def value_of(row: Row, metric: str = "utility") -> float:
     """A number to rank by; −∞ where it is not known."""
-    return float(row[metric]) if known(row.get(metric)) else -math.inf
+    if known(row.get(metric)):
+        return float(row[metric])
+    return -math.inf
 
 
 def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
-    """What the guard found at each budget: one row a seed. [] without a guard. Where it fell back, the policy was
-    `worse` than static, or only static is on time often enough (`safer`)."""
+    """What the guard found at each budget: one row a seed. [] without a guard. Where it fell back,
+    the policy was `worse` than static, or only static is on time often enough (`safer`)."""
     at: dict[float, list[Row]] = {}
     for rows in zip(*(results.get("guard") or []), strict=True):
         at[rows[0]["budget_ms"]] = [_with_fallback(row) for row in rows]
@@ -229,22 +264,28 @@ def _with_fallback(row: Row) -> Row:
 def mean_of(rows: Sequence[Row], name: str) -> float:
     """The mean of the known values; NaN where none is known."""
     values = [row[name] for row in rows if known(row.get(name))]
-    return sum(values) / len(values) if values else math.nan
+    if values:
+        return sum(values) / len(values)
+    return math.nan
 
 
 def calibration_error(bins: Sequence[Row]) -> float:
-    """The expected calibration error of the bins of `results["reliability"]`: the mean over all decisions of the
-    absolute difference between predicted probability and observed share in their bin (Naeini, Cooper and Hauskrecht
-    2015, "Obtaining Well Calibrated Probabilities Using Bayesian Binning", AAAI). NaN without bins."""
+    """The expected calibration error of the bins of `results["reliability"]`: the mean over all
+    decisions of the absolute difference between predicted probability and observed share in their
+    bin (Naeini, Cooper and Hauskrecht 2015, "Obtaining Well Calibrated Probabilities Using Bayesian
+    Binning", AAAI). NaN without bins."""
     total = sum(row["decisions"] for row in bins)
     off = sum(row["decisions"] * abs(row["expected_in_time"] - row["in_time"]) for row in bins)
     return off / total if total else math.nan
 
 
 def grpo_begins(results: Mapping[str, Any]) -> int | None:
-    """The iteration at which GRPO begins; None if training had no warm-up or no GRPO, or if it is not known."""
+    """The iteration at which GRPO begins; None if training had no warm-up or no GRPO, or if it is
+    not known."""
     training = results.get("training") or {}
-    return training.get("warmup_iterations") or None if training.get("iterations") else None
+    if training.get("iterations"):
+        return training.get("warmup_iterations") or None
+    return None
 
 
 def kept_before_grpo(results: Mapping[str, Any]) -> int:
@@ -260,8 +301,8 @@ GAINED_ON = {"test": "on test samples", "held_out": "on held-out samples of the 
 
 
 def grpo_gains(results: Mapping[str, Any]) -> list[str]:
-    """What GRPO added to the deployed policy, in words, as far as it is known: in hundredths, from its
-    start to the weights that are kept, the same samples before and after."""
+    """What GRPO added to the deployed policy, in words, as far as it is known: in hundredths, from
+    its start to the weights that are kept, the same samples before and after."""
     gain = results.get("grpo_gain") or {}
     parts = []
     for key, where in GAINED_ON.items():
@@ -284,9 +325,15 @@ def rows_at(results: Mapping[str, Any], shots: int, rows: str = "rows") -> dict[
 
 def differences_at(results: Mapping[str, Any], shots: int) -> dict[tuple[str, str], Row]:
     """(policy, the policy it is compared with) → the difference at a number of shots."""
-    return {(r["policy"], r["against"]): r for r in results.get("differences", []) if r["shots"] == shots}
+    return {
+        (r["policy"], r["against"]): r
+        for r in results.get("differences", [])
+        if r["shots"] == shots
+    }
 
 
 def compared_pairs(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Every (policy, the policy it is compared with)."""
-    return list(dict.fromkeys((row["policy"], row["against"]) for row in results.get("differences", [])))
+    return list(
+        dict.fromkeys((row["policy"], row["against"]) for row in results.get("differences", []))
+    )

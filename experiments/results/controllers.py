@@ -1,7 +1,8 @@
-"""Let controllers and baselines decide on the held-out samples: decisions.parquet, and its summary results.json.
+"""Let controllers and baselines decide on the held-out samples: decisions.parquet, and its summary
+results.json.
 
-The rows of a controller hold means over its seeds, and intervals over samples and seeds; those of a run on several
-splits hold means over the splits too, and intervals over them.
+The rows of a controller hold means over its seeds, and intervals over samples and seeds; those of a
+run on several splits hold means over the splits too, and intervals over them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ COMPARED = {
 Results = dict[str, Any]
 Rows = list[dict[str, Any]]
 Outcome = tuple[str, dict[str, np.ndarray], list[np.ndarray]]
-"""A policy; its numbers at each budget, float [B] by key, NaN where unknown; and by sample, float [S, n, B] or [n, B],
-its score, the low and the high end of the oracle gap, and the scores that its own is compared with as `COMPARED`."""
+"""A policy; its numbers at each budget, float [B] by key, NaN where unknown; and by sample, float
+[S, n, B] or [n, B], its score, the low and the high end of the oracle gap, and the scores that its
+own is compared with as `COMPARED`."""
 
 
 def judge_deadlines(
@@ -53,8 +55,8 @@ def judge_deadlines(
     charge: bool = True,
     before: Sequence[DeployedController | None] = (),
 ) -> tuple[Results, pl.DataFrame]:
-    """Return the contents of `results.json` and of `decisions.parquet`: controllers, one for each of
-    `seeds`, and their teachers and baselines on the same samples under the same deadlines.
+    """Return the contents of `results.json` and of `decisions.parquet`: controllers, one for each
+    of `seeds`, and their teachers and baselines on the same samples under the same deadlines.
 
     Controllers are charged their own cost: the time of their decisions and of the features that
     they read. `utility_free` is what they would have got for nothing. All others decide for free,
@@ -86,31 +88,44 @@ def judge_deadlines(
     uncharged = judge_all(*about, if_free)
     expectations = {"controller": expected}
     decisions = decision_frame(table, test, judged, seeds, times, uncharged, expectations)
-    results = _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays))
+    results = _results(
+        DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)
+    )
     known = [each for each in before if each is not None]
     if known and len(known) == len(controllers):
         untrained = {"controller": [each.decider for each in known]}
         costs = {"controller": spent}
         started = judge_all(*about, untrained, costs)["controller"]
-        gains = torch.stack([a.utility - b.utility for a, b in zip(judged["controller"], started, strict=True)])
+        gains = torch.stack(
+            [a.utility - b.utility for a, b in zip(judged["controller"], started, strict=True)]
+        )
         results["grpo_gain"] = gain("test", gains.mean(2).double().numpy())
     return results, decisions
 
 
 def over_splits(
-    table: ProfileTable, tests: Sequence[Tensor], seeds: Sequence[int], decisions: Sequence[pl.DataFrame]
+    table: ProfileTable,
+    tests: Sequence[Tensor],
+    seeds: Sequence[int],
+    decisions: Sequence[pl.DataFrame],
 ) -> tuple[Results, pl.DataFrame]:
-    """The same of several splits together, from the decisions in each of them under the same deadlines.
+    """The same of several splits together, from the decisions in each of them under the same
+    deadlines.
 
-    Every row also has `utility_per_split`. `test_samples` counts a sample once for each split that judges it.
+    Every row also has `utility_per_split`. `test_samples` counts a sample once for each split that
+    judges it.
 
     Args:
         tests: int64 [n], the test samples of each split.
     """
-    numbered = [frame.with_columns(split=pl.lit(number, pl.Int64)) for number, frame in enumerate(decisions)]
+    numbered = [
+        frame.with_columns(split=pl.lit(number, pl.Int64)) for number, frame in enumerate(decisions)
+    ]
     together = pl.concat(numbered)
     test = torch.cat(list(tests))
-    return _results(DEADLINE, together, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), together
+    return _results(
+        DEADLINE, together, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)
+    ), together
 
 
 def judge_mean_budgets(
@@ -125,11 +140,12 @@ def judge_mean_budgets(
 ) -> tuple[Results, pl.DataFrame]:
     """The same under mean budgets.
 
-    Besides the usual keys a row has `price` (λ) and `worth_ms` (1/λ, None at price 0), the differences in accuracy
-    `over_static_mix` and `over_best_single` at equal mean latency and `over_static_mix_at_budget`, each with its
-    `_ci95`, and `oracle_accuracy` at equal mean latency. `utility` is the accuracy; `gap_closed` is at equal mean
-    latency. A budget limits the mean over all data sets: what a policy spends on one of them is its own choice, and
-    `by_dataset` compares it with what the static mix of all data sets gets there at equal mean latency.
+    Besides the usual keys a row has `price` (λ) and `worth_ms` (1/λ, None at price 0), the
+    differences in accuracy `over_static_mix` and `over_best_single` at equal mean latency and
+    `over_static_mix_at_budget`, each with its `_ci95`, and `oracle_accuracy` at equal mean latency.
+    `utility` is the accuracy; `gap_closed` is at equal mean latency. A budget limits the mean over
+    all data sets: what a policy spends on one of them is its own choice, and `by_dataset` compares
+    it with what the static mix of all data sets gets there at equal mean latency.
 
     Args:
         fitted: int64, the rows that static policies are chosen on.
@@ -216,29 +232,44 @@ def decision_frame(
     free: Mapping[str, Sequence[Judged]] | None = None,
     expected: Mapping[str, Sequence[Tensor | None]] | None = None,
 ) -> pl.DataFrame:
-    """The content of `decisions.parquet`, from outcomes by policy, median decision times in µs where known, outcomes
-    without own costs of those that are charged any, and predicted probabilities of being on time."""
-    datasets = [table.datasets[i] for i in test.tolist()] if table.datasets else [None] * len(test)
+    """The content of `decisions.parquet`, from outcomes by policy, median decision times in µs
+    where known, outcomes without own costs of those that are charged any, and predicted
+    probabilities of being on time."""
+    if table.datasets:
+        datasets = [table.datasets[i] for i in test.tolist()]
+    else:
+        datasets = [None] * len(test)
     ids = [table.sample_ids[i] for i in test.tolist()]
-    samples = pl.DataFrame({"sample_id": ids, "dataset": datasets}, schema_overrides={"dataset": pl.String})
+    samples = pl.DataFrame(
+        {"sample_id": ids, "dataset": datasets}, schema_overrides={"dataset": pl.String}
+    )
     labels = pl.Series([*_labels(table), None], dtype=pl.String)  # the last one stands for −1
     frames = []
     for policy, outcomes in judged.items():
-        of_seeds = seeds if policy in DEADLINE.trained else [None]
+        if policy in DEADLINE.trained:
+            of_seeds: Sequence[int | None] = seeds
+        else:
+            of_seeds = [None]
         for place, (seed, outcome) in enumerate(zip(of_seeds, outcomes, strict=True)):
             columns = {
                 "choice": labels[outcome.chosen.flatten().numpy()],
                 "accuracy": outcome.accuracy,
                 "latency_ms": outcome.latency_ms,
                 "in_time": outcome.in_time,
-                "expected_in_time": expected[policy][place] if expected and policy in expected else None,
+                "expected_in_time": expected[policy][place]
+                if expected and policy in expected
+                else None,
                 "feasible": outcome.feasible,
                 "reward": outcome.reward,
                 "score": outcome.utility,
                 "score_free": free[policy][place].utility if free and policy in free else None,
-                "decision_us": times[policy][place].expand(len(test), -1) if policy in times else None,
+                "decision_us": times[policy][place].expand(len(test), -1)
+                if policy in times
+                else None,
             }
-            frames.append(decision_rows(policy, seed, samples, outcome.budgets_ms.tolist(), columns))
+            frames.append(
+                decision_rows(policy, seed, samples, outcome.budgets_ms.tolist(), columns)
+            )
     return pl.concat(frames)
 
 
@@ -246,7 +277,7 @@ def _labels(table: ProfileTable) -> list[str]:
     return [table.label(c) for c in range(table.num_configurations)]
 
 
-# -- the summary -------------------------------------------------------------------------------------------------------
+# -- the summary -----------------------------------------------------------------------------------
 
 
 def _results(
@@ -258,18 +289,32 @@ def _results(
     outcomes: Callable[[DecisionArrays, Tensor], Iterator[Outcome]],
     reference: Reference | None = None,
 ) -> Results:
-    """What both kinds have; `outcomes` takes decisions and the rows of the table that they are about."""
+    """What both kinds have; `outcomes` takes decisions and the rows of the table that they are
+    about."""
     arrays = DecisionArrays(decisions)
     rows = _rows(problem, outcomes(arrays, test), arrays.splits, arrays.places)
-    firsts = [0] if arrays.splits is None else np.unique(arrays.splits[0], return_index=True)[1]
+    if arrays.splits is None:
+        firsts: Any = [0]
+    else:
+        firsts = np.unique(arrays.splits[0], return_index=True)[1]
     for row in rows:
         times = arrays.array(row["policy"], "decision_us")[:, firsts].mean((0, 1))
-        budgets = slice(None) if row["budget_ms"] is None else arrays.places.index(row["budget_ms"])
-        row["decision_us_p50"] = None if np.isnan(times[0]) else float(times[budgets].mean())
-    accuracy, latency = (values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms))
+        if row["budget_ms"] is None:
+            budgets: Any = slice(None)
+        else:
+            budgets = arrays.places.index(row["budget_ms"])
+        if np.isnan(times[0]):
+            row["decision_us_p50"] = None
+        else:
+            row["decision_us_p50"] = float(times[budgets].mean())
+    accuracy, latency = (
+        values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms)
+    )
     profiled = table.mask[test].any(0).tolist()
     measured = table.accuracy[test], table.measurements_ms[test]
-    served = sum(expected_utility(*measured, torch.tensor(budget)) for budget in arrays.places) / len(arrays.places)
+    served = sum(
+        expected_utility(*measured, torch.tensor(budget)) for budget in arrays.places
+    ) / len(arrays.places)
     utility = torch.where(table.mask[test], served, torch.nan).nanmean(0).tolist()
     results: Results = {
         "profile": profile_of(table),
@@ -280,7 +325,12 @@ def _results(
         "budgets_ms": arrays.places,
         "rows": rows,
         "configurations": [
-            {"label": label, "knobs": table.configuration(c), "accuracy": accuracy[c], "latency_ms": latency[c]}
+            {
+                "label": label,
+                "knobs": table.configuration(c),
+                "accuracy": accuracy[c],
+                "latency_ms": latency[c],
+            }
             | ({"utility": utility[c]} if problem is DEADLINE else {})
             for c, label in enumerate(_labels(table))
             if profiled[c]
@@ -296,12 +346,15 @@ def _results(
             part = DecisionArrays(decisions.filter(pl.col("dataset") == dataset))
             samples = test[torch.from_numpy((names == dataset).to_numpy())]
             means = _most_important(problem, _rows(problem, outcomes(part, samples), part.splits))
-            results["by_dataset"] += [{"dataset": dataset, "samples": len(samples), **row} for row in means]
+            results["by_dataset"] += [
+                {"dataset": dataset, "samples": len(samples), **row} for row in means
+            ]
     return results
 
 
 def _most_important(problem: Problem, means: Rows) -> Rows:
-    """The rows of the policies of `problem.by_dataset`, and before the last that of the best of all others."""
+    """The rows of the policies of `problem.by_dataset`, and before the last that of the best of all
+    others."""
     rows = {row["policy"]: row for row in means}
     others = rows.keys() - set(problem.by_dataset)
     best = sorted(others, key=lambda policy: (-rows[policy][problem.ranked_by], policy))[:1]
@@ -310,13 +363,18 @@ def _most_important(problem: Problem, means: Rows) -> Rows:
 
 
 def _rows(
-    problem: Problem, outcomes: Iterable[Outcome], splits: np.ndarray | None, budgets: Sequence[float] = ()
+    problem: Problem,
+    outcomes: Iterable[Outcome],
+    splits: np.ndarray | None,
+    budgets: Sequence[float] = (),
 ) -> Rows:
-    """For each policy the mean over all budgets, then a row for each of `budgets`, with the intervals of its score, of
-    the oracle gap that it closes and of `COMPARED`; `splits` as in `resampled_means`."""
+    """For each policy the mean over all budgets, then a row for each of `budgets`, with the
+    intervals of its score, of the oracle gap that it closes and of `COMPARED`; `splits` as in
+    `resampled_means`."""
     compared = COMPARED[problem.name]
     parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
-    rows, cases = [], []
+    rows = []
+    cases = []
     for policy, numbers, scores in outcomes:
         for budget, part in parts.items():
             score, low, high, *rivals = (values[..., part].mean(-1) for values in scores)
@@ -325,16 +383,27 @@ def _rows(
             row: dict[str, Any] = {"policy": policy, "budget_ms": budget}
             row |= {key: _known_mean(values[part]) for key, values in numbers.items()}
             row |= {key: float(gain.mean()) for key, gain in zip(compared, gains, strict=True)}
-            row["gap_closed"] = float(score.mean() - low.mean()) / between if between > 1e-9 else 0.0
+            if between > 1e-9:
+                row["gap_closed"] = float(score.mean() - low.mean()) / between
+            else:
+                row["gap_closed"] = 0.0
             if policy in DEADLINE.trained:
                 row["utility_per_seed"] = score.mean(1).tolist()
             if splits is not None:
-                row["utility_per_split"] = [float(score[:, splits[0] == r].mean()) for r in np.unique(splits[0])]
+                row["utility_per_split"] = [
+                    float(score[:, splits[0] == r].mean()) for r in np.unique(splits[0])
+                ]
             rows.append(row)
             cases.append([score, low, high, *gains])
     for row, intervals in zip(rows, score_intervals(cases, splits), strict=True):
-        row |= {"utility_ci95": intervals["score_ci95"], "gap_closed_ci95": intervals["gap_closed_ci95"]}
-        row |= {f"{key}_ci95": interval for key, interval in zip(compared, intervals["differences_ci95"], strict=True)}
+        row |= {
+            "utility_ci95": intervals["score_ci95"],
+            "gap_closed_ci95": intervals["gap_closed_ci95"],
+        }
+        row |= {
+            f"{key}_ci95": interval
+            for key, interval in zip(compared, intervals["differences_ci95"], strict=True)
+        }
     return rows
 
 
@@ -344,13 +413,16 @@ def _known_mean(values: np.ndarray) -> float | None:
 
 
 def _under_deadlines(arrays: DecisionArrays) -> Iterator[Outcome]:
-    """`infeasible` is the share of samples that no profiled configuration serves in time; `satisfaction_feasible`, over
-    the others, is NaN if there are none."""
+    """`infeasible` is the share of samples that no profiled configuration serves in time;
+    `satisfaction_feasible`, over the others, is NaN if there are none."""
     low, high = (arrays.array(policy, "score")[0] for policy in (DEADLINE.low, DEADLINE.high))
     for policy in arrays.policies:
         names = ("accuracy", "latency_ms", "in_time", "feasible", "reward", "score", "score_free")
-        accuracy, latency, in_time, feasible, reward, score, free = (arrays.array(policy, name) for name in names)
-        served, servable = (in_time * feasible).sum((0, 1)), feasible.sum((0, 1))
+        accuracy, latency, in_time, feasible, reward, score, free = (
+            arrays.array(policy, name) for name in names
+        )
+        served = (in_time * feasible).sum((0, 1))
+        servable = feasible.sum((0, 1))
         numbers = {
             "accuracy": accuracy.mean((0, 1)),
             "latency_ms_mean": latency.mean((0, 1)),
@@ -374,9 +446,13 @@ def _under_mean_budgets(
         accuracy, latency = (arrays.array(policy, name) for name in ("accuracy", "latency_ms"))
         mixed = np.isnan(arrays.choices(policy, _labels(reference.table))).any((0, 1))
         spent = torch.from_numpy(latency.mean((0, 1)))
-        mix, single = reference.static_mix(spent).numpy(), reference.best_single(spent).numpy()
+        mix = reference.static_mix(spent).numpy()
+        single = reference.best_single(spent).numpy()
         best = reference.oracle(spent * (1 + 1e-9)).accuracy.numpy()
-        price = prices[policy].mean(0).numpy() if policy in prices else np.full(len(spent), np.nan)
+        if policy in prices:
+            price = prices[policy].mean(0).numpy()
+        else:
+            price = np.full(len(spent), np.nan)
         numbers = {
             "utility": accuracy.mean((0, 1)),
             "latency_ms_mean": spent.numpy(),
@@ -388,13 +464,17 @@ def _under_mean_budgets(
         yield policy, numbers, [accuracy, mix, best, mix, at_budget, single]
 
 
-def _usage(problem: Problem, arrays: DecisionArrays, table: ProfileTable, reference: Reference | None) -> Rows:
-    """How often each policy of `problem.usage` set each knob to each value, under each budget; for a mixture how often
-    it is expected to."""
+def _usage(
+    problem: Problem, arrays: DecisionArrays, table: ProfileTable, reference: Reference | None
+) -> Rows:
+    """How often each policy of `problem.usage` set each knob to each value, under each budget; for
+    a mixture how often it is expected to."""
     rows = []
     for policy in problem.usage:
         choices = arrays.choices(policy, _labels(table))
-        used = np.stack([(choices == c).sum((0, 1), dtype=float) for c in range(table.num_configurations)])  # [C, B]
+        used = np.stack(
+            [(choices == c).sum((0, 1), dtype=float) for c in range(table.num_configurations)]
+        )  # [C, B]
         if reference is not None:
             budgets = torch.tensor(arrays.places, dtype=torch.float64)
             used += reference.mixture_use(budgets, np.isnan(choices)).numpy()

@@ -1,4 +1,5 @@
-"""decisions.parquet: every decision of every policy on the held-out samples; `results.json` is a summary of these rows.
+"""decisions.parquet: every decision of every policy on the held-out samples; `results.json` is a
+summary of these rows.
 
 Writing and summarising 10^7 decisions stays below 4 GiB of memory. No torch is imported.
 """
@@ -39,21 +40,26 @@ SCHEMA: dict[str, pl.DataType] = {
     "vote": pl.Float32(),
     "decision_us": pl.Float32(),
 }
-"""One row for each policy, seed, sample and place. A column is null where it is unknown or means nothing:
+"""One row for each policy, seed, sample and place. A column is null where it is unknown or means
+nothing:
 
 - `split`: its number, counted from 0, where there are several (`split.repeats`).
 - `seed`: where no seed changes the policy; `dataset`: where there is only one.
-- `place`: the budget in ms, or the number of demonstrations, or under weights of the pair of worths.
-- `choice`: the label of the configuration, null where a mixture of two decided (accuracy and latency are then
-  expectations); or the bank rows of the demonstrations in the order shown, joined by blanks.
+- `place`: the budget in ms, or the number of demonstrations, or under weights of the pair of
+  worths.
+- `choice`: the label of the configuration, null where a mixture of two decided (accuracy and
+  latency are then expectations); or the bank rows of the demonstrations in the order shown, joined
+  by blanks.
 - `accuracy`: of demonstrations 0 or 1, whether the answer was right.
-- `in_time`: the share of the cell's measurements that meet the budget, with the policy's own cost; `feasible`: some
-  profiled configuration meets the budget. Both for deadlines only.
-- `expected_in_time`: the probability of being on time that a controller's teacher predicts for its choice.
-- `score`: what is judged: the utility, or the accuracy; `score_free`: of a policy that is charged its own cost, the
-  utility if it cost nothing.
+- `in_time`: the share of the cell's measurements that meet the budget, with the policy's own cost;
+  `feasible`: some profiled configuration meets the budget. Both for deadlines only.
+- `expected_in_time`: the probability of being on time that a controller's teacher predicts for its
+  choice.
+- `score`: what is judged: the utility, or the accuracy; `score_free`: of a policy that is charged
+  its own cost, the utility if it cost nothing.
 - `vote`: whether a majority vote of the demonstrations, without the model, would have been right.
-- `decision_us`: the median time of a decision of this policy at this place, of controllers and selectors only."""
+- `decision_us`: the median time of a decision of this policy at this place, of controllers and
+  selectors only."""
 
 
 def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:
@@ -65,7 +71,9 @@ def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:
         ValueError: columns that are not in `SCHEMA`.
     """
     if unknown := set(frame.columns) - set(SCHEMA):
-        raise ValueError(f"decisions have unknown columns {sorted(unknown)}, expected some of {list(SCHEMA)}")
+        raise ValueError(
+            f"decisions have unknown columns {sorted(unknown)}, expected some of {list(SCHEMA)}"
+        )
     with written_whole(Path(folder) / FILE) as temporary:
         _complete(frame).write_parquet(temporary, compression="zstd")
 
@@ -82,7 +90,9 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     try:
         frame = read_parquet(path)
         if set(SCHEMA) - set(frame.columns):
-            raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
+            raise InputError(
+                f"{path}: does not hold the columns of decisions; run the experiment again"
+            )
         return _complete(frame)
     except InputError:
         raise
@@ -91,7 +101,11 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
 
 
 def decision_rows(
-    policy: str, seed: int | None, samples: pl.DataFrame, places: Sequence[float], columns: Mapping[str, Any]
+    policy: str,
+    seed: int | None,
+    samples: pl.DataFrame,
+    places: Sequence[float],
+    columns: Mapping[str, Any],
 ) -> pl.DataFrame:
     """The decisions of one policy with one seed, with the columns of `SCHEMA`.
 
@@ -99,12 +113,15 @@ def decision_rows(
         seed: None if no seed changes it.
         samples: n rows: `sample_id`, and `dataset` if there are several.
         places: P budgets or numbers of demonstrations.
-        columns: by name an array [n, P], NaN where unknown, or a series of n·P values, or one value for all
-            rows, or None.
+        columns: by name an array [n, P], NaN where unknown, or a series of n·P values, or one value
+            for all rows, or None.
     """
     rows = samples.join(pl.DataFrame({"place": places}), how="cross", maintain_order="left_right")
     known = [
-        pl.Series(name, value if isinstance(value, pl.Series) else np.broadcast_to(np.ravel(value), len(rows)))
+        pl.Series(
+            name,
+            value if isinstance(value, pl.Series) else np.broadcast_to(np.ravel(value), len(rows)),
+        )
         for name, value in columns.items()
         if value is not None
     ]
@@ -115,15 +132,20 @@ def _complete(frame: pl.DataFrame) -> pl.DataFrame:
     """All columns of `SCHEMA` in their order; NaN becomes null."""
     columns = []
     for name, dtype in SCHEMA.items():
-        column = pl.col(name).cast(dtype) if name in frame.columns else pl.lit(None, dtype).alias(name)
+        if name in frame.columns:
+            column = pl.col(name).cast(dtype)
+        else:
+            column = pl.lit(None, dtype).alias(name)
         columns.append(column.fill_nan(None) if dtype.is_float() else column)
     return frame.select(columns)
 
 
 class DecisionArrays:
-    """The decisions of a run as arrays float64 [S, n, P] by policy and column, NaN where nothing is known.
+    """The decisions of a run as arrays float64 [S, n, P] by policy and column, NaN where nothing is
+    known.
 
-    `samples` (n rows: split, dataset and sample_id), `policies` and `places` keep the order of the rows.
+    `samples` (n rows: split, dataset and sample_id), `policies` and `places` keep the order of the
+    rows.
     """
 
     def __init__(self, decisions: pl.DataFrame) -> None:
@@ -135,21 +157,29 @@ class DecisionArrays:
         self._rows: dict[str, np.ndarray] = {}
         self._cells: dict[str, np.ndarray] = {}
         cell = _number(*SAMPLE) * len(self.places) + _number("place")
-        cells = decisions.select("policy", *SAMPLE, "place", "seed").with_row_index().with_columns(cell=cell)
+        cells = (
+            decisions.select("policy", *SAMPLE, "place", "seed")
+            .with_row_index()
+            .with_columns(cell=cell)
+        )
         for policy in self.policies:
             part = cells.filter(pl.col("policy") == policy)
             self.seeds[policy] = part["seed"].unique(maintain_order=True).to_list()
             seed = part.select(_number("seed")).to_series()
             self._rows[policy] = part["index"].to_numpy()
-            self._cells[policy] = (seed * len(self.samples) * len(self.places) + part["cell"]).to_numpy()
+            self._cells[policy] = (
+                seed * len(self.samples) * len(self.places) + part["cell"]
+            ).to_numpy()
 
     @property
     def splits(self) -> np.ndarray | None:
-        """The split and the number of each of the n samples, int64 [2, n]: a sample that several splits judge has the
-        same number in all of them. None where there is only one split."""
+        """The split and the number of each of the n samples, int64 [2, n]: a sample that several
+        splits judge has the same number in all of them. None where there is only one split."""
         if self.samples["split"].has_nulls():
             return None
-        numbers = self.samples.with_row_index().select("split", number=_number("dataset", "sample_id"))
+        numbers = self.samples.with_row_index().select(
+            "split", number=_number("dataset", "sample_id")
+        )
         return numbers.to_numpy().T
 
     def array(self, policy: str, column: str) -> np.ndarray:

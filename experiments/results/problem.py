@@ -1,4 +1,5 @@
-"""The kinds of problem that a run can be about: everything that differs between them is a field of `Problem`.
+"""The kinds of problem that a run can be about: everything that differs between them is a field of
+`Problem`.
 
 No torch is imported.
 """
@@ -15,8 +16,16 @@ LEARNED = (*GRPO, "rce", "sft")
 """The trained selectors. GRPO starts from RCE if that is used, and RCE from SFT."""
 UPPER = ("best_recorded", "oracle")
 """They know the answers: upper bounds from the recorded sequences, not policies."""
-CONTROLS = ("shuffled_recorded", "shuffled_live", "shuffled_learned", "hidden_sft", "hidden_rce", "hidden_live")
-"""Selectors trained on rewards that were shuffled inside each group, or without the features that matter."""
+CONTROLS = (
+    "shuffled_recorded",
+    "shuffled_live",
+    "shuffled_learned",
+    "hidden_sft",
+    "hidden_rce",
+    "hidden_live",
+)
+"""Selectors trained on rewards that were shuffled inside each group, or without the features that
+matter."""
 TRAINED = (*LEARNED, *CONTROLS)
 PAIRS = (
     *((form, other) for form in GRPO for other in ("rce", "sft")),
@@ -27,7 +36,8 @@ PAIRS = (
     ("hidden_rce", "hidden_sft"),
     ("hidden_live", "hidden_sft"),
 )
-"""Selectors that are compared, as (policy, against). The best form of GRPO is also compared with every simple way."""
+"""Selectors that are compared, as (policy, against). The best form of GRPO is also compared with
+every simple way."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +45,17 @@ class Metric:
     """A number in the rows of `results.json`."""
 
     key: str
-    """Its interval, if it has one, is under `{key}_ci95`, its values by seed under `{key}_per_seed`."""
+    """Its interval, if it has one, is under `{key}_ci95`, its values by seed under
+    `{key}_per_seed`."""
     name: str
     """As people read it."""
     unit: str = ""
-    """`%` for a share, `ms`, `µs`, `cost`; empty for a score. Costs that are no times have the unit of
-    `results["unit"]`; the name of a further cost says its unit."""
+    """`%` for a share, `ms`, `µs`, `cost`; empty for a score. Costs that are no times have the unit
+    of `results["unit"]`; the name of a further cost says its unit."""
 
 
-UTILITY, ACCURACY = Metric("utility", "utility"), Metric("accuracy", "accuracy")
+UTILITY = Metric("utility", "utility")
+ACCURACY = Metric("accuracy", "accuracy")
 FREE = Metric("utility_free", "if free")
 GAP = Metric("gap_closed", "oracle gap closed", "%")
 LATENCY = Metric("latency_ms_mean", "mean latency", "ms")
@@ -52,7 +64,8 @@ FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", "%")
 OVER_MIX = Metric("over_static_mix", "over static mix")
 OVER_SINGLE = Metric("over_best_single", "over best single")
 DECISION = Metric("decision_us_p50", "decision time", "µs")
-REWARD, COST = Metric("reward", "mean reward"), Metric("cost_mean", "mean further cost", "cost")
+REWARD = Metric("reward", "mean reward")
+COST = Metric("cost_mean", "mean further cost", "cost")
 HYPERVOLUME = Metric("hypervolume", "hypervolume")
 
 
@@ -67,11 +80,13 @@ class Problem:
     agents: str
     """Whose runs these are, in words."""
     place: str
-    """Key of the place in a row of `results.json`; also the column of tables and the axis in W&B."""
+    """Key of the place in a row of `results.json`; also the column of tables and the axis in
+    W&B."""
     place_words: tuple[str, str]
     """A place and several, in words."""
     samples: str
-    """What policies are judged on, in words; `test_{samples}` is the key of their number in `results.json`."""
+    """What policies are judged on, in words; `test_{samples}` is the key of their number in
+    `results.json`."""
     score: str
     """Key of the score in a row; `{score}_ci95` is its interval."""
     ranked_by: str
@@ -80,7 +95,8 @@ class Problem:
     """The columns of the table of policies."""
     low: str
     high: str
-    """The reference policies that the oracle gap lies between; of demonstrations nothing but the ends of the scale."""
+    """The reference policies that the oracle gap lies between; of demonstrations nothing but the
+    ends of the scale."""
     trained: tuple[str, ...]
     """Policies that training made; the first that a run has stands for it."""
     validation: str = "Val/Utility"
@@ -100,18 +116,26 @@ class Problem:
         """The rows of all policies, controls included."""
         return [*results["rows"], *results.get("controls", [])]
 
-    def row(self, results: Mapping[str, Any], policy: str, place: float | None) -> Mapping[str, Any]:
-        """The row of a policy at a place, or its mean over the places (None); {} if there is none."""
+    def row(
+        self, results: Mapping[str, Any], policy: str, place: float | None
+    ) -> Mapping[str, Any]:
+        """The row of a policy at a place, or its mean over the places (None); {} if there is
+        none."""
         wanted = (policy, place)
-        return next((row for row in self.rows(results) if (row["policy"], row.get(self.place)) == wanted), {})
+        return next(
+            (row for row in self.rows(results) if (row["policy"], row.get(self.place)) == wanted),
+            {},
+        )
 
     def judged_at(self, results: Mapping[str, Any]) -> list[float]:
         """The places that policies were judged at, sorted."""
-        return sorted({row[self.place] for row in self.rows(results) if row.get(self.place) is not None})
+        return sorted(
+            {row[self.place] for row in self.rows(results) if row.get(self.place) is not None}
+        )
 
     def main_place(self, results: Mapping[str, Any]) -> float | None:
-        """The place that sentences and summaries are about: the mean over the places (None), or the number of shots
-        used in training."""
+        """The place that sentences and summaries are about: the mean over the places (None), or the
+        number of shots used in training."""
         return None if self.averaged else shown_at(results)
 
     def main_policy(self, results: Mapping[str, Any]) -> str | None:
@@ -192,6 +216,6 @@ def problem_of(results: Mapping[str, Any]) -> Problem:
 
 
 def shown_at(results: Mapping[str, Any]) -> int:
-    """The number of shots that sentences about a selector are about: the one used in training, or the nearest judged
-    one."""
+    """The number of shots that sentences about a selector are about: the one used in training, or
+    the nearest judged one."""
     return min(results["shots"], key=lambda shots: abs(shots - results["trained_shots"]))

@@ -1,4 +1,5 @@
-"""The folder of a run: who may train in it, whether a run resumes, its name, the link to the latest run."""
+"""The folder of a run: who may train in it, whether a run resumes, its name, the link to the latest
+run."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads
 
 
 def checkpoint_at(path: str | Path) -> Path:
-    """Return the checkpoint at a path: the file itself, that of a version of `knobwise update`, or in
-    the folder of a run what the best of its seeds on validation deploys.
+    """Return the checkpoint at a path: the file itself, that of a version of `knobwise update`, or
+    in the folder of a run what the best of its seeds on validation deploys.
 
     Raises:
         InputError: a run that is not finished.
@@ -51,15 +52,16 @@ def checkpoint_at(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
-    """Lock the folder of this run until the block ends: a new one, or the folder of the same run if it was stopped.
-    After success `runs/latest` points at it.
+    """Lock the folder of this run until the block ends: a new one, or the folder of the same run if
+    it was stopped. After success `runs/latest` points at it.
 
     Args:
         config: settings with `runs`, `experiment` and `name`.
         overrides: the words of the command line, for the run's name.
 
     Raises:
-        InputError: a name that is not a folder's, another process is at work in it, or `runs/latest` is not a link.
+        InputError: a name that is not a folder's, another process is at work in it, or
+            `runs/latest` is not a link.
     """
     for key, name in (("name", config.name), ("experiment", config.experiment)):
         if name is not None:
@@ -80,8 +82,8 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
-    """Lock a folder for the work that `words` describe until the block ends: `first`, or `first-2` and so on if that is
-    taken. An unfinished folder of the same work is continued.
+    """Lock a folder for the work that `words` describe until the block ends: `first`, or `first-2`
+    and so on if that is taken. An unfinished folder of the same work is continued.
 
     Args:
         first: the preferred path.
@@ -95,7 +97,10 @@ def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
         first.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         for number in itertools.count(1):
-            folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+            if number == 1:
+                folder = first
+            else:
+                folder = first.with_name(f"{first.name}-{number}")
             lock = _made(folder, file, words) or _taken_up(folder, file, words)
             if lock is not None:
                 held.enter_context(lock)
@@ -116,12 +121,14 @@ def _written_in(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             raise
-        raise InputError(f"{folder}: cannot be written ({error.strerror}); choose another runs=…") from error
+        raise InputError(
+            f"{folder}: cannot be written ({error.strerror}); choose another runs=…"
+        ) from error
 
 
 def _made(folder: Path, file: str, words: str) -> TextIO | None:
-    """Make the folder with its lock and its words at once, so that no other process sees half of it; gives the lock, or
-    None if the folder exists."""
+    """Make the folder with its lock and its words at once, so that no other process sees half of
+    it; gives the lock, or None if the folder exists."""
     with locked(folder.parent):
         for unfinished in folder.parent.glob(".new-*"):  # of a process that was killed
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -153,9 +160,12 @@ def _digest(words: str) -> str:
 
 
 def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
-    """The lock of an unfinished folder of the same work; None for any other. The file may have been cut short, or end
-    in zeros, by a power cut."""
-    saved = (folder / file).read_bytes() if (folder / file).exists() else b""
+    """The lock of an unfinished folder of the same work; None for any other. The file may have been
+    cut short, or end in zeros, by a power cut."""
+    if (folder / file).exists():
+        saved = (folder / file).read_bytes()
+    else:
+        saved = b""
     if saved != words.encode() and not is_cut_short(saved, words):
         return None
     try:
@@ -167,7 +177,9 @@ def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
         return None
     if not lock_descriptor(lock.fileno(), blocking=False):
         lock.close()
-        raise InputError(f"{folder}: another process is training this run; give yours another name=…")
+        raise InputError(
+            f"{folder}: another process is training this run; give yours another name=…"
+        )
     if (folder / UNFINISHED).exists():
         return lock
     lock.close()  # it has just been finished
@@ -180,14 +192,22 @@ def command_of(overrides: list[str]) -> str:
 
 
 def finished_run(config: Any, overrides: list[str], since: float) -> Path | None:
-    """A run of these words that has finished after a time (in seconds since 1970), if there is one."""
+    """A run of these words that has finished after a time (in seconds since 1970), if there is
+    one."""
     first = Path(config.runs) / config.experiment / (config.name or run_name(overrides))
     for number in itertools.count(1):
-        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        if number == 1:
+            folder = first
+        else:
+            folder = first.with_name(f"{first.name}-{number}")
         if not folder.exists():
             return None
         results = folder / "results.json"
-        if (folder / UNFINISHED).exists() or not results.exists() or results.stat().st_mtime < since:
+        if (
+            (folder / UNFINISHED).exists()
+            or not results.exists()
+            or results.stat().st_mtime < since
+        ):
             continue
         with contextlib.suppress(ValueError):  # it is damaged
             if json.loads(results.read_bytes()).get("command") == command_of(overrides):
@@ -196,10 +216,16 @@ def finished_run(config: Any, overrides: list[str], since: float) -> Path | None
 
 
 def run_name(overrides: list[str]) -> str:
-    """A readable name, equal for equal words: the changed settings, or `default`. In a long name a digest replaces the
-    end."""
-    kept = sorted(word for word in overrides if word.lstrip("+~").split("=")[0].split(".")[0] not in LEFT_OUT_OF_NAME)
-    short = [word.split("=")[0] + "=" + Path(word.partition("=")[2]).name for word in kept]  # of paths the last part
+    """A readable name, equal for equal words: the changed settings, or `default`. In a long name a
+    digest replaces the end."""
+    kept = sorted(
+        word
+        for word in overrides
+        if word.lstrip("+~").split("=")[0].split(".")[0] not in LEFT_OUT_OF_NAME
+    )
+    short = [
+        word.split("=")[0] + "=" + Path(word.partition("=")[2]).name for word in kept
+    ]  # of paths the last part
     name = "_".join(re.sub(r"[^\w.,=-]+", "-", word).replace("=", "-").strip("-") for word in short)
     if len(name) > LONGEST_NAME:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]

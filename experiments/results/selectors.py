@@ -21,9 +21,13 @@ Rows = list[dict[str, Any]]
 
 
 def selector_decisions(
-    decided: Mapping[str, Mapping[int, Decided]], test: BeamTable, rows: Tensor, seeds: Sequence[int]
+    decided: Mapping[str, Mapping[int, Decided]],
+    test: BeamTable,
+    rows: Tensor,
+    seeds: Sequence[int],
 ) -> pl.DataFrame:
-    """The content of `decisions.parquet`. A policy has no rows at a number of shots where nothing is known about it.
+    """The content of `decisions.parquet`. A policy has no rows at a number of shots where nothing
+    is known about it.
 
     Args:
         decided: by policy and number of shots.
@@ -41,7 +45,9 @@ def selector_decisions(
                 columns = {
                     "accuracy": outcome.correct[number],
                     "score": outcome.correct[number],
-                    "choice": None if outcome.demonstrations is None else _words(outcome.demonstrations[number]),
+                    "choice": None
+                    if outcome.demonstrations is None
+                    else _words(outcome.demonstrations[number]),
                     "vote": None if outcome.vote is None else outcome.vote[number],
                     "decision_us": outcome.decision_us,
                 }
@@ -50,8 +56,11 @@ def selector_decisions(
 
 
 def _words(demonstrations: Tensor) -> pl.Series:
-    """Rows of the bank, int64 [n, T], −1 after the end, joined by blanks; null where nothing is shown."""
-    words = [" ".join(str(row) for row in rows if row >= 0) or None for rows in demonstrations.tolist()]
+    """Rows of the bank, int64 [n, T], −1 after the end, joined by blanks; null where nothing is
+    shown."""
+    words = [
+        " ".join(str(row) for row in rows if row >= 0) or None for rows in demonstrations.tolist()
+    ]
     return pl.Series(words, dtype=pl.String)
 
 
@@ -65,10 +74,12 @@ def selector_results(
     judged_by: str = "scorer",
     hidden: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The content of `results.json` of a selector: means over queries and seeds, and intervals over both.
+    """The content of `results.json` of a selector: means over queries and seeds, and intervals over
+    both.
 
-    A query of which something is unknown for some policy is left out for all, at that number of shots: every
-    comparison is on the same queries. A policy of which nothing is known at a number of shots has no row there.
+    A query of which something is unknown for some policy is left out for all, at that number of
+    shots: every comparison is on the same queries. A policy of which nothing is known at a number
+    of shots has no row there.
 
     Args:
         decisions: of `selector_decisions`; trained policies are compared seed by seed.
@@ -86,7 +97,11 @@ def selector_results(
         "profile": profile_of(table),
         "split": "test",
         "test_queries": len(arrays.samples),
-        **({} if test is None else {"test_digest": test.digest, "test_candidates": len(test.candidates)}),
+        **(
+            {}
+            if test is None
+            else {"test_digest": test.digest, "test_candidates": len(test.candidates)}
+        ),
         "seeds": list(seeds),
         "shots": sorted({row["shots"] for row in rows}),
         "trained_shots": trained_shots,
@@ -100,22 +115,36 @@ def selector_results(
 
 
 def _demonstration_rows(arrays: DecisionArrays, column: str) -> tuple[Rows, Rows]:
-    """Rows policy by policy, and differences, at every number of shots; `column` holds who was right."""
+    """Rows policy by policy, and differences, at every number of shots; `column` holds who was
+    right."""
     rows: Rows = []
     differences: Rows = []
     for place in np.argsort(arrays.places):
         shots = int(arrays.places[place])
         some = {policy: arrays.array(policy, column)[..., place] for policy in arrays.policies}
         some = {policy: right for policy, right in some.items() if not np.isnan(right).all()}
-        common = ~np.isnan(np.concatenate(list(some.values()))).any(0) if some else np.zeros(1, dtype=bool)
+        if some:
+            common = ~np.isnan(np.concatenate(list(some.values()))).any(0)
+        else:
+            common = np.zeros(1, dtype=bool)
         if not common.any():
             continue
         known = {policy: right[:, common] for policy, right in some.items()}
-        for (policy, right), interval in zip(known.items(), mean_intervals(list(known.values())), strict=True):
-            row = {"policy": policy, "shots": shots, "accuracy": float(right.mean()), "accuracy_ci95": interval}
+        for (policy, right), interval in zip(
+            known.items(), mean_intervals(list(known.values())), strict=True
+        ):
+            row = {
+                "policy": policy,
+                "shots": shots,
+                "accuracy": float(right.mean()),
+                "accuracy_ci95": interval,
+            }
             times = arrays.array(policy, "decision_us")[..., place]
             timed = column == "accuracy" and not np.isnan(times).all()
-            row |= {"queries": right.shape[1], "decision_us_p50": float(np.nanmean(times)) if timed else None}
+            row |= {
+                "queries": right.shape[1],
+                "decision_us_p50": float(np.nanmean(times)) if timed else None,
+            }
             if len(right) > 1:
                 row["accuracy_per_seed"] = right.mean(1).tolist()
             rows.append(row)
@@ -133,14 +162,24 @@ def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     pairs = [pair for pair in dict.fromkeys(wanted) if set(pair) <= set(known)]
     gains = [_paired(known, *pair) for pair in pairs]
     return [
-        {"policy": policy, "against": against, "shots": shots, "difference": float(gain.mean()), "ci95": interval}
-        for (policy, against), gain, interval in zip(pairs, gains, mean_intervals(gains), strict=True)
+        {
+            "policy": policy,
+            "against": against,
+            "shots": shots,
+            "difference": float(gain.mean()),
+            "ci95": interval,
+        }
+        for (policy, against), gain, interval in zip(
+            pairs, gains, mean_intervals(gains), strict=True
+        )
     ]
 
 
 def _paired(known: Mapping[str, np.ndarray], policy: str, against: str) -> np.ndarray:
     """[S, q] of the seeds that both have; what no seed changes goes with every seed."""
     both = [(name, known[name]) for name in (policy, against)]
-    seeds = min((len(right) for name, right in both if len(right) > 1 or name in TRAINED), default=1)
+    seeds = min(
+        (len(right) for name, right in both if len(right) > 1 or name in TRAINED), default=1
+    )
     first, second = (np.broadcast_to(right[:seeds], (seeds, right.shape[1])) for _, right in both)
     return first - second

@@ -1,6 +1,8 @@
-"""Intervals and tests: the one bootstrap of the project, over samples, seeds and splits, and differences of policies.
+"""Intervals and tests: the one bootstrap of the project, over samples, seeds and splits, and
+differences of policies.
 
-All of it is paired: in a draw every policy is judged on the same samples. Tensors may be given; no torch is imported.
+All of it is paired: in a draw every policy is judged on the same samples. Tensors may be given; no
+torch is imported.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ FEWEST = 5
 """Fewer samples are not tested: the signs of five give p = 1/16 at best."""
 
 
-# -- the bootstrap -----------------------------------------------------------------------------------------------------
+# -- the bootstrap ---------------------------------------------------------------------------------
 
 
 def resampled_means(
@@ -36,20 +38,23 @@ def resampled_means(
     other_seeds: bool = False,
     splits: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Means in each draw of n samples and of S seeds, both with replacement; with several splits also of these.
+    """Means in each draw of n samples and of S seeds, both with replacement; with several splits
+    also of these.
 
-    The test parts of random splits overlap. So a draw takes splits and distinct samples independently of each other,
-    and a sample judged in a split counts as often as the split and the sample were drawn, multiplied (the pigeonhole
-    bootstrap of Owen, 2007): a sample that three splits judge is one sample, not three.
+    The test parts of random splits overlap. So a draw takes splits and distinct samples
+    independently of each other, and a sample judged in a split counts as often as the split and the
+    sample were drawn, multiplied (the pigeonhole bootstrap of Owen, 2007): a sample that three
+    splits judge is one sample, not three.
 
-    All K arrays share the draws of samples, and those with the same S also the draws of seeds. Memory stays near
-    2·BLOCK numbers for any n.
+    All K arrays share the draws of samples, and those with the same S also the draws of seeds.
+    Memory stays near 2·BLOCK numbers for any n.
 
     Args:
         values: K arrays, float [S, n] (S may differ) or [n].
         draws: their number, D.
         seed: of the draws.
-        other_seeds: keep the draws of samples and change those of seeds, for policies trained with other seeds.
+        other_seeds: keep the draws of samples and change those of seeds, for policies trained with
+            other seeds.
         splits: int [2, n], see `DecisionArrays.splits`; None for one split.
 
     Returns:
@@ -59,14 +64,21 @@ def resampled_means(
     n = arrays[0].shape[1]
     columns = np.concatenate(arrays).T  # [n, sum of S]
     generator = np.random.default_rng(seed)
-    distinct = n if splits is None else int(splits[1].max()) + 1
+    if splits is None:
+        distinct = n
+    else:
+        distinct = int(splits[1].max()) + 1
     chances = np.full(distinct, 1 / distinct)
     if splits is not None:
         several = int(splits[0].max()) + 1
-        times = np.random.default_rng([seed, 2]).multinomial(several, np.full(several, 1 / several), draws)
+        times = np.random.default_rng([seed, 2]).multinomial(
+            several, np.full(several, 1 / several), draws
+        )
     per_seed = np.empty((draws, columns.shape[1]))
     step = max(1, BLOCK // n)
-    for start in range(0, draws, step):  # how often each sample is drawn: means are then matrix products
+    for start in range(
+        0, draws, step
+    ):  # how often each sample is drawn: means are then matrix products
         counts = generator.multinomial(distinct, chances, min(step, draws - start))
         if splits is not None:
             counts = counts[:, splits[1]] * times[start : start + step, splits[0]]
@@ -77,17 +89,22 @@ def resampled_means(
     state = generator.bit_generator.state
     shares: dict[int, np.ndarray] = {}
     means = []
-    for array, part in zip(arrays, np.split(per_seed, np.cumsum([len(a) for a in arrays])[:-1], axis=1), strict=True):
+    for array, part in zip(
+        arrays, np.split(per_seed, np.cumsum([len(a) for a in arrays])[:-1], axis=1), strict=True
+    ):
         seeds = len(array)
         if seeds not in shares:
             generator.bit_generator.state = state
             shares[seeds] = generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
-        means.append((part * shares[seeds]).sum(1).clip(array.min(), array.max()))  # a rounded mean may lie outside
+        means.append(
+            (part * shares[seeds]).sum(1).clip(array.min(), array.max())
+        )  # a rounded mean may lie outside
     return np.stack(means, 1)
 
 
 def ends_of(drawn: np.ndarray) -> list[list[float]]:
-    """The 95 % intervals of K columns of draws, float [D, K]; NaN draws do not count, and nothing but NaN gives 0."""
+    """The 95 % intervals of K columns of draws, float [D, K]; NaN draws do not count, and nothing
+    but NaN gives 0."""
     known = ~np.isnan(drawn).all(0)
     bounds = np.zeros((2, drawn.shape[1]))
     bounds[:, known] = np.nanquantile(drawn[:, known], [0.025, 0.975], axis=0)
@@ -95,8 +112,11 @@ def ends_of(drawn: np.ndarray) -> list[list[float]]:
 
 
 def mean_intervals(values: Sequence[ArrayLike]) -> list[list[float]]:
-    """95 % bootstrap intervals of the means over samples and seeds of K arrays, float [S, n] or [n]."""
-    return ends_of(resampled_means(values)) if len(values) else []
+    """95 % bootstrap intervals of the means over samples and seeds of K arrays, float [S, n] or
+    [n]."""
+    if len(values):
+        return ends_of(resampled_means(values))
+    return []
 
 
 def mean_interval(values: ArrayLike) -> list[float]:
@@ -104,13 +124,16 @@ def mean_interval(values: ArrayLike) -> list[float]:
     return mean_intervals([values])[0]
 
 
-def score_intervals(cases: Sequence[Sequence[ArrayLike]], splits: np.ndarray | None = None) -> list[dict[str, Any]]:
-    """For each policy the intervals `score_ci95`, `gap_closed_ci95` and the list `differences_ci95`, of the same draws.
-    A draw in which nothing could be gained says nothing about the gap.
+def score_intervals(
+    cases: Sequence[Sequence[ArrayLike]], splits: np.ndarray | None = None
+) -> list[dict[str, Any]]:
+    """For each policy the intervals `score_ci95`, `gap_closed_ci95` and the list
+    `differences_ci95`, of the same draws. A draw in which nothing could be gained says nothing
+    about the gap.
 
     Args:
-        cases: for each policy its score, float [S, n], those of the low and the high reference, float [n], and the same
-            number of differences, float [S, n].
+        cases: for each policy its score, float [S, n], those of the low and the high reference,
+            float [n], and the same number of differences, float [S, n].
         splits: as in `resampled_means`.
     """
     width = len(cases[0])
@@ -124,7 +147,7 @@ def score_intervals(cases: Sequence[Sequence[ArrayLike]], splits: np.ndarray | N
     ]
 
 
-# -- differences -------------------------------------------------------------------------------------------------------
+# -- differences -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -150,12 +173,14 @@ class Difference:
 
     @property
     def nothing(self) -> bool:
-        """Whether both got the same on every sample; sums of the same numbers may differ by rounding."""
+        """Whether both got the same on every sample; sums of the same numbers may differ by
+        rounding."""
         return max(map(abs, (self.difference, *self.ci95))) < 1e-12
 
     @property
     def sign(self) -> int:
-        """1 or −1 where the interval lies above or below 0 and p, if it was tested, is small enough; else 0."""
+        """1 or −1 where the interval lies above or below 0 and p, if it was tested, is small
+        enough; else 0."""
         if self.p is not None and self.p_holm >= CHANCE:
             return 0
         return int(self.ci95[0] > 0) - int(self.ci95[1] < 0)
@@ -168,18 +193,23 @@ class Difference:
         return cls(*names, row[place], row.get("samples", 0), row["difference"], (low, high))
 
 
-def paired(first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 0) -> list[tuple[float, ...]]:
-    """first − second, column by column: the difference of the means, the ends of its 95 % interval, and p.
+def paired(
+    first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 0
+) -> list[tuple[float, ...]]:
+    """first − second, column by column: the difference of the means, the ends of its 95 % interval,
+    and p.
 
-    The interval is a bootstrap: a draw takes n samples with replacement, the same for both, and seeds with replacement,
-    the same where both were trained with the same seeds. A handful of seeds, drawn from themselves, vary too little and
-    are known too little: the interval is widened from the variance of S seeds to the one that they estimate, and from
-    the normal distribution to Student's, with the degrees of freedom of Satterthwaite (1946). One seed says nothing
-    about the variance between seeds and widens nothing.
+    The interval is a bootstrap: a draw takes n samples with replacement, the same for both, and
+    seeds with replacement, the same where both were trained with the same seeds. A handful of
+    seeds, drawn from themselves, vary too little and are known too little: the interval is widened
+    from the variance of S seeds to the one that they estimate, and from the normal distribution to
+    Student's, with the degrees of freedom of Satterthwaite (1946). One seed says nothing about the
+    variance between seeds and widens nothing.
 
-    The test asks whether the mean over samples could come from chance alone: where nothing differs, the difference of
-    each sample (of the means over seeds) might as well have had the other sign. That is about these trained policies;
-    where seeds differ p is at least that of a t test with the variance of the interval.
+    The test asks whether the mean over samples could come from chance alone: where nothing differs,
+    the difference of each sample (of the means over seeds) might as well have had the other sign.
+    That is about these trained policies; where seeds differ p is at least that of a t test with the
+    variance of the interval.
 
     Args:
         first: float [S, n, C].
@@ -187,9 +217,14 @@ def paired(first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 
         same_seeds: whether the seeds are the same, in the same order.
         seed: of the draws.
     """
-    sides = [first - second] if same_seeds else [first, -second]
+    if same_seeds:
+        sides = [first - second]
+    else:
+        sides = [first, -second]
     columns = [list(np.moveaxis(side, 2, 0)) for side in sides]
-    drawn = np.sum([resampled_means(each, seed=seed, other_seeds=i > 0) for i, each in enumerate(columns)], 0)  # [D, C]
+    drawn = np.sum(
+        [resampled_means(each, seed=seed, other_seeds=i > 0) for i, each in enumerate(columns)], 0
+    )  # [D, C]
     observed = np.sum([side.mean((0, 1)) for side in sides], 0)  # [C]
     wider, p = _for_seeds(sides, drawn, observed)
     bounds = observed + wider * (np.quantile(drawn, [0.025, 0.975], axis=0) - observed)
@@ -197,18 +232,27 @@ def paired(first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 
     return [tuple(map(float, column)) for column in zip(observed, *bounds, p, strict=True)]
 
 
-def _for_seeds(sides: Sequence[np.ndarray], drawn: np.ndarray, observed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By how much the interval is widened, and p of the t test, float [C] each; 1 and 0 where no seed differs.
+def _for_seeds(
+    sides: Sequence[np.ndarray], drawn: np.ndarray, observed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """By how much the interval is widened, and p of the t test, float [C] each; 1 and 0 where no
+    seed differs.
 
-    `sides` are float [S, n, C], what is added up, each with seeds of its own; `drawn` is the bootstrap's, float [D, C].
+    `sides` are float [S, n, C], what is added up, each with seeds of its own; `drawn` is the
+    bootstrap's, float [D, C].
     """
     from scipy.stats import norm, t
 
     several = [side.mean(1) for side in sides if len(side) > 1]
     variances = [means.var(0, ddof=1) / len(means) for means in several]  # of the mean over seeds
-    spread, zero = drawn.var(0), np.zeros(1)
-    whole = spread + sum((v / len(means) for v, means in zip(variances, several, strict=True)), zero)
-    squares = sum((v**2 / (len(means) - 1) for v, means in zip(variances, several, strict=True)), zero)
+    spread = drawn.var(0)
+    zero = np.zeros(1)
+    whole = spread + sum(
+        (v / len(means) for v, means in zip(variances, several, strict=True)), zero
+    )
+    squares = sum(
+        (v**2 / (len(means) - 1) for v, means in zip(variances, several, strict=True)), zero
+    )
     known = (whole > NOTHING) & (squares > NOTHING**2)
     freedom = np.where(known, whole**2 / np.where(known, squares, 1.0), np.inf)
     wider = np.sqrt(whole / np.where(known, spread, 1.0)) * t.ppf(0.975, freedom) / norm.ppf(0.975)
@@ -217,10 +261,13 @@ def _for_seeds(sides: Sequence[np.ndarray], drawn: np.ndarray, observed: np.ndar
 
 
 def _sign_flips(differences: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """p of the means of float [n, C], two-sided: how often random signs give a mean at least as large."""
-    n, observed = len(differences), differences.mean(0)
+    """p of the means of float [n, C], two-sided: how often random signs give a mean at least as
+    large."""
+    n = len(differences)
+    observed = differences.mean(0)
     # scipy's permutation_test gives the same; here one set of signs serves all columns
-    as_large, left = np.zeros(len(observed)), FLIPS
+    as_large = np.zeros(len(observed))
+    left = FLIPS
     while left:
         count = min(left, max(1, BLOCK // n))
         signs = 1.0 - 2.0 * generator.integers(0, 2, (count, n), dtype=np.int8)
@@ -235,11 +282,15 @@ def holm(family: Sequence[Difference]) -> list[Difference]:
     order = p.argsort(kind="stable")
     corrected = np.empty_like(p)
     corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(p), 0, -1) * p[order]))
-    return [replace(difference, p_holm=float(each)) for difference, each in zip(family, corrected, strict=True)]
+    return [
+        replace(difference, p_holm=float(each))
+        for difference, each in zip(family, corrected, strict=True)
+    ]
 
 
 def pareto_front(accuracy: np.ndarray, latency_ms: np.ndarray) -> np.ndarray:
-    """The configurations that no other beats in accuracy without costing more: bool [C] from two float [C]."""
+    """The configurations that no other beats in accuracy without costing more: bool [C] from two
+    float [C]."""
     order = np.lexsort((-accuracy, latency_ms))
     best = np.maximum.accumulate(accuracy[order])
     front = np.zeros(len(order), dtype=bool)

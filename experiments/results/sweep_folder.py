@@ -35,7 +35,9 @@ def read_outcome(folder: Path, number: int) -> Outcome | None:
     """The state of a job; None before it has begun, and where the file is damaged."""
     path = folder / f"{number}.json"
     try:
-        return Outcome(**json.loads(path.read_bytes())) if path.exists() else None
+        if path.exists():
+            return Outcome(**json.loads(path.read_bytes()))
+        return None
     except (TypeError, ValueError):
         say(f"{path}: is damaged; job {number} begins anew, unless its run is finished")
         return None

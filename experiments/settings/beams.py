@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams, ClipLora, StoredEncoder
+from knobwise.experiments.settings.selector_options import (
+    BeamFiles,
+    BuiltinBeams,
+    ClipLora,
+    StoredEncoder,
+)
 
-if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
+if (
+    TYPE_CHECKING
+):  # readers import torch, which the command line does without until there is something to read
     from torch import Tensor
 
     from knobwise.agents.checkpoint import Loaded
@@ -31,16 +38,21 @@ class SelectorData(NamedTuple):
     test_rows: Tensor
     test_scorer: Scorer | None
     trusted: Tensor | None
-    """bool [M], candidates of the test's bank whose annotator is careful; None where that is unknown."""
+    """bool [M], candidates of the test's bank whose annotator is careful; None where that is
+    unknown."""
     judged_by: str
-    """`scorer`; `recorded`: whether the answer after the recorded sequence that a policy prefers was right;
-    `best_beam`: whether that sequence has the highest score, where right answers are not recorded."""
+    """`scorer`; `recorded`: whether the answer after the recorded sequence that a policy prefers
+    was right; `best_beam`: whether that sequence has the highest score, where right answers are not
+    recorded."""
     items: ClipItems | None = None
     """Pictures and texts of the queries and candidates, for encoder=clip."""
 
 
-def read_data(config: BuiltinBeams | BeamFiles, encoder: StoredEncoder | ClipLora | None = None) -> SelectorData:
-    """Read the beams that a config of group `beams` names, and what the encoder reads of their items.
+def read_data(
+    config: BuiltinBeams | BeamFiles, encoder: StoredEncoder | ClipLora | None = None
+) -> SelectorData:
+    """Read the beams that a config of group `beams` names, and what the encoder reads of their
+    items.
 
     Raises:
         InputError: see the readers.
@@ -50,10 +62,16 @@ def read_data(config: BuiltinBeams | BeamFiles, encoder: StoredEncoder | ClipLor
             raise InputError("encoder=clip: the built-in beams have no pictures; give beams=files")
         return _builtin(config)
     table = _read_files(config)
-    items = _read_items(encoder, config, table) if isinstance(encoder, ClipLora) else None
+    if isinstance(encoder, ClipLora):
+        items = _read_items(encoder, config, table)
+    else:
+        items = None
     split = table.split(config.train, config.validation, config.split_seed)
     if not len(split.test):
-        raise InputError("beams: train and validation leave no queries to judge on; the sum of both must be below 1")
+        raise InputError(
+            "beams: train and validation leave no queries to judge on; the sum of both must be "
+            "below 1"
+        )
     if "vqa_correct" in table.fields:
         return SelectorData(table, split, None, table, split.test, None, None, "recorded", items)
     test = _best_beam(table)
@@ -66,9 +84,12 @@ def _builtin(config: BuiltinBeams) -> SelectorData:
     from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
 
     data = builtin_demonstrations(config.variant)
-    rows, trusted = torch.arange(data.test.num_queries), careful_candidates(config.variant, "test")
+    rows = torch.arange(data.test.num_queries)
+    trusted = careful_candidates(config.variant, "test")
     split = data.train.split(0.9, 0.1)
-    return SelectorData(data.train, split, data.train_scorer, data.test, rows, data.test_scorer, trusted, "scorer")
+    return SelectorData(
+        data.train, split, data.train_scorer, data.test, rows, data.test_scorer, trusted, "scorer"
+    )
 
 
 def _read_files(config: BeamFiles) -> BeamTable:
@@ -90,7 +111,10 @@ def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipIte
     from knobwise.profiling.measuring.questions import read_vqa_data
 
     if config.model is None or config.data is None:
-        raise InputError("encoder=clip needs encoder.model (a CLIP model) and encoder.data (pictures and questions)")
+        raise InputError(
+            "encoder=clip needs encoder.model (a CLIP model) and encoder.data (pictures and "
+            "questions)"
+        )
     data = read_vqa_data(config.data, config.bank)
     if len(data.bank) != len(table.candidates):
         raise InputError(
@@ -106,10 +130,12 @@ def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipIte
 
 
 def _best_beam(table: BeamTable) -> BeamTable:
-    """The table in which the sequence with the highest score, per query and length, counts as the right answer."""
+    """The table in which the sequence with the highest score, per query and length, counts as the
+    right answer."""
     from math import inf, nan
 
-    score, lengths = table.fields["beam_score"], table.lengths
+    score = table.fields["beam_score"]
+    lengths = table.lengths
     same_length = lengths.unsqueeze(2) == lengths.unsqueeze(1)
     scores = score.unsqueeze(1).expand(same_length.shape).masked_fill(~same_length, -inf)
     best = (score == scores.nan_to_num(-inf).amax(2)).float().masked_fill(~table.beam_mask, nan)
@@ -117,19 +143,26 @@ def _best_beam(table: BeamTable) -> BeamTable:
 
 
 def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
-    """The table with columns of its embeddings set to 0. Raises InputError: the table has no such block."""
-    queries, candidates = table.queries.clone(), table.candidates.clone()
+    """The table with columns of its embeddings set to 0. Raises InputError: the table has no such
+    block."""
+    queries = table.queries.clone()
+    candidates = table.candidates.clone()
     for name in blocks:
         if name not in table.blocks:
-            raise InputError(f"hidden={name}: {table.name} has the blocks {', '.join(table.blocks) or 'unknown'}")
+            raise InputError(
+                f"hidden={name}: {table.name} has the blocks {', '.join(table.blocks) or 'unknown'}"
+            )
         start, end = table.blocks[name]
         queries[:, start:end] = 0
         candidates[:, start:end] = 0
     return replace(table, queries=queries, candidates=candidates)
 
 
-def stored_embeddings(table: BeamTable, loaded: Loaded, items: ClipItems | None = None) -> StoredEmbeddings:
-    """Return queries and candidates of a table as the selector of a checkpoint reads them, which gets the items.
+def stored_embeddings(
+    table: BeamTable, loaded: Loaded, items: ClipItems | None = None
+) -> StoredEmbeddings:
+    """Return queries and candidates of a table as the selector of a checkpoint reads them, which
+    gets the items.
 
     Raises:
         InputError: it was trained with another encoder, or along with CLIP by an earlier version.
@@ -141,7 +174,10 @@ def stored_embeddings(table: BeamTable, loaded: Loaded, items: ClipItems | None 
         raise InputError("an earlier version trained the selector along with CLIP; train it again")
     encoder = loaded.selector.encoder
     if (encoder is None) != (items is None):
-        known = "encoder=stored" if encoder is None else "encoder=clip and its options"
+        if encoder is None:
+            known = "encoder=stored"
+        else:
+            known = "encoder=clip and its options"
         raise InputError(f"the selector was trained with {known}; give the same")
     if encoder is not None:
         encoder.items = items
@@ -150,8 +186,8 @@ def stored_embeddings(table: BeamTable, loaded: Loaded, items: ClipItems | None 
 
 
 def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
-    """Refuse numbers of shots that cannot be judged. Raises InputError: an empty list, a number twice, a number below
-    1, or, without a scorer, no number that was recorded."""
+    """Refuse numbers of shots that cannot be judged. Raises InputError: an empty list, a number
+    twice, a number below 1, or, without a scorer, no number that was recorded."""
     if not judged_shots or len(set(judged_shots)) < len(judged_shots):
         raise InputError(f"judged_shots={judged_shots}: give at least one number, and none twice")
     for shots in judged_shots:
@@ -160,4 +196,7 @@ def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
         test = data.test.select(data.test_rows)
         lengths = set(test.lengths[test.beam_mask].tolist())
         if not lengths & set(judged_shots):
-            raise InputError(f"judged_shots={judged_shots}: recorded test sequences have {sorted(lengths)} shots only")
+            raise InputError(
+                f"judged_shots={judged_shots}: recorded test sequences have {sorted(lengths)} "
+                "shots only"
+            )

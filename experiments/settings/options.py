@@ -16,7 +16,12 @@ from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, R
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import TrackingSettings, Training
 from knobwise.losses.settings import LossConfig
-from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig, VLMTaskConfig
+from knobwise.profiling.demonstrations.settings import (
+    BeamProfileConfig,
+    LearnerTaskConfig,
+    PoolConfig,
+    VLMTaskConfig,
+)
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.profiling.ocr.settings import OCRProfileConfig
 
@@ -30,7 +35,8 @@ class SplitConfig:
     validation: float = 0.2
     """Share to validate on."""
     seed: int = 0
-    """Seed of the split. All training seeds share it, so that all are judged on the same samples."""
+    """Seed of the split. All training seeds share it, so that all are judged on the same
+    samples."""
     leave_out: str | None = None
     """A data set that is only judged on; training and validation use the others."""
 
@@ -43,8 +49,9 @@ class RepeatedSplitConfig(SplitConfig):
     """The same, split several times."""
 
     repeats: int = 1
-    """Number of random splits, with the seeds `seed`, `seed` + 1 and so on. Every policy is trained and judged anew on
-    each of them, and all numbers are means over the splits; the policy of the first split is deployed."""
+    """Number of random splits, with the seeds `seed`, `seed` + 1 and so on. Every policy is trained
+    and judged anew on each of them, and all numbers are means over the splits; the policy of the
+    first split is deployed."""
     folds: int = 0
     """Number of disjoint test parts that together hold all samples; every data set is spread evenly
     over them. For each of them every policy is trained and judged anew, on the other samples in the
@@ -60,7 +67,8 @@ class RepeatedSplitConfig(SplitConfig):
 
 @dataclass
 class TrainRun(Training):
-    """knobwise train: train a controller with several seeds, compare it with every simple policy, and report."""
+    """knobwise train: train a controller with several seeds, compare it with every simple policy,
+    and report."""
 
     experiment: str = "controller"
     profile: Any = MISSING
@@ -68,28 +76,33 @@ class TrainRun(Training):
     split: RepeatedSplitConfig = field(default_factory=RepeatedSplitConfig)
     """Shares of the samples, and how many times they are split."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """The limit in training: a deadline for each request; with mean, a limit on the mean over requests; with weights,
-    what a right answer is worth in time and in the profile's further cost, which each request may set anew."""
+    """The limit in training: a deadline for each request; with mean, a limit on the mean over
+    requests; with weights, what a right answer is worth in time and in the profile's further cost,
+    which each request may set anew."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """The reward in training. Under budget=mean it is always accuracy − latency/worth; budget=weights also subtracts
-    cost/worth."""
+    """The reward in training. Under budget=mean it is always accuracy − latency/worth;
+    budget=weights also subtracts cost/worth."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    """A head for each knob on a light network. auto: taught by a network and experts that predict outcomes, then
-    trained by GRPO; utility: taught by a network alone, several times faster; independent: by rewards alone."""
+    """A head for each knob on a light network. auto: taught by a network and experts that predict
+    outcomes, then trained by GRPO; utility: taught by a network alone, several times faster;
+    independent: by rewards alone."""
     loss: LossConfig = field(default_factory=LossConfig)
     """What GRPO, or PPO, minimises."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     """How long and how fast each stage is trained; by default what suits the policy."""
     budgets_ms: list[float] | None = None
-    """Budgets to judge at, in ms; None for five quantiles of the table's latencies (under budget=mean, of the
-    configurations' mean latencies). Under budget=mean, worths are calibrated for these budgets only."""
+    """Budgets to judge at, in ms; None for five quantiles of the table's latencies (under
+    budget=mean, of the configurations' mean latencies). Under budget=mean, worths are calibrated
+    for these budgets only."""
     baselines: bool = True
-    """Compare with every simple policy; false compares with budget-aware static and the oracle only."""
+    """Compare with every simple policy; false compares with budget-aware static and the oracle
+    only."""
     own_cost: bool = True
-    """Charge the controller for the time of its decisions and features, which no other policy pays. This time is
-    measured, so figures differ slightly from call to call; false compares decisions alone, exactly."""
+    """Charge the controller for the time of its decisions and features, which no other policy pays.
+    This time is measured, so figures differ slightly from call to call; false compares decisions
+    alone, exactly."""
     threads: int = 1
     """Threads of torch; the network is so small that one is fastest."""
 
@@ -97,14 +110,20 @@ class TrainRun(Training):
         super().__post_init__()
         at_least("threads", self.threads, 1)
         if self.reward.kind == "function" and self.policy.experts:
-            raise InputError("reward=function: experts learn the reward utility only; give policy=utility")
+            raise InputError(
+                "reward=function: experts learn the reward utility only; give policy=utility"
+            )
         if self.reward.kind == "function" and self.budget.sense != "deadline":
-            raise InputError(f"reward=function: is for deadlines; budget={self.budget.sense} has a reward of its own")
+            raise InputError(
+                f"reward=function: is for deadlines; budget={self.budget.sense} has a reward of "
+                "its own"
+            )
 
 
 @dataclass
 class InspectRun:
-    """knobwise inspect: what a profile holds, what is wrong with it, how much there is to gain; or what a log holds."""
+    """knobwise inspect: what a profile holds, what is wrong with it, how much there is to gain; or
+    what a log holds."""
 
     profile: Any = MISSING
     """What was measured, or is simulated."""
@@ -118,27 +137,33 @@ class InspectRun:
 
 @dataclass
 class LiveConfig:
-    """A simulated stream of requests, each of which arrives when the one before it has been answered."""
+    """A simulated stream of requests, each of which arrives when the one before it has been
+    answered."""
 
     requests: int = 1000
-    """Number of requests: test samples in random order, then again in another order if there are too few."""
+    """Number of requests: test samples in random order, then again in another order if there are
+    too few."""
     fresh: bool = False
     """Serve samples that are not in the profile instead. They cannot be replayed."""
     skip: int = 0
-    """With `fresh`: how many such samples to skip first, so that different calls serve different samples."""
+    """With `fresh`: how many such samples to skip first, so that different calls serve different
+    samples."""
     repeats: int = 1
     """How often the whole stream is served, each time with the policies in another random order."""
     budgets_ms: list[float] | None = None
-    """Budgets to draw from, in ms of the profile; None for five quantiles of its latencies. They are scaled by the
-    speed of this machine."""
+    """Budgets to draw from, in ms of the profile; None for five quantiles of its latencies. They
+    are scaled by the speed of this machine."""
     fixed: int = 3
-    """How many fixed configurations to compare with, of: the best static, the cheapest, the most accurate."""
+    """How many fixed configurations to compare with, of: the best static, the cheapest, the most
+    accurate."""
     calibration: int = 200
-    """Cells of the profile that are timed first, to find the speed of this machine and to start the tracker."""
+    """Cells of the profile that are timed first, to find the speed of this machine and to start the
+    tracker."""
     warm_up: int = 50
     """Requests that are served first and do not count."""
     clock: str = "wall"
-    """wall; or cpu, which counts the CPU time of the thread, for a machine that others use at the same time."""
+    """wall; or cpu, which counts the CPU time of the thread, for a machine that others use at the
+    same time."""
     seed: int = 0
     """Seed of budgets and orders."""
     json: str | None = None
@@ -161,11 +186,13 @@ class LiveConfig:
 
 @dataclass
 class EvaluateRun:
-    """knobwise evaluate: evaluate a trained controller again, on the test samples of its profile or on another profile;
-    or a trained selector, on held-out queries of its beams or on other beams."""
+    """knobwise evaluate: evaluate a trained controller again, on the test samples of its profile or
+    on another profile; or a trained selector, on held-out queries of its beams or on other
+    beams."""
 
     checkpoint: str = "runs/latest"
-    """The controller or selector: a checkpoint, or the folder of a run, which stands for the policy it deploys."""
+    """The controller or selector: a checkpoint, or the folder of a run, which stands for the policy
+    it deploys."""
     beams: Any = MISSING
     """The beams to judge a selector on."""
     encoder: Any = MISSING
@@ -175,17 +202,20 @@ class EvaluateRun:
     profile: Any = MISSING
     """What was measured, or is simulated; the profile of the run unless you give another one."""
     split: SplitConfig = field(default_factory=SplitConfig)
-    """Shares of the samples, for a profile that the controller was not trained on; baselines fit on `train`."""
+    """Shares of the samples, for a profile that the controller was not trained on; baselines fit on
+    `train`."""
     budgets_ms: list[float] | None = None
-    """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller for mean budgets is
-    judged at those that its worths were calibrated for."""
+    """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller
+    for mean budgets is judged at those that its worths were calibrated for."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """The reward that the column `reward` shows."""
     baselines: bool = True
-    """Compare with every simple policy; a run that was trained with `baselines=false` needs the word again."""
+    """Compare with every simple policy; a run that was trained with `baselines=false` needs the
+    word again."""
     own_cost: bool = True
-    """Charge the controller for the time of its decisions and features, which no other policy pays. This time is
-    measured, so figures differ slightly from call to call; false compares decisions alone, exactly."""
+    """Charge the controller for the time of its decisions and features, which no other policy pays.
+    This time is measured, so figures differ slightly from call to call; false compares decisions
+    alone, exactly."""
     live: bool = False
     """Run the profiled model behind the controller, instead of replaying the profile."""
     model: str = "elastic"
@@ -195,7 +225,8 @@ class EvaluateRun:
     knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
     """With `live` and `data`: metric, prompt and max_new_tokens, as in `knobwise profile`."""
     importance: str | None = None
-    """With `live` and a Hugging Face model: the file of block importance that it was profiled with."""
+    """With `live` and a Hugging Face model: the file of block importance that it was profiled
+    with."""
     dtype: str = "auto"
     """With `live` and a Hugging Face model: the type of its weights."""
     device: str | None = None
@@ -210,8 +241,9 @@ class EvaluateRun:
 
 @dataclass
 class ExplainRun:
-    """knobwise explain: why a trained controller sets the knobs as it does. It explains the decisions of a run or, with
-    `sample` and `budget_ms`, what the controller expects of each configuration for one input."""
+    """knobwise explain: why a trained controller sets the knobs as it does. It explains the
+    decisions of a run or, with `sample` and `budget_ms`, what the controller expects of each
+    configuration for one input."""
 
     checkpoint: str = "runs/latest"
     """The folder of a run; with `sample` also a checkpoint."""
@@ -222,23 +254,26 @@ class ExplainRun:
     budget_ms: float | None = None
     """With `sample`: how long the answer may take, in ms."""
     tracker: str | None = None
-    """With `sample`: what a tracker has learned in front of the model, `tracker.state()` written as JSON."""
+    """With `sample`: what a tracker has learned in front of the model, `tracker.state()` written as
+    JSON."""
     json: str | None = None
     """Write the explanation to this file."""
 
 
 @dataclass
 class ProfileRun:
-    """knobwise profile: measure a model at every configuration, or record which demonstrations help it."""
+    """knobwise profile: measure a model at every configuration, or record which demonstrations help
+    it."""
 
     model: str = "elastic"
-    """elastic, the built-in elastic model; ocr, RapidOCR, with the packages of knobwise[ocr]; a Hugging Face
-    vision-language model by its name or folder, with `data`; or module:Class, a class of your own, which may bring its
-    questions along (docs/real_models.md). To record demonstrations: learner, the built-in in-context learner, or a
-    Hugging Face model with vlm.data and vlm.embeddings."""
+    """elastic, the built-in elastic model; ocr, RapidOCR, with the packages of knobwise[ocr]; a
+    Hugging Face vision-language model by its name or folder, with `data`; or module:Class, a class
+    of your own, which may bring its questions along (docs/real_models.md). To record
+    demonstrations: learner, the built-in in-context learner, or a Hugging Face model with vlm.data
+    and vlm.embeddings."""
     data: str | None = None
-    """The questions that a model is measured on, as JSON lines, JSON, Parquet or CSV: id, image, question,
-    answers, optionally image_id and choices."""
+    """The questions that a model is measured on, as JSON lines, JSON, Parquet or CSV: id, image,
+    question, answers, optionally image_id and choices."""
     out: str = "profiles/${model}"
     """Folder for the files. Repeat the command to resume an interrupted run."""
     checkpoint: str | None = None
@@ -248,8 +283,8 @@ class ProfileRun:
     knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
     """With a model that has knobs: which knob values are measured, and how."""
     importance: str | None = None
-    """With `data`: a file with the importance of each block, {"4": 0.0156, …}; the least important block is left out
-    first. None leaves out blocks starting from the end."""
+    """With `data`: a file with the importance of each block, {"4": 0.0156, …}; the least important
+    block is left out first. None leaves out blocks starting from the end."""
     dtype: str = "auto"
     """With `data`: type of the weights: auto, bfloat16, float16 or float32."""
     device: str | None = None
@@ -266,32 +301,35 @@ class ProfileRun:
 
 @dataclass
 class ExportRun:
-    """knobwise export: write a trained controller as a stand-alone file, and graphs that are compared with it."""
+    """knobwise export: write a trained controller as a stand-alone file, and graphs that are
+    compared with it."""
 
     checkpoint: str = "runs/latest"
-    """The controller: a checkpoint, or the folder of a run, which stands for the policy it deploys."""
+    """The controller: a checkpoint, or the folder of a run, which stands for the policy it
+    deploys."""
     profile: Any = MISSING
-    """The profile that decisions are compared on; that of the run unless you give another one, which must have the same
-    configurations and features."""
+    """The profile that decisions are compared on; that of the run unless you give another one,
+    which must have the same configurations and features."""
     out: str = "exported"
     """Folder for the files."""
     onnx: bool = False
     """Write controller.onnx too, a graph for deadlines; needs the packages of knobwise[onnx]."""
     int8: bool = False
-    """Write both controller.onnx and controller.int8.onnx, with weights of 8 bits. Some of its decisions may differ;
-    export.json says how many."""
+    """Write both controller.onnx and controller.int8.onnx, with weights of 8 bits. Some of its
+    decisions may differ; export.json says how many."""
     threads: int = 1
     """Threads of torch, NumPy and ONNX Runtime."""
 
 
 @dataclass
 class UpdateRun:
-    """knobwise update: update a deployed controller from the log of its requests; the new one takes over if the log
-    shows that it is better. Or adapt a controller to other hardware, from a few timed cells."""
+    """knobwise update: update a deployed controller from the log of its requests; the new one takes
+    over if the log shows that it is better. Or adapt a controller to other hardware, from a few
+    timed cells."""
 
     checkpoint: str = "runs/latest"
-    """A controller for deadlines that has a teacher (policy=auto or policy=utility): a checkpoint, the folder of a run,
-    which stands for the policy it deploys, or the current version in `out`."""
+    """A controller for deadlines that has a teacher (policy=auto or policy=utility): a checkpoint,
+    the folder of a run, which stands for the policy it deploys, or the current version in `out`."""
     log: str | None = None
     """What it learns from: the folder of `AdaptiveModel(log=…)`."""
     out: str = "updated"
@@ -299,16 +337,18 @@ class UpdateRun:
     rollback: bool = False
     """Return to the version before the current one, and do nothing else."""
     every: int | None = None
-    """Keep running, and update whenever the log has grown by this many requests, until interrupted. Each update
-    is a step of one W&B run, in `out`, with `metrics.csv` and TensorBoard."""
+    """Keep running, and update whenever the log has grown by this many requests, until interrupted.
+    Each update is a step of one W&B run, in `out`, with `metrics.csv` and TensorBoard."""
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     """Where those steps are logged."""
     learning: UpdateConfig = field(default_factory=UpdateConfig)
     """How it learns from the log, and when the new controller takes over."""
     profile: Any = None
-    """Instead of a log: what was timed on other hardware. Any cells of `trained_on` will do; some 30 are enough."""
+    """Instead of a log: what was timed on other hardware. Any cells of `trained_on` will do; some
+    30 are enough."""
     trained_on: Any = MISSING
-    """With `profile`: the profile that the controller was trained on; that of the run unless you give another one."""
+    """With `profile`: the profile that the controller was trained on; that of the run unless you
+    give another one."""
 
     def __post_init__(self) -> None:
         at_least("every", 1 if self.every is None else self.every, 1)
@@ -316,8 +356,8 @@ class UpdateRun:
 
 @dataclass
 class CompareRun:
-    """knobwise compare RUN RUN …: finished runs side by side, on the terminal and as one page. RUN is a run, or a
-    folder of runs such as a sweep leaves."""
+    """knobwise compare RUN RUN …: finished runs side by side, on the terminal and as one page. RUN
+    is a run, or a folder of runs such as a sweep leaves."""
 
     runs: list[str] = MISSING
     """Folders of runs, or folders that contain runs. Every other run is compared with the first."""
@@ -331,8 +371,9 @@ class CompareRun:
 
 @dataclass
 class WorkspaceRun:
-    """knobwise workspace: the W&B view of a project: Pareto scatter, utility and on-time share against budget, knob
-    shares, run comparer, parallel coordinates. Without a W&B key it is only built and checked."""
+    """knobwise workspace: the W&B view of a project: Pareto scatter, utility and on-time share
+    against budget, knob shares, run comparer, parallel coordinates. Without a W&B key it is only
+    built and checked."""
 
     project: str | None = None
     """W&B project; None means WANDB_PROJECT, else knobwise."""

@@ -14,7 +14,9 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from knobwise.common.errors import InputError
 from knobwise.envs.simulated.settings import SimulatedConfig
 
-if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
+if (
+    TYPE_CHECKING
+):  # readers import torch, which the command line does without until there is something to read
     from knobwise.agents.checkpoint import Loaded
     from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -52,7 +54,8 @@ class Exp5Exp6Profile:
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     features_ms: float = 0.0
-    """Time to compute the features of a request, in ms; a controller that reads them is charged for it."""
+    """Time to compute the features of a request, in ms; a controller that reads them is charged for
+    it."""
     latency: str = "total"
     """The time that the budget limits: total, prefill or decode."""
     accuracy: str = "score"
@@ -60,7 +63,8 @@ class Exp5Exp6Profile:
     accuracy_unit: str = "share"
     """`share` (0 to 1), or `percent` (0 to 100)."""
     broadcast_latency: bool = False
-    """If latency was not measured per sample, use a configuration's mean latency for all samples."""
+    """If latency was not measured per sample, use a configuration's mean latency for all
+    samples."""
     name: str | None = None
     """Name of the profile; None for the data set's name."""
 
@@ -82,14 +86,16 @@ class CoreExpProfile:
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     features_ms: float = 0.0
-    """Time to compute the features of a request, in ms; a controller that reads them is charged for it."""
+    """Time to compute the features of a request, in ms; a controller that reads them is charged for
+    it."""
     name: str | None = None
     """Name of the profile; None for the data set's name."""
 
 
 @dataclass
 class LongTables:
-    """The settings that all long tables share; they have one row for each sample and configuration."""
+    """The settings that all long tables share; they have one row for each sample and
+    configuration."""
 
     format: str = MISSING
     """The reader."""
@@ -104,7 +110,8 @@ class LongTables:
     unit: str = "ms"
     """Unit of that column and of the budgets, for reports."""
     features_ms: float = 0.0
-    """Time to compute the features of a request, in ms; a controller that reads them is charged for it."""
+    """Time to compute the features of a request, in ms; a controller that reads them is charged for
+    it."""
 
 
 @dataclass
@@ -113,7 +120,8 @@ class TableProfile(LongTables):
 
     format: str = "table"
     path: str = MISSING
-    """CSV, Parquet, JSON or JSON lines; or a complete `.safetensors` that `ProfileTable.save` wrote."""
+    """CSV, Parquet, JSON or JSON lines; or a complete `.safetensors` that `ProfileTable.save`
+    wrote."""
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     name: str | None = None
@@ -126,10 +134,11 @@ class JointProfile(LongTables):
 
     format: str = "joint"
     paths: list[str] = MISSING
-    """Files as for profile=table: long tables, or `.safetensors` that `ProfileTable.save` wrote. A long table without a
-    column `dataset` is one data set, named after the file."""
+    """Files as for profile=table: long tables, or `.safetensors` that `ProfileTable.save` wrote. A
+    long table without a column `dataset` is one data set, named after the file."""
     features: list[str | None] | None = None
-    """Feature files, one for each path (null if a path has none, or contains its features); None for no features."""
+    """Feature files, one for each path (null if a path has none, or contains its features); None
+    for no features."""
     missing_blocks: bool = False
     """Fill in feature blocks that a profile lacks, instead of refusing it."""
     name: str = "joint"
@@ -145,7 +154,8 @@ class SimulatedProfile(SimulatedConfig):
 
 
 def profile_of_run(checkpoint: str) -> Any:
-    """The profile that a controller was trained on, as the run's `config.yaml` has it; None where it names none.
+    """The profile that a controller was trained on, as the run's `config.yaml` has it; None where
+    it names none.
 
     Args:
         checkpoint: the folder of the run, or a file in it.
@@ -161,21 +171,33 @@ def profile_of_run(checkpoint: str) -> Any:
     except (OmegaConfBaseException, LookupError, TypeError, ValueError):
         return None
     raise InputError(
-        f"{_config_of(checkpoint)}: there is no profile={section['format']} in this version; give profile=…"
+        f"{_config_of(checkpoint)}: there is no profile={section['format']} in this version; give "
+        "profile=…"
     )
 
 
 def of_run(checkpoint: str, key: str) -> Any:
-    """Read a setting from the `config.yaml` of the run that a folder or a file in it belongs to; None without one."""
+    """Read a setting from the `config.yaml` of the run that a folder or a file in it belongs to;
+    None without one."""
     try:
         return OmegaConf.select(OmegaConf.load(_config_of(checkpoint)), key)
-    except (YAMLError, OmegaConfBaseException, OSError, LookupError, TypeError, ValueError, RecursionError):
+    except (
+        YAMLError,
+        OmegaConfBaseException,
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):
         return None
 
 
 def _config_of(checkpoint: str) -> Path:
     path = Path(checkpoint)
-    run = next((folder for folder in (path, *path.parents) if (folder / "config.yaml").is_file()), path)
+    run = next(
+        (folder for folder in (path, *path.parents) if (folder / "config.yaml").is_file()), path
+    )
     return run / "config.yaml"
 
 
@@ -187,8 +209,9 @@ def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:
     if not 0 <= features_ms < math.inf:
         raise InputError(f"profile.features_ms={features_ms}: must be a time in ms")
     table = _read(config, settings)
-    table = replace(table, features_ms=features_ms) if features_ms else table
-    names = loaded.network.normaliser.datasets if loaded is not None else ()
+    if features_ms:
+        table = replace(table, features_ms=features_ms)
+    names = loaded.network.normaliser.datasets if loaded is not None else []
     if names:
         from knobwise.envs.readers.joint import with_dataset_input
 
@@ -197,15 +220,24 @@ def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:
 
 
 def read_questions(config: Any) -> dict[str, str]:
-    """The question of each sample by its id, where the profile has a file `samples.parquet`; else {}."""
+    """The question of each sample by its id, where the profile has a file `samples.parquet`; else
+    {}."""
     import polars as pl
 
     from knobwise.envs.readers.builtin import BUILTIN
 
-    path = BUILTIN if isinstance(config, BuiltinProfile) else Path(getattr(config, "path", ""))
-    file = path.with_name("samples.parquet") if path.name else path
+    if isinstance(config, BuiltinProfile):
+        path = BUILTIN
+    else:
+        path = Path(getattr(config, "path", ""))
+    if path.name:
+        file = path.with_name("samples.parquet")
+    else:
+        file = path
     try:
-        return dict(pl.read_parquet(file, columns=["sample_id", "question"]).cast(pl.String).iter_rows())
+        return dict(
+            pl.read_parquet(file, columns=["sample_id", "question"]).cast(pl.String).iter_rows()
+        )
     except (OSError, pl.exceptions.PolarsError):  # no such file, or another one of that name
         return {}
 
@@ -243,9 +275,13 @@ def _read_joint(
     files = features or [None] * len(paths)
     if len(files) != len(paths):
         raise InputError(
-            f"profile.features: {len(files)} files for {len(paths)} paths; give one for each, null where it has none"
+            f"profile.features: {len(files)} files for {len(paths)} paths; give one for each, "
+            "null where it has none"
         )
-    tables = [_read_table(path, features=file, name=None, **how) for path, file in zip(paths, files, strict=True)]
+    tables = [
+        _read_table(path, features=file, name=None, **how)
+        for path, file in zip(paths, files, strict=True)
+    ]
     return join_tables(tables, name, missing_blocks=missing_blocks)
 
 
@@ -256,7 +292,9 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
     table = ProfileTable.load(path)
-    return table if settings["features"] is None else attach_features(table, settings["features"])
+    if settings["features"] is None:
+        return table
+    return attach_features(table, settings["features"])
 
 
 PROFILES: dict[str, type[Any]] = {

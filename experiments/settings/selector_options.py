@@ -21,22 +21,26 @@ T = TypeVar("T")
 
 @dataclass
 class BuiltinBeams:
-    """The beams that come with knobwise: digits, frames and textures, answered by a small in-context learner."""
+    """The beams that come with knobwise: digits, frames and textures, answered by a small
+    in-context learner."""
 
     format: str = "builtin"
     """The reader."""
     variant: str = "careless"
-    """`careless`: six of ten annotators are careless, which imitation cannot detect; `careful`: none is."""
+    """`careless`: six of ten annotators are careless, which imitation cannot detect; `careful`:
+    none is."""
 
 
 @dataclass
 class BeamFiles:
-    """Recorded beams of another system. Without a scorer, training and judging replay the records."""
+    """Recorded beams of another system. Without a scorer, training and judging replay the
+    records."""
 
     format: str = "files"
     """The reader."""
     path: str = MISSING
-    """Beams: JSON in either format, or a `.safetensors` that `BeamTable.save` wrote, with the embeddings inside."""
+    """Beams: JSON in either format, or a `.safetensors` that `BeamTable.save` wrote, with the
+    embeddings inside."""
     embeddings: str | None = None
     """For JSON: embeddings of the candidates; the row is the index in the data set."""
     query_embeddings: str | None = None
@@ -44,8 +48,8 @@ class BeamFiles:
     candidate_images: str | None = None
     """The image of each candidate, so that no candidate shows the query's image."""
     trailing_query: str = "auto"
-    """In the legacy format: `auto` drops the query's id at the end of a row; `never` reads it as a candidate (of
-    another data set, where the same number is another item)."""
+    """In the legacy format: `auto` drops the query's id at the end of a row; `never` reads it as a
+    candidate (of another data set, where the same number is another item)."""
     keep_fallback: bool = False
     """Keep sequences whose answer only a fallback could score."""
     name: str | None = None
@@ -71,17 +75,19 @@ class StoredEncoder:
 
 @dataclass
 class ClipLora:
-    """v2_lora: a CLIP model embeds picture and question of each item, and learns along with the selector, by LoRA."""
+    """v2_lora: a CLIP model embeds picture and question of each item, and learns along with the
+    selector, by LoRA."""
 
     format: str = "clip"
     """The reader."""
     model: str | None = None
     """CLIP model with its processor: a folder, or a name on the Hugging Face hub."""
     data: str | None = None
-    """Items as JSON lines, JSON, Parquet or CSV: id, image, question, answers. For beams in JSON, item i is query i; in
-    a `.safetensors`, queries are named by the ids of their items."""
+    """Items as JSON lines, JSON, Parquet or CSV: id, image, question, answers. For beams in JSON,
+    item i is query i; in a `.safetensors`, queries are named by the ids of their items."""
     bank: str | None = None
-    """File of the candidates, an item for each, in the order of their embeddings; None if they are those of `data`."""
+    """File of the candidates, an item for each, in the order of their embeddings; None if they are
+    those of `data`."""
 
 
 @dataclass
@@ -89,18 +95,20 @@ class Variant:
     """One way to post-train the supervised selector. None takes the run's value."""
 
     live: bool = False
-    """Draw from the policy while it learns and score the draws; otherwise replay recorded sequences."""
+    """Draw from the policy while it learns and score the draws; otherwise replay recorded
+    sequences."""
     reward_model: dict[str, Any] | None = None
-    """Draw from the policy while it learns, and score the draws by a learned reward. The value lists changes to the
-    run's `reward_model`, {} for none; null means no learned reward. GRPO then uses only `shuffled` of `reward`."""
+    """Draw from the policy while it learns, and score the draws by a learned reward. The value
+    lists changes to the run's `reward_model`, {} for none; null means no learned reward. GRPO then
+    uses only `shuffled` of `reward`."""
     own_draws: int = 8
-    """In replay, how many sequences of the policy are drawn, scored and recorded for each query beforehand; needs a
-    scorer."""
+    """In replay, how many sequences of the policy are drawn, scored and recorded for each query
+    beforehand; needs a scorer."""
     rounds: int = 1
     """In replay, how often that is done, each time with the policy of the round before."""
     groups: str = "without_beams"
-    """In replay, the recorded sequences in a group: all, without_beams (none that was found with the answer in view),
-    own (the policy's draws) or beams."""
+    """In replay, the recorded sequences in a group: all, without_beams (none that was found with
+    the answer in view), own (the policy's draws) or beams."""
     warmup: bool = True
     """Start from RCE; otherwise from supervised fine-tuning."""
     epochs: int | None = None
@@ -116,22 +124,26 @@ class Variant:
     loss: dict[str, Any] = field(default_factory=dict)
     """Changes to the loss."""
     hidden: list[str] = field(default_factory=list)
-    """Blocks of the embeddings that are hidden from the selector; supervised fine-tuning and RCE are then repeated
-    without them, as hidden_sft and hidden_rce."""
+    """Blocks of the embeddings that are hidden from the selector; supervised fine-tuning and RCE
+    are then repeated without them, as hidden_sft and hidden_rce."""
 
     def __post_init__(self) -> None:
         if self.groups not in GROUPS:
             raise InputError(f"groups={self.groups!r}: must be one of {', '.join(GROUPS)}")
         if self.own_draws < 0 or self.rounds < 1:
-            raise InputError(f"own_draws={self.own_draws}, rounds={self.rounds}: must be at least 0 and 1")
+            raise InputError(
+                f"own_draws={self.own_draws}, rounds={self.rounds}: must be at least 0 and 1"
+            )
         if self.live and self.reward_model is not None:
-            raise InputError("live=true answers every draw, so no reward_model is needed; leave out one of them")
+            raise InputError(
+                "live=true answers every draw, so no reward_model is needed; leave out one of them"
+            )
 
 
 @dataclass
 class SelectorRun(Training):
-    """knobwise train experiment=selector: train selectors of demonstrations with several seeds, compare them with every
-    simple policy on unseen queries and candidates, and report."""
+    """knobwise train experiment=selector: train selectors of demonstrations with several seeds,
+    compare them with every simple policy on unseen queries and candidates, and report."""
 
     experiment: str = "selector"
     beams: Any = MISSING
@@ -153,11 +165,11 @@ class SelectorRun(Training):
     grpo: StageConfig = field(default_factory=lambda: StageConfig(epochs=6, lr=3e-4, rise=0.1))
     """GRPO, unless a variant sets something else."""
     variants: dict[str, Any] = field(default_factory=dict)
-    """The ways to post-train, by name; see `knobwise.experiments.settings.selector_options.Variant`. null leaves one
-    out."""
+    """The ways to post-train, by name; see
+    `knobwise.experiments.settings.selector_options.Variant`. null leaves one out."""
     shots: int = 0
-    """Number of demonstrations in a sequence, in training; 0 takes what recorded sequences have: 2 if some
-    have 2, else that of the longest."""
+    """Number of demonstrations in a sequence, in training; 0 takes what recorded sequences have: 2
+    if some have 2, else that of the longest."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Numbers of demonstrations in a sequence to judge at."""
     jobs: int = 2
@@ -165,17 +177,21 @@ class SelectorRun(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.variants = {name: values for name, values in self.variants.items() if values is not None}
+        self.variants = {
+            name: values for name, values in self.variants.items() if values is not None
+        }
 
     def plan(self, name: str) -> Plan:
-        """How the variant of this name is trained: like the run's GRPO, except for what it sets. Raises InputError: an
-        unknown key or a value of the wrong type in it."""
+        """How the variant of this name is trained: like the run's GRPO, except for what it sets.
+        Raises InputError: an unknown key or a value of the wrong type in it."""
         place = f"variants.{name}"
         variant = changed(Variant(), self.variants[name], place)
         stage = {key: getattr(variant, key) for key in ("epochs", "lr", "keep", "collected")}
         return Plan(
             variant,
-            changed(self.grpo, {key: value for key, value in stage.items() if value is not None}, place),
+            changed(
+                self.grpo, {key: value for key, value in stage.items() if value is not None}, place
+            ),
             changed(self.reward, variant.reward, f"{place}.reward"),
             changed(self.loss, variant.loss, f"{place}.loss"),
             None
@@ -195,9 +211,14 @@ class Plan(NamedTuple):
 
 
 def changed(base: T, values: Any, where: str) -> T:
-    """A dataclass with some values changed; a message about them names `where`. Raises InputError: an unknown key, a
-    value of the wrong type."""
+    """A dataclass with some values changed; a message about them names `where`. Raises InputError:
+    an unknown key, a value of the wrong type."""
     try:
-        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), OmegaConf.create(values))))
+        return cast(
+            T,
+            OmegaConf.to_object(
+                OmegaConf.merge(OmegaConf.structured(base), OmegaConf.create(values))
+            ),
+        )
     except (OmegaConfBaseException, InputError) as error:
         raise InputError(f"{where}: {str(error).splitlines()[0]}") from error

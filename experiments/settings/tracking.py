@@ -13,7 +13,8 @@ class TrackingSettings:
     """Where a run is logged. `metrics.csv` is always written."""
 
     mode: str = "auto"
-    """W&B: online, offline or disabled; auto follows WANDB_MODE, else online if there is a key, else offline."""
+    """W&B: online, offline or disabled; auto follows WANDB_MODE, else online if there is a key,
+    else offline."""
     project: str | None = None
     """W&B project; None means WANDB_PROJECT, else knobwise."""
     entity: str | None = None
@@ -43,16 +44,20 @@ class Training:
     runs: str = "runs"
     """Folder of all runs."""
     init_from: str | None = None
-    """A checkpoint, or the folder of a run, whose weights training starts from; None starts from fresh weights. A
-    controller starts from the heads of a controller, a selector's supervised fine-tuning from a selector.
-    Knobs, features and the settings of the network must be the same. optimiser.warmup_iterations=0 begins with GRPO at
-    once; with sft.epochs=0 the weights are the SFT policy, which the KL is taken to."""
+    """A checkpoint, or the folder of a run, whose weights training starts from; None starts from
+    fresh weights. A controller starts from the heads of a controller, a selector's supervised
+    fine-tuning from a selector. Knobs, features and the settings of the network must be the same.
+    optimiser.warmup_iterations=0 begins with GRPO at once; with sft.epochs=0 the weights are the
+    SFT policy, which the KL is taken to."""
     device: str = "cpu"
     """cpu or cuda."""
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise InputError(f"seeds={self.seeds}: at least one seed is needed, and none twice; such as seeds=[0,1,2]")
+            raise InputError(
+                f"seeds={self.seeds}: at least one seed is needed, and none twice; such as "
+                "seeds=[0,1,2]"
+            )
         for seed in self.seeds:
             a_seed("seeds", seed)
         a_device("device", self.device)

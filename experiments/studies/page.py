@@ -1,4 +1,5 @@
-"""What a study compares, and its page, docs/results.md; tables and sentences are in `results.md.j2`.
+"""What a study compares, and its page, docs/results.md; tables and sentences are in
+`results.md.j2`.
 
 In a `Difference` here, `run` and `against` are in the words of the page.
 """
@@ -17,7 +18,14 @@ from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.compare.paired import differences
 from knobwise.experiments.compare.runs import ComparedRun, place_of
 from knobwise.experiments.report import words
-from knobwise.experiments.report.words import LEARNED, ORACLE, STATIC, of_last_round, policy_name, ranked
+from knobwise.experiments.report.words import (
+    LEARNED,
+    ORACLE,
+    STATIC,
+    of_last_round,
+    policy_name,
+    ranked,
+)
 from knobwise.experiments.results.problem import FEASIBLE, GAP, GRPO, LATENCY, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 from knobwise.experiments.results.statistics import CHANCE, Difference, holm
@@ -35,7 +43,8 @@ class Profile:
 
 @dataclass
 class Section:
-    """How the page presents an experiment with a controller; `reference.yaml` explains the fields."""
+    """How the page presents an experiment with a controller; `reference.yaml` explains the
+    fields."""
 
     title: str
     against: str = ""
@@ -64,8 +73,8 @@ class Study:
     selectors: dict[str, SelectorSection]
     title: str = "Reference results"
     words: str = ""
-    """What the command that writes the page says behind `study.py`; nothing for the reference study, whose page also
-    holds what was measured before."""
+    """What the command that writes the page says behind `study.py`; nothing for the reference
+    study, whose page also holds what was measured before."""
 
 
 class StudyRun(NamedTuple):
@@ -99,10 +108,14 @@ class StudyRun(NamedTuple):
 
     def compared(self) -> ComparedRun:
         """The run as `knobwise compare` sees it."""
-        return ComparedRun(Path(), self.label, problem_of(self.results), dict(self.results), {}, self.decisions)
+        return ComparedRun(
+            Path(), self.label, problem_of(self.results), dict(self.results), {}, self.decisions
+        )
 
 
-def results_page(study: Study, finished: Sequence[StudyRun], seeds: Sequence[int], unfinished: int = 0) -> str:
+def results_page(
+    study: Study, finished: Sequence[StudyRun], seeds: Sequence[int], unfinished: int = 0
+) -> str:
     """docs/results.md.
 
     Args:
@@ -111,17 +124,22 @@ def results_page(study: Study, finished: Sequence[StudyRun], seeds: Sequence[int
         seeds: of the training.
         unfinished: how many runs of the study are not finished.
     """
-    controllers, selectors = [], []
+    controllers = []
+    selectors = []
     for name, section in study.controllers.items():
         if runs := [run for run in finished if run.experiment == name]:
-            controllers.append(_heading(name, section) | _controllers(study, section, runs, finished))
+            controllers.append(
+                _heading(name, section) | _controllers(study, section, runs, finished)
+            )
     demonstrations = {run.experiment: run for run in finished if run.profile == "beams"}
     for name, selector in study.selectors.items():
         if name in demonstrations:
             selectors.append(_heading(name, selector) | _selector(demonstrations[name], selector))
     families = [family for section in controllers for family in section["families"]]
     every = [difference for family in families for difference in family]
-    measured = {run.profile: run.results["profile"] for run in finished if run.profile in study.profiles}
+    measured = {
+        run.profile: run.results["profile"] for run in finished if run.profile in study.profiles
+    }
     return rendered(
         "results.md.j2",
         seeds=seeds,
@@ -150,7 +168,12 @@ def rendered(template: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["number"] = words.number
-    environment.globals |= {"gap": GAP.name, "feasible": FEASIBLE.name, "STATIC": words.STATIC, "ORACLE": words.ORACLE}
+    environment.globals |= {
+        "gap": GAP.name,
+        "feasible": FEASIBLE.name,
+        "STATIC": words.STATIC,
+        "ORACLE": words.ORACLE,
+    }
     return environment.get_template(template).render(**values)
 
 
@@ -159,7 +182,7 @@ def _heading(name: str, section: Section | SelectorSection) -> dict[str, Any]:
     return {**vars(section), "anchor": anchor, "question": question_of(name), "name": name}
 
 
-# -- controllers -------------------------------------------------------------------------------------------------------
+# -- controllers -----------------------------------------------------------------------------------
 
 
 def _controllers(
@@ -168,22 +191,40 @@ def _controllers(
     """What the page says about the runs of an experiment."""
     compared = {}
     for profile in study.profiles:
-        compared[profile] = _compared(section, [run for run in runs if run.profile == profile], finished)
+        compared[profile] = _compared(
+            section, [run for run in runs if run.profile == profile], finished
+        )
     families = [family for family in compared.values() if family]
-    return {"runs": runs, "compared": compared, "families": families, "problem": problem_of(runs[0].results)}
+    return {
+        "runs": runs,
+        "compared": compared,
+        "families": families,
+        "problem": problem_of(runs[0].results),
+    }
 
 
-def _compared(section: Section, runs: Sequence[StudyRun], finished: Sequence[StudyRun]) -> list[Difference]:
-    """Every variant of an experiment on one profile, compared as its section says; `finished` are all finished runs."""
+def _compared(
+    section: Section, runs: Sequence[StudyRun], finished: Sequence[StudyRun]
+) -> list[Difference]:
+    """Every variant of an experiment on one profile, compared as its section says; `finished` are
+    all finished runs."""
     if section.baselines:  # every other policy of the run, best first
         if any("split_seeds" in run.results for run in runs):
             return [_over_splits(run) for run in runs]
-        return [d for run in runs for d in holm(_against(run, [row["policy"] for row in ranked(run.results)]))]
+        return [
+            d
+            for run in runs
+            for d in holm(_against(run, [row["policy"] for row in ranked(run.results)]))
+        ]
     if section.policy:
         return holm([d for run in runs for d in _against(run, [section.policy])])
     bases = runs
     if section.against and runs:
-        bases = [run for run in finished if (run.experiment, run.profile) == (section.against, runs[0].profile)]
+        bases = [
+            run
+            for run in finished
+            if (run.experiment, run.profile) == (section.against, runs[0].profile)
+        ]
     base = next((run for run in bases if run.default), bases[0] if bases else None)
     if base is None:
         return []
@@ -197,24 +238,32 @@ def _against(run: StudyRun, policies: Sequence[str]) -> list[Difference]:
 
 
 def _over_splits(run: StudyRun) -> Difference:
-    """The learned policy against budget-aware static, as the run that has several splits has judged it."""
-    row, static = words.means_of(run.results)[LEARNED], policy_name(STATIC)
+    """The learned policy against budget-aware static, as the run that has several splits has judged
+    it."""
+    row = words.means_of(run.results)[LEARNED]
+    static = policy_name(STATIC)
     names, (low, high) = (run.label, static, LEARNED, STATIC), row["over_static_ci95"]
     return Difference(*names, None, run.results["test_samples"], row["over_static"], (low, high))
 
 
 def _difference(run: StudyRun, base: StudyRun, policy: str = LEARNED) -> list[Difference]:
-    """The learned policy of a run against a policy of another run, as in `knobwise compare`, as a mean over budgets.
-    Nothing where they share too few samples or were judged under other budgets."""
-    places, others = ({place_of(place) for place in each.decisions["place"].unique()} for each in (run, base))
+    """The learned policy of a run against a policy of another run, as in `knobwise compare`, as a
+    mean over budgets. Nothing where they share too few samples or were judged under other
+    budgets."""
+    places, others = (
+        {place_of(place) for place in each.decisions["place"].unique()} for each in (run, base)
+    )
     if places != others:
         return []
-    against = base.label if policy == LEARNED else policy_name(policy)
+    if policy == LEARNED:
+        against = base.label
+    else:
+        against = policy_name(policy)
     every, _ = differences(base.compared(), run.compared(), (policy, LEARNED), sorted(places))
     return [replace(d, against=against) for d in every if d.place is None]
 
 
-# -- selectors ---------------------------------------------------------------------------------------------------------
+# -- selectors -------------------------------------------------------------------------------------
 
 
 def _selector(run: StudyRun, section: SelectorSection) -> dict[str, Any]:
@@ -228,7 +277,10 @@ def _selector(run: StudyRun, section: SelectorSection) -> dict[str, Any]:
     for row in rows:
         at.setdefault(policy_name(row["policy"], results), {})[row["shots"]] = row
     # the answer to the question leaves out what is compared in every experiment
-    common = ("sft",) if set(GRPO) & set(results["variants"]) else ("sft", "rce")
+    if set(GRPO) & set(results["variants"]):
+        common: tuple[str, ...] = ("sft",)
+    else:
+        common = ("sft", "rce")
     trained = results["trained_shots"]
     return {
         "results": results,
@@ -240,7 +292,8 @@ def _selector(run: StudyRun, section: SelectorSection) -> dict[str, Any]:
 
 
 def _pairs(section: SelectorSection, results: Mapping[str, Any]) -> list[Difference]:
-    """What an experiment compares, at the number of shots that it was trained with; `results.json` has it already."""
+    """What an experiment compares, at the number of shots that it was trained with; `results.json`
+    has it already."""
     at = words.differences_at(results, results["trained_shots"])
     first, *others = results["variants"]
     if any(policy in GRPO for policy, _ in at):
@@ -249,7 +302,11 @@ def _pairs(section: SelectorSection, results: Mapping[str, Any]) -> list[Differe
         pairs = [*((variant, first) for variant in others), (first, "rce")]
         pairs += [("rce", "sft")] if any(results.get("epochs", {}).get("rce", [])) else []
     return [
-        replace(Difference.from_row(at[pair]), run=policy_name(pair[0], results), against=policy_name(pair[1], results))
+        replace(
+            Difference.from_row(at[pair]),
+            run=policy_name(pair[0], results),
+            against=policy_name(pair[1], results),
+        )
         for pair in pairs
         if pair in at
     ]

@@ -1,10 +1,11 @@
-"""Runs a study: trains every experiment that a YAML file lists, and writes a page that compares them.
+"""Runs a study: trains every experiment that a YAML file lists, and writes a page that compares
+them.
 
     python experiments/studies/study.py key=value …
 
-The default study, `reference.yaml`, writes docs/results.md; it takes an hour and a half to two hours on two cores.
-Finished runs are kept, interrupted runs resume, experiments with the same settings share a run, and the page shows
-what is finished.
+The default study, `reference.yaml`, writes docs/results.md; it takes an hour and a half to two
+hours on two cores. Finished runs are kept, interrupted runs resume, experiments with the same
+settings share a run, and the page shows what is finished.
 """
 
 from __future__ import annotations
@@ -69,15 +70,18 @@ def read_study(path: str = ReferenceConfig.study) -> Study:
     """
     if not Path(path).is_file():
         raise InputError(f"study={path}: no such file")
-    return cast(Study, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Study), OmegaConf.load(path))))
+    return cast(
+        Study,
+        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Study), OmegaConf.load(path))),
+    )
 
 
 def run(config: ReferenceConfig) -> list[str]:
     """Train what is not finished and write the page; returns a line for each run that failed.
 
     Raises:
-        InputError: an unknown experiment or profile, or a run in the way that was made with other settings; nothing
-            has been trained then.
+        InputError: an unknown experiment or profile, or a run in the way that was made with other
+            settings; nothing has been trained then.
     """
     study = read_study(config.study)
     known = {"experiments": [*study.controllers, *study.selectors], "profiles": [*study.profiles]}
@@ -94,7 +98,11 @@ def run(config: ReferenceConfig) -> list[str]:
             runs.append(planned)
             tick(len({run.experiment for run in runs}), planned.experiment)
     experiments, profiles = (getattr(config, key) or names for key, names in known.items())
-    wanted = {run.folder for run in runs if run.experiment in experiments and run.profile in (*profiles, "beams")}
+    wanted = {
+        run.folder
+        for run in runs
+        if run.experiment in experiments and run.profile in (*profiles, "beams")
+    }
     first: dict[Path, StudyRun] = {}
     for each in runs:  # a shared run is made as the first experiment has it
         first.setdefault(each.folder, each)
@@ -102,7 +110,9 @@ def run(config: ReferenceConfig) -> list[str]:
     notes = in_turn("runs", train_or_note, missing, config.jobs, len(wanted) - len(missing))
     finished = [_read(run) for run in runs if run.finished]
     if finished:
-        write_text(config.out, results_page(study, finished, config.seeds, len(runs) - len(finished)))
+        write_text(
+            config.out, results_page(study, finished, config.seeds, len(runs) - len(finished))
+        )
     return [note.removeprefix(FAILED) for note in notes if note.startswith(FAILED)]
 
 
@@ -127,37 +137,61 @@ def plan(config: ReferenceConfig, study: Study) -> Iterator[StudyRun]:
                 name = "-".join(["reference", profile, *([run_name(varied)] if varied else [])])
                 folder = Path(config.runs) / experiment / name
                 folder = folders.setdefault(json.dumps(settings, sort_keys=True), folder)
-                variant, is_default = " ".join(varied), settings == default
-                yield StudyRun(experiment, profile, variant, is_default, folder, words, settings, section.baselines)
+                variant = " ".join(varied)
+                is_default = settings == default
+                yield StudyRun(
+                    experiment,
+                    profile,
+                    variant,
+                    is_default,
+                    folder,
+                    words,
+                    settings,
+                    section.baselines,
+                )
     for experiment in study.selectors:
-        folder, words = Path(config.runs) / experiment / "reference", [f"experiment={experiment}", seeds]
-        yield StudyRun(experiment, "beams", "", True, folder, words, training_settings("train_selector", words))
+        folder = Path(config.runs) / experiment / "reference"
+        words = [f"experiment={experiment}", seeds]
+        yield StudyRun(
+            experiment, "beams", "", True, folder, words, training_settings("train_selector", words)
+        )
 
 
 def check(run: StudyRun) -> None:
-    """Check that a run, if it was begun, was made with the settings that it would have now. Settings that only one of
-    them has are newer or older than the run, and do not count.
+    """Check that a run, if it was begun, was made with the settings that it would have now.
+    Settings that only one of them has are newer or older than the run, and do not count.
 
     Raises:
         InputError: it was made with other settings, or is no run.
     """
     saved = read_settings_of(run.folder)
-    # what a run chooses itself, it has written down: the reward under a mean budget, and what was left to it
+    # what a run chooses itself, it has written down: the reward under a mean budget, and what was
+    # left to it
     mean = run.settings.get("budget.sense") == "mean"
     for key in sorted(saved.keys() & run.settings.keys()):
-        before, now = saved[key], run.settings[key]
+        before = saved[key]
+        now = run.settings[key]
         if before != now and now != "auto" and not (mean and key.startswith("reward")):
             raise InputError(
-                f"{run.folder}: was made with {key}={before}, now it is {now}; move it away, or give another runs=…"
+                f"{run.folder}: was made with {key}={before}, now it is {now}; move it away, or "
+                "give another runs=…"
             )
 
 
 def training_settings(verb: str, words: list[str]) -> dict[str, Any]:
-    """The settings that two runs share when they train the same, by dotted key: not where a run is kept, nor what
-    else it judges."""
-    content = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(asdict(read_settings(verb, words)))))
+    """The settings that two runs share when they train the same, by dotted key: not where a run is
+    kept, nor what else it judges."""
+    content = OmegaConf.to_container(
+        OmegaConf.create(OmegaConf.to_yaml(asdict(read_settings(verb, words))))
+    )
     assert isinstance(content, dict)
-    return dotted({key: value for key, value in content.items() if key not in (*LEFT_OUT_OF_NAME, "baselines")})
+    return dotted(
+        {
+            key: value
+            for key, value in content.items()
+            if key not in (*LEFT_OUT_OF_NAME, "baselines")
+        }
+    )
 
 
 def train_or_note(run: StudyRun) -> str:
@@ -165,7 +199,10 @@ def train_or_note(run: StudyRun) -> str:
     try:
         return train(run)
     except Exception as error:
-        reason = str(error) if isinstance(error, InputError) else repr(error)
+        if isinstance(error, InputError):
+            reason = str(error)
+        else:
+            reason = repr(error)
         return f"{FAILED}{run.folder}: {reason.splitlines()[0]}"
 
 
@@ -173,10 +210,13 @@ def train(run: StudyRun) -> str:
     """Train and judge with every seed; returns a note with the time that it took."""
     place = [f"name={run.folder.name}", f"runs={run.folder.parent.parent}", "tracking=disabled"]
     if run.profile == "beams":
-        verb, place = "train_selector", [*place, "jobs=1"]
+        verb = "train_selector"
+        place = [*place, "jobs=1"]
     else:
-        verb, place = "train", [*place, f"baselines={str(run.baselines).lower()}"]
-    start, settings = time.monotonic(), read_settings(verb, [*run.words, *place])
+        verb = "train"
+        place = [*place, f"baselines={str(run.baselines).lower()}"]
+    start = time.monotonic()
+    settings = read_settings(verb, [*run.words, *place])
     # a run with another number of jobs would not be resumed but trained anew in a second folder
     if (jobs := read_settings_of(run.folder).get("jobs", 1)) != 1:
         raise InputError(f"was begun with jobs={jobs}; finish it with these, or move it away")
@@ -192,8 +232,11 @@ def _read(run: StudyRun) -> StudyRun:
     return run._replace(results=read_results(run.folder), decisions=read_decisions(run.folder))
 
 
-def in_turn(title: str, work: Callable[..., str], pieces: Sequence[tuple[Any, ...]], jobs: int, done: int) -> list[str]:
-    """Call `work(*piece)` for every piece, in `jobs` processes; with one job in this process. Returns the notes."""
+def in_turn(
+    title: str, work: Callable[..., str], pieces: Sequence[tuple[Any, ...]], jobs: int, done: int
+) -> list[str]:
+    """Call `work(*piece)` for every piece, in `jobs` processes; with one job in this process.
+    Returns the notes."""
     if jobs > 1:
         return in_processes(title, work, pieces, jobs, done)
     notes: list[str] = []
@@ -216,10 +259,13 @@ def main(arguments: Sequence[str]) -> int:
     """Run a study from `key=value` words.
 
     Returns:
-        the exit status: 2 for a wrong word, 1 when a part failed, 130 or 143 when a signal stopped it.
+        the exit status: 2 for a wrong word, 1 when a part failed, 130 or 143 when a signal stopped
+        it.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(ReferenceConfig), OmegaConf.from_dotlist(list(arguments)))
+        merged = OmegaConf.merge(
+            OmegaConf.structured(ReferenceConfig), OmegaConf.from_dotlist(list(arguments))
+        )
         settings: Any = OmegaConf.to_object(merged)
         with stopped_by_signals():
             failed = run(settings)

@@ -1,4 +1,5 @@
-"""metrics.csv: every number of a run but its speed, readable without any tool. Equal runs leave equal files."""
+"""metrics.csv: every number of a run but its speed, readable without any tool. Equal runs leave
+equal files."""
 
 from __future__ import annotations
 
@@ -16,20 +17,27 @@ Row = tuple[int, dict[str, float]]
 class MetricsFile:
     """`metrics.csv`: one row per seed and call, columns seed, step and every name logged so far.
 
-    A new name widens the file (it is rewritten whole). Rows are on disk when `append` returns. Several processes, each
-    with its own seed, may write to one file.
+    A new name widens the file (it is rewritten whole). Rows are on disk when `append` returns.
+    Several processes, each with its own seed, may write to one file.
 
     Args:
-        known: the rows of this seed up to `resume_step`, from its checkpoints; those that the file has lost are written
-            again.
+        known: the rows of this seed up to `resume_step`, from its checkpoints; those that the file
+            has lost are written again.
 
     Attributes:
         earlier: the rows of this seed that the file held before, as step and values.
         kept: those of them up to `resume_step`; the later ones are dropped from the file.
     """
 
-    def __init__(self, path: Path, seed: int | None, resume_step: int | None = None, known: Sequence[Row] = ()) -> None:
-        self.path, self.seed = path, "" if seed is None else str(seed)
+    def __init__(
+        self,
+        path: Path,
+        seed: int | None,
+        resume_step: int | None = None,
+        known: Sequence[Row] = (),
+    ) -> None:
+        self.path = path
+        self.seed = "" if seed is None else str(seed)
         last = -1 if resume_step is None else resume_step
         self.earlier: list[tuple[int, dict[str, float]]] = []
         with locked(path.parent):
@@ -44,7 +52,9 @@ class MetricsFile:
                 say(f"{path}: rows are missing or damaged; those of seed {seed} are written again")
                 self.earlier = [*known, *(row for row in self.earlier if row[0] > last)]
                 self.kept = list(known)
-                kept = [row for row in kept if row["seed"] != self.seed] + [self._row(*row) for row in known]
+                kept = [row for row in kept if row["seed"] != self.seed] + [
+                    self._row(*row) for row in known
+                ]
             if path.exists() or kept:
                 self._write(kept)
 
@@ -63,7 +73,11 @@ class MetricsFile:
                 self._write([*self._read(), row])
 
     def _row(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
-        return {"seed": self.seed, "step": str(step), **{name: repr(value) for name, value in values.items()}}
+        return {
+            "seed": self.seed,
+            "step": str(step),
+            **{name: repr(value) for name, value in values.items()},
+        }
 
     def _lines(self) -> Iterator[list[str]]:
         if self.path.exists():
@@ -72,7 +86,10 @@ class MetricsFile:
 
     def _columns(self) -> list[str]:
         columns = next(self._lines(), [])
-        return columns if columns[:2] == ["seed", "step"] else []  # else it is damaged
+        # else it is damaged
+        if columns[:2] == ["seed", "step"]:
+            return columns
+        return []
 
     def _read(self) -> list[dict[str, str]]:
         header = self._columns()
@@ -82,7 +99,10 @@ class MetricsFile:
 
     def _write(self, rows: list[dict[str, str]]) -> None:
         columns = list(dict.fromkeys(["seed", "step", *(name for row in rows for name in row)]))
-        with written_whole(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        with (
+            written_whole(self.path) as temporary,
+            temporary.open("w", newline="", encoding="utf-8") as file,
+        ):
             writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)

@@ -1,7 +1,8 @@
 """Where a run's numbers go: metrics.csv, TensorBoard and Weights & Biases, the same in all three.
 
-Each seed is one W&B run (job type: train), of a selector each stage of each seed; one more (job type: evaluate) holds
-the results. Everything lies inside the run's folder, and nothing needs an account or a network.
+Each seed is one W&B run (job type: train), of a selector each stage of each seed; one more (job
+type: evaluate) holds the results. Everything lies inside the run's folder, and nothing needs an
+account or a network.
 """
 
 from __future__ import annotations
@@ -28,24 +29,42 @@ from knobwise.experiments.tracking.wandb_run import THROUGHPUT, WandbRun, reason
 
 LONGEST_NAME = 40
 SCORES = ("Val/Utility", "Val/Reward_Mean", "Val/Accuracy_Mean")
-"""The columns of TensorBoard's table of hyper-parameters: the scores that settings are chosen by."""
-MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+"""The columns of TensorBoard's table of hyper-parameters: the scores that settings are chosen
+by."""
+MODES = {
+    "online": "online",
+    "run": "online",
+    "offline": "offline",
+    "dryrun": "offline",
+    "disabled": "disabled",
+}
 
 
 def wandb_mode(settings: TrackingSettings) -> str:
-    """online, offline or disabled, from `settings.mode`, else WANDB_MODE, else whether this machine has a key.
+    """online, offline or disabled, from `settings.mode`, else WANDB_MODE, else whether this machine
+    has a key.
 
     Raises:
-        InputError: if the mode is unknown, online is wanted without a key, or W&B would refuse the project or a tag.
+        InputError: if the mode is unknown, online is wanted without a key, or W&B would refuse the
+            project or a tag.
     """
     explicit = settings.mode != "auto"
-    mode = settings.mode if explicit else os.environ.get("WANDB_MODE") or "auto"
-    source = "tracking.mode" if explicit else "WANDB_MODE"
+    if explicit:
+        mode = settings.mode
+    else:
+        mode = os.environ.get("WANDB_MODE") or "auto"
+    if explicit:
+        source = "tracking.mode"
+    else:
+        source = "WANDB_MODE"
     if mode not in ("auto", *MODES):
         auto = "auto, " * explicit
         raise InputError(f"{source}={mode}: unknown mode; use {auto}online, offline or disabled")
     if MODES.get(mode) == "online" and not _has_key():
-        raise InputError(f"{source}={mode}: needs a key; set WANDB_API_KEY, run `wandb login`, or use tracking=offline")
+        raise InputError(
+            f"{source}={mode}: needs a key; set WANDB_API_KEY, run `wandb login`, or use "
+            "tracking=offline"
+        )
     if mode == "auto":
         mode = "online" if _has_key() else "offline"
     if MODES[mode] != "disabled":
@@ -54,15 +73,22 @@ def wandb_mode(settings: TrackingSettings) -> str:
 
 
 def _check_names(project: str | None, tags: Sequence[str]) -> None:
-    """Refuse early what W&B refuses only when a run begins; without a project the one of the environment counts."""
+    """Refuse early what W&B refuses only when a run begins; without a project the one of the
+    environment counts."""
     import wandb  # slow to import
 
     name = project or os.environ.get("WANDB_PROJECT") or ""
     try:
         wandb.Settings(project=name)
     except wandb.Error as error:
-        source = "tracking.project" if project else "WANDB_PROJECT"
-        hint = "; tracking.entity names the owner of the project" if "/" in name else ""
+        if project:
+            source = "tracking.project"
+        else:
+            source = "WANDB_PROJECT"
+        if "/" in name:
+            hint = "; tracking.entity names the owner of the project"
+        else:
+            hint = ""
         raise InputError(f"{source}={name}: W&B says {reason(error)!r}{hint}") from error
     try:
         wandb.Settings(run_tags=tuple(tags))
@@ -73,8 +99,8 @@ def _check_names(project: str | None, tags: Sequence[str]) -> None:
 class Tracker:
     """Writes one run's numbers to every place at once; used as a context manager.
 
-    An exception that leaves the block marks the W&B run as failed. A disabled tracker still writes `metrics.csv`. If
-    W&B fails after it has started, a line reports it, and the rest continues.
+    An exception that leaves the block marks the W&B run as failed. A disabled tracker still writes
+    `metrics.csv`. If W&B fails after it has started, a line reports it, and the rest continues.
 
     Args:
         folder: the run's folder; `metrics.csv`, `tensorboard/` and `wandb/` are made inside it.
@@ -82,15 +108,17 @@ class Tracker:
         experiment, job_type: the W&B group; train, evaluate or update.
         config: the resolved configuration; seed, stage, profile digest and git commit are added.
         seed: None for the results of all seeds.
-        stage: of a selector's training, in the names of `metrics.csv`; it begins at step `first` of its seed there.
+        stage: of a selector's training, in the names of `metrics.csv`; it begins at step `first` of
+            its seed there.
         tags: in addition to those of the settings.
         profile: as in `results.json`; online it becomes an input of the W&B run of a seed.
-        resume_step: the step of the checkpoint that training resumes from. Later rows of this seed are dropped; None
-            starts from the beginning and drops every earlier row of this seed.
+        resume_step: the step of the checkpoint that training resumes from. Later rows of this seed
+            are dropped; None starts from the beginning and drops every earlier row of this seed.
         finished: whether training is over, and only `log_scores` is to come.
 
     Raises:
-        InputError: see `wandb_mode`; also if W&B is wanted online but cannot be reached when the first seed begins.
+        InputError: see `wandb_mode`; also if W&B is wanted online but cannot be reached when the
+            first seed begins.
     """
 
     def __init__(
@@ -110,16 +138,34 @@ class Tracker:
         first: int = 0,
         finished: bool = False,
     ) -> None:
-        self.folder, self.settings, self.job_type = Path(folder).absolute(), settings, job_type
-        self.seed, self.stage, self.first, self.finished = seed, stage, first, finished
-        self.resume_step, self.profile = sys.maxsize if finished else resume_step, profile
+        self.folder = Path(folder).absolute()
+        self.settings = settings
+        self.job_type = job_type
+        self.seed = seed
+        self.stage = stage
+        self.first = first
+        self.finished = finished
+        if finished:
+            self.resume_step: int | None = sys.maxsize
+        else:
+            self.resume_step = resume_step
+        self.profile = profile
         self.known: Sequence[Row] = ()  # set before the block begins: see `MetricsFile`
         self.tick: Callable[[int], None] = lambda step: None  # called with each step that is logged
         # `run` is the same for the W&B runs of all seeds
         added = {"profile_digest": (profile or {}).get("digest", ""), "run": f"{experiment}/{name}"}
-        self.key = job_type if seed is None else "/".join(filter(None, (f"seed{seed}", stage)))
-        self.hparams = {**config} | ({} if seed is None else {"seed": seed}) | ({"stage": stage} if stage else {})
-        from_environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]  # ours replace them
+        if seed is None:
+            self.key = job_type
+        else:
+            self.key = "/".join(filter(None, (f"seed{seed}", stage)))
+        self.hparams = (
+            {**config}
+            | ({} if seed is None else {"seed": seed})
+            | ({"stage": stage} if stage else {})
+        )
+        from_environment = [
+            tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag
+        ]  # ours replace them
         self.about = {
             "project": settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
             "entity": settings.entity,
@@ -128,7 +174,9 @@ class Tracker:
             "job_type": job_type,
             "notes": settings.notes,
             "tags": list(dict.fromkeys([*settings.tags, *from_environment, *tags])),
-            "config": _without_infinity(self.hparams | added | {"git_commit": git_commit(), "code": code_digest()}),
+            "config": _without_infinity(
+                self.hparams | added | {"git_commit": git_commit(), "code": code_digest()}
+            ),
         }
         self.mode = wandb_mode(settings)
         self._tensorboard: Any = None
@@ -138,7 +186,9 @@ class Tracker:
     def __enter__(self) -> Tracker:
         with contextlib.ExitStack() as stack:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.resume_step, self.known)
+            self._csv = MetricsFile(
+                self.folder / "metrics.csv", self.seed, self.resume_step, self.known
+            )
             if self.settings.tensorboard and self.job_type != "evaluate" and not self.finished:
                 self._start_tensorboard(stack)
             if self.mode != "disabled":
@@ -150,7 +200,8 @@ class Tracker:
         self._stack.__exit__(*raised)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write numbers of one training step. Steps never decrease; several calls a step are fine."""
+        """Write numbers of one training step. Steps never decrease; several calls a step are
+        fine."""
         values = {name: float(value) for name, value in metrics.items()}
         equal = {name: value for name, value in values.items() if name != THROUGHPUT}
         self._csv.append(*in_stage([(step, equal)], self.stage, self.first)[0])
@@ -160,16 +211,19 @@ class Tracker:
         self.tick(step)
 
     def log_scores(self, scores: Mapping[str, float], kept: bool) -> Any:
-        """Write the test scores of this seed into the summary of its W&B run; log the checkpoint too if it is the one
-        that our run has `kept`, and return its artifact."""
+        """Write the test scores of this seed into the summary of its W&B run; log the checkpoint
+        too if it is the one that our run has `kept`, and return its artifact."""
         if self._wandb is not None:
             with self._wandb.reporting("the test scores"):
                 self._wandb.run.summary.update(scores)
-                return wandb_results.log_model(self._wandb.run, self.folder, scores) if kept else None
+                if kept:
+                    return wandb_results.log_model(self._wandb.run, self.folder, scores)
+                return None
         return None
 
     def log_results(self, *results: Any, **more: Any) -> None:
-        """Write the results of a finished run to W&B, with the arguments of `wandb_results.log_results`."""
+        """Write the results of a finished run to W&B, with the arguments of
+        `wandb_results.log_results`."""
         if self._wandb is not None:
             with self._wandb.reporting("the results"):
                 wandb_results.log_results(self._wandb.run, self.folder, *results, **more)
@@ -179,13 +233,16 @@ class Tracker:
         from torch.utils.tensorboard.summary import hparams
 
         folder = self.folder / "tensorboard" / self.key
-        # everything is written again: a killed process had not written its last rows. TensorBoard reads the
-        # files by name, and two made in one second may have their names in the wrong order
+        # everything is written again: a killed process had not written its last rows. TensorBoard
+        # reads the files by name, and two made in one second may have their names in the wrong
+        # order
         for earlier in folder.glob("events.out.tfevents.*"):
             earlier.unlink()
         self._tensorboard = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
         stack.callback(self._tensorboard.close)
-        for summary in hparams(dict(_flat(self.hparams)), dict.fromkeys(SCORES, 0.0)):  # gives names, logs no values
+        for summary in hparams(
+            dict(_flat(self.hparams)), dict.fromkeys(SCORES, 0.0)
+        ):  # gives names, logs no values
             self._tensorboard.file_writer.add_summary(summary)
         for step, values in self._rows(self._csv.kept):
             self._to_tensorboard(values, step)
@@ -193,8 +250,12 @@ class Tracker:
     def _rows(self, rows: Sequence[Row]) -> list[Row]:
         """Those of this stage, as they were logged."""
         middle = f"/{self.stage}/" if self.stage else "/"
-        parts = [{k.replace(middle, "/", 1): v for k, v in row.items() if middle in k} for _, row in rows]
-        return [(step - self.first, part) for (step, _), part in zip(rows, parts, strict=True) if part]
+        parts = [
+            {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k} for _, row in rows
+        ]
+        return [
+            (step - self.first, part) for (step, _), part in zip(rows, parts, strict=True) if part
+        ]
 
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
         if self._tensorboard is None:
@@ -202,7 +263,9 @@ class Tracker:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
         # one event for all values: add_scalar writes one for each, and costs ten times as much
-        event = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        event = Summary(
+            value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
         self._tensorboard.file_writer.add_summary(event, step)
 
     def _start_wandb(self, stack: contextlib.ExitStack) -> WandbRun | None:
@@ -210,22 +273,36 @@ class Tracker:
         insist = self.settings.mode == "online" and not begun
         rows = self._rows(self._csv.kept), self._rows(self._csv.earlier)
         wandb_run = stack.enter_context(
-            WandbRun(self.folder, self.mode, self.about, self.key.replace("/", "-"), *rows, insist, self.finished)
+            WandbRun(
+                self.folder,
+                self.mode,
+                self.about,
+                self.key.replace("/", "-"),
+                *rows,
+                insist,
+                self.finished,
+            )
         )
-        before, self.mode = self.mode, wandb_run.mode
+        before = self.mode
+        self.mode = wandb_run.mode
         if self.mode == "disabled":
             return None
         if self.mode != before:
             self.settings.mode = self.mode  # the next seeds need not wait again
-        if self.profile and self.job_type == "train" and wandb_run.mode == "online" and not self.finished:
+        if (
+            self.profile
+            and self.job_type == "train"
+            and wandb_run.mode == "online"
+            and not self.finished
+        ):
             with wandb_run.reporting("the profile"):
                 wandb_results.log_profile(wandb_run.run, self.profile)
         return wandb_run
 
 
 def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:
-    """The name of a W&B run, such as `controller s0`: the changed settings without their sections, or the experiment
-    if nothing was changed; the stage, and the seed."""
+    """The name of a W&B run, such as `controller s0`: the changed settings without their sections,
+    or the experiment if nothing was changed; the stage, and the seed."""
     changed = re.sub(r"^default$|_?seeds-[-\d,]+|(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)
     words = [
         changed[:LONGEST_NAME].strip("_") or ("" if stage else experiment),
@@ -236,9 +313,12 @@ def short_name(experiment: str, name: str, stage: str = "", seed: int | None = N
 
 
 def in_stage(rows: Sequence[tuple[int, Mapping[str, float]]], stage: str, first: int) -> list[Row]:
-    """The rows of a stage as they stand in the log of its seed: under its name, after the steps of those before it."""
+    """The rows of a stage as they stand in the log of its seed: under its name, after the steps of
+    those before it."""
     middle = f"/{stage}/" if stage else "/"
-    return [(first + step, {k.replace("/", middle, 1): v for k, v in row.items()}) for step, row in rows]
+    return [
+        (first + step, {k.replace("/", middle, 1): v for k, v in row.items()}) for step, row in rows
+    ]
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -256,22 +336,38 @@ def _without_infinity(value: Any) -> Any:
         return {key: _without_infinity(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_infinity(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def code_digest() -> str:
     """What tells this code from any other, also from edits that are not committed."""
     package = Path(knobwise.__file__).parent
-    files = sorted(path for part in package.iterdir() if part.is_dir() for path in part.resolve().rglob("*.py"))
+    files = sorted(
+        path for part in package.iterdir() if part.is_dir() for path in part.resolve().rglob("*.py")
+    )
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
 def git_commit() -> str | None:
-    """The commit of the current repository (else of the one this code is in), with `-dirty` when files were changed."""
+    """The commit of the current repository (else of the one this code is in), with `-dirty` when
+    files were changed."""
     for folder in (Path.cwd(), Path(__file__).resolve().parent):
-        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        command = [
+            "git",
+            "-C",
+            str(folder),
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=40",
+            "--exclude=*",
+        ]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
     return None
 
 
@@ -280,5 +376,8 @@ def _has_key() -> bool:
         return True
     hosts = {"api.wandb.ai", urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc}
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return bool(hosts & netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser()).hosts.keys())
+        return bool(
+            hosts
+            & netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser()).hosts.keys()
+        )
     return False

@@ -1,8 +1,8 @@
 """One run in Weights & Biases: started or resumed, and never the reason that training ends.
 
-An interrupted run resumes as the same W&B run, which holds every step once and in order. Online the server knows the
-last step; offline the files of earlier sessions do (`wandb sync` joins them). Rows that W&B never received are sent
-again from `metrics.csv`.
+An interrupted run resumes as the same W&B run, which holds every step once and in order. Online the
+server knows the last step; offline the files of earlier sessions do (`wandb sync` joins them). Rows
+that W&B never received are sent again from `metrics.csv`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.tracking.metrics_file import Row
 
 OF_AGENT = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
-"""What `wandb agent` sets for a job: the id of a W&B run, its sweep, and a file with the parameters. A job of ours is
-several W&B runs: that of the results, with the validation score as a mean over the seeds, is the one of the sweep."""
+"""What `wandb agent` sets for a job: the id of a W&B run, its sweep, and a file with the
+parameters. A job of ours is several W&B runs: that of the results, with the validation score as a
+mean over the seeds, is the one of the sweep."""
 NOT_FOR_WANDB = (*OF_AGENT, "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE")
-"""Variables hidden from wandb: they are about a single run, and a job of ours is several; WANDB_SERVICE names the
-service process of the program that started ours, which may be gone."""
+"""Variables hidden from wandb: they are about a single run, and a job of ours is several;
+WANDB_SERVICE names the service process of the program that started ours, which may be gone."""
 PATIENCE_S = 20
 """How long W&B may take to answer when it is online; its own limit is far longer."""
 UPLOAD_S = 600
-"""How long W&B may go on uploading after the end; the rest stays in the run's folder, for `wandb sync`."""
+"""How long W&B may go on uploading after the end; the rest stays in the run's folder, for `wandb
+sync`."""
 THROUGHPUT = "Train/Actions_Per_Second"
 """It differs between equal runs, so it goes to TensorBoard and W&B alone."""
-HIGHER_IS_BETTER = re.compile(r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.I)
+HIGHER_IS_BETTER = re.compile(
+    r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.I
+)
 LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.I)
 
 
@@ -74,8 +78,11 @@ class WandbRun:
     _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> WandbRun:
-        # quiet, artifact bodies inside the run's folder, and no empty WANDB_… variable (an empty WANDB_SILENT crashes)
-        empty = [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]
+        # quiet, artifact bodies inside the run's folder, and no empty WANDB_… variable (an empty
+        # WANDB_SILENT crashes)
+        empty = [
+            name for name, value in os.environ.items() if name.startswith("WANDB_") and not value
+        ]
         folder = self.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         wanted = {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
@@ -86,9 +93,14 @@ class WandbRun:
                 self.run = self._start()
             except InputError:
                 raise
-            except Exception as error:  # also without a network: its own service may not start on a busy machine
+            except (
+                Exception
+            ) as error:  # also without a network: its own service may not start on a busy machine
                 name = self.about["name"]
-                print(f"W&B does not start ({reason(error)}), so {name} is not logged there", file=sys.stderr)
+                print(
+                    f"W&B does not start ({reason(error)}), so {name} is not logged there",
+                    file=sys.stderr,
+                )
                 self.mode = "disabled"
                 return self
             self._environment = stack.pop_all()
@@ -96,11 +108,16 @@ class WandbRun:
             self.log(values, step)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
         if self.mode == "disabled":
             return
         done = kind is None or (isinstance(error, SystemExit) and not error.code)
-        exit_code = 130 if kind is KeyboardInterrupt else int(not done)
+        if kind is KeyboardInterrupt:
+            exit_code = 130
+        else:
+            exit_code = int(not done)
         with self._environment, self.reporting("the end of the run"):
             if not self._broken:
                 self._send()
@@ -109,7 +126,8 @@ class WandbRun:
             self.run.finish(exit_code=exit_code)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers of one step. Steps never decrease; all calls for one step are one row of the W&B run."""
+        """Log numbers of one step. Steps never decrease; all calls for one step are one row of the
+        W&B run."""
         if self._broken:
             return
         self._broken = True
@@ -118,7 +136,11 @@ class WandbRun:
                 self._send()
             for name, value in values.items():
                 self._summarise(name, value)
-            new = {name: value for name, value in values.items() if name not in self._sent.get(step, ())}
+            new = {
+                name: value
+                for name, value in values.items()
+                if name not in self._sent.get(step, ())
+            }
             self._waiting = step, self._waiting[1] | new
             self._broken = False
 
@@ -129,7 +151,10 @@ class WandbRun:
             yield
         except Exception as error:
             name = self.about["name"]
-            print(f"W&B did not take {what} of {name} ({reason(error)}); {self.folder} holds it", file=sys.stderr)
+            print(
+                f"W&B did not take {what} of {name} ({reason(error)}); {self.folder} holds it",
+                file=sys.stderr,
+            )
 
     def _send(self) -> None:
         step, values = self._waiting
@@ -147,27 +172,39 @@ class WandbRun:
             self.run.define_metric(name, step_metric="step", summary=",".join([*summary, "last"]))
         summary["last"] = value
 
-    # -- starting ------------------------------------------------------------------------------------------------------
+    # -- starting ----------------------------------------------------------------------------------
 
     def _start(self, fresh: bool = False) -> Any:
-        """Call `wandb.init`; `fresh` starts a new W&B run even where an earlier one could be resumed."""
+        """Call `wandb.init`; `fresh` starts a new W&B run even where an earlier one could be
+        resumed."""
         import wandb
 
-        id_file, goes_on = self.folder / "wandb" / f"{self.key}.id", self.about["job_type"] != "evaluate"
+        id_file = self.folder / "wandb" / f"{self.key}.id"
+        goes_on = self.about["job_type"] != "evaluate"
         # results are logged once, at the end: a run interrupted there has logged none
         again = not fresh and goes_on and id_file.exists()
-        job, sweep, parameters = (None, None, None) if fresh or goes_on else self._of_agent
-        identity = id_file.read_text().strip() if again else (sweep and job) or os.urandom(4).hex()
+        if fresh or goes_on:
+            job, sweep, parameters = (None, None, None)
+        else:
+            job, sweep, parameters = self._of_agent
+        if again:
+            identity = id_file.read_text().strip()
+        else:
+            identity = (sweep and job) or os.urandom(4).hex()
         online = self.mode == "online"
         last_step = None
         if again and not online:
-            last_step = math.inf if self.finished else _last_step(self.folder / "wandb", identity)
+            if self.finished:
+                last_step = math.inf
+            else:
+                last_step = _last_step(self.folder / "wandb", identity)
         try:
             run = wandb.init(
                 **self.about,
                 id=identity,
                 resume="allow" if again and online else None,
-                # a key without a network would otherwise block for minutes, and without a terminal init raises
+                # a key without a network would otherwise block for minutes, and without a terminal
+                # init raises
                 settings=wandb.Settings(
                     mode=self.mode,
                     root_dir=str(self.folder),
@@ -182,8 +219,12 @@ class WandbRun:
             if not online:
                 raise
             if self.insist:
-                raise InputError(f"tracking: W&B cannot be reached ({error}); use tracking=offline") from error
-            print(f"W&B cannot be reached, so this run is logged offline ({error})", file=sys.stderr)
+                raise InputError(
+                    f"tracking: W&B cannot be reached ({error}); use tracking=offline"
+                ) from error
+            print(
+                f"W&B cannot be reached, so this run is logged offline ({error})", file=sys.stderr
+            )
             self.mode = "offline"
             return self._start(fresh=True)  # wandb still holds the other one
         id_file.write_text(identity)
@@ -214,13 +255,18 @@ def records(folder: Path) -> Iterator[dict[str, Any]]:
     """The records in the folder of an offline W&B run, read by wandb's own reader."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     # wandb writes a log of its own into the wandb/ of the folder it is started in
-    lines = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder.parent.parent).stdout
+    lines = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder.parent.parent
+    ).stdout
     return map(json.loads, lines.splitlines())
 
 
 def _last_step(folder: Path, identity: str) -> int | None:
-    """The last step in the files that earlier sessions of this W&B run left; None where there are none."""
-    content = [record for session in folder.glob(f"*run-*-{identity}*") for record in records(session)]
+    """The last step in the files that earlier sessions of this W&B run left; None where there are
+    none."""
+    content = [
+        record for session in folder.glob(f"*run-*-{identity}*") for record in records(session)
+    ]
     rows = [record["history"]["item"] for record in content if record["type"] == "history"]
     return max((int(row["step"]) for row in rows if row.get("step") is not None), default=None)
 

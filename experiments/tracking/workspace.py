@@ -1,7 +1,9 @@
-"""`knobwise workspace`: the view of all runs of a project in Weights & Biases, with the sections of workspace.yaml.
+"""`knobwise workspace`: the view of all runs of a project in Weights & Biases, with the sections of
+workspace.yaml.
 
-Test scores and training curves come from the W&B runs of job type train, one for each seed and stage, tables from those
-of job type evaluate. The view groups runs by experiment, by run and by stage; every panel follows that grouping.
+Test scores and training curves come from the W&B runs of job type train, one for each seed and
+stage, tables from those of job type evaluate. The view groups runs by experiment, by run and by
+stage; every panel follows that grouping.
 """
 
 from __future__ import annotations
@@ -27,19 +29,22 @@ PINNED = ("Utility", "Oracle_Gap_Closed", "On_Time_Feasible", "Accuracy", "Laten
 
 
 def workspace(config: WorkspaceRun) -> None:
-    """Build and check the view, write it to `config.json`, and save it to W&B where there is a key, in place of an
-    earlier view of this name.
+    """Build and check the view, write it to `config.json`, and save it to W&B where there is a key,
+    in place of an earlier view of this name.
 
     Raises:
-        InputError: if wandb-workspaces is not installed, W&B cannot be reached or refuses the view, or the project does
-            not exist yet.
+        InputError: if wandb-workspaces is not installed, W&B cannot be reached or refuses the view,
+            or the project does not exist yet.
     """
     mode = wandb_mode(TrackingSettings())
     view = view_of(config)
     panels = sum(len(section.panels) for section in view.sections)
     print(f"view {config.name!r}: {panels} panels in {len(view.sections)} sections, valid")
     if config.json is not None:
-        write_text(config.json, view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=1))
+        write_text(
+            config.json,
+            view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=1),
+        )
         print(f"written: {config.json}")
     if mode == "online":
         print(f"saved: {_save(view)}")
@@ -47,13 +52,15 @@ def workspace(config: WorkspaceRun) -> None:
         print(f"not saved: WANDB_MODE is {os.environ['WANDB_MODE']}; unset it to save the view")
     else:
         print(
-            "not saved: there is no W&B key; set WANDB_API_KEY or run `wandb login`, then repeat the command. "
+            "not saved: there is no W&B key; set WANDB_API_KEY or run `wandb login`, then repeat "
+            "the command. "
             "`knobwise compare RUN RUN …` shows the same without an account"
         )
 
 
 def save_once(settings: TrackingSettings, knobs: list[str] | None) -> None:
-    """Save the view of a project that has none of this name yet. It is never the reason that a run ends."""
+    """Save the view of a project that has none of this name yet. It is never the reason that a run
+    ends."""
     config = WorkspaceRun(project=settings.project, entity=settings.entity)
     config.knobs = knobs or config.knobs
     try:
@@ -75,7 +82,9 @@ def view_of(config: WorkspaceRun) -> Any:
             import wandb_workspaces.workspaces as ws
             from wandb_workspaces.expr import Config, Metric
         except ImportError as error:
-            raise InputError("workspace: needs wandb-workspaces; pip install 'knobwise[workspace]'") from error
+            raise InputError(
+                "workspace: needs wandb-workspaces; pip install 'knobwise[workspace]'"
+            ) from error
         template = Template(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
         content = yaml.safe_load(template.render(knobs=config.knobs))
         sections = [
@@ -83,7 +92,9 @@ def view_of(config: WorkspaceRun) -> Any:
                 name=section["name"],
                 panels=[_panel(wr, **panel) for panel in section["panels"]],
                 is_open=section.get("is_open", False),
-                layout_settings=ws.SectionLayoutSettings(columns=section["columns"], rows=section["rows"]),
+                layout_settings=ws.SectionLayoutSettings(
+                    columns=section["columns"], rows=section["rows"]
+                ),
             )
             for section in content
         ]
@@ -100,7 +111,9 @@ def view_of(config: WorkspaceRun) -> Any:
                 ),
             )
         except ValueError as error:
-            raise InputError(f"workspace: name={config.name!r}: W&B says {reason(error)!r}; choose another") from error
+            raise InputError(
+                f"workspace: name={config.name!r}: W&B says {reason(error)!r}; choose another"
+            ) from error
 
 
 def _panel(wr: Any, kind: str, **fields: Any) -> Any:
@@ -113,13 +126,21 @@ def _panel(wr: Any, kind: str, **fields: Any) -> Any:
         group = wr.Config(fields.pop("groupby", "run"))
         fields |= {"groupby": group, "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
     elif kind == "CustomChart":
-        query, title = {"summaryTable": {"tableKey": f"{fields.pop('table')}_table"}}, {"title": fields.pop("title")}
-        fields = {"query": query, "chart_name": "wandb/line/v0", "chart_fields": fields, "chart_strings": title}
+        query = {"summaryTable": {"tableKey": f"{fields.pop('table')}_table"}}
+        title = {"title": fields.pop("title")}
+        fields = {
+            "query": query,
+            "chart_name": "wandb/line/v0",
+            "chart_fields": fields,
+            "chart_strings": title,
+        }
     elif kind == "ParallelCoordinatesPlot":
         column = wr.ParallelCoordinatesPlotColumn
-        settings, metrics = fields.pop("settings"), fields.pop("metrics")
+        settings = fields.pop("settings")
+        metrics = fields.pop("metrics")
         fields["columns"] = [
-            column(wr.Config(key), display_name=name, log=key.endswith(".lr") or None) for key, name in settings.items()
+            column(wr.Config(key), display_name=name, log=key.endswith(".lr") or None)
+            for key, name in settings.items()
         ]
         fields["columns"] += [column(wr.SummaryMetric(name)) for name in metrics]
     elif kind == "RunComparer":
@@ -128,7 +149,8 @@ def _panel(wr: Any, kind: str, **fields: Any) -> Any:
 
 
 def _save(view: Any, replace: bool = True) -> str:
-    """Save the view in place of an earlier one of this name, or only if there is none; returns its address."""
+    """Save the view in place of an earlier one of this name, or only if there is none; returns its
+    address."""
     with environment({"WANDB_SILENT": "true"}):  # wandb's own lines say the same as ours
         import wandb
         from wandb.sdk.lib.service.service_connection import WandbApiFailedError
@@ -137,8 +159,11 @@ def _save(view: Any, replace: bool = True) -> str:
         try:
             view.entity = view.entity or wandb.Api().default_entity or ""
             if not view.entity:
-                raise InputError("workspace: W&B knows no user or team for this key; give entity=NAME")
-            # W&B finds a view by a name of eleven letters and digits, which is part of its address too
+                raise InputError(
+                    "workspace: W&B knows no user or team for this key; give entity=NAME"
+                )
+            # W&B finds a view by a name of eleven letters and digits, which is part of its address
+            # too
             name = hashlib.sha256(f"knobwise {view.name}".encode()).hexdigest()[:11]
             view._internal_name = internal._url_query_str_to_internal_name(name)
             view._internal_id = _saved_id(view, name)
@@ -159,7 +184,8 @@ def _saved_id(view: Any, name: str) -> str:
     except ValueError as error:
         if str(error).startswith("Project"):
             raise InputError(
-                f"workspace: there is no project {view.entity}/{view.project} yet; the first online run creates it: "
+                f"workspace: there is no project {view.entity}/{view.project} yet; the first "
+                "online run creates it: "
                 "knobwise train tracking=online"
             ) from error
         return ""

@@ -54,20 +54,25 @@ from knobwise.experiments.train.run import Experiment, keep_best, train_seeds
 
 
 class ControllerExperiment(Experiment):
-    """The trainings of all seeds, all set up before the first is run: what is wrong shows before anything is
-    written.
+    """The trainings of all seeds, all set up before the first is run: what is wrong shows before
+    anything is written.
 
     Args:
         table: what they are trained on; None to read it as `config.profile` says.
-        number: of the split, counted from 0. Those after the first are experiments of their own, `others`.
+        number: of the split, counted from 0. Those after the first are experiments of their own,
+            `others`.
     """
 
-    def __init__(self, config: TrainRun, table: ProfileTable | None = None, number: int = 0) -> None:
+    def __init__(
+        self, config: TrainRun, table: ProfileTable | None = None, number: int = 0
+    ) -> None:
         super().__init__(config, config.threads)
-        table = read_profile(config.profile) if table is None else table
+        if table is None:
+            table = read_profile(config.profile)
         if config.policy.dataset_input and not number:
             table = with_dataset_input(table)
-        self.table, self.number = table, number
+        self.table = table
+        self.number = number
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.split = divide(table, **asdict(config.split), number=number)
         self.fitted = torch.cat([self.split.train, self.split.validation])
@@ -78,12 +83,19 @@ class ControllerExperiment(Experiment):
         if self.mean or self.weighs:
             sense = f"budget={config.budget.sense}"
             if table.first_look_ms is not None:
-                raise InputError(f"{sense}: profile {table.name!r} has a first look, which needs deadlines")
-            several = "folds" if config.split.folds else "repeats"
+                raise InputError(
+                    f"{sense}: profile {table.name!r} has a first look, which needs deadlines"
+                )
+            if config.split.folds:
+                several = "folds"
+            else:
+                several = "repeats"
             if getattr(config.split, several) > 1:
                 problem = f"is for deadlines; under {sense} there is one split"
                 raise InputError(f"split.{several}: {problem}")
-            config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
+            config.reward = RewardConfig(
+                kind="priced"
+            )  # so that config.yaml says what was trained on
         if self.weighs:
             if config.policy.experts:
                 self.notes.append("budget=weights: the network teaches alone, without experts")
@@ -93,8 +105,12 @@ class ControllerExperiment(Experiment):
         elif self.mean:
             self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
         else:
-            self.budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, self.split))
-        self.notes += few_budgets(self.budgets_ms) if config.budgets_ms is None and not self.weighs else []
+            self.budgets_ms = judged_budgets(
+                table, config.budgets_ms, budget_rows(table, self.split)
+            )
+        self.notes += (
+            few_budgets(self.budgets_ms) if config.budgets_ms is None and not self.weighs else []
+        )
         self._choose_width(config)
         names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "device")
         settings = {name: getattr(config, name) for name in names}
@@ -107,10 +123,17 @@ class ControllerExperiment(Experiment):
         }
         if config.policy.project:
             del settings["experts"]  # baselines read all features
-        self.trainers = [ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds]
-        splits = 1 if number else max(config.split.repeats, config.split.folds)
+        self.trainers = [
+            ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds
+        ]
+        if number:
+            splits = 1
+        else:
+            splits = max(config.split.repeats, config.split.folds)
         self.others = [self._on_split(other) for other in range(1, splits)]
-        self.notes += [note for other in self.others for note in other.notes if note not in self.notes]
+        self.notes += [
+            note for other in self.others for note in other.notes if note not in self.notes
+        ]
 
     def _on_split(self, number: int) -> ControllerExperiment:
         """The same on another split, at the same budgets, so that rows can be averaged."""
@@ -120,8 +143,8 @@ class ControllerExperiment(Experiment):
         return ControllerExperiment(config, self.table, number)
 
     def train(self, folder: Path) -> None:
-        """Train every seed that is not finished, on one split after the other; those after the first have folders like
-        that of a run."""
+        """Train every seed that is not finished, on one split after the other; those after the
+        first have folders like that of a run."""
         for trainer in self.trainers:
             if self.number:
                 trainer.title = f"split {self.number}, {trainer.title}"
@@ -136,7 +159,10 @@ class ControllerExperiment(Experiment):
         table = self.table
         inputs = FeatureNormaliser.fit(table, self.fitted, config.policy.project).width
         timed = table.unit == "ms" and not self.weighs and len(self.budgets_ms)
-        budget_us = 1e3 * float(self.budgets_ms.min()) if timed else float("inf")
+        if timed:
+            budget_us = 1e3 * float(self.budgets_ms.min())
+        else:
+            budget_us = float("inf")
         config.policy.hidden = hidden_for(inputs, table.num_configurations, budget_us)
 
     def complete(self, trainer: ControllerTrainer, checkpoints: Path) -> None:
@@ -148,13 +174,22 @@ class ControllerExperiment(Experiment):
 
     @cached_property
     def experts(self) -> Experts:
-        """What the seeds and the baselines share; folds and trees are those of the first seed of the
-        split."""
+        """What the seeds and the baselines share; folds and trees are those of the first seed of
+        the split."""
         config = self.config
-        budgets_ms = self.budgets_ms[:0] if self.mean else self.budgets_ms
-        families = tuple(FAMILIES) if config.baselines else config.policy.experts
+        if self.mean:
+            budgets_ms = self.budgets_ms[:0]
+        else:
+            budgets_ms = self.budgets_ms
+        if config.baselines:
+            families = tuple(FAMILIES)
+        else:
+            families = config.policy.experts
         seed = config.seeds[0] + self.number
-        folds = config.policy.members if config.policy.teacher else FOLDS
+        if config.policy.teacher:
+            folds = config.policy.members
+        else:
+            folds = FOLDS
         return Experts.fit(self.table, self.fitted, budgets_ms, families, seed, None, folds)
 
     def completed(self, trainer: ControllerTrainer) -> Loaded:
@@ -167,12 +202,16 @@ class ControllerExperiment(Experiment):
         extra["before_grpo"] = None
         if extra["grpo"]:
             # to weights that are from before GRPO it added nothing
-            before = trainer.reference if trainer.kept_is_of_grpo else agent.controller
+            if trainer.kept_is_of_grpo:
+                before = trainer.reference
+            else:
+                before = agent.controller
             extra["before_grpo"] = before.state_dict()
         return Loaded(agent, self.table.name, self.table.digest, extra)
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Every seed's best controller, what is deployed of it, and the baselines on the test part of each split."""
+        """Every seed's best controller, what is deployed of it, and the baselines on the test part
+        of each split."""
         folders = [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         best = [load_checkpoint(each / "best.pt") for each in folders]
         results, decisions = self.judged(best)
@@ -182,10 +221,17 @@ class ControllerExperiment(Experiment):
         copy_policy(folder)
         if not self.number and not self.weighs:
             with threadpool_limits(self.config.threads):
-                explained = Explained(self.table, self.fitted, self.split.test, kept, self.budgets_ms)
-                results["explanation"] = explain_policy(explained, read_questions(self.config.profile))
+                explained = Explained(
+                    self.table, self.fitted, self.split.test, kept, self.budgets_ms
+                )
+                results["explanation"] = explain_policy(
+                    explained, read_questions(self.config.profile)
+                )
         if self.others:
-            frames = [decisions, *(other.judge(folder / f"split{other.number}")[1] for other in self.others)]
+            frames = [
+                decisions,
+                *(other.judge(folder / f"split{other.number}")[1] for other in self.others),
+            ]
             tests = [part.split.test for part in (self, *self.others)]
             over, decisions = over_splits(self.table, tests, self.config.seeds, frames)
             config = self.config.split
@@ -230,7 +276,9 @@ class ControllerExperiment(Experiment):
             if config.baselines:
                 experts = self.experts
                 baselines = make_priced_baselines(table, self.split, budgets_ms, experts=experts)
-            return judge_mean_budgets(table, self.fitted, test, budgets_ms, *about, baselines, config.own_cost)
+            return judge_mean_budgets(
+                table, self.fitted, test, budgets_ms, *about, baselines, config.own_cost
+            )
         baselines = [static_of(table, self.fitted), Oracle(table, test)]
         if config.baselines:
             seed = config.seeds[0] + self.number
@@ -239,7 +287,9 @@ class ControllerExperiment(Experiment):
                 baselines.insert(1, StaticPerDataset(table, self.fitted, test))
         rewards = self.trainers[0].free_rewards
         before = [before_grpo(loaded) for loaded in best]
-        return judge_deadlines(table, test, budgets_ms, rewards, *about, baselines, config.own_cost, before)
+        return judge_deadlines(
+            table, test, budgets_ms, rewards, *about, baselines, config.own_cost, before
+        )
 
 
 def before_grpo(loaded: Loaded) -> Any:

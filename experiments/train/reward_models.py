@@ -1,4 +1,5 @@
-"""What selectors that draw while they learn asked of the answering model, and how well learned rewards predict it."""
+"""What selectors that draw while they learn asked of the answering model, and how well learned
+rewards predict it."""
 
 from __future__ import annotations
 
@@ -17,15 +18,18 @@ from knobwise.envs.demonstrations.beam_table import bank_rows
 from knobwise.experiments.settings.beams import SelectorData, hide
 from knobwise.experiments.settings.selector_options import SelectorRun
 
-BINS, DRAWS = 10, 4
+BINS = 10
+DRAWS = 4
 """Of the calibration: its bins, and the sequences that a policy draws for each held-out query."""
 
 
 def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> dict[str, Any]:
-    """`true_calls` of every variant that draws while it learns, by seed, with the recorded answers that its reward was
-    learned from; `calibration` of every learned reward on what RCE and the variant itself draw for held-out queries,
-    where a scorer can answer that. {} without such variants."""
-    rows, bins = list[dict[str, Any]](), list[dict[str, Any]]()
+    """`true_calls` of every variant that draws while it learns, by seed, with the recorded answers
+    that its reward was learned from; `calibration` of every learned reward on what RCE and the
+    variant itself draw for held-out queries, where a scorer can answer that. {} without such
+    variants."""
+    rows = list[dict[str, Any]]()
+    bins = list[dict[str, Any]]()
     for name in config.variants:
         variant, _, _, _, learned = config.plan(name)
         if not variant.live and learned is None:
@@ -33,14 +37,19 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
         seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
         states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
         calls = [state["calls"] for state in states]
-        recorded = 0 if learned is None else len(states[0]["reward_model"]["answered"][0]) - calls[0]
+        if learned is None:
+            recorded = 0
+        else:
+            recorded = len(states[0]["reward_model"]["answered"][0]) - calls[0]
         rows.append({"policy": name, "calls": calls, "recorded": recorded})
         if learned is None or data.test_scorer is None:
             continue
-        test, queries = hide(data.test, variant.hidden), data.test_rows.repeat_interleave(DRAWS)
+        test = hide(data.test, variant.hidden)
+        queries = data.test_rows.repeat_interleave(DRAWS)
         embeddings = StoredEmbeddings(test.queries, test.candidates)
         for drawn_by in ("hidden_rce" if variant.hidden else "rce", name):
-            expected, right = [], []
+            expected = []
+            right = []
             for seed, state in zip(seeds, states, strict=True):
                 selector = load_checkpoint(seed / drawn_by / "best.pt").selector
                 model = RewardModel(learned, selector.mean, selector.scale)
@@ -56,8 +65,11 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
 
 
 def calibration(expected: Tensor, right: Tensor) -> list[dict[str, Any]]:
-    """n sequences in ten bins of equally many and of rising probability: how many `sequences`, and the means of
-    `expected` and `right`, both float [n]."""
+    """n sequences in ten bins of equally many and of rising probability: how many `sequences`, and
+    the means of `expected` and `right`, both float [n]."""
     bins = [some for some in expected.argsort(stable=True).tensor_split(BINS) if len(some)]
-    means = [{key: float(x[some].mean()) for key, x in (("expected", expected), ("right", right))} for some in bins]
+    means = [
+        {key: float(x[some].mean()) for key, x in (("expected", expected), ("right", right))}
+        for some in bins
+    ]
     return [{"sequences": len(some)} | each for some, each in zip(bins, means, strict=True)]

@@ -1,5 +1,5 @@
-"""A run from settings to a report, the same for controllers and selectors: claim a folder, train, judge, write, report,
-track."""
+"""A run from settings to a report, the same for controllers and selectors: claim a folder, train,
+judge, write, report, track."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from knobwise.experiments.tracking.workspace import save_once
 
 
 class Experiment(ABC):
-    """What training controllers and training selectors share; settings that cannot work are refused on construction.
+    """What training controllers and training selectors share; settings that cannot work are refused
+    on construction.
 
     Raises:
         InputError: a device that is not there, tracking that cannot be used.
@@ -51,21 +52,29 @@ class Experiment(ABC):
         self.config = config
         set_up_torch(threads)
         wandb_mode(config.tracking)
-        if config.device not in ("cpu", "cuda") or (config.device == "cuda" and not torch.cuda.is_available()):
+        if config.device not in ("cpu", "cuda") or (
+            config.device == "cuda" and not torch.cuda.is_available()
+        ):
             raise InputError(f"device={config.device}: must be cpu, or cuda where torch finds it")
 
     @abstractmethod
     def train(self, folder: Path) -> None:
-        """Train all seeds, from where they were stopped; checkpoints go into `checkpoints/seed<k>`."""
+        """Train all seeds, from where they were stopped; checkpoints go into
+        `checkpoints/seed<k>`."""
 
     @abstractmethod
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Judge all policies on held-out data: the contents of `results.json` and of `decisions.parquet`."""
+        """Judge all policies on held-out data: the contents of `results.json` and of
+        `decisions.parquet`."""
 
     def run(self, overrides: list[str]) -> Path:
-        """Train, judge and report; returns the run's folder. Repeat it with the same settings to resume an interrupted
-        run. `overrides` are the words of the command line. Raises InputError: the folder cannot be used."""
-        code = {"commit": git_commit(), "code": code_digest()}  # now, before anybody edits what has been imported
+        """Train, judge and report; returns the run's folder. Repeat it with the same settings to
+        resume an interrupted run. `overrides` are the words of the command line. Raises InputError:
+        the folder cannot be used."""
+        code = {
+            "commit": git_commit(),
+            "code": code_digest(),
+        }  # now, before anybody edits what has been imported
         for note in self.notes:
             say(note)
         with claim(self.config, overrides) as folder:
@@ -97,7 +106,8 @@ def set_up_torch(threads: int = 1) -> None:
 
 
 def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
-    """Copy the checkpoints of the best training, of these folders with their validation scores, to the run's own."""
+    """Copy the checkpoints of the best training, of these folders with their validation scores, to
+    the run's own."""
     best = max(scores, key=scores.__getitem__)
     for name in ("best.pt", "last.pt"):
         with written_whole(folder / "checkpoints" / name) as temporary:
@@ -106,15 +116,22 @@ def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
 
 
 def train_seeds(
-    trainers: Sequence[Trainer], config: Any, folder: Path, complete: Callable[[Any, Path], None] = lambda *_: None
+    trainers: Sequence[Trainer],
+    config: Any,
+    folder: Path,
+    complete: Callable[[Any, Path], None] = lambda *_: None,
 ) -> None:
-    """Train the seeds of a run one after the other, each from where it stopped; `complete` takes each trainer and the
-    folder of its checkpoints when it is done."""
+    """Train the seeds of a run one after the other, each from where it stopped; `complete` takes
+    each trainer and the folder of its checkpoints when it is done."""
     for trainer in trainers:
         trainer.folder = checkpoints = folder / "checkpoints" / f"seed{trainer.seed}"
         trainer.resume(checkpoints / "last.pt")
-    steps = {trainer.seed: trainer.total if trainer.finished else trainer.iteration for trainer in trainers}
-    total, silent = sum(trainer.total for trainer in trainers), math.inf if len(trainers) == 1 else 0.0
+    steps = {
+        trainer.seed: trainer.total if trainer.finished else trainer.iteration
+        for trainer in trainers
+    }
+    total = sum(trainer.total for trainer in trainers)
+    silent = math.inf if len(trainers) == 1 else 0.0
     with progress("all seeds", total, sum(steps.values()), silent or 60.0, silent) as tick:
         for trainer in trainers:
 
@@ -126,34 +143,53 @@ def train_seeds(
                 MetricsFile(folder / "metrics.csv", trainer.seed, trainer.iteration, trainer.logged)
             else:
                 # the checkpoint was written before the rows of its own iteration were complete
-                tracker = tracker_of(config, folder, trainer.table, "train", trainer.seed, trainer.iteration - 1)
-                tracker.known, tracker.tick = trainer.logged, count
+                tracker = tracker_of(
+                    config, folder, trainer.table, "train", trainer.seed, trainer.iteration - 1
+                )
+                tracker.known = trainer.logged
+                tracker.tick = count
                 with tracker as trainer.log:
                     trainer.run()
-            grpo, (best, score) = trainer.stages[-1].iterations, (trainer.best["iteration"], trainer.best["score"])
-            when = "before" if best <= trainer.total - grpo else "during"
+            grpo, (best, score) = (
+                trainer.stages[-1].iterations,
+                (trainer.best["iteration"], trainer.best["score"]),
+            )
+            if best <= trainer.total - grpo:
+                when = "before"
+            else:
+                when = "during"
             where = f" ({when} {trainer.stages[-1].name})"
-            words = f"best validation {trainer.judged_by} {score:.4f} at iteration {best} of {trainer.total}"
+            words = (
+                f"best validation {trainer.judged_by} {score:.4f} at "
+                f"iteration {best} of {trainer.total}"
+            )
             say(f"{trainer.title}: {words}{where if grpo else ''}")
             complete(trainer, folder / "checkpoints" / f"seed{trainer.seed}")
             count(trainer.total)
 
 
 def next_command(folder: Path) -> str:
-    """What to try after a run: compare it with the others of its experiment, or deploy it, or train another one."""
+    """What to try after a run: compare it with the others of its experiment, or deploy it, or train
+    another one."""
     compare = f"knobwise compare {shlex.quote(str(folder.parent))}"
     if len(list(folder.parent.glob("*/results.json"))) > 1:
         return compare
     export = f"knobwise export {shlex.quote(f'checkpoint={folder}')}"
-    return export if (folder / "controller.npz").exists() else f"repeat with another option=value, then {compare}"
+    if (folder / "controller.npz").exists():
+        return export
+    return f"repeat with another option=value, then {compare}"
 
 
 def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, Any]) -> str:
-    """Log to W&B the test scores of each seed, in the run that trained it, and the results; gives the mode of W&B."""
-    model, kept = None, (results.get("best_policy", ""), results.get("best_seed"))
+    """Log to W&B the test scores of each seed, in the run that trained it, and the results; gives
+    the mode of W&B."""
+    model = None
+    kept = (results.get("best_policy", ""), results.get("best_seed"))
     tracked = wandb_mode(config.tracking) != "disabled"
     for (stage, seed), scores in scores_by_seed(results, folder).items() if tracked else ():
-        with tracker_of(config, folder, table, "train", seed, stage=stage, finished=True) as tracker:
+        with tracker_of(
+            config, folder, table, "train", seed, stage=stage, finished=True
+        ) as tracker:
             model = tracker.log_scores(scores, (stage, seed) == kept) or model
     with tracker_of(config, folder, table, "evaluate") as tracker:
         drawn = tracker.mode != "disabled"  # pictures take longer to draw than all else here
@@ -164,10 +200,16 @@ def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, A
 
 
 def tracker_of(
-    config: Any, folder: Path, table: Any, job_type: str, seed: int | None = None, step: int = -1, **options: Any
+    config: Any,
+    folder: Path,
+    table: Any,
+    job_type: str,
+    seed: int | None = None,
+    step: int = -1,
+    **options: Any,
 ) -> Tracker:
-    """The tracker of a run, or of one of its seeds. `step` is where a resumed seed continues; a negative one means from
-    the beginning."""
+    """The tracker of a run, or of one of its seeds. `step` is where a resumed seed continues; a
+    negative one means from the beginning."""
     if isinstance(config, SelectorRun):
         tags = [f"reward-{config.reward.mode}"]
     else:

@@ -1,5 +1,5 @@
-"""The selector experiment: supervised fine-tuning on beams, RCE, GRPO in several forms, with several seeds; judge them
-on queries and candidates never seen beside every simple way."""
+"""The selector experiment: supervised fine-tuning on beams, RCE, GRPO in several forms, with
+several seeds; judge them on queries and candidates never seen beside every simple way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.results.problem import UPPER
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
-from knobwise.experiments.settings.beams import SelectorData, check_judged, hide, read_data, stored_embeddings
+from knobwise.experiments.settings.beams import (
+    SelectorData,
+    check_judged,
+    hide,
+    read_data,
+    stored_embeddings,
+)
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.tracker import in_stage
@@ -63,9 +69,15 @@ class SelectorExperiment(Experiment):
         wanted = config.reward.mode
         self.data = _checked(config)
         self.table = self.data.table
-        self.notes = [f"{self.table.name}: {n}" for n in dict.fromkeys([*self.table.notes, *self.data.test.notes])]
+        self.notes = [
+            f"{self.table.name}: {n}"
+            for n in dict.fromkeys([*self.table.notes, *self.data.test.notes])
+        ]
         if wanted == AUTO and (mode := config.reward.mode) != USUAL:
-            self.notes.append(f"reward.mode={mode}: {self.table.name} has beam scores, but no column of right answers")
+            self.notes.append(
+                f"reward.mode={mode}: {self.table.name} has beam scores, but no column of right "
+                "answers"
+            )
 
     def train(self, folder: Path) -> None:
         """Train every stage of every seed that is not finished, several seeds at the same time."""
@@ -78,18 +90,26 @@ class SelectorExperiment(Experiment):
             train_seed(*piece)
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Every policy on the same held-out queries; the best on validation becomes the run's. Controls do not
-        compete."""
-        config, seeds = self.config, [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
+        """Every policy on the same held-out queries; the best on validation becomes the run's.
+        Controls do not compete."""
+        config, seeds = (
+            self.config,
+            [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds],
+        )
         plans = {name: config.plan(name) for name in config.variants}
-        competing = [name for name, plan in plans.items() if not plan.variant.hidden and not plan.reward.shuffled]
+        competing = [
+            name
+            for name, plan in plans.items()
+            if not plan.variant.hidden and not plan.reward.shuffled
+        ]
         results, decisions = judge_run(config, self.data, folder)
         scores: dict[Path, float] = {}
         for name in competing or ["rce"]:
             scores |= zip([seed / name for seed in seeds], results["validation"][name], strict=True)
         best = keep_best(folder, scores)
         results["reward_mode"] = config.reward.mode
-        results["variants"], results["best_policy"] = list(config.variants), best.name
+        results["variants"] = list(config.variants)
+        results["best_policy"] = best.name
         results["best_seed"] = int(best.parent.name.removeprefix("seed"))
         return results, decisions
 
@@ -99,20 +119,25 @@ def _checked(config: SelectorRun) -> SelectorData:
     at_least("jobs", config.jobs, 1)
     at_least("shots", config.shots, 0)
     data = read_data(config.beams, config.encoder)
-    config.reward = config.reward.resolved(data.table.fields)  # so that config.yaml says what is trained on
+    config.reward = config.reward.resolved(
+        data.table.fields
+    )  # so that config.yaml says what is trained on
     check_judged(data, config.judged_shots)
     lengths = sorted(set(data.table.lengths[data.table.beam_mask].tolist()))
     if config.shots == 0:  # so that config.yaml says it, as above
         config.shots = 2 if 2 in lengths else lengths[-1]
     if data.scorer is None and config.shots not in lengths:
-        raise InputError(f"shots={config.shots}: recorded sequences have {lengths} demonstrations only")
+        raise InputError(
+            f"shots={config.shots}: recorded sequences have {lengths} demonstrations only"
+        )
     for name in config.variants:  # what is wrong in itself, before what these beams do not have
         variant = config.plan(name).variant
         if name in TAKEN:
             raise InputError(f"variants.{name}: the name is taken; choose another")
         if data.scorer is None and (variant.live or variant.rounds > 1):
             raise InputError(
-                f"variants.{name}: live draws and rounds need a scorer, which recorded beams do not have; leave it out "
+                f"variants.{name}: live draws and rounds need a scorer, which recorded beams do "
+                "not have; leave it out "
                 f"by variants.{name}=null, or train with experiment=selector_replay"
             )
     stages = SelectorStages(config, data, config.seeds[0], None)
@@ -133,13 +158,17 @@ def _checked(config: SelectorRun) -> SelectorData:
             try:
                 recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
             except InputError as error:
-                raise InputError(f"{error}; variants.{name}.groups=all takes every sequence") from error
+                raise InputError(
+                    f"{error}; variants.{name}.groups=all takes every sequence"
+                ) from error
     if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
-        raise InputError("variants: those with hidden blocks share hidden_sft, so all must hide the same blocks")
+        raise InputError(
+            "variants: those with hidden blocks share hidden_sft, so all must hide the same blocks"
+        )
     return data
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def train_seed(config: SelectorRun, seed: int, folder: Path) -> str:
@@ -150,23 +179,36 @@ def train_seed(config: SelectorRun, seed: int, folder: Path) -> str:
 
 
 class SelectorStages:
-    """The stages of one seed: what each starts from, and what it learns from. The checkpoints of each policy go into
-    `checkpoints/seed<k>/<policy>` of the run's folder."""
+    """The stages of one seed: what each starts from, and what it learns from. The checkpoints of
+    each policy go into `checkpoints/seed<k>/<policy>` of the run's folder."""
 
-    def __init__(self, config: SelectorRun, data: SelectorData, seed: int, folder: Path | None) -> None:
-        self.config, self.seed, self.folder = config, seed, folder
+    def __init__(
+        self, config: SelectorRun, data: SelectorData, seed: int, folder: Path | None
+    ) -> None:
+        self.config = config
+        self.seed = seed
+        self.folder = folder
         self.data = data._replace(table=as_read(data.table, data.items))
-        self.step, self.logged = 0, list[Row]()
+        self.step = 0
+        self.logged = list[Row]()
         self.rows = torch.arange(data.table.num_queries)
         self.reward_models: dict[Any, dict[str, Any]] = {}  # what they learned from records
-        self.zero_shot = None if data.scorer is None else probability(data.scorer, self.rows)
+        if data.scorer is None:
+            self.zero_shot = None
+        else:
+            self.zero_shot = probability(data.scorer, self.rows)
 
     def check(
-        self, stage: str, reward: Any, groups: GroupConfig | None = None, learned: RewardModelConfig | None = None
+        self,
+        stage: str,
+        reward: Any,
+        groups: GroupConfig | None = None,
+        learned: RewardModelConfig | None = None,
     ) -> None:
-        """Refuse what a stage cannot be trained on, such as a reward that what was recorded does not hold. Raises
-        InputError: naming what is missing."""
-        table, settings = self.data.table, {"config": getattr(self.config, stage), "reward": reward, "groups": groups}
+        """Refuse what a stage cannot be trained on, such as a reward that what was recorded does
+        not hold. Raises InputError: naming what is missing."""
+        table = self.data.table
+        settings = {"config": getattr(self.config, stage), "reward": reward, "groups": groups}
         if self.config.init_from is None:
             start = Selector.fitted(self.config.selector, table.queries, table.candidates)
         else:
@@ -182,7 +224,8 @@ class SelectorStages:
         base = {"": self._base("", self.data.table)}
         for name in self.config.variants:
             hidden = self.config.plan(name).variant.hidden
-            key, table = ",".join(hidden), hide(self.data.table, hidden)
+            key = ",".join(hidden)
+            table = hide(self.data.table, hidden)
             if key not in base:
                 base[key] = self._base("hidden_", table)
             self._variant(name, table, *base[key])
@@ -190,7 +233,8 @@ class SelectorStages:
             MetricsFile(self.folder / "metrics.csv", self.seed, self.step, self.logged)
 
     def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
-        """SFT and RCE, which every variant starts from. What hides blocks must not start from what has seen them."""
+        """SFT and RCE, which every variant starts from. What hides blocks must not start from what
+        has seen them."""
         start = self.fresh(table) if prefix else self.first
         sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
         return sft, self.stage(f"{prefix}rce", "rce", table, sft)
@@ -213,7 +257,8 @@ class SelectorStages:
         """Take the weights of `init_from`, if it is set, in place of fresh ones.
 
         Raises:
-            InputError: they do not fit, or were trained on queries of these beams that this run holds out.
+            InputError: they do not fit, or were trained on queries of these beams that this run
+                holds out.
         """
         if self.config.init_from is None:
             return fresh
@@ -229,7 +274,8 @@ class SelectorStages:
         same = table.name == loaded.profile_name or table.digest == loaded.profile_digest
         if same and not fitted.issuperset(loaded.extra.get("fitted", ())):
             raise InputError(
-                f"init_from={path}: was trained on queries of {table.name!r} that this run holds out; use the same "
+                f"init_from={path}: was trained on queries of {table.name!r} that this run holds "
+                "out; use the same "
                 "beams.train, beams.validation and beams.split_seed"
             )
         return selector
@@ -242,45 +288,78 @@ class SelectorStages:
             usual = (self.config.reward, _rce_settings(self.config.loss))
             # what only a control changes is left to it: its warm-up is the same
             same = (replace(reward, shuffled=False), _rce_settings(loss)) == usual
-            start = rce if same else self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
+            if same:
+                start = rce
+            else:
+                start = self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
         if variant.live or learned is not None:
-            model = None if learned is None else self.reward_model(table, sft, learned)
-            self.stage(name, "grpo", table, start, live=variant.live, reward_model=model, **settings)
+            if learned is None:
+                model = None
+            else:
+                model = self.reward_model(table, sft, learned)
+            self.stage(
+                name, "grpo", table, start, live=variant.live, reward_model=model, **settings
+            )
             return
         groups = GroupConfig(variant.groups, rounds=1)
         for number in range(1, variant.rounds + 1):
             if variant.own_draws and self.data.scorer is not None:
-                table = self.recorded(table, sft if number == 1 else start, variant.own_draws, number)
+                table = self.recorded(
+                    table, sft if number == 1 else start, variant.own_draws, number
+                )
             last = number == variant.rounds
-            start = self.stage(name if last else f"{name}-{number}", "grpo", table, start, groups=groups, **settings)
+            start = self.stage(
+                name if last else f"{name}-{number}",
+                "grpo",
+                table,
+                start,
+                groups=groups,
+                **settings,
+            )
 
     def recorded(self, table: BeamTable, selector: Selector, count: int, number: int) -> BeamTable:
-        """The table with draws of a selector for every query, scored once, as beams of round `number`."""
+        """The table with draws of a selector for every query, scored once, as beams of round
+        `number`."""
         assert self.data.scorer is not None
         assert self.zero_shot is not None
         embeddings = StoredEmbeddings(table.queries, table.candidates)
         with seeded(self.seed + 1000 * number, "cpu"):
-            draws = evaluation.draw(selector, embeddings, table, self.rows, self.config.shots, count)
+            draws = evaluation.draw(
+                selector, embeddings, table, self.rows, self.config.shots, count
+            )
         scored = score(self.data.scorer, self.rows, table.pool, draws, "policy", self.zero_shot)
         return table.with_beams(scored.sequences, scored.fields, scored.found_by, number)
 
-    def reward_model(self, table: BeamTable, sft: Selector, config: RewardModelConfig) -> RewardModel:
-        """The learned reward before GRPO; variants that differ only in what comes after share its fit."""
+    def reward_model(
+        self, table: BeamTable, sft: Selector, config: RewardModelConfig
+    ) -> RewardModel:
+        """The learned reward before GRPO; variants that differ only in what comes after share its
+        fit."""
         key = table.digest, config.recorded, config.members, config.width, config.epochs
         with seeded(self.seed, "cpu"):
             model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
             if key in self.reward_models:
                 model.load_state(copy.deepcopy(self.reward_models[key]))
             else:
-                model.learn(table, recorded_answers(table, self.data.split.train, config.recorded), config.epochs)
+                model.learn(
+                    table,
+                    recorded_answers(table, self.data.split.train, config.recorded),
+                    config.epochs,
+                )
                 self.reward_models[key] = copy.deepcopy(model.state())
         return model
 
-    def stage(self, name: str, stage: str, table: BeamTable, start: Selector, **settings: Any) -> Selector:
+    def stage(
+        self, name: str, stage: str, table: BeamTable, start: Selector, **settings: Any
+    ) -> Selector:
         """One training, or what is left of it; gives its best epoch's selector."""
         assert self.folder is not None
         folder = self.folder / "checkpoints" / f"seed{self.seed}" / name
-        usual = {"config": getattr(self.config, stage), "loss": self.config.loss, "reward": self.config.reward}
+        usual = {
+            "config": getattr(self.config, stage),
+            "loss": self.config.loss,
+            "reward": self.config.reward,
+        }
         trainer = SelectorTrainer(
             stage,
             table,
@@ -297,7 +376,14 @@ class SelectorStages:
         trainer.resume(folder / "last.pt")
         if not trainer.finished:
             # the checkpoint was written before the rows of its own iteration were complete
-            about = self.config, self.folder, self.data.table, "train", self.seed, self.step + trainer.iteration - 1
+            about = (
+                self.config,
+                self.folder,
+                self.data.table,
+                "train",
+                self.seed,
+                self.step + trainer.iteration - 1,
+            )
             tracker = tracker_of(*about, stage=name, first=self.step)
             tracker.known = self.logged + in_stage(trainer.logged, name, self.step)
             with tracker as trainer.log:
@@ -315,22 +401,32 @@ def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
     return loss.temperature_start, loss.temperature_end
 
 
-# -- judging -----------------------------------------------------------------------------------------------------------
+# -- judging ---------------------------------------------------------------------------------------
 
 
-def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
-    """Every policy on the same held-out queries, at every number of shots; gives the contents of `results.json` and of
-    `decisions.parquet`."""
+def judge_run(
+    config: SelectorRun, data: SelectorData, folder: Path
+) -> tuple[dict[str, Any], pl.DataFrame]:
+    """Every policy on the same held-out queries, at every number of shots; gives the contents of
+    `results.json` and of `decisions.parquet`."""
     decided: dict[str, dict[int, Decided]] = {}
     for shots in config.judged_shots:
         simple = evaluation.decide_simple(
-            data.test, data.test_scorer, shots, seeds=config.seeds, rows=data.test_rows, trusted=data.trusted
+            data.test,
+            data.test_scorer,
+            shots,
+            seeds=config.seeds,
+            rows=data.test_rows,
+            trusted=data.trusted,
         )
         for name, outcome in simple.items():
             decided.setdefault(name, {})[shots] = outcome
     facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
     for name, blocks in policies(config).items():
-        loaded = [load_checkpoint(folder / "checkpoints" / f"seed{seed}" / name / "best.pt") for seed in config.seeds]
+        loaded = [
+            load_checkpoint(folder / "checkpoints" / f"seed{seed}" / name / "best.pt")
+            for seed in config.seeds
+        ]
         facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
         facts["validation"][name] = [checkpoint.extra["validation"] for checkpoint in loaded]
         decided[name] = _decided(config, data, blocks, loaded)
@@ -347,21 +443,34 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[di
     return results | facts | learned_rewards(config, data, folder), decisions
 
 
-def _decided(config: SelectorRun, data: SelectorData, blocks: list[str], loaded: list[Loaded]) -> dict[int, Decided]:
-    """The choices of a policy that does not see `blocks`, with every seed, by the number of shots."""
-    test, rows, scorer = hide(data.test, blocks), data.test_rows, data.test_scorer
+def _decided(
+    config: SelectorRun, data: SelectorData, blocks: list[str], loaded: list[Loaded]
+) -> dict[int, Decided]:
+    """The choices of a policy that does not see `blocks`, with every seed, by the number of
+    shots."""
+    test = hide(data.test, blocks)
+    rows = data.test_rows
+    scorer = data.test_scorer
     selectors = [checkpoint.selector for checkpoint in loaded]
     embeddings = [stored_embeddings(test, checkpoint, data.items) for checkpoint in loaded]
     if scorer is None:
         ways = (selectors, embeddings, test, None)
-        return {shots: evaluation.decide_selectors(*ways, shots, rows) for shots in config.judged_shots}
-    pairs = zip(selectors, embeddings, strict=True)  # a longer greedy choice begins as a shorter one does
+        return {
+            shots: evaluation.decide_selectors(*ways, shots, rows) for shots in config.judged_shots
+        }
+    pairs = zip(
+        selectors, embeddings, strict=True
+    )  # a longer greedy choice begins as a shorter one does
     whole = [evaluation.choose(*pair, test, rows, max(config.judged_shots)) for pair in pairs]
     decided = {}
     for shots in config.judged_shots:
-        outcome = evaluation.judged_choices(test, scorer, [chosen[:, :shots] for chosen in whole], rows)
+        outcome = evaluation.judged_choices(
+            test, scorer, [chosen[:, :shots] for chosen in whole], rows
+        )
         assert outcome.demonstrations is not None
-        votes = torch.stack([scorer.vote(rows, demonstrations) for demonstrations in outcome.demonstrations])
+        votes = torch.stack(
+            [scorer.vote(rows, demonstrations) for demonstrations in outcome.demonstrations]
+        )
         times = evaluation.decision_us(selectors[0], embeddings[0], test, rows, shots)
         decided[shots] = outcome._replace(vote=votes.float().cpu(), decision_us=times)
     return decided

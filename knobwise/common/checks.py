@@ -51,7 +51,8 @@ def a_seed(key: str, value: int) -> None:
 
 
 def a_device(key: str, value: str, usable: bool = False) -> None:
-    """Refuse a device that is neither cpu nor cuda; if it must be `usable`, also a GPU that torch does not find."""
+    """Refuse a device that is neither cpu nor cuda; if it must be `usable`, also a GPU that torch
+    does not find."""
     kind, _, number = value.partition(":")
     if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
         raise InputError(f"{key}={value}: must be cpu or cuda")
@@ -59,4 +60,6 @@ def a_device(key: str, value: str, usable: bool = False) -> None:
         import torch
 
         if int(number or 0) >= torch.cuda.device_count():
-            raise InputError(f"{key}={value}: torch finds no such GPU here; {key}=cpu works everywhere")
+            raise InputError(
+                f"{key}={value}: torch finds no such GPU here; {key}=cpu works everywhere"
+            )

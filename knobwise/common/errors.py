@@ -6,9 +6,9 @@ from __future__ import annotations
 class InputError(ValueError):
     """Something a person gave us is wrong: a file, a folder, a setting.
 
-    The message says what is wrong, where, and what to do about it. The command line prints it without a traceback and
-    ends with exit status 2; nothing has been written by then. The lines of messages of other
-    libraries become one.
+    The message says what is wrong, where, and what to do about it. The command line prints it
+    without a traceback and ends with exit status 2; nothing has been written by then. The lines of
+    messages of other libraries become one.
     """
 
     def __init__(self, message: str) -> None:
@@ -16,14 +16,19 @@ class InputError(ValueError):
 
 
 class Missing(InputError):
-    """A package, or a file of another program, is not where it has to be. What names it is not to blame."""
+    """A package, or a file of another program, is not where it has to be. What names it is not to
+    blame."""
 
 
 class Damaged(InputError):
-    """A file that knobwise wrote, or could have written, does not hold what was written. Made of its path."""
+    """A file that knobwise wrote, or could have written, does not hold what was written. Made of
+    its path."""
 
     def __init__(self, path: object) -> None:
         ValueError.__init__(self, path)
 
     def __str__(self) -> str:
-        return f"{self.args[0]}: is damaged (its checksum does not match); make it again, or restore a copy"
+        return (
+            f"{self.args[0]}: is damaged (its checksum does not match); "
+            "make it again, or restore a copy"
+        )

@@ -33,21 +33,34 @@ REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
 def refused_by_system(error: OSError) -> tuple[int, str] | None:
-    """The exit status and a line for a full disk and other limits (1: nothing that was given is wrong) and for what may
-    not be read or written (2); None for any other error, which is one of the program."""
-    place = f"{error.filename}: " if error.filename else ""
+    """The exit status and a line for a full disk and other limits (1: nothing that was given is
+    wrong) and for what may not be read or written (2); None for any other error, which is one of
+    the program."""
+    if error.filename:
+        place = f"{error.filename}: "
+    else:
+        place = ""
     if error.errno in LIMITS:
-        return 1, f"{place}{error.strerror}; {LIMITS[error.errno]}, then give the same command again"
+        return (
+            1,
+            f"{place}{error.strerror}; {LIMITS[error.errno]}, then give the same command again",
+        )
     if error.errno in REFUSED:
         return 2, f"{place}{error.strerror}; choose a path that can be read and written"
     return None
 
 
 def limit_of(error: BaseException) -> str:
-    """What helps where an error, of whatever library, says that a limit of the system was met; else ""."""
+    """What helps where an error, of whatever library, says that a limit of the system was met; else
+    ""."""
     no_memory = isinstance(error, MemoryError) or "failed to map segment" in str(error)
-    words = os.strerror(errno.ENOMEM) if no_memory else str(error)
-    return next((f"{os.strerror(n)}; {help}" for n, help in LIMITS.items() if os.strerror(n) in words), "")
+    if no_memory:
+        words = os.strerror(errno.ENOMEM)
+    else:
+        words = str(error)
+    return next(
+        (f"{os.strerror(n)}; {help}" for n, help in LIMITS.items() if os.strerror(n) in words), ""
+    )
 
 
 def sync(path: str | Path) -> None:
@@ -72,38 +85,46 @@ def longest_file() -> int:
 
 @contextmanager
 def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Path]:
-    """Give a temporary path beside `path`; rename it into place when the block ends well, remove it when it fails.
+    """Give a temporary path beside `path`; rename it into place when the block ends well, remove it
+    when it fails.
 
-    The folder is made when it is missing. The temporary file keeps the suffix, for writers that look at it. Its bytes
-    are on disk before it is renamed, and its name is when the block has ended. What killed writers of `path` left goes.
+    The folder is made when it is missing. The temporary file keeps the suffix, for writers that
+    look at it. Its bytes are on disk before it is renamed, and its name is when the block has
+    ended. What killed writers of `path` left goes.
 
     Args:
         previous: where the present file is kept; None replaces it.
 
     Raises:
         InputError: nothing can be written there; before the block begins.
-        OSError: the disk is full, or the file longer than allowed, also where the writer says so by an error of its
-            own, as torch does.
+        OSError: the disk is full, or the file longer than allowed, also where the writer says so by
+            an error of its own, as torch does.
     """
     path = Path(path)
     if path.is_dir():
         raise InputError(f"{path}: is a folder, so it cannot be written as a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+        handle, name = tempfile.mkstemp(
+            dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix
+        )
     except OSError as error:
         if error.errno in FULL:
             raise
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
-    temporary, holder = Path(name), os.fdopen(handle)
+    temporary = Path(name)
+    holder = os.fdopen(handle)
     try:
         if WINDOWS:
             holder.close()
         else:
-            lock_descriptor(handle)  # ours are those that are locked; the lock of a killed process is gone
+            lock_descriptor(
+                handle
+            )  # ours are those that are locked; the lock of a killed process is gone
             _remove_abandoned(path)
         yield temporary
-        # mkstemp makes private files; what we leave behind should be as readable as any other new file
+        # mkstemp makes private files; what we leave behind should be as readable as any other new
+        # file
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
@@ -126,7 +147,8 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
 
 
 def _keep_as(previous: Path, path: Path) -> None:
-    """Give a file a second name, so that a reader finds it under its own until that is another's."""
+    """Give a file a second name, so that a reader finds it under its own until that is
+    another's."""
     previous.unlink(missing_ok=True)
     try:
         previous.hardlink_to(path)
@@ -135,14 +157,17 @@ def _keep_as(previous: Path, path: Path) -> None:
 
 
 def _remove_abandoned(path: Path) -> None:
-    for other in path.parent.glob(f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"):
+    for other in path.parent.glob(
+        f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"
+    ):
         with suppress(OSError), other.open() as file:  # it may have been renamed just now
             if lock_descriptor(file.fileno(), blocking=False):
                 other.unlink()
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Let a link lead elsewhere, at once. For one process at a time, see `locked`: what others have begun goes."""
+    """Let a link lead elsewhere, at once. For one process at a time, see `locked`: what others have
+    begun goes."""
     for abandoned in link.parent.glob(f".{glob.escape(link.name)}-*"):
         abandoned.unlink()
     temporary = link.with_name(f".{link.name}-{uuid.uuid4().hex}")
@@ -152,8 +177,9 @@ def replace_link(link: Path, target: Path) -> None:
 
 
 def is_damaged(path: str | Path) -> bool:
-    """Whether a file is empty or begins with zeros, as after a power cut, or is a zip archive (`.pt`, `.npz`) that is
-    not whole, or does not agree with the checksums inside it. False for any other file.
+    """Whether a file is empty or begins with zeros, as after a power cut, or is a zip archive
+    (`.pt`, `.npz`) that is not whole, or does not agree with the checksums inside it. False for any
+    other file.
 
     Raises:
         OSError: it cannot be read.
@@ -171,7 +197,9 @@ def is_damaged(path: str | Path) -> bool:
 
 def is_cut_short(content: bytes, text: str) -> bool:
     """Whether a power cut may have left this of a text: its beginning, or zeros after that."""
-    return len(begin := content.rstrip(b"\0")) < len(text.encode()) and text.encode().startswith(begin)
+    return len(begin := content.rstrip(b"\0")) < len(text.encode()) and text.encode().startswith(
+        begin
+    )
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -182,10 +210,14 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Only one process is inside for this folder; others wait. It is made when it is missing. The lock is on the folder
-    itself, since files in it may be replaced; on Windows, which opens no folders, on the file `.lock` in it."""
+    """Only one process is inside for this folder; others wait. It is made when it is missing. The
+    lock is on the folder itself, since files in it may be replaced; on Windows, which opens no
+    folders, on the file `.lock` in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR) if WINDOWS else os.open(folder, os.O_RDONLY)
+    if WINDOWS:
+        handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+    else:
+        handle = os.open(folder, os.O_RDONLY)
     try:
         lock_descriptor(handle)
         yield

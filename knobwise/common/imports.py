@@ -11,15 +11,16 @@ from knobwise.common.errors import InputError
 
 
 def imported(key: str, name: str, kind: str, example: str) -> Any:
-    """What `module:name` names, which must be callable. Modules are looked for in the current folder first, as by
-    `python -m`.
+    """What `module:name` names, which must be callable. Modules are looked for in the current
+    folder first, as by `python -m`.
 
     Args:
         key: the setting that names it, for the messages.
         kind: what it should be, such as function.
 
     Raises:
-        InputError: another form of name, no such module, a module that raises, nothing callable of this name.
+        InputError: another form of name, no such module, a module that raises, nothing callable of
+            this name.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:

@@ -1,7 +1,9 @@
-"""Ctrl-C and the other signals that ask a process to stop: work finishes its step, saves, and stops then.
+"""Ctrl-C and the other signals that ask a process to stop: work finishes its step, saves, and stops
+then.
 
-SIGINT (Ctrl-C), SIGTERM (schedulers) and SIGHUP (the terminal is gone) all become a `KeyboardInterrupt` with the number
-of the signal. A signal that this process was told to ignore, as by nohup, stays ignored.
+SIGINT (Ctrl-C), SIGTERM (schedulers) and SIGHUP (the terminal is gone) all become a
+`KeyboardInterrupt` with the number of the signal. A signal that this process was told to ignore, as
+by nohup, stays ignored.
 """
 
 from __future__ import annotations
@@ -18,21 +20,23 @@ from knobwise.common.progress import say as write
 SIGNALS = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
 """Windows has no SIGHUP."""
 SAME_S = 1.0
-"""A signal within so many seconds of another one is the same wish: terminals, schedulers and `timeout` signal a whole
-group of processes, and the parent passes the signal on."""
+"""A signal within so many seconds of another one is the same wish: terminals, schedulers and
+`timeout` signal a whole group of processes, and the parent passes the signal on."""
 _latest_s = -SAME_S
 
 
 def is_new() -> bool:
     """Note that a signal came; False for one that repeats the one before."""
     global _latest_s
-    before, _latest_s = _latest_s, time.monotonic()
+    before = _latest_s
+    _latest_s = time.monotonic()
     return _latest_s - before >= SAME_S
 
 
 @contextmanager
 def _handling(react: Callable[[int], None]) -> Iterator[None]:
-    """Call `react` with each new signal within the block. Only the main thread can; elsewhere nothing changes."""
+    """Call `react` with each new signal within the block. Only the main thread can; elsewhere
+    nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -63,12 +67,14 @@ def stopped_by_signals() -> AbstractContextManager[None]:
 
 
 class Held:
-    """The wish to stop, while it is held back. `say` is a line for stderr when the first signal comes."""
+    """The wish to stop, while it is held back. `say` is a line for stderr when the first signal
+    comes."""
 
     def __init__(self, say: str = "") -> None:
         self.number: int | None = None
         """The number of the signal that came; None as long as none did."""
-        self._say, self._saving = say, False
+        self._say = say
+        self._saving = False
 
     def react(self, number: int) -> None:
         """Keep the first signal; a second one stops at once, except while saving."""
@@ -96,9 +102,9 @@ class Held:
 
 @contextmanager
 def held_back(active: bool = True, say: str = "") -> Iterator[Held]:
-    """Hold signals back, unless not `active`, so that the block stops where it can be resumed from: where it calls
-    `check`. A second signal, later than `SAME_S` after the first, stops the block at once. A signal that is still held
-    back when the block ends is raised then."""
+    """Hold signals back, unless not `active`, so that the block stops where it can be resumed from:
+    where it calls `check`. A second signal, later than `SAME_S` after the first, stops the block at
+    once. A signal that is still held back when the block ends is raised then."""
     held = Held(say)
     with _handling(held.react) if active else nullcontext():
         yield held

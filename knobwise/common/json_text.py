@@ -10,11 +10,14 @@ def decoded(text: bytes | str) -> Any:
     """JSON as Python writes it: NaN and Infinity are numbers.
 
     Raises:
-        ValueError: not JSON in UTF-8, nested too deeply, or a key twice in one object, of which parsers silently take
-            the last; the message is one line.
+        ValueError: not JSON in UTF-8, nested too deeply, or a key twice in one object, of which
+            parsers silently take the last; the message is one line.
     """
     try:
-        content = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        if isinstance(text, bytes):
+            content = text.decode("utf-8-sig")
+        else:
+            content = text
         return json.loads(content, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -24,5 +27,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
+        raise ValueError(
+            f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one "
+            "object"
+        )
     return record

@@ -8,12 +8,15 @@ import polars as pl
 
 
 def read_parquet(path: Path) -> pl.DataFrame:
-    """Read a file. Raises ValueError where polars panics at a damaged one, without the lines that it writes to stderr
-    then; OSError or PolarsError for what it refuses."""
-    if sys.__stderr__ is None:  # closed before Python began: 2 is another file's number, perhaps one of polars' own
+    """Read a file. Raises ValueError where polars panics at a damaged one, without the lines that
+    it writes to stderr then; OSError or PolarsError for what it refuses."""
+    if (
+        sys.__stderr__ is None
+    ):  # closed before Python began: 2 is another file's number, perhaps one of polars' own
         return _read(path)
     try:
-        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        kept = os.dup(2)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
     except OSError:  # it was closed since
         return _read(path)
     try:

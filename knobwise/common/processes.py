@@ -15,8 +15,9 @@ from knobwise.common.interruption import SIGNALS, is_new, status_of, stopped_by_
 from knobwise.common.progress import progress
 
 POLL_S = 0.2
-"""Seconds between chances for a signal to be handled. A signal that the system gives to another thread does not end
-the wait for a lock, and Python handles it only when the main thread does something."""
+"""Seconds between chances for a signal to be handled. A signal that the system gives to another
+thread does not end the wait for a lock, and Python handles it only when the main thread does
+something."""
 
 
 class _Stopped(NamedTuple):
@@ -27,22 +28,30 @@ class _Stopped(NamedTuple):
 
 
 def in_processes(
-    title: str, work: Callable[..., str], pieces: Sequence[tuple[Any, ...]], jobs: int, done: int = 0
+    title: str,
+    work: Callable[..., str],
+    pieces: Sequence[tuple[Any, ...]],
+    jobs: int,
+    done: int = 0,
 ) -> list[str]:
-    """Call `work(*piece)` for every piece, `jobs` at the same time, each in a process of its own; gives the notes of
-    the calls, in the order in which they ended. The first error stops all.
+    """Call `work(*piece)` for every piece, `jobs` at the same time, each in a process of its own;
+    gives the notes of the calls, in the order in which they ended. The first error stops all.
 
     Args:
         title: of the bar that counts the pieces, of which `done` were finished before.
         work: a function of a module; returns a note for the bar.
 
     Raises:
-        KeyboardInterrupt: a signal came. The processes were stopped by it too; the notes of their work are here.
+        KeyboardInterrupt: a signal came. The processes were stopped by it too; the notes of their
+            work are here.
     """
-    context, notes = multiprocessing.get_context("spawn"), list[str]()
+    context = multiprocessing.get_context("spawn")
+    notes = list[str]()
     with (
         progress(title, done + len(pieces), done) as tick,
-        ProcessPoolExecutor(min(jobs, len(pieces) or 1), context, initializer=_start_worker) as pool,
+        ProcessPoolExecutor(
+            min(jobs, len(pieces) or 1), context, initializer=_start_worker
+        ) as pool,
     ):
         started: list[Future[str | _Stopped]] = []
         try:
@@ -64,7 +73,8 @@ def in_processes(
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A process that starts in this block is not broken by a signal before `_start_worker`. Windows has no masks."""
+    """A process that starts in this block is not broken by a signal before `_start_worker`. Windows
+    has no masks."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -84,7 +94,8 @@ def _as_ended(futures: Sequence[Future[str | _Stopped]]) -> Iterator[Future[str 
 
 
 def _stop(started: Sequence[Future[str | _Stopped]]) -> list[str]:
-    """Have the processes save their work, and wait; a second signal makes them stop at once. Gives their notes."""
+    """Have the processes save their work, and wait; a second signal makes them stop at once. Gives
+    their notes."""
     running = [future for future in started if not future.cancel()]
     while not all(future.done() for future in running):
         for process in multiprocessing.active_children():
@@ -95,14 +106,15 @@ def _stop(started: Sequence[Future[str | _Stopped]]) -> list[str]:
     return [note for result in results if isinstance(result, _Stopped) for note in result.notes]
 
 
-# -- in the other processes --------------------------------------------------------------------------------------------
+# -- in the other processes ------------------------------------------------------------------------
 
 _stopped_by = 0  # the number of a signal that came to this process
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C and the end of the terminal to the parent, which gets them too and sends SIGTERM; and do not outlive
-    the parent: the same work may be started again, and would find this process in its folder."""
+    """Leave Ctrl-C and the end of the terminal to the parent, which gets them too and sends
+    SIGTERM; and do not outlive the parent: the same work may be started again, and would find this
+    process in its folder."""
     for number in SIGNALS:
         signal.signal(number, _note if number == signal.SIGTERM else signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):

@@ -1,7 +1,8 @@
 """Progress with an honest time left: rich bars in a terminal, a plain line now and then elsewhere.
 
-The work must not depend on who watches: when stderr is closed or the terminal is gone, nothing is shown. A bar is drawn
-only when the work ticks, by the thread that works: one that redraws itself would disturb what is measured.
+The work must not depend on who watches: when stderr is closed or the terminal is gone, nothing is
+shown. A bar is drawn only when the work ticks, by the thread that works: one that redraws itself
+would disturb what is measured.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ NUMBERS = 52
 
 
 @contextmanager
-def progress(title: str, total: int, done: int = 0, every_s: float = 60.0, quiet_s: float = 0.0) -> Iterator[Tick]:
-    """Yield ``tick(done, note)``. Rate and time left count this session alone: resumed work does not flatter them.
+def progress(
+    title: str, total: int, done: int = 0, every_s: float = 60.0, quiet_s: float = 0.0
+) -> Iterator[Tick]:
+    """Yield ``tick(done, note)``. Rate and time left count this session alone: resumed work does
+    not flatter them.
 
-    Bars may be nested; an inner bar disappears when it is done. Without a terminal, and in a process that works for
-    another one, a line goes to stderr every ``every_s`` seconds and at the end.
+    Bars may be nested; an inner bar disappears when it is done. Without a terminal, and in a
+    process that works for another one, a line goes to stderr every ``every_s`` seconds and at the
+    end.
 
     Args:
         title: of the work.
@@ -61,15 +66,19 @@ def duration(seconds: float) -> str:
     """`40 s`, `3 min`, `2.5 h`."""
     if seconds > 5400:
         return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+    if seconds > 90:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s"
 
 
 def has_terminal() -> bool:
-    """Whether stderr is a terminal for bars. Forced colours do not make a file one, and a process that works for
-    another one leaves the terminal to that one."""
+    """Whether stderr is a terminal for bars. Forced colours do not make a file one, and a process
+    that works for another one leaves the terminal to that one."""
     if multiprocessing.parent_process() is not None:
         return False
-    with suppress(AttributeError, OSError, ValueError):  # stderr may be None, closed, or anything with `write`
+    with suppress(
+        AttributeError, OSError, ValueError
+    ):  # stderr may be None, closed, or anything with `write`
         console = Console(stderr=True)
         return sys.stderr.isatty() and console.is_terminal and not console.is_dumb_terminal
     return False
@@ -79,7 +88,11 @@ class _Pace:
     """How fast the work goes; `first` steps were done before."""
 
     def __init__(self, title: str, total: int, first: int, quiet_s: float) -> None:
-        self.title, self.total, self.first, self.quiet_s, self.start = title, total, first, quiet_s, time.monotonic()
+        self.title = title
+        self.total = total
+        self.first = first
+        self.quiet_s = quiet_s
+        self.start = time.monotonic()
 
     def is_short(self) -> bool:
         return time.monotonic() - self.start < self.quiet_s
@@ -94,10 +107,13 @@ class _Pace:
         return f"{duration(max(1.0, left))} left"  # 0 s would mean that it is done
 
     def rate(self, done: int) -> str:
-        steps, seconds = done - self.first, time.monotonic() - self.start
+        steps = done - self.first
+        seconds = time.monotonic() - self.start
         if steps <= 0 or seconds <= 0:
             return "– it/s"
-        return f"{steps / seconds:.1f} it/s" if steps >= seconds else f"{seconds / steps:.1f} s/it"
+        if steps >= seconds:
+            return f"{steps / seconds:.1f} it/s"
+        return f"{seconds / steps:.1f} s/it"
 
 
 class _Lines(_Pace):
@@ -105,13 +121,16 @@ class _Lines(_Pace):
 
     def __init__(self, title: str, total: int, first: int, quiet_s: float, every_s: float) -> None:
         super().__init__(title, total, first, quiet_s)
-        self.every_s, self.last, self.ended = every_s, self.start, False
+        self.every_s = every_s
+        self.last = self.start
+        self.ended = False
 
     def tick(self, done: int, note: str = "") -> None:
         now = time.monotonic()
         at_end = done == self.total and not self.ended  # a second tick at the end says nothing
         if now - self.last >= self.every_s or (at_end and not self.is_short()):
-            self.last, self.ended = now, at_end or self.ended
+            self.last = now
+            self.ended = at_end or self.ended
             line = f"{self.title}: {done}/{self.total}, {self.left(done)}"
             say(f"{line} · {note}" if note else line)
 
@@ -149,7 +168,8 @@ class _Bar(_Pace):
             if len(self.display.tasks) > 1:
                 self.display.remove_task(self.task)
                 return
-            ended, _Bar.display = self.display, None
+            ended = self.display
+            _Bar.display = None
             ended.stop()
 
 

@@ -1,5 +1,6 @@
-"""Find demonstration sequences worth recording and score them: by beam search on the information gain, `beam_score` =
-P(answer | sequence) − P(answer | zero-shot), and by methods that never see the answer."""
+"""Find demonstration sequences worth recording and score them: by beam search on the information
+gain, `beam_score` = P(answer | sequence) − P(answer | zero-shot), and by methods that never see the
+answer."""
 
 from __future__ import annotations
 
@@ -19,36 +20,55 @@ class Sequences(NamedTuple):
     """B sequences for each of n queries; rows without a sequence may be anywhere."""
 
     sequences: Tensor
-    """int64 [n, B, T], places in the queries' pools; −1 after the end of a sequence and where there is none."""
+    """int64 [n, B, T], places in the queries' pools; −1 after the end of a sequence and where there
+    is none."""
     fields: dict[str, Tensor]
-    """float32 [n, B] under names of `knobwise.envs.demonstrations.beam_table.FIELDS`; NaN where there is no
-    sequence."""
+    """float32 [n, B] under names of `knobwise.envs.demonstrations.beam_table.FIELDS`; NaN where
+    there is no sequence."""
     found_by: Tensor
     """int64 [n, B], index into `METHODS`; −1 where there is no sequence."""
 
 
 def beam_search(
-    scorer: Scorer, rows: Tensor, pool: Tensor, shots: int, width: int = 5, zero_shot: Tensor | None = None
+    scorer: Scorer,
+    rows: Tensor,
+    pool: Tensor,
+    shots: int,
+    width: int = 5,
+    zero_shot: Tensor | None = None,
 ) -> Sequences:
-    """Sequences of every length 1 … `shots`: at each length the `width` with the largest information gain, best first.
+    """Sequences of every length 1 … `shots`: at each length the `width` with the largest
+    information gain, best first.
 
-    Every candidate is tried after every sequence of the length before, so n·N·(1 + width·(shots − 1)) sequences are
-    scored. None contains a candidate twice; of equally good ones the first in the pool continue.
+    Every candidate is tried after every sequence of the length before, so n·N·(1 + width·(shots −
+    1)) sequences are scored. None contains a candidate twice; of equally good ones the first in the
+    pool continue.
 
-    `rows`, int64 [n], are the queries; `pool`, int64 [n, N], rows of the bank, −1 padded; `zero_shot`, float32 [n],
-    P(answer) without demonstrations, scored if None. Returns B = shots·width at most, shortest first; fewer where a
-    pool has not as many sequences.
+    `rows`, int64 [n], are the queries; `pool`, int64 [n, N], rows of the bank, −1 padded;
+    `zero_shot`, float32 [n], P(answer) without demonstrations, scored if None. Returns B =
+    shots·width at most, shortest first; fewer where a pool has not as many sequences.
     """
-    zero_shot = probability(scorer, rows) if zero_shot is None else zero_shot
+    if zero_shot is None:
+        zero_shot = probability(scorer, rows)
     step = max(1, _AT_A_TIME // (width * max(1, pool.shape[1])))
-    parts = [_search(scorer, rows[i], pool[i], shots, width, zero_shot[i]) for i in torch.arange(len(rows)).split(step)]
+    parts = [
+        _search(scorer, rows[i], pool[i], shots, width, zero_shot[i])
+        for i in torch.arange(len(rows)).split(step)
+    ]
     return joined(parts, dim=0)
 
 
-def _search(scorer: Scorer, rows: Tensor, pool: Tensor, shots: int, width: int, zero_shot: Tensor) -> Sequences:
+def _search(
+    scorer: Scorer, rows: Tensor, pool: Tensor, shots: int, width: int, zero_shot: Tensor
+) -> Sequences:
     n, size = pool.shape
-    lengths = [Sequences(torch.empty(n, 0, shots, dtype=torch.int64), {}, torch.empty(n, 0, dtype=torch.int64))]
-    sequences, alive = torch.empty(n, 1, 0, dtype=torch.int64), torch.ones(n, 1, dtype=torch.bool)
+    lengths = [
+        Sequences(
+            torch.empty(n, 0, shots, dtype=torch.int64), {}, torch.empty(n, 0, dtype=torch.int64)
+        )
+    ]
+    sequences = torch.empty(n, 1, 0, dtype=torch.int64)
+    alive = torch.ones(n, 1, dtype=torch.bool)
     for length in range(1, shots + 1):
         count = sequences.shape[1]
         # [n, W, N]: which candidate may follow which sequence
@@ -59,12 +79,17 @@ def _search(scorer: Scorer, rows: Tensor, pool: Tensor, shots: int, width: int, 
         longer = torch.cat([sequences[query, beam], place[:, None]], 1)
         scores = _scored(scorer, rows, pool, query, longer, zero_shot)
         gain = torch.full((n, count * size), -torch.inf)
-        # ln P orders sequences as the gain does, without its rounding; no sequence ranks below one that P makes 0
-        gain[query, beam * size + place] = scores["logprob_score"].clamp_min(torch.finfo(torch.float32).min)
+        # ln P orders sequences as the gain does, without its rounding; no sequence ranks below one
+        # that P makes 0
+        gain[query, beam * size + place] = scores["logprob_score"].clamp_min(
+            torch.finfo(torch.float32).min
+        )
         best = gain.argsort(dim=1, descending=True, stable=True)[:, :width]
         alive = allowed.flatten(1).gather(1, best)
         before = sequences.gather(1, (best // size)[..., None].expand(-1, -1, length - 1))
-        sequences = torch.cat([before, (best % size)[..., None]], 2).masked_fill(~alive[..., None], -1)
+        sequences = torch.cat([before, (best % size)[..., None]], 2).masked_fill(
+            ~alive[..., None], -1
+        )
         fields = {}
         for name, score in scores.items():
             dense = torch.full((n, count * size), torch.nan)
@@ -82,11 +107,11 @@ def _taken(sequences: Tensor, size: int) -> Tensor:
 
 
 def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
-    """The most similar candidates, most similar first: int64 [n, count, T], from `similarity`, float32 [n, N], −inf
-    where a pool has no candidate.
+    """The most similar candidates, most similar first: int64 [n, count, T], from `similarity`,
+    float32 [n, N], −inf where a pool has no candidate.
 
-    The first sequence takes ranks 1 … T, the second ranks 2 … T + 1, and so on, as far as the pool goes. A pool with
-    fewer than T candidates gives one shorter sequence.
+    The first sequence takes ranks 1 … T, the second ranks 2 … T + 1, and so on, as far as the pool
+    goes. A pool with fewer than T candidates gives one shorter sequence.
     """
     ranked = similarity.argsort(dim=1, descending=True, stable=True)
     ranked = ranked.masked_fill(similarity.gather(1, ranked) == -torch.inf, -1)
@@ -97,10 +122,11 @@ def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
 
 
 def drawn(pool: Tensor, shots: int, count: int, generator: torch.Generator) -> Tensor:
-    """Sequences drawn uniformly without replacement from pools, int64 [n, N], −1 padded: int64 [n, count, T].
+    """Sequences drawn uniformly without replacement from pools, int64 [n, N], −1 padded: int64 [n,
+    count, T].
 
-    By the Gumbel-top-k trick (Kool et al. 2019). A repeated sequence of a query is left out; smaller pools give shorter
-    ones.
+    By the Gumbel-top-k trick (Kool et al. 2019). A repeated sequence of a query is left out;
+    smaller pools give shorter ones.
     """
     noise = -torch.empty(len(pool), count, pool.shape[1]).exponential_(generator=generator).log()
     best = noise.masked_fill(pool[:, None] < 0, -torch.inf).topk(min(shots, pool.shape[1]))
@@ -108,7 +134,8 @@ def drawn(pool: Tensor, shots: int, count: int, generator: torch.Generator) -> T
 
 
 def without_repeats(sequences: Tensor) -> Tensor:
-    """int64 [n, B, T] → the same with −1 for every sequence that repeats an earlier one of its query."""
+    """int64 [n, B, T] → the same with −1 for every sequence that repeats an earlier one of its
+    query."""
     same = (sequences[:, :, None] == sequences[:, None]).all(-1)
     return sequences.masked_fill(same.tril(-1).any(2, keepdim=True), -1)
 
@@ -127,14 +154,18 @@ def score(
     zero_shot: Tensor,
     known: Sequences | None = None,
 ) -> Sequences:
-    """Score sequences, int64 [n, B, T], each different one once and none that is among those `known` for its query.
+    """Score sequences, int64 [n, B, T], each different one once and none that is among those
+    `known` for its query.
 
     `rows`, `pool` and `zero_shot` as for `beam_search`; `found_by` is one of METHODS.
     """
     filled = (sequences >= 0).any(2)
     method = torch.full(filled.shape, METHODS.index(found_by)).masked_fill(~filled, -1)
     new = Sequences(sequences, {}, method)
-    both = joined([known, new]) if known is not None else new
+    if known is not None:
+        both = joined([known, new])
+    else:
+        both = new
     query, beam = (both.sequences >= 0).any(2).nonzero(as_tuple=True)
     is_new = beam >= both.sequences.shape[1] - filled.shape[1]
     keys = torch.cat([query[:, None], both.sequences[query, beam]], 1)
@@ -157,22 +188,28 @@ def score(
 def _scored(
     scorer: Scorer, rows: Tensor, pool: Tensor, query: Tensor, places: Tensor, zero_shot: Tensor
 ) -> dict[str, Tensor]:
-    """Scores and gain of k sequences, int64 [k, T], for the queries with these numbers, int64 [k]."""
+    """Scores and gain of k sequences, int64 [k, T], for the queries with these numbers, int64
+    [k]."""
     candidates = pool[query[:, None], places.clamp_min(0)].masked_fill(places < 0, -1)
     if not len(query):
         return {}
-    parts = [scorer(rows[query[i]], candidates[i]) for i in torch.arange(len(query)).split(_AT_A_TIME)]
+    parts = [
+        scorer(rows[query[i]], candidates[i]) for i in torch.arange(len(query)).split(_AT_A_TIME)
+    ]
     scores = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return scores | {"beam_score": scores["vqa_gt_prob"] - zero_shot[query]}
 
 
 def joined(parts: list[Sequences], dim: int = 1) -> Sequences:
-    """Sequences of the same queries side by side (dim 1), or of further queries below one another (dim 0)."""
+    """Sequences of the same queries side by side (dim 1), or of further queries below one another
+    (dim 0)."""
     shots, count = (max(part.sequences.shape[d] for part in parts) for d in (2, 1))
     below = [0 if dim else count - part.sequences.shape[1] for part in parts]
 
     def join(tensors: list[Tensor], padding: float) -> Tensor:
-        return torch.cat([pad(x, (0, more), value=padding) for x, more in zip(tensors, below, strict=True)], dim)
+        return torch.cat(
+            [pad(x, (0, more), value=padding) for x, more in zip(tensors, below, strict=True)], dim
+        )
 
     sequences = [
         pad(part.sequences, (0, shots - part.sequences.shape[2], 0, more), value=-1)
@@ -181,5 +218,7 @@ def joined(parts: list[Sequences], dim: int = 1) -> Sequences:
     fields = {}
     for name in dict.fromkeys(name for part in parts for name in part.fields):
         nothing = [torch.full(part.found_by.shape, torch.nan) for part in parts]
-        fields[name] = join([p.fields.get(name, x) for p, x in zip(parts, nothing, strict=True)], torch.nan)
+        fields[name] = join(
+            [p.fields.get(name, x) for p, x in zip(parts, nothing, strict=True)], torch.nan
+        )
     return Sequences(torch.cat(sequences, dim), fields, join([part.found_by for part in parts], -1))

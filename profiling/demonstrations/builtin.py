@@ -1,4 +1,5 @@
-"""The built-in data of the selector: which demonstrations help the learner answer questions about canvases.
+"""The built-in data of the selector: which demonstrations help the learner answer questions about
+canvases.
 
 Files hold pools, recorded sequences, and digests of canvases and learner.
 """
@@ -21,12 +22,21 @@ from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
 from knobwise.profiling.demonstrations.tasks import DATA, PARTS, builtin_learner, draw_part
 
 # what follows from another field is not stored; NaN stays NaN
-_DERIVED = {"vqa_gt_prob": ("logprob_score", torch.exp), "vqa_correct": ("vqa_acc_score", torch.floor)}
-_INTEGERS = {"pool": torch.int16, "sequences": torch.int8, "found_by": torch.int8, "round": torch.int8}
+_DERIVED = {
+    "vqa_gt_prob": ("logprob_score", torch.exp),
+    "vqa_correct": ("vqa_acc_score", torch.floor),
+}
+_INTEGERS = {
+    "pool": torch.int16,
+    "sequences": torch.int8,
+    "found_by": torch.int8,
+    "round": torch.int8,
+}
 
 
 class Demonstrations(NamedTuple):
-    """The data that a selector is trained and evaluated on, with scorers for sequences that are not recorded."""
+    """The data that a selector is trained and evaluated on, with scorers for sequences that are not
+    recorded."""
 
     train: BeamTable
     test: BeamTable
@@ -37,15 +47,19 @@ class Demonstrations(NamedTuple):
 def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
     """Load the built-in data of "careless" (six of ten annotators are) or "careful" (none is).
 
-    Raises InputError for no such variant, and where canvases drawn here, or the learner, are not those of the files.
+    Raises InputError for no such variant, and where canvases drawn here, or the learner, are not
+    those of the files.
     """
-    loaded = [load_demonstrations(demonstrations_path(variant, part), variant, part) for part in PARTS]
+    loaded = [
+        load_demonstrations(demonstrations_path(variant, part), variant, part) for part in PARTS
+    ]
     tables, scorers = zip(*loaded, strict=True)
     return Demonstrations(*tables, *scorers)
 
 
 def careful_candidates(variant: str, part: str) -> Tensor:
-    """Which candidates of a built-in bank are by careful annotators, bool [M]: for a rule that knows them."""
+    """Which candidates of a built-in bank are by careful annotators, bool [M]: for a rule that
+    knows them."""
     _, bank = draw_part(variant, part, None, None, 0)
     return torch.from_numpy(~bank.careless)
 
@@ -56,24 +70,39 @@ def demonstrations_path(variant: str, part: str) -> Path:
     return DATA / f"demonstrations-{variant}-{part}.safetensors"
 
 
-def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[BeamTable, LearnerScorer]:
-    """Read a file of the built-in data. Raises InputError where canvases or the learner here are not its own.
+def load_demonstrations(
+    path: str | Path, variant: str, part: str
+) -> tuple[BeamTable, LearnerScorer]:
+    """Read a file of the built-in data. Raises InputError where canvases or the learner here are
+    not its own.
 
-    Outcomes are in half precision. `vqa_gt_prob`, exp(`logprob_score`), and `vqa_correct`, whether `vqa_acc_score` is
-    1, are computed here; embeddings are drawn.
+    Outcomes are in half precision. `vqa_gt_prob`, exp(`logprob_score`), and `vqa_correct`, whether
+    `vqa_acc_score` is 1, are computed here; embeddings are drawn.
     """
     learner = builtin_learner()
     tensors, about = tensors_and_metadata(path)
     task = draw_part(variant, part, *(int(about[key]) for key in ("queries", "candidates", "seed")))
-    again = "Install the versions in constraints.txt, or record other beams with `knobwise profile model=learner`"
+    again = (
+        "Install the versions in constraints.txt, or record other beams with "
+        "`knobwise profile model=learner`"
+    )
     if digest(*task) != about["canvases"]:
         raise InputError(
-            f"{path}: was recorded with other canvases than NumPy {np.__version__} and scikit-learn draw here for "
+            f"{path}: was recorded with other canvases than NumPy {np.__version__} and "
+            "scikit-learn draw here for "
             f"{variant!r}, {part!r}; its sequences would point at the wrong items. {again}"
         )
     if learner.digest != about["learner"]:
-        raise InputError(f"{path}: was recorded with another learner, so its outcomes differ. {again}")
+        raise InputError(
+            f"{path}: was recorded with another learner, so its outcomes differ. {again}"
+        )
     fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
-    fields |= {name: derive(fields[origin]) for name, (origin, derive) in _DERIVED.items() if origin in fields}
+    fields |= {
+        name: derive(fields[origin])
+        for name, (origin, derive) in _DERIVED.items()
+        if origin in fields
+    }
     beams = {name: tensors[name].long() for name in _INTEGERS}
-    return tasks.part_table(variant, part, task, fields=fields, **beams), LearnerScorer(learner, *task)
+    return tasks.part_table(variant, part, task, fields=fields, **beams), LearnerScorer(
+        learner, *task
+    )

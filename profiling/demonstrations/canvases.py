@@ -1,12 +1,14 @@
-"""The built-in task of the selector: canvases, small images with three questions each, and annotators.
+"""The built-in task of the selector: canvases, small images with three questions each, and
+annotators.
 
-A canvas of 10 × 10 pixels shows a handwritten digit (scikit-learn's) before one of six textures, in one of six frames.
-A demonstration is a canvas, one question (which digit, frame, texture?) and the answer that an annotator stated. It
-*covers* a query's question when it asks the same and the true answer is the same. Careless annotators work on clean
-canvases, so that theirs resemble the query more, and are often wrong.
+A canvas of 10 × 10 pixels shows a handwritten digit (scikit-learn's) before one of six textures, in
+one of six frames. A demonstration is a canvas, one question (which digit, frame, texture?) and the
+answer that an annotator stated. It *covers* a query's question when it asks the same and the true
+answer is the same. Careless annotators work on clean canvases, so that theirs resemble the query
+more, and are often wrong.
 
-`numpy.random.RandomState`, whose streams NEP 19 freezes, draws everything, and pixels are multiples of 1/256: canvases
-are drawn again instead of being stored.
+`numpy.random.RandomState`, whose streams NEP 19 freezes, draws everything, and pixels are multiples
+of 1/256: canvases are drawn again instead of being stored.
 """
 
 from __future__ import annotations
@@ -31,22 +33,30 @@ POOL = 48
 """Candidates of a query."""
 _TRAINING_DIGITS = 900  # of 1,797; the others are held out
 _QUERY_NOISE = 0.05
-_FRAME_INK, _TEXTURE_INK = 0.6, 0.35
+_FRAME_INK = 0.6
+_TEXTURE_INK = 0.35
 _LEVELS = 256  # pixels are multiples of 1/256
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Who annotated, and what a pool is made of: per question asked so many covers, then look-alikes that cover
-    nothing, then random items."""
+    """Who annotated, and what a pool is made of: per question asked so many covers, then
+    look-alikes that cover nothing, then random items."""
 
     careless_annotators: int  # of the ten; an annotator is careful or careless in everything
     careful_covers: int  # covers of careful annotators, per question asked
     careless_covers: int
-    careful_look_alikes: int  # of the careful annotators' items that cover nothing, the nearest to the query in pixels
+    # of the careful annotators' items that cover nothing, the nearest to the query in pixels
+    careful_look_alikes: int
     careless_look_alikes: int
-    noise: tuple[float, float] = (0.2, 0.05)  # standard deviation of the pixels' noise, careful and careless
-    wrong: tuple[float, float] = (0.02, 0.4)  # how often the stated answer is wrong, careful and careless
+    noise: tuple[float, float] = (
+        0.2,
+        0.05,
+    )  # standard deviation of the pixels' noise, careful and careless
+    wrong: tuple[float, float] = (
+        0.02,
+        0.4,
+    )  # how often the stated answer is wrong, careful and careless
 
 
 VARIANTS = {"careless": Variant(6, 4, 6, 6, 8), "careful": Variant(0, 10, 0, 14, 0)}
@@ -73,8 +83,12 @@ class Queries:
 
     images: NDArray[np.float32]  # [Q, 100]
     values: NDArray[np.int64]  # [Q, 3]: the right answer to each question
-    questions: NDArray[np.int64]  # [Q, 2]: the questions asked, the second −1 where there is only one
-    labels: NDArray[np.int64]  # [Q, 3, 10]: the label of each value of each question, a permutation of 0 to 9
+    questions: NDArray[
+        np.int64
+    ]  # [Q, 2]: the questions asked, the second −1 where there is only one
+    labels: NDArray[
+        np.int64
+    ]  # [Q, 3, 10]: the label of each value of each question, a permutation of 0 to 9
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -87,7 +101,8 @@ def draw_bank(rng: RandomState, size: int, held_out: bool, variant: Variant) -> 
     annotator = rng.randint(ANNOTATORS, size=size, dtype=np.int64)
     careless = annotator < variant.careless_annotators
     images = _draw_images(rng, values, held_out, np.array(variant.noise)[careless.astype(int)])
-    right, count = values[np.arange(size), question], np.array(VALUES)[question]
+    right = values[np.arange(size), question]
+    count = np.array(VALUES)[question]
     wrong = rng.random_sample(size) < np.array(variant.wrong)[careless.astype(int)]
     other = (right + 1 + (rng.random_sample(size) * (count - 1)).astype(np.int64)) % count
     return Bank(images, question, annotator, careless, np.where(wrong, other, right), right)
@@ -104,23 +119,32 @@ def draw_queries(rng: RandomState, size: int, held_out: bool) -> Queries:
 
 
 def draw_covering_pools(
-    rng: RandomState, queries: Queries, bank: Bank, variant: Variant, size: int = POOL, chunk: int = 256
+    rng: RandomState,
+    queries: Queries,
+    bank: Bank,
+    variant: Variant,
+    size: int = POOL,
+    chunk: int = 256,
 ) -> NDArray[np.int64]:
     """Draw each query's candidates, shuffled: [Q, size] rows of the bank.
 
-    A bank with too few covers or look-alikes gives more random items in their place; one with too few items altogether
-    leaves −1 at the end.
+    A bank with too few covers or look-alikes gives more random items in their place; one with too
+    few items altogether leaves −1 at the end.
     """
     pools = []
-    careless, bank_images = bank.careless, bank.images.astype(np.float64)
+    careless = bank.careless
+    bank_images = bank.images.astype(np.float64)
     bank_norm = (bank_images**2).sum(1)
     for start in range(0, len(queries), chunk):
         rows = slice(start, start + chunk)
-        questions, values = queries.questions[rows], queries.values[rows]
+        questions = queries.questions[rows]
+        values = queries.values[rows]
         order = rng.random_sample((len(questions), len(bank)))
-        # squared distance, without the query's own norm; in multiples of 2⁻¹⁶, so exact whatever computes it
+        # squared distance, without the query's own norm; in multiples of 2⁻¹⁶, so exact whatever
+        # computes it
         distance = bank_norm - 2 * queries.images[rows].astype(np.float64) @ bank_images.T
-        covers, chosen = np.zeros(order.shape, bool), []
+        covers = np.zeros(order.shape, bool)
+        chosen = []
         for part in questions.T:
             right = np.where(part < 0, -1, values[np.arange(len(part)), part])
             cover = (bank.question == part[:, None]) & (bank.true_value == right[:, None])
@@ -146,15 +170,24 @@ def digest(queries: Queries, bank: Bank) -> str:
     sha = hashlib.sha256()
     for images in (queries.images, bank.images):
         sha.update(np.rint(images * _LEVELS).astype("<i2").tobytes())
-    of_bank = (bank.question, bank.annotator, bank.careless.astype(np.int64), bank.value, bank.true_value)
+    of_bank = (
+        bank.question,
+        bank.annotator,
+        bank.careless.astype(np.int64),
+        bank.value,
+        bank.true_value,
+    )
     for numbers in (queries.values, queries.questions, queries.labels, *of_bank):
         sha.update(numbers.astype("<i2").tobytes())
     return f"sha256:{sha.hexdigest()}"
 
 
-def paint(values: NDArray[np.int64], pick: NDArray[np.int64], held_out: bool) -> NDArray[np.float32]:
-    """Canvases without noise, [n, 100], of values [n, 3] (digit, frame, texture); `pick`, [n], chooses one of the
-    digit's images, counted round and round; `held_out`, whether the digits are of the held-out half."""
+def paint(
+    values: NDArray[np.int64], pick: NDArray[np.int64], held_out: bool
+) -> NDArray[np.float32]:
+    """Canvases without noise, [n, 100], of values [n, 3] (digit, frame, texture); `pick`, [n],
+    chooses one of the digit's images, counted round and round; `held_out`, whether the digits are
+    of the held-out half."""
     digits, counts = _digits(held_out)
     frames, textures = _patterns()
     canvas = frames[values[:, 1]] * np.float32(_FRAME_INK)
@@ -177,13 +210,18 @@ def _draw_images(
 
 @cache
 def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The images of each digit, [10, most, 8, 8] in 0–1 and filled up with blanks, and how many there are, [10]."""
+    """The images of each digit, [10, most, 8, 8] in 0–1 and filled up with blanks, and how many
+    there are, [10]."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     order = RandomState(0).permutation(len(bunch.target))
-    chosen = order[_TRAINING_DIGITS:] if held_out else order[:_TRAINING_DIGITS]
-    images, labels = (bunch.images[chosen] / 16).astype(np.float32), bunch.target[chosen]
+    if held_out:
+        chosen = order[_TRAINING_DIGITS:]
+    else:
+        chosen = order[:_TRAINING_DIGITS]
+    images = (bunch.images[chosen] / 16).astype(np.float32)
+    labels = bunch.target[chosen]
     counts = np.bincount(labels)
     grouped = np.zeros((len(counts), counts.max(), 8, 8), np.float32)
     for digit, count in enumerate(counts):
@@ -193,7 +231,8 @@ def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
 @cache
 def _patterns() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Six frames [6, 10, 10], inside blank, and six textures [6, 8, 8]: fixed random black and white."""
+    """Six frames [6, 10, 10], inside blank, and six textures [6, 8, 8]: fixed random black and
+    white."""
     rng = RandomState(11)
     border = np.ones((SIDE, SIDE), bool)
     border[1:-1, 1:-1] = False
@@ -203,11 +242,14 @@ def _patterns() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 
 
 def _lowest(key: NDArray[np.float64], allowed: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-    """Columns of the `count` lowest keys among those allowed, from the lowest on; −1 where there are fewer."""
+    """Columns of the `count` lowest keys among those allowed, from the lowest on; −1 where there
+    are fewer."""
     count = min(count, key.shape[1])
     if count == 0:
         return np.zeros((len(key), 0), np.int64)
     keys = np.where(allowed, key, np.inf)
     lowest = np.argpartition(keys, count - 1, axis=1)[:, :count]
-    lowest = np.take_along_axis(lowest, np.take_along_axis(keys, lowest, 1).argsort(1, kind="stable"), 1)
+    lowest = np.take_along_axis(
+        lowest, np.take_along_axis(keys, lowest, 1).argsort(1, kind="stable"), 1
+    )
     return np.where(np.take_along_axis(allowed, lowest, 1), lowest, -1)

@@ -1,4 +1,5 @@
-"""The learner: a small transformer that answers a question about a canvas by looking at demonstrations before it."""
+"""The learner: a small transformer that answers a question about a canvas by looking at
+demonstrations before it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from knobwise.envs.tables.tensor_file import tensors_of
 from knobwise.profiling.demonstrations.canvases import LABELS, PIXELS, QUESTIONS, VALUES
 
-WIDTH, HEADS, LAYERS = 64, 4, 2
+WIDTH = 64
+HEADS = 4
+LAYERS = 2
 _TOWER_WIDTH = 128
 _UNANSWERED = LABELS  # the label of a query
 
@@ -22,16 +25,23 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.norm_attention = nn.LayerNorm(WIDTH)
+        self.norm_mlp = nn.LayerNorm(WIDTH)
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor, bias: Tensor | None, last: bool = False) -> Tensor:
-        """[n, T, width] → the same, or [n, 1, width] where only the last token is needed; bias [n, 1, 1, T]."""
+        """[n, T, width] → the same, or [n, 1, width] where only the last token is needed; bias [n,
+        1, 1, T]."""
         y = self.norm_attention(x)
         k, v = self.kv(y).unflatten(-1, (2, HEADS, -1)).permute(2, 0, 3, 1, 4)
         if last:
-            x, y = x[:, -1:], y[:, -1:]
+            x = x[:, -1:]
+            y = y[:, -1:]
         q = self.q(y).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         x = x + self.out(seen.transpose(1, 2).flatten(-2))
@@ -41,34 +51,44 @@ class Block(nn.Module):
 class Learner(nn.Module):
     """The learner, 91 k parameters.
 
-    Labels mean something else for every query (`Queries.labels`), so it cannot answer from its weights: it must find
-    the demonstration that covers the question and repeat its label. One token is one demonstration (image + question +
-    label), the last token is the query. There are no positions: the order of demonstrations does not matter.
+    Labels mean something else for every query (`Queries.labels`), so it cannot answer from its
+    weights: it must find the demonstration that covers the question and repeat its label. One token
+    is one demonstration (image + question + label), the last token is the query. There are no
+    positions: the order of demonstrations does not matter.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower = nn.Sequential(nn.Linear(PIXELS, _TOWER_WIDTH), nn.GELU(), nn.Linear(_TOWER_WIDTH, WIDTH))
-        self.questions, self.labels = nn.Embedding(len(QUESTIONS), WIDTH), nn.Embedding(LABELS + 1, WIDTH)
+        self.tower = nn.Sequential(
+            nn.Linear(PIXELS, _TOWER_WIDTH), nn.GELU(), nn.Linear(_TOWER_WIDTH, WIDTH)
+        )
+        self.questions = nn.Embedding(len(QUESTIONS), WIDTH)
+        self.labels = nn.Embedding(LABELS + 1, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, LABELS))
-        self.attributes = nn.ModuleList(nn.Linear(WIDTH, count) for count in VALUES)  # used in training only
+        self.attributes = nn.ModuleList(
+            nn.Linear(WIDTH, count) for count in VALUES
+        )  # used in training only
 
     def see(self, images: Tensor, question: Tensor) -> Tensor:
-        """Canvases [..., 100] with their questions [...] → [..., width], all that does not depend on labels."""
+        """Canvases [..., 100] with their questions [...] → [..., width], all that does not depend
+        on labels."""
         seen: Tensor = self.tower(images) + self.questions(question)
         return seen
 
     def forward(self, query: Tensor, demonstrations: Tensor, labels: Tensor) -> Tensor:
-        """Logits of the query's label, [n, 10], from `see` of the query, float32 [n, width], and of the demonstrations,
-        [n, T, width], with their labels, int64 [n, T], −1 where there is none; T may be 0."""
+        """Logits of the query's label, [n, 10], from `see` of the query, float32 [n, width], and of
+        the demonstrations, [n, T, width], with their labels, int64 [n, T], −1 where there is none;
+        T may be 0."""
         padding = labels < 0
         labelled = demonstrations + self.labels(labels.clamp_min(0))
         x = torch.cat([labelled, (query + self.labels.weight[_UNANSWERED])[:, None]], 1)
         bias = None
         if padding.any():
-            bias = F.pad(torch.zeros(padding.shape).masked_fill(padding, -torch.inf), (0, 1))[:, None, None]
+            bias = F.pad(torch.zeros(padding.shape).masked_fill(padding, -torch.inf), (0, 1))[
+                :, None, None
+            ]
         x = self.norm(x)
         for i, block in enumerate(self.blocks):
             x = block(x, bias, last=i == LAYERS - 1)

@@ -13,34 +13,51 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations.settings import PoolConfig
 
 Blocks = Mapping[str, tuple[int, int]]
-"""The range of columns of an embedding that describes each part: `image`, `question`, …; {} where unknown."""
-_COMPARED = {"text_similarity": ("question",), "image_similarity": ("image",), "mixed": ("image", "question")}
+"""The range of columns of an embedding that describes each part: `image`, `question`, …; {} where
+unknown."""
+_COMPARED = {
+    "text_similarity": ("question",),
+    "image_similarity": ("image",),
+    "mixed": ("image", "question"),
+}
 _CELLS = 1 << 24  # of the table queries × candidates at a time
 
 
 def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = None) -> Tensor:
-    """A pool for every query of a table, int64 [Q, N] rows of its bank, N = min(size, M); −1 at the end where too few
-    are left.
+    """A pool for every query of a table, int64 [Q, N] rows of its bank, N = min(size, M); −1 at the
+    end where too few are left.
 
-    `random` draws without replacement; the others take the most similar first, by the cosine of the question's part of
-    the embedding (`text_similarity`), of the image's (`image_similarity`), or the mean of both cosines (`mixed`). Where
-    the parts are unknown the whole embedding is compared. Equal ones (to about 1e-6) come in random order.
+    `random` draws without replacement; the others take the most similar first, by the cosine of the
+    question's part of the embedding (`text_similarity`), of the image's (`image_similarity`), or
+    the mean of both cosines (`mixed`). Where the parts are unknown the whole embedding is compared.
+    Equal ones (to about 1e-6) come in random order.
 
-    Candidates that show the query's image are left out. So is `itself`, int64 [Q], the row of the bank that is the
-    query. Raises InputError for a part that is compared but not among the table's blocks.
+    Candidates that show the query's image are left out. So is `itself`, int64 [Q], the row of the
+    bank that is the query. Raises InputError for a part that is compared but not among the table's
+    blocks.
     """
-    sampler, queries, candidates = config.sampler or "mixed", table.queries, table.candidates
+    sampler = config.sampler or "mixed"
+    queries = table.queries
+    candidates = table.candidates
     if sampler != "random":
-        query_parts, candidate_parts = (compared(x, sampler, table.blocks) for x in (queries, candidates))
+        query_parts, candidate_parts = (
+            compared(x, sampler, table.blocks) for x in (queries, candidates)
+        )
     query_images = table.query_images or [""] * len(queries)
     candidate_images = table.candidate_images or [""] * len(candidates)
-    names = {image: n for n, image in enumerate(dict.fromkeys((*query_images, *candidate_images))) if image}
+    names = {
+        image: n
+        for n, image in enumerate(dict.fromkeys((*query_images, *candidate_images)))
+        if image
+    }
     # −1 and −2 stand for images that are unknown: they equal nothing
     query_image = torch.tensor([names.get(image, -1) for image in query_images])
     candidate_image = torch.tensor([names.get(image, -2) for image in candidate_images])
-    itself = torch.full((len(queries),), -1) if itself is None else itself
+    if itself is None:
+        itself = torch.full((len(queries),), -1)
     generator = torch.Generator().manual_seed(config.seed)
-    numbers, pools = torch.arange(len(candidates)), []
+    numbers = torch.arange(len(candidates))
+    pools = []
     for rows in torch.arange(len(queries)).split(max(1, _CELLS // len(candidates))):
         key = torch.rand(len(rows), len(candidates), generator=generator)
         if sampler != "random":
@@ -51,20 +68,32 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
     return torch.cat(pools)
 
 
-def similarity(queries: Tensor, candidates: Tensor, pool: Tensor, blocks: Blocks, by: str = "mixed") -> Tensor:
-    """Mean cosine of queries, [n, d], and the candidates of their pools, int64 [n, N] rows of [M, d] → float32 [n, N].
+def similarity(
+    queries: Tensor, candidates: Tensor, pool: Tensor, blocks: Blocks, by: str = "mixed"
+) -> Tensor:
+    """Mean cosine of queries, [n, d], and the candidates of their pools, int64 [n, N] rows of [M,
+    d] → float32 [n, N].
 
-    `by` is a sampler other than `random`: which parts are compared. −inf where a pool has no candidate.
+    `by` is a sampler other than `random`: which parts are compared. −inf where a pool has no
+    candidate.
     """
-    query_parts, candidate_parts = compared(queries, by, blocks), compared(candidates, by, blocks)
-    return (candidate_parts[pool] @ query_parts[:, :, None]).squeeze(2).masked_fill(pool < 0, -torch.inf)
+    query_parts = compared(queries, by, blocks)
+    candidate_parts = compared(candidates, by, blocks)
+    return (
+        (candidate_parts[pool] @ query_parts[:, :, None])
+        .squeeze(2)
+        .masked_fill(pool < 0, -torch.inf)
+    )
 
 
 def compared(embeddings: Tensor, by: str, blocks: Blocks) -> Tensor:
-    """Embeddings [n, d] → what of them is compared, [n, d'], so that inner products are mean cosines of the parts."""
+    """Embeddings [n, d] → what of them is compared, [n, d'], so that inner products are mean
+    cosines of the parts."""
     if not blocks:
         return normalize(embeddings, dim=1)
     if missing := [name for name in _COMPARED[by] if name not in blocks]:
-        raise InputError(f"{by} compares {missing[0]}, but the embeddings have only {', '.join(blocks)}")
+        raise InputError(
+            f"{by} compares {missing[0]}, but the embeddings have only {', '.join(blocks)}"
+        )
     parts = [normalize(embeddings[:, slice(*blocks[name])], dim=1) for name in _COMPARED[by]]
     return torch.cat(parts, 1) / len(parts) ** 0.5

@@ -1,10 +1,13 @@
-"""Record beam data: find demonstration sequences for every query, score and write them. It can be interrupted.
+"""Record beam data: find demonstration sequences for every query, score and write them.
 
-profile_beams("out", task)  →  out/beams.safetensors   everything: a BeamTable with its embeddings
-                               out/beams.json          the same as RL data, with
-                               out/embeddings.safetensors, out/query_embeddings.safetensors
-                               out/beams-info.json     figures, costs, the command that makes it again
-                               out/state/…             what an interrupted run resumes from, and later rounds add to
+It can be interrupted. `profile_beams("out", task)` writes:
+
+    out/beams.safetensors               everything: a BeamTable with its embeddings
+    out/beams.json                      RL data, with the two files that follow
+    out/embeddings.safetensors
+    out/query_embeddings.safetensors
+    out/beams-info.json                 figures, costs, the command that makes it again
+    out/state/…                         what an interrupted run resumes from; later rounds add
 """
 
 from __future__ import annotations
@@ -27,7 +30,14 @@ from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.envs.tables.tensor_file import save_tensors, tensors_if_whole, with_prefix
-from knobwise.profiling.demonstrations.beam_search import Sequences, beam_search, drawn, joined, retrieved, score
+from knobwise.profiling.demonstrations.beam_search import (
+    Sequences,
+    beam_search,
+    drawn,
+    joined,
+    retrieved,
+    score,
+)
 from knobwise.profiling.demonstrations.pools import similarity
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask
@@ -35,7 +45,8 @@ from knobwise.profiling.measuring.machine import claim, cpu_name, digests, rende
 from knobwise.profiling.measuring.settings import changed_settings
 
 Draw = Callable[[Tensor, int], Tensor]
-"""Queries, int64 [n], and how many sequences for each → int64 [n, count, T], places in their pools, −1 padded."""
+"""Queries, int64 [n], and how many sequences for each → int64 [n, count, T], places in their pools,
+−1 padded."""
 Search = Callable[[Tensor], tuple[Sequences, dict[str, Tensor]]]
 """Queries, int64 [n] → their sequences, and their scores without demonstrations, [n] by name."""
 _SEED_STEP = 1_000_003
@@ -49,21 +60,30 @@ def profile_beams(
     draw: Draw | None = None,
     drawn_by: str = "",
 ) -> BeamTable:
-    """Record the sequences that `config` names, add a round of draws where there is a policy, and write everything.
+    """Record the sequences that `config` names, add a round of draws where there is a policy, and
+    write everything.
 
-    Repeat the call to resume it: only the queries of the interrupted chunk are scored again. A call with another policy
-    adds a round; a sequence that was recorded before is recorded again as found by the policy, but not scored again.
+    Repeat the call to resume it: only the queries of the interrupted chunk are scored again. A call
+    with another policy adds a round; a sequence that was recorded before is recorded again as found
+    by the policy, but not scored again.
 
-    `draw` is the policy, and `drawn_by` identifies it, such as the digest of its checkpoint. Raises InputError if
-    `out_dir` holds another run, or an unfinished round of another policy.
+    `draw` is the policy, and `drawn_by` identifies it, such as the digest of its checkpoint. Raises
+    InputError if `out_dir` holds another run, or an unfinished round of another policy.
     """
-    out, state = Path(out_dir), Path(out_dir) / "state"
+    out = Path(out_dir)
+    state = Path(out_dir) / "state"
     settings = {k: v for k, v in asdict(config).items() if k not in _OF_A_ROUND}
-    claim(state / "beams.json", {"task": task.words, "table": task.table.digest, **task.sources, **settings})
+    claim(
+        state / "beams.json",
+        {"task": task.words, "table": task.table.digest, **task.sources, **settings},
+    )
 
     search = partial(_search, task, config)
-    sequences, zero_shot, cpu_s = _in_chunks(state / "search", task.table.num_queries, config.chunk, search)
-    table, costs = task.table.with_beams(*sequences), [cpu_s]
+    sequences, zero_shot, cpu_s = _in_chunks(
+        state / "search", task.table.num_queries, config.chunk, search
+    )
+    table = task.table.with_beams(*sequences)
+    costs = [cpu_s]
 
     mine = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
     begun = state / "rounds.json"
@@ -71,12 +91,17 @@ def profile_beams(
         rounds = list[dict[str, Any]](decoded(begun.read_bytes()) if begun.exists() else [])
     except (TypeError, ValueError) as error:
         raise InputError(f"{begun}: is damaged ({error}); choose another out folder") from error
-    wanted = [*rounds, mine] if draw is not None and mine not in rounds else rounds
+    if draw is not None and mine not in rounds:
+        wanted = [*rounds, mine]
+    else:
+        wanted = rounds
     for number, about in enumerate(wanted, 1):
         if number > len(rounds):
             write_json(begun, wanted)
 
-        def draw_round(rows: Tensor, table: BeamTable = table) -> tuple[Sequences, dict[str, Tensor]]:
+        def draw_round(
+            rows: Tensor, table: BeamTable = table
+        ) -> tuple[Sequences, dict[str, Tensor]]:
             assert draw is not None
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.draw_seed * _SEED_STEP + int(rows[0]))
@@ -84,19 +109,31 @@ def profile_beams(
             fields = {name: field[rows] for name, field in table.fields.items()}
             known = Sequences(table.sequences[rows], fields, table.found_by[rows])
             probability = zero_shot["vqa_gt_prob"][rows]
-            return score(task.scorer, rows, table.pool[rows], places, "policy", probability, known), {}
+            return score(
+                task.scorer, rows, table.pool[rows], places, "policy", probability, known
+            ), {}
 
-        find = draw_round if draw is not None and about == mine else None
-        added, _, cpu_s = _in_chunks(state / f"round-{number}", table.num_queries, config.chunk, find)
-        table, costs = table.with_beams(*added, round=number), [*costs, cpu_s]
+        if draw is not None and about == mine:
+            find = draw_round
+        else:
+            find = None
+        added, _, cpu_s = _in_chunks(
+            state / f"round-{number}", table.num_queries, config.chunk, find
+        )
+        table = table.with_beams(*added, round=number)
+        costs = [*costs, cpu_s]
     info = _write(out, table, task, config, zero_shot, costs, wanted)
     print(rendered("beams", **info["figures"]))
     return table
 
 
-def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> tuple[Sequences, dict[str, Tensor]]:
-    table, scorer = task.table, task.scorer
-    pool, generator = table.pool[rows], torch.Generator().manual_seed(config.seed * _SEED_STEP + int(rows[0]))
+def _search(
+    task: BeamTask, config: BeamProfileConfig, rows: Tensor
+) -> tuple[Sequences, dict[str, Tensor]]:
+    table = task.table
+    scorer = task.scorer
+    pool = table.pool[rows]
+    generator = torch.Generator().manual_seed(config.seed * _SEED_STEP + int(rows[0]))
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))
     probability = zero_shot["vqa_gt_prob"]
     similarities = torch.zeros_like(pool, dtype=torch.float32)
@@ -106,7 +143,8 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> tuple[Se
         "retrieval": retrieved(similarities, config.shots, config.retrieved),
         "random": drawn(pool, config.shots, config.random, generator),
     }
-    scored, kept = None, []
+    scored = None
+    kept = []
     if config.width:
         scored = beam_search(scorer, rows, pool, config.shots, config.width, probability)
         lengths = (scored.sequences >= 0).sum(2, keepdim=True)
@@ -115,22 +153,27 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> tuple[Se
     for method, sequences in others.items():
         if sequences.shape[1]:
             kept.append(score(scorer, rows, pool, sequences, method, probability, scored))
-            scored = kept[-1] if scored is None else joined([scored, kept[-1]])
+            if scored is None:
+                scored = kept[-1]
+            else:
+                scored = joined([scored, kept[-1]])
     return joined(kept), zero_shot
 
 
 def _in_chunks(
     folder: Path, queries: int, chunk: int, find: Search | None
 ) -> tuple[Sequences, dict[str, Tensor], float]:
-    """The sequences of all queries, found a chunk at a time (a chunk is a file, and files that exist are read), their
-    zero-shot scores, and the CPU seconds of both."""
+    """The sequences of all queries, found a chunk at a time (a chunk is a file, and files that
+    exist are read), their zero-shot scores, and the CPU seconds of both."""
     chunks = torch.arange(queries).split(chunk)
     paths = [folder / f"{int(rows[0])}.safetensors" for rows in chunks]
     parts = {path: part for path in paths if (part := tensors_if_whole(path)) is not None}
     missing = [(rows, path) for rows, path in zip(chunks, paths, strict=True) if path not in parts]
     if missing:
         if find is None:
-            raise InputError(f"{folder}: is not finished; give the checkpoint that it was begun with")
+            raise InputError(
+                f"{folder}: is not finished; give the checkpoint that it was begun with"
+            )
         done = queries - sum(len(rows) for rows, _ in missing)
         with progress(folder.name, queries, done) as tick:
             for rows, path in missing:
@@ -145,7 +188,10 @@ def _in_chunks(
                 done += len(rows)
                 tick(done, "")
     whole = [parts[path] for path in paths]
-    sequences = [Sequences(part["sequences"], with_prefix(part, "fields."), part["found_by"]) for part in whole]
+    sequences = [
+        Sequences(part["sequences"], with_prefix(part, "fields."), part["found_by"])
+        for part in whole
+    ]
     zero_shots = [with_prefix(part, "zero_shot.") for part in whole]
     zero_shot = {name: torch.cat([part[name] for part in zero_shots]) for name in zero_shots[0]}
     return joined(sequences, dim=0), zero_shot, float(sum(part["cpu_s"] for part in whole))
@@ -162,13 +208,21 @@ def _write(
 ) -> dict[str, Any]:
     table.save(out / "beams.safetensors")
     files = ["beams.safetensors"]
-    words = ["knobwise profile", *task.words, "out=DIR", *changed_settings("beams.", config, leave_out=_OF_A_ROUND)]
+    words = [
+        "knobwise profile",
+        *task.words,
+        "out=DIR",
+        *changed_settings("beams.", config, leave_out=_OF_A_ROUND),
+    ]
     if config.json:
         # in this format the id of a query is its row in the embeddings
         numbered = replace(table, query_ids=tuple(map(str, range(table.num_queries))))
         about = {"query_ids": table.query_ids, "command": " ".join(words)}
         write_rl_data(numbered, out / "beams.json", about)
-        for name, embeddings in (("embeddings", table.candidates), ("query_embeddings", table.queries)):
+        for name, embeddings in (
+            ("embeddings", table.candidates),
+            ("query_embeddings", table.queries),
+        ):
             save_tensors(out / f"{name}.safetensors", {"embeddings": embeddings})
         files += ["beams.json", "embeddings.safetensors", "query_embeddings.safetensors"]
     info = {
@@ -177,7 +231,10 @@ def _write(
         "command": " ".join(words),
         "rounds": rounds,
         "figures": figures(table, zero_shot),
-        "cost_cpu_s": {"search": round(costs[0], 2), "rounds": [round(cost, 2) for cost in costs[1:]]},
+        "cost_cpu_s": {
+            "search": round(costs[0], 2),
+            "rounds": [round(cost, 2) for cost in costs[1:]],
+        },
         "machine": {"cpu": cpu_name(), "torch": torch.__version__},
         "sha256": digests(out, files),
     }
@@ -188,13 +245,15 @@ def _write(
 def figures(table: BeamTable, zero_shot: dict[str, Tensor]) -> dict[str, Any]:
     """Shares of right answers by how sequences were found and by their length.
 
-    `correct` is the share of a kind's sequences, `any_correct` the share of queries with at least one right, `gain` the
-    mean information gain.
+    `correct` is the share of a kind's sequences, `any_correct` the share of queries with at least
+    one right, `gain` the mean information gain.
     """
     query, beam = table.beam_mask.nonzero(as_tuple=True)
     columns = {"method": table.found_by, "round": table.round, "shots": table.lengths}
     columns |= {"correct": table.fields["vqa_correct"], "gain": table.fields["beam_score"]}
-    frame = pl.DataFrame({"query": query.numpy(), **{name: x[query, beam].numpy() for name, x in columns.items()}})
+    frame = pl.DataFrame(
+        {"query": query.numpy(), **{name: x[query, beam].numpy() for name, x in columns.items()}}
+    )
     right = pl.col("query").filter(pl.col("correct") == 1)
     kinds = frame.group_by("method", "round", "shots").agg(
         sequences=pl.len(),
@@ -203,8 +262,12 @@ def figures(table: BeamTable, zero_shot: dict[str, Tensor]) -> dict[str, Any]:
         gain=pl.col("gain").cast(pl.Float64).mean().round(6),
     )
     method = pl.col("method").replace_strict(dict(enumerate(METHODS)))
-    found_by = pl.when(pl.col("round") > 0).then(pl.format("{}-{}", method, "round")).otherwise(method)
-    rows = kinds.sort("method", "round", "shots").select(found_by.alias("found_by"), pl.exclude("method", "round"))
+    found_by = (
+        pl.when(pl.col("round") > 0).then(pl.format("{}-{}", method, "round")).otherwise(method)
+    )
+    rows = kinds.sort("method", "round", "shots").select(
+        found_by.alias("found_by"), pl.exclude("method", "round")
+    )
     return {
         "queries": table.num_queries,
         "candidates": len(table.candidates),

@@ -1,5 +1,6 @@
-"""How well a model answers queries after demonstrations: the protocol, and the scorer of the built-in task's learner
-(that of Hugging Face models is in `knobwise.profiling.huggingface.scorer`)."""
+"""How well a model answers queries after demonstrations: the protocol, and the scorer of the
+built-in task's learner (that of Hugging Face models is in
+`knobwise.profiling.huggingface.scorer`)."""
 
 from __future__ import annotations
 
@@ -17,21 +18,26 @@ class Scorer(Protocol):
     """What beam search, environments and evaluation need from a model."""
 
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        """Score queries, int64 [n], rows of the query set, after demonstrations, int64 [n, T], rows of the bank in the
-        order shown, −1 for none at the end (all −1: zero-shot); each row on its own.
+        """Score queries, int64 [n], rows of the query set, after demonstrations, int64 [n, T], rows
+        of the bank in the order shown, −1 for none at the end (all −1: zero-shot); each row on its
+        own.
 
         Returns:
-            float32 [n] each, on the CPU: `logprob_score`, ln P(right answer); `vqa_gt_prob`, exp of it; `vqa_correct`,
-            0 or 1; `vqa_acc_score`, soft accuracy, 0 to 1; `vqa_rel_score`, P(right answer) / P(likeliest answer).
+            float32 [n] each, on the CPU: `logprob_score`, ln P(right answer); `vqa_gt_prob`, exp of
+            it; `vqa_correct`,
+            0 or 1; `vqa_acc_score`, soft accuracy, 0 to 1; `vqa_rel_score`, P(right answer) /
+            P(likeliest answer).
 
         Raises InputError for shapes that do not fit, or rows that do not exist.
         """
         ...
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
-        """Whether the demonstrations' most common answer is right, without any model: float32 [n], 0 or 1.
+        """Whether the demonstrations' most common answer is right, without any model: float32 [n],
+        0 or 1.
 
-        Of equally common ones the first counts; without demonstrations it is wrong. Arguments as above.
+        Of equally common ones the first counts; without demonstrations it is wrong. Arguments as
+        above.
         """
         ...
 
@@ -39,20 +45,23 @@ class Scorer(Protocol):
 class LearnerScorer:
     """How well the learner answers the queries of the built-in task: a `Scorer`.
 
-    A query with two questions is answered when both are: `logprob_score` is the sum over the questions asked,
-    `vqa_acc_score` the share answered right, `vqa_rel_score` the mean of P(right label) / P(likeliest label). `vote`
-    counts, for each question asked, the demonstrations of this question.
+    A query with two questions is answered when both are: `logprob_score` is the sum over the
+    questions asked, `vqa_acc_score` the share answered right, `vqa_rel_score` the mean of P(right
+    label) / P(likeliest label). `vote` counts, for each question asked, the demonstrations of this
+    question.
 
-    Canvases are seen once, when the scorer is made; only labels depend on the query. `chunk` sequences are computed at
-    a time.
+    Canvases are seen once, when the scorer is made; only labels depend on the query. `chunk`
+    sequences are computed at a time.
     """
 
     @torch.inference_mode()
     def __init__(self, learner: Learner, queries: Queries, bank: Bank, chunk: int = 1024) -> None:
-        self.learner, self.chunk = learner.eval(), chunk
+        self.learner = learner.eval()
+        self.chunk = chunk
         numbers = queries.questions, queries.values, queries.labels
         self.questions, self.values, self.labels = map(torch.from_numpy, numbers)
-        self.question, self.value = torch.from_numpy(bank.question), torch.from_numpy(bank.value)
+        self.question = torch.from_numpy(bank.question)
+        self.value = torch.from_numpy(bank.value)
         images = torch.from_numpy(queries.images)[:, None].expand(-1, self.questions.shape[1], -1)
         self._query_tokens = learner.see(images, self.questions.clamp_min(0))  # [Q, 2, width]
         self._bank_tokens = learner.see(torch.from_numpy(bank.images), self.question)  # [M, width]
@@ -97,7 +106,8 @@ class LearnerScorer:
 
     @torch.inference_mode()
     def _answer(self, queries: Tensor, part: Tensor, demonstrations: Tensor) -> Tensor:
-        """[3, n]: ln P(right label), whether that is the likeliest, and their ratio, for one question each."""
+        """[3, n]: ln P(right label), whether that is the likeliest, and their ratio, for one
+        question each."""
         real = demonstrations.clamp_min(0)
         labels = self.labels[queries[:, None], self.question[real], self.value[real]]
         labels = torch.where(demonstrations < 0, -1, labels)
@@ -105,5 +115,6 @@ class LearnerScorer:
         question = self.questions[queries, part]
         label = self.labels[queries, question, self.values[queries, question]]
         log_probs = logits.log_softmax(1)
-        right, likeliest = log_probs.gather(1, label[:, None])[:, 0], log_probs.max(1).values
+        right = log_probs.gather(1, label[:, None])[:, 0]
+        likeliest = log_probs.max(1).values
         return torch.stack([right, (right == likeliest).float(), (right - likeliest).exp()])

@@ -47,7 +47,8 @@ class LearnerTaskConfig:
     """The built-in task: a small in-context learner answers questions about canvases."""
 
     variant: str = "careless"
-    """careless: six of ten annotators often give wrong answers, on clean images; careful: none does."""
+    """careless: six of ten annotators often give wrong answers, on clean images; careful: none
+    does."""
     part: str = "train"
     """train, or test: other digits and another bank."""
     queries: int | None = None
@@ -63,17 +64,18 @@ class VLMTaskConfig:
     """A Hugging Face vision-language model and the questions that it answers."""
 
     data: str = ""
-    """Items as JSON lines, JSON, Parquet or CSV: id, image, question, answers, optionally image_id and choices. Each is
-    a query, and without `bank` a possible demonstration of the others."""
+    """Items as JSON lines, JSON, Parquet or CSV: id, image, question, answers, optionally image_id
+    and choices. Each is a query, and without `bank` a possible demonstration of the others."""
     bank: str = ""
     """File of the possible demonstrations."""
     embeddings: str = ""
-    """Embeddings of the bank (.safetensors, .npz, .npy, .pt), a row for each item; knobwise does not make them."""
+    """Embeddings of the bank (.safetensors, .npz, .npy, .pt), a row for each item; knobwise does
+    not make them."""
     query_embeddings: str = ""
     """Embeddings of the queries by the same encoder; not needed without `bank`."""
     image_columns: int | None = None
-    """The first columns that describe the image; the others describe the question. None where both are mixed, as in the
-    mean of CLIP's two embeddings; whole embeddings are then compared."""
+    """The first columns that describe the image; the others describe the question. None where both
+    are mixed, as in the mean of CLIP's two embeddings; whole embeddings are then compared."""
     queries: int | None = None
     """Record only the first queries, this many; None for all."""
     batch_size: int = 8
@@ -91,8 +93,9 @@ class PoolConfig:
     """Which candidates a query's demonstrations are chosen from."""
 
     sampler: str | None = None
-    """random, text_similarity, image_similarity, mixed (the mean of both similarities), or with model=learner covers:
-    some candidates that answer the question, others that look alike. None for covers there, else mixed."""
+    """random, text_similarity, image_similarity, mixed (the mean of both similarities), or with
+    model=learner covers: some candidates that answer the question, others that look alike. None for
+    covers there, else mixed."""
     size: int = 48
     """Candidates in a pool; the sampler covers always takes 48."""
     seed: int = 0
@@ -100,5 +103,7 @@ class PoolConfig:
 
     def __post_init__(self) -> None:
         if self.sampler not in (None, "covers", *SAMPLERS):
-            raise InputError(f"pool.sampler={self.sampler}: known are covers, {', '.join(SAMPLERS)}")
+            raise InputError(
+                f"pool.sampler={self.sampler}: known are covers, {', '.join(SAMPLERS)}"
+            )
         at_least("pool.size", self.size, 1)

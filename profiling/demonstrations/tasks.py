@@ -19,27 +19,40 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_embeddings
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations import canvases
-from knobwise.profiling.demonstrations.canvases import ANNOTATORS, QUESTIONS, VARIANTS, Bank, Queries
+from knobwise.profiling.demonstrations.canvases import (
+    ANNOTATORS,
+    QUESTIONS,
+    VARIANTS,
+    Bank,
+    Queries,
+)
 from knobwise.profiling.demonstrations.learner import WIDTH, Learner
 from knobwise.profiling.demonstrations.pools import draw_pools
 from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
-from knobwise.profiling.demonstrations.settings import SAMPLERS, LearnerTaskConfig, PoolConfig, VLMTaskConfig
+from knobwise.profiling.demonstrations.settings import (
+    SAMPLERS,
+    LearnerTaskConfig,
+    PoolConfig,
+    VLMTaskConfig,
+)
 from knobwise.profiling.measuring.machine import digests
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 from knobwise.profiling.measuring.settings import changed_settings
 
 SIZES = {"train": (3300, 12000), "test": (1500, 4000)}
-"""Queries and items of the bank, by part. The digits of the test part were held out when the learner was trained."""
+"""Queries and items of the bank, by part. The digits of the test part were held out when the
+learner was trained."""
 PARTS = tuple(SIZES)
 BLOCKS = {
     "image": (0, WIDTH),
     "question": (WIDTH, WIDTH + len(QUESTIONS)),
     "annotator": (WIDTH + len(QUESTIONS), WIDTH + len(QUESTIONS) + ANNOTATORS),
 }
-"""Columns of the embeddings: what the learner's tower makes of the canvas; which questions are asked (queries) or
-answered (candidates), one-hot; who annotated, one-hot (queries: 0)."""
+"""Columns of the embeddings: what the learner's tower makes of the canvas; which questions are
+asked (queries) or answered (candidates), one-hot; who annotated, one-hot (queries: 0)."""
 _IMAGE_SCALE = 0.2  # the image's columns then weigh about as much as the others together
-_STEPS = 4096  # embeddings are multiples of 1/4096: the same on every machine, and so is the table's digest
+# embeddings are multiples of 1/4096: the same on every machine, and so is the table's digest
+_STEPS = 4096
 DATA = Path(str(resources.files("knobwise.profiling") / "data"))
 
 Task = tuple[Queries, Bank]
@@ -51,30 +64,42 @@ class BeamTask(NamedTuple):
     table: BeamTable  # with pools, without beams
     scorer: Scorer
     words: list[str]  # its settings on the command line
-    sources: dict[str, str] = {}  # sha256 of the files that it is read from, where the table does not contain them
+    sources: dict[
+        str, str
+    ] = {}  # sha256 of the files that it is read from, where the table does not contain them
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
-    """The built-in task, with its own pools or pools drawn by a sampler; errors as for `task_table`."""
+    """The built-in task, with its own pools or pools drawn by a sampler; errors as for
+    `task_table`."""
     table, scorer = task_table(**asdict(config))
     if pool.sampler not in (None, "covers"):
         table = replace(table, pool=draw_pools(table, pool))
-    words = ["model=learner", *changed_settings("learner.", config), *changed_settings("pool.", pool)]
+    words = [
+        "model=learner",
+        *changed_settings("learner.", config),
+        *changed_settings("pool.", pool),
+    ]
     return BeamTask(table, scorer, words)
 
 
 def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
-    """A vision-language model (a folder, or a name on the Hugging Face hub) with data and embeddings from files.
+    """A vision-language model (a folder, or a name on the Hugging Face hub) with data and
+    embeddings from files.
 
-    Raises InputError for settings that are missing or do not fit, files that cannot be read, no such model.
+    Raises InputError for settings that are missing or do not fit, files that cannot be read, no
+    such model.
     """
     if missing := [name for name in ("data", "embeddings") if not getattr(config, name)]:
         raise InputError(
-            f"model={model}: a vision-language model needs vlm.{missing[0]} (knobwise profile --help); other models "
+            f"model={model}: a vision-language model needs vlm.{missing[0]} (knobwise profile "
+            "--help); other models "
             "are model=elastic and model=learner"
         )
     if pool.sampler == "covers":
-        raise InputError(f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}")
+        raise InputError(
+            f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}"
+        )
     from knobwise.profiling.huggingface.scorer import VLMScorer
 
     data = read_vqa_data(config.data, config.bank or None)
@@ -91,45 +116,78 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     )
     if config.queries is not None:
         table = table.select(torch.arange(min(config.queries, table.num_queries)))
-    itself = torch.arange(table.num_queries) if data.queries is data.bank else None
+    if data.queries is data.bank:
+        itself = torch.arange(table.num_queries)
+    else:
+        itself = None
     table = replace(table, pool=draw_pools(table, pool, itself))
     sizes = {"batch_size": config.batch_size, "max_choices": config.max_choices}
     scorer = VLMScorer.load(model, data, device=config.device, dtype=config.dtype, **sizes)
     words = [f"model={model}", *changed_settings("vlm.", config), *changed_settings("pool.", pool)]
-    return BeamTask(table, scorer, words, digests(Path(), [path for path in (config.data, config.bank) if path]))
+    return BeamTask(
+        table, scorer, words, digests(Path(), [path for path in (config.data, config.bank) if path])
+    )
 
 
-def _read_embeddings(data: VQAData, config: VLMTaskConfig) -> tuple[Tensor, Tensor, dict[str, tuple[int, int]]]:
+def _read_embeddings(
+    data: VQAData, config: VLMTaskConfig
+) -> tuple[Tensor, Tensor, dict[str, tuple[int, int]]]:
     """Those of queries and bank, and which of their columns describe what."""
     candidates = read_embeddings(config.embeddings)
     if data.queries is not data.bank and not config.query_embeddings:
-        raise InputError(f"{config.data}: queries that are not the bank's items need vlm.query_embeddings")
-    queries = read_embeddings(config.query_embeddings) if config.query_embeddings else candidates.clone()
+        raise InputError(
+            f"{config.data}: queries that are not the bank's items need vlm.query_embeddings"
+        )
+    if config.query_embeddings:
+        queries = read_embeddings(config.query_embeddings)
+    else:
+        queries = candidates.clone()
     paths = config.query_embeddings or config.embeddings, config.embeddings
-    for path, rows, items in zip(paths, (queries, candidates), (data.queries, data.bank), strict=True):
+    for path, rows, items in zip(
+        paths, (queries, candidates), (data.queries, data.bank), strict=True
+    ):
         if len(rows) != len(items):
-            raise InputError(f"{path}: has {len(rows)} rows for {len(items)} items; it needs a row for each, in order")
+            raise InputError(
+                f"{path}: has {len(rows)} rows for {len(items)} items; it needs a row for each, "
+                "in order"
+            )
     if queries.shape[1] != candidates.shape[1]:
-        raise InputError(f"{config.query_embeddings}: is {queries.shape[1]} wide, the bank {candidates.shape[1]}")
-    width, split = queries.shape[1], config.image_columns
+        raise InputError(
+            f"{config.query_embeddings}: is {queries.shape[1]} wide, the bank {candidates.shape[1]}"
+        )
+    width = queries.shape[1]
+    split = config.image_columns
     if split is None:
         return queries, candidates, {}
     if not 0 < split < width:
-        raise InputError(f"vlm.image_columns={split}: must leave columns to both parts of the {width}")
+        raise InputError(
+            f"vlm.image_columns={split}: must leave columns to both parts of the {width}"
+        )
     return queries, candidates, {"image": (0, split), "question": (split, width)}
 
 
 def no_beams(queries: int) -> dict[str, Any]:
     """The fields of a table before pools are drawn and anything is recorded."""
     empty = torch.zeros(queries, 0, dtype=torch.int64)
-    return {"pool": empty, "sequences": empty[:, :, None], "fields": {}, "found_by": empty, "round": empty}
+    return {
+        "pool": empty,
+        "sequences": empty[:, :, None],
+        "fields": {},
+        "found_by": empty,
+        "round": empty,
+    }
 
 
 def task_table(
-    variant: str, part: str, *, queries: int | None = None, candidates: int | None = None, seed: int = 0
+    variant: str,
+    part: str,
+    *,
+    queries: int | None = None,
+    candidates: int | None = None,
+    seed: int = 0,
 ) -> tuple[BeamTable, LearnerScorer]:
-    """Draw a part of the built-in task (see `LearnerTaskConfig`): its table without beams, and the scorer to find some
-    with. Raises InputError for no such variant or part, and sizes below 1."""
+    """Draw a part of the built-in task (see `LearnerTaskConfig`): its table without beams, and the
+    scorer to find some with. Raises InputError for no such variant or part, and sizes below 1."""
     task = draw_part(variant, part, queries, candidates, seed)
     rng = RandomState([seed, PARTS.index(part), 1])
     pool = torch.from_numpy(canvases.draw_covering_pools(rng, *task, VARIANTS[variant]))
@@ -146,16 +204,23 @@ def builtin_learner() -> Learner:
 def check_part(variant: str, part: str) -> None:
     for what, name, known in (("variant", variant, tuple(VARIANTS)), ("part", part, PARTS)):
         if name not in known:
-            raise InputError(f"built-in demonstrations: no {what} {name!r}; there are {', '.join(known)}")
+            raise InputError(
+                f"built-in demonstrations: no {what} {name!r}; there are {', '.join(known)}"
+            )
 
 
-def draw_part(variant: str, part: str, queries: int | None, candidates: int | None, seed: int) -> Task:
+def draw_part(
+    variant: str, part: str, queries: int | None, candidates: int | None, seed: int
+) -> Task:
     check_part(variant, part)
     sizes = (queries, candidates)
     q, m = (usual if size is None else size for size, usual in zip(sizes, SIZES[part], strict=True))
     if q < 1 or m < 1:
-        raise InputError(f"built-in demonstrations: at least one query and one candidate, not {q} and {m}")
-    rng, held_out = RandomState([seed, PARTS.index(part)]), part == "test"
+        raise InputError(
+            f"built-in demonstrations: at least one query and one candidate, not {q} and {m}"
+        )
+    rng = RandomState([seed, PARTS.index(part)])
+    held_out = part == "test"
     bank = canvases.draw_bank(rng, m, held_out, VARIANTS[variant])
     return canvases.draw_queries(rng, q, held_out), bank
 
@@ -179,10 +244,14 @@ def embeddings_of(queries: Queries, bank: Bank, learner: Learner) -> tuple[Tenso
 
     @torch.no_grad()
     def columns(images: NDArray[np.float32], *others: NDArray[Any]) -> Tensor:
-        image = (tower(torch.from_numpy(images).double()) * (_IMAGE_SCALE * _STEPS)).round() / _STEPS
+        image = (
+            tower(torch.from_numpy(images).double()) * (_IMAGE_SCALE * _STEPS)
+        ).round() / _STEPS
         return torch.cat([image, *map(torch.from_numpy, others)], 1).float()
 
-    questions, nobody = np.arange(len(QUESTIONS)), np.zeros((len(queries), ANNOTATORS))
+    questions = np.arange(len(QUESTIONS))
+    nobody = np.zeros((len(queries), ANNOTATORS))
     wanted = (queries.questions[:, :, None] == questions).any(1)
-    answered, annotator = bank.question[:, None] == questions, bank.annotator[:, None] == np.arange(ANNOTATORS)
+    answered = bank.question[:, None] == questions
+    annotator = bank.annotator[:, None] == np.arange(ANNOTATORS)
     return columns(queries.images, wanted, nobody), columns(bank.images, answered, annotator)

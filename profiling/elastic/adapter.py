@@ -1,4 +1,5 @@
-"""The elastic model behind the interface of all models with knobs (`knobwise.profiling.measuring.adaptive_model`)."""
+"""The elastic model behind the interface of all models with knobs
+(`knobwise.profiling.measuring.adaptive_model`)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.profiling.elastic import scenes
 from knobwise.profiling.elastic.model import STRIDE, TILE, ElasticVLM, shipped_model
-from knobwise.profiling.elastic.scenes import CELL, END, FILLER, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS, Scenes
+from knobwise.profiling.elastic.scenes import (
+    CELL,
+    END,
+    FILLER,
+    MAX_SIDE,
+    PROMPT_TOKENS,
+    TOKEN,
+    WORDS,
+    Scenes,
+)
 from knobwise.profiling.elastic.settings import Configuration
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
@@ -32,7 +42,11 @@ from knobwise.profiling.measuring.questions import VQAItem
 _PROMPT_TOKENS = np.float32(PROMPT_TOKENS)
 _PROMPT = torch.Size((1, PROMPT_TOKENS))
 _MEAN_WINDOW = np.array(
-    [[1 / 3 if x - y in range(0, TILE - CELL + 1, STRIDE) else 0 for y in range(CELL)] for x in range(TILE)], np.float32
+    [
+        [1 / 3 if x - y in range(0, TILE - CELL + 1, STRIDE) else 0 for y in range(CELL)]
+        for x in range(TILE)
+    ],
+    np.float32,
 )
 """[16, 8]: from a row of an overview's pixels to the mean of its windows in it."""
 
@@ -44,35 +58,52 @@ MEASURED = {"max_crops": (2, 4, 8, 12), "top_k": (1, 2, 3, 4), "num_active_block
 class ElasticAdaptive:
     """An `AdaptiveVLM`: the elastic model, one request at a time.
 
-    The first stage scales the image down to its overview, which every configuration begins with: the answer continues
-    from it, and the features of a decision are computed from it. The mean of the overview's tokens is linear in the
-    mean of its windows: the features need none of the tokens themselves.
+    The first stage scales the image down to its overview, which every configuration begins with:
+    the answer continues from it, and the features of a decision are computed from it. The mean of
+    the overview's tokens is linear in the mean of its windows: the features need none of the tokens
+    themselves.
 
-    An image is a PIL image or float [1, 3, h, w] or [3, h, w] in 0–1, a tensor or an array, whose sides are 2 to 8
-    cells of 8 pixels. A question is a text such as `"digit? r1 c2"` or its tokens int64 [1, 6].
+    An image is a PIL image or float [1, 3, h, w] or [3, h, w] in 0–1, a tensor or an array, whose
+    sides are 2 to 8 cells of 8 pixels. A question is a text such as `"digit? r1 c2"` or its tokens
+    int64 [1, 6].
 
     `model` None is the one that comes with knobwise.
     """
 
     def __init__(self, model: ElasticVLM | None = None, name: str = "elastic") -> None:
-        self.model, self.name = model or shipped_model(), name
+        self.model = model or shipped_model()
+        self.name = name
         self.first_stage_overlaps = True
         """It reads no knob and sets none, so that it may run beside an answer in another thread."""
-        size, full = self.model.size, self.model.full
+        size = self.model.size
+        full = self.model.full
         self.knobs = (
-            KnobSupport("max_crops", full.max_crops, 1, size.max_crops, "16-pixel tiles of the image, at most"),
+            KnobSupport(
+                "max_crops",
+                full.max_crops,
+                1,
+                size.max_crops,
+                "16-pixel tiles of the image, at most",
+            ),
             KnobSupport("top_k", full.top_k, 1, size.max_top_k, "experts for each token"),
-            KnobSupport("num_active_blocks", full.num_active_blocks, 2, size.blocks, "blocks that run"),
+            KnobSupport(
+                "num_active_blocks", full.num_active_blocks, 2, size.blocks, "blocks that run"
+            ),
         )
-        self.measured = {knob.name: tuple(filter(knob.accepts, MEASURED[knob.name])) for knob in self.knobs}
+        self.measured = {
+            knob.name: tuple(filter(knob.accepts, MEASURED[knob.name])) for knob in self.knobs
+        }
         """Values that a profile measures by default."""
         self.configuration = full
         """What it runs with."""
         self._width = self.model.size.width
-        # from the overview's pixels to the mean of its tokens: windows averaged along rows and columns, then the stem
+        # from the overview's pixels to the mean of its tokens: windows averaged along rows and
+        # columns, then the stem
         stem = self.model.stem.weight.detach().view(-1, 3, CELL, CELL).numpy()
         self._overview = np.ascontiguousarray(
-            np.einsum("yi,xj,ocij->cyxo", _MEAN_WINDOW, _MEAN_WINDOW, stem, optimize=True).reshape(-1, len(stem))
+            np.einsum("yi,xj,ocij->cyxo", _MEAN_WINDOW, _MEAN_WINDOW, stem, optimize=True).reshape(
+                -1, len(stem)
+            )
         )
         self._words = self.model.words.weight.detach().numpy() / _PROMPT_TOKENS
         self._base: dict[torch.Size, NDArray[np.float32]] = {}
@@ -80,7 +111,8 @@ class ElasticAdaptive:
 
     @cached_property
     def questions(self) -> tuple[VQAItem, ...]:
-        """What the built-in profile asks: 2,000 scenes, a question each, of digits that training never saw."""
+        """What the built-in profile asks: 2,000 scenes, a question each, of digits that training
+        never saw."""
         drawn = enumerate(scenes.draw_samples(2000, scenes.SEED))
         return tuple(
             VQAItem(str(n), torch.from_numpy(scene.images), question_of(scene), (answer_of(scene),))
@@ -91,7 +123,8 @@ class ElasticAdaptive:
     def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
         """As in `AdaptiveVLM`."""
         wanted = self._configured(configuration)
-        before, self.configuration = self.configuration, wanted
+        before = self.configuration
+        self.configuration = wanted
         try:
             yield
         finally:
@@ -101,20 +134,29 @@ class ElasticAdaptive:
         key = tuple(configuration.items())
         wanted = self._checked.get(key)
         if wanted is None:
-            wanted = self._checked[key] = Configuration(**check_configuration(self.knobs, configuration))
+            wanted = self._checked[key] = Configuration(
+                **check_configuration(self.knobs, configuration)
+            )
         return wanted
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        """The overview, and features as in the built-in profile, which rounds them to half precision. Raises InputError
-        for an image or a question that the model cannot take."""
-        start, cpu = clock_ms(), time.thread_time_ns()
-        image, prompt = request.image, request.question
-        if not (isinstance(image, Tensor) and image.shape in self._base and image.dtype == torch.float32):
+        """The overview, and features as in the built-in profile, which rounds them to half
+        precision. Raises InputError for an image or a question that the model cannot take."""
+        start = clock_ms()
+        cpu = time.thread_time_ns()
+        image = request.image
+        prompt = request.question
+        if not (
+            isinstance(image, Tensor) and image.shape in self._base and image.dtype == torch.float32
+        ):
             image = as_image(image)
-        if not (isinstance(prompt, Tensor) and prompt.shape == _PROMPT and prompt.dtype == torch.int64):
+        if not (
+            isinstance(prompt, Tensor) and prompt.shape == _PROMPT and prompt.dtype == torch.int64
+        ):
             prompt = as_prompt(prompt)
         overview = self.model.overview(image)
-        done, cpu_done = clock_ms(), time.thread_time_ns()
+        done = clock_ms()
+        cpu_done = time.thread_time_ns()
         kept = image, prompt, overview, (cpu_done - cpu) / 1e6
         if not features:
             return FirstStage(request, {}, kept, done - start, 0.0)
@@ -125,9 +167,10 @@ class ElasticAdaptive:
     def _features(
         self, image: Tensor, overview: NDArray[np.float32], prompt: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float32]]:
-        """What `ElasticVLM.features` gives, from an overview [1, 3, 16, 16] and a prompt [6], in as few calls as
-        possible: each takes microseconds right after the model has run."""
-        base, width = self._base.get(image.shape), self._width
+        """What `ElasticVLM.features` gives, from an overview [1, 3, 16, 16] and a prompt [6], in as
+        few calls as possible: each takes microseconds right after the model has run."""
+        base = self._base.get(image.shape)
+        width = self._width
         if base is None:
             base = self._base[image.shape] = self._base_of(image)
         joined = base.copy()
@@ -140,17 +183,22 @@ class ElasticAdaptive:
         nothing = torch.zeros(1, PROMPT_TOKENS, dtype=torch.int64)
         return torch.cat(self.model.features(torch.zeros_like(image), nothing), 1)[0].numpy()
 
-    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
-        """Decode one answer after another; `extra` holds `cpu_ms`, CPU time over the span of `total_ms`."""
+    def answer(
+        self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
+    ) -> list[Answer]:
+        """Decode one answer after another; `extra` holds `cpu_ms`, CPU time over the span of
+        `total_ms`."""
         wanted = self._configured(configuration)
         return [self._answer(stage, wanted) for stage in stages]
 
     def _answer(self, stage: FirstStage, configuration: Configuration) -> Answer:
         image, prompt, overview, cpu_ms = stage.kept
         # clocks around the call: entering and leaving it is the model's own time
-        start, cpu = clock_ms(), time.thread_time_ns()
+        start = clock_ms()
+        cpu = time.thread_time_ns()
         run = self.model.generate(image, prompt, configuration, overview)
-        done, cpu_done = clock_ms(), time.thread_time_ns()
+        done = clock_ms()
+        cpu_done = time.thread_time_ns()
         before = stage.total_ms - stage.extra_ms  # 0 for a first stage that comes from a cache
         cpu_ms = (cpu_done - cpu) / 1e6 + (cpu_ms if before > 0 else 0.0)
         return Answer(
@@ -166,19 +214,25 @@ class ElasticAdaptive:
 
 
 def as_image(image: Any) -> Tensor:
-    """Pixels float32 [1, 3, h, w] in 0–1 of a PIL image, a tensor or an array. Raises InputError for another shape, or
-    a size that is no grid of 2 to 8 cells each way."""
+    """Pixels float32 [1, 3, h, w] in 0–1 of a PIL image, a tensor or an array. Raises InputError
+    for another shape, or a size that is no grid of 2 to 8 cells each way."""
     if isinstance(image, np.ndarray):
         image = torch.from_numpy(image)
     elif not isinstance(image, Tensor):
         if not hasattr(image, "convert"):
-            raise InputError(f"image: {type(image).__name__}; a PIL image or pixels [1, 3, h, w] are needed")
+            raise InputError(
+                f"image: {type(image).__name__}; a PIL image or pixels [1, 3, h, w] are needed"
+            )
         image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 255
-    pixels = image if image.ndim == 4 else image.unsqueeze(0)
+    if image.ndim == 4:
+        pixels = image
+    else:
+        pixels = image.unsqueeze(0)
     shape = tuple(pixels.shape)
     if len(shape) != 4 or shape[:2] != (1, 3) or not all(side in _SIDES for side in shape[2:]):
         raise InputError(
-            f"image: of shape {list(shape)}; this model takes [1, 3, h, w] with sides of {_SIDES.start} to "
+            f"image: of shape {list(shape)}; this model takes [1, 3, h, w] with sides of "
+            f"{_SIDES.start} to "
             f"{_SIDES[-1]} pixels in steps of {CELL}"
         )
     return pixels.float()
@@ -188,20 +242,27 @@ _SIDES = range(2 * CELL, MAX_SIDE * CELL + 1, CELL)
 
 
 def as_prompt(question: Any) -> Tensor:
-    """Tokens int64 [1, 6] of a text such as `"digit? r1 c2"`, or of tokens. Raises InputError for an unknown word, or
-    too many."""
+    """Tokens int64 [1, 6] of a text such as `"digit? r1 c2"`, or of tokens. Raises InputError for
+    an unknown word, or too many."""
     if isinstance(question, str):
         words = question.split()
         if unknown := [word for word in words if word not in TOKEN]:
-            raise InputError(f"question {question!r}: unknown word {unknown[0]!r}; an example is 'digit? r1 c2'")
+            raise InputError(
+                f"question {question!r}: unknown word {unknown[0]!r}; an example is 'digit? r1 c2'"
+            )
         if not 1 <= len(words) < PROMPT_TOKENS:
             raise InputError(f"question {question!r}: 1 to {PROMPT_TOKENS - 1} words are needed")
         tokens = [TOKEN[word] for word in words]
         tokens += [FILLER] * (PROMPT_TOKENS - 1 - len(tokens))
         return torch.tensor([[*tokens, TOKEN["<answer>"]]])
-    prompt = question if isinstance(question, Tensor) else torch.as_tensor(np.asarray(question))
+    if isinstance(question, Tensor):
+        prompt = question
+    else:
+        prompt = torch.as_tensor(np.asarray(question))
     if prompt.numel() != PROMPT_TOKENS or prompt.is_floating_point():
-        raise InputError(f"question: tokens of shape {list(prompt.shape)}; int64 [1, {PROMPT_TOKENS}] is needed")
+        raise InputError(
+            f"question: tokens of shape {list(prompt.shape)}; int64 [1, {PROMPT_TOKENS}] is needed"
+        )
     return prompt.reshape(1, PROMPT_TOKENS)
 
 
@@ -212,7 +273,9 @@ def request_of(scene: Scenes) -> Request:
 
 def question_of(scene: Scenes) -> str:
     """The question of a scene in words: what `as_prompt` reads."""
-    return " ".join(word for word in (WORDS[token] for token in scene.prompts[0]) if word[0] not in "·<")
+    return " ".join(
+        word for word in (WORDS[token] for token in scene.prompts[0]) if word[0] not in "·<"
+    )
 
 
 def answer_of(scene: Scenes) -> str:
@@ -221,21 +284,23 @@ def answer_of(scene: Scenes) -> str:
 
 
 def builtin_input(sample_id: str) -> tuple[str, NDArray[np.float32]]:
-    """The question and the picture, float32 [h, w, 3] in 0–1, of a sample of the built-in profile: drawn again from the
-    seed that the profile was made with."""
+    """The question and the picture, float32 [h, w, 3] in 0–1, of a sample of the built-in profile:
+    drawn again from the seed that the profile was made with."""
     scene = scenes.draw_sample(int(sample_id), scenes.SEED)
     return question_of(scene), scene.images[0].transpose(1, 2, 0)
 
 
 class ElasticRequests:
-    """The scenes of the built-in profile, and beyond them fresh ones without end. An id is the number of a scene.
+    """The scenes of the built-in profile, and beyond them fresh ones without end. An id is the
+    number of a scene.
 
     Args:
         soft: answers are scored by their share of right words, not by exact match.
     """
 
     def __init__(self, soft: bool = False) -> None:
-        self.soft, self._scenes = soft, dict[str, Scenes]()
+        self.soft = soft
+        self._scenes = dict[str, Scenes]()
 
     def ids(self) -> Iterator[str]:
         return map(str, itertools.count())
@@ -247,8 +312,11 @@ class ElasticRequests:
         return request_of(self._scene(sample_id))
 
     def score(self, sample_id: str, answer: str) -> float:
-        words, right = answer.split(), scenes.to_words(self._scene(sample_id).answers[0])
-        return round(scenes.share_of_right(words, right), 4) if self.soft else float(words == right)
+        words = answer.split()
+        right = scenes.to_words(self._scene(sample_id).answers[0])
+        if self.soft:
+            return round(scenes.share_of_right(words, right), 4)
+        return float(words == right)
 
     def _scene(self, sample_id: str) -> Scenes:
         if sample_id not in self._scenes:

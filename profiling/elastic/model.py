@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knobwise.envs.tables.tensor_file import tensors_and_metadata
-from knobwise.profiling.elastic.scenes import ANSWER_TOKENS, CELL, END, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS
+from knobwise.profiling.elastic.scenes import (
+    ANSWER_TOKENS,
+    CELL,
+    END,
+    MAX_SIDE,
+    PROMPT_TOKENS,
+    TOKEN,
+    WORDS,
+)
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize
 from knobwise.profiling.measuring.adaptive_model import clock_ms
 
@@ -22,12 +30,13 @@ TILE = 16  # pixels
 STRIDE = 4  # pixels between windows, which overlap by half: a tile is nine tokens
 _STARTS = tuple(range(0, TILE - CELL + 1, STRIDE))
 _FLAGS = 3  # vertical scale, horizontal scale, overview or not
-_FIRST_PLACE, _PLACES = TOKEN["r0"], 2 * MAX_SIDE  # the words r0 … r7 c0 … c7
+_FIRST_PLACE = TOKEN["r0"]
+_PLACES = 2 * MAX_SIDE  # the words r0 … r7 c0 … c7
 
 
 class Generation(NamedTuple):
-    """An answer and what it cost: token ids (``<end>`` included), ms by the clock in use; ``vision_ms`` is the part of
-    ``prefill_ms`` until everything is embedded."""
+    """An answer and what it cost: token ids (``<end>`` included), ms by the clock in use;
+    ``vision_ms`` is the part of ``prefill_ms`` until everything is embedded."""
 
     tokens: list[int]
     prefill_ms: float
@@ -36,7 +45,8 @@ class Generation(NamedTuple):
 
 
 class TileGrid(NamedTuple):
-    """How an image is cut: tiles down and across, and the pixels its content is scaled to (the rest is padding)."""
+    """How an image is cut: tiles down and across, and the pixels its content is scaled to (the rest
+    is padding)."""
 
     down: int
     across: int
@@ -46,12 +56,18 @@ class TileGrid(NamedTuple):
 
 @cache
 def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
-    """The tiles for an image of ``rows × columns`` cells: most resolution without upscaling, then fewest tiles."""
+    """The tiles for an image of ``rows × columns`` cells: most resolution without upscaling, then
+    fewest tiles."""
     if max_crops < 1:
         raise ValueError(f"max_crops must be at least 1, not {max_crops}")
     per_tile = TILE // CELL
     options = [
-        (min(1.0, per_tile * down / rows) * min(1.0, per_tile * across / columns), -down * across, down, across)
+        (
+            min(1.0, per_tile * down / rows) * min(1.0, per_tile * across / columns),
+            -down * across,
+            down,
+            across,
+        )
         for down in range(1, math.ceil(rows / per_tile) + 1)
         for across in range(1, math.ceil(columns / per_tile) + 1)
         if down * across <= max_crops
@@ -62,20 +78,27 @@ def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
 
 @cache
 def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> Tensor:
-    """What each window of the overview and (if there) the tiles shows, [windows, 19]: the shares of the 8 rows and 8
-    columns of cells that it covers, the vertical and horizontal scale, and whether it belongs to the overview."""
+    """What each window of the overview and (if there) the tiles shows, [windows, 19]: the shares of
+    the 8 rows and 8 columns of cells that it covers, the vertical and horizontal scale, and whether
+    it belongs to the overview."""
     parts: list[Tensor] = []
     for grid in grids:
         axes = []
-        for tiles, pixels, cells in ((grid.down, grid.height, rows), (grid.across, grid.width, columns)):
+        for tiles, pixels, cells in (
+            (grid.down, grid.height, rows),
+            (grid.across, grid.width, columns),
+        ):
             scale = pixels / (cells * CELL)
-            pixel = torch.tensor([tile * TILE + start for tile in range(tiles) for start in _STARTS])
+            pixel = torch.tensor(
+                [tile * TILE + start for tile in range(tiles) for start in _STARTS]
+            )
             start = pixel / CELL / scale
             place = torch.arange(MAX_SIDE)
             end = torch.minimum(start[:, None] + 1 / scale, place + 1.0)
             axes.append(((end - torch.maximum(start[:, None], place)).clamp(min=0), scale))
         (vertical, scale_y), (horizontal, scale_x) = axes
-        n, m = len(vertical), len(horizontal)
+        n = len(vertical)
+        m = len(horizontal)
         flags = torch.tensor([scale_y, scale_x, float(not parts)]).expand(n, m, _FLAGS)
         both = [vertical[:, None].expand(n, m, MAX_SIDE), horizontal.expand(n, m, MAX_SIDE), flags]
         parts.append(torch.cat(both, -1).reshape(n * m, _PLACES + _FLAGS))
@@ -90,25 +113,36 @@ def scaled(images: Tensor, grid: TileGrid) -> Tensor:
 
 
 def cut_windows(images: Tensor, grid: TileGrid) -> Tensor:
-    """Scale, pad and cut images [B, 3, h, w] into windows [B, 9·tiles, 192], rows of windows first."""
+    """Scale, pad and cut images [B, 3, h, w] into windows [B, 9·tiles, 192], rows of windows
+    first."""
     images = scaled(images, grid)
     pad = (0, grid.across * TILE - grid.width, 0, grid.down * TILE - grid.height)
     if any(pad):
         images = F.pad(images, pad)
     # [B, 3, down, across, 16, 16], then windows inside each tile
-    cut = images.unfold(2, TILE, TILE).unfold(3, TILE, TILE).unfold(4, CELL, STRIDE).unfold(5, CELL, STRIDE)
+    cut = (
+        images.unfold(2, TILE, TILE)
+        .unfold(3, TILE, TILE)
+        .unfold(4, CELL, STRIDE)
+        .unfold(5, CELL, STRIDE)
+    )
     return cut.permute(0, 2, 4, 3, 5, 1, 6, 7).reshape(len(images), -1, 3 * CELL * CELL)
 
 
 class Experts(nn.Module):
-    """Sparse mixture of experts. The weights sum to one over the ``max_top_k`` best, as trained; a smaller ``top_k``
-    leaves out the rest of the sum, so it costs accuracy as well as it saves time."""
+    """Sparse mixture of experts. The weights sum to one over the ``max_top_k`` best, as trained; a
+    smaller ``top_k`` leaves out the rest of the sum, so it costs accuracy as well as it saves
+    time."""
 
     def __init__(self, size: ElasticSize) -> None:
         super().__init__()
         self.router = nn.Linear(size.width, size.experts, bias=False)
-        self.w_in = nn.Parameter(torch.randn(size.experts, size.width, size.expert_width) / size.width**0.5)
-        self.w_out = nn.Parameter(torch.randn(size.experts, size.expert_width, size.width) / size.expert_width**0.5)
+        self.w_in = nn.Parameter(
+            torch.randn(size.experts, size.width, size.expert_width) / size.width**0.5
+        )
+        self.w_out = nn.Parameter(
+            torch.randn(size.experts, size.expert_width, size.width) / size.expert_width**0.5
+        )
         self.max_top_k = size.max_top_k
 
     def forward(self, x: Tensor, top_k: int) -> Tensor:
@@ -119,7 +153,10 @@ class Experts(nn.Module):
         weight = best.tanh().softmax(-1)[:, :top_k]
         chosen = chosen[:, :top_k]
         if len(x) == 1:  # a decoding step has nothing to sort
-            parts = [torch.mm(F.silu(torch.mm(x, self.w_in[i])), self.w_out[i]) for i in chosen[0].tolist()]
+            parts = [
+                torch.mm(F.silu(torch.mm(x, self.w_in[i])), self.w_out[i])
+                for i in chosen[0].tolist()
+            ]
             return torch.mm(weight, torch.cat(parts))
         flat = chosen.flatten()
         order = flat.argsort()
@@ -138,7 +175,8 @@ class Block(nn.Module):
     def __init__(self, size: ElasticSize) -> None:
         super().__init__()
         self.heads = size.heads
-        self.norm_attention, self.norm_experts = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.norm_attention = nn.LayerNorm(size.width)
+        self.norm_experts = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
         self.out = nn.Linear(size.width, size.width, bias=False)
         self.experts = Experts(size)
@@ -146,9 +184,11 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, top_k: int, mask: Tensor | None = None, past: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[B, T, width] → the same and the keys and values [2, B, heads, past + T, width / heads]."""
+        """[B, T, width] → the same and the keys and values [2, B, heads, past + T, width /
+        heads]."""
         batch, length, width = x.shape
-        # plain products of matrices: at batch size 1 the overhead of a linear layer is as large as its work
+        # plain products of matrices: at batch size 1 the overhead of a linear layer is as large as
+        # its work
         qkv = torch.mm(self.norm_attention(x).view(-1, width), self.qkv.weight.t())
         q, cache = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).split((1, 2))
         if past is not None:
@@ -162,10 +202,11 @@ class Block(nn.Module):
 class ElasticVLM(nn.Module):
     """The elastic model.
 
-    An image becomes an overview and up to ``max_crops`` tiles, cut into overlapping 8-pixel windows that one linear map
-    turns into tokens (a deliberately weak stem: recognition is left to the blocks). Blocks are attention plus a sparse
-    mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): each token runs through its ``top_k``
-    experts only. ``num_active_blocks`` leaves out middle blocks, the least important first.
+    An image becomes an overview and up to ``max_crops`` tiles, cut into overlapping 8-pixel windows
+    that one linear map turns into tokens (a deliberately weak stem: recognition is left to the
+    blocks). Blocks are attention plus a sparse mixture of experts (Shazeer et al. 2017,
+    https://arxiv.org/abs/1701.06538): each token runs through its ``top_k`` experts only.
+    ``num_active_blocks`` leaves out middle blocks, the least important first.
 
     ``drop_order`` lists the middle blocks, the first to be left out first.
     """
@@ -176,7 +217,8 @@ class ElasticVLM(nn.Module):
         width = self.size.width
         self.stem = nn.Linear(3 * CELL * CELL, width)
         self.scale = nn.Linear(_FLAGS, width)
-        self.grid_rows, self.grid_columns = nn.Embedding(MAX_SIDE + 1, width), nn.Embedding(MAX_SIDE + 1, width)
+        self.grid_rows = nn.Embedding(MAX_SIDE + 1, width)
+        self.grid_columns = nn.Embedding(MAX_SIDE + 1, width)
         self.words = nn.Embedding(len(WORDS), width)
         self.slots = nn.Embedding(PROMPT_TOKENS + ANSWER_TOKENS, width)
         self.blocks = nn.ModuleList(Block(self.size) for _ in range(self.size.blocks))
@@ -203,49 +245,70 @@ class ElasticVLM(nn.Module):
 
     @torch.inference_mode()
     def overview(self, images: Tensor) -> Tensor:
-        """The image scaled to one tile, [B, 3, 16, 16]: what no knob changes, and every setting begins with."""
+        """The image scaled to one tile, [B, 3, 16, 16]: what no knob changes, and every setting
+        begins with."""
         grid = tile_grid(images.shape[-2] // CELL, images.shape[-1] // CELL, 1)
         return scaled(images, grid)
 
-    def first_stage(self, images: Tensor, max_crops: int = 0, overview: Tensor | None = None) -> Tensor:
-        """Grid-size token, overview and tiles: [B, 10 + 9·tiles, width]; without tiles when ``max_crops`` is 0. An
-        ``overview`` that was made before is not made again."""
-        rows, columns = images.shape[-2] // CELL, images.shape[-1] // CELL
+    def first_stage(
+        self, images: Tensor, max_crops: int = 0, overview: Tensor | None = None
+    ) -> Tensor:
+        """Grid-size token, overview and tiles: [B, 10 + 9·tiles, width]; without tiles when
+        ``max_crops`` is 0. An ``overview`` that was made before is not made again."""
+        rows = images.shape[-2] // CELL
+        columns = images.shape[-1] // CELL
         caps = (1, max_crops) if max_crops else (1,)
         grids = tuple(tile_grid(rows, columns, cap) for cap in caps)
         coordinates = window_coordinates(rows, columns, grids)
-        # a place in the image and the word for it share one embedding, so a question finds its cells early in training
+        # a place in the image and the word for it share one embedding, so a question finds its
+        # cells early in training
         place = coordinates[:, :_PLACES] @ self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES]
         sources = (images if overview is None else overview, images)
         cut = [cut_windows(source, grid) for source, grid in zip(sources, grids, strict=False)]
         windows = self.stem(torch.cat(cut, 1))
         size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
-        return torch.cat((size.expand(len(images), 1, -1), windows + (place + self.scale(coordinates[:, _PLACES:]))), 1)
+        return torch.cat(
+            (
+                size.expand(len(images), 1, -1),
+                windows + (place + self.scale(coordinates[:, _PLACES:])),
+            ),
+            1,
+        )
 
-    def prefix(self, images: Tensor, prompts: Tensor, max_crops: int, overview: Tensor | None = None) -> Tensor:
+    def prefix(
+        self, images: Tensor, prompts: Tensor, max_crops: int, overview: Tensor | None = None
+    ) -> Tensor:
         """Embed grid size, overview, tiles and prompt: [B, 10 + 9·tiles + 6, width]."""
         question = self.words(prompts) + self.slots.weight[:PROMPT_TOKENS]
         return torch.cat((self.first_stage(images, max_crops, overview), question), 1)
 
     @torch.inference_mode()
     def generate(
-        self, image: Tensor, prompt: Tensor, configuration: Configuration, overview: Tensor | None = None
+        self,
+        image: Tensor,
+        prompt: Tensor,
+        configuration: Configuration,
+        overview: Tensor | None = None,
     ) -> Generation:
-        """Decode one answer greedily with a KV cache, timing it by `clock_ms`: ``image`` [1, 3, h, w], ``prompt``
-        [1, 6]. An ``overview`` that was made before is not made again."""
+        """Decode one answer greedily with a KV cache, timing it by `clock_ms`: ``image`` [1, 3, h,
+        w], ``prompt`` [1, 6]. An ``overview`` that was made before is not made again."""
         active = [self.block(i) for i in self.active_blocks(configuration.num_active_blocks)]
-        top_k, tokens = configuration.top_k, []
+        top_k = configuration.top_k
+        tokens = []
         start = clock_ms()
         x = self.prefix(image, prompt, configuration.max_crops, overview)
         embedded = clock_ms()
-        length, past = x.shape[1], []
+        length = x.shape[1]
+        past = []
         for block in active:
             x, cache = block(x, top_k)
             past.append(cache)
         tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
         prefill = clock_ms()
         while tokens[-1] != END and len(tokens) < ANSWER_TOKENS:
-            x = (self.words.weight[tokens[-1]] + self.slots.weight[PROMPT_TOKENS + len(tokens) - 1])[None, None]
+            x = (
+                self.words.weight[tokens[-1]] + self.slots.weight[PROMPT_TOKENS + len(tokens) - 1]
+            )[None, None]
             for i, block in enumerate(active):
                 x, past[i] = block(x, top_k, past=past[i])
             tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
@@ -253,23 +316,27 @@ class ElasticVLM(nn.Module):
 
     @torch.inference_mode()
     def features(self, images: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-        """Features that no knob changes: image [B, 2·width], the mean of the overview's tokens and the grid-size token;
-        language [B, width], the mean of the prompt's word embeddings."""
+        """Features that no knob changes: image [B, 2·width], the mean of the overview's tokens and
+        the grid-size token; language [B, width], the mean of the prompt's word embeddings."""
         seen = self.first_stage(images)
         return torch.cat((seen[:, 1:].mean(1), seen[:, 0]), -1), self.words(prompts).mean(1)
 
     @classmethod
     def load(cls, path: Path) -> ElasticVLM:
-        """Read weights in half precision, with size and drop order as metadata; the model is in evaluation mode and
-        single precision."""
+        """Read weights in half precision, with size and drop order as metadata; the model is in
+        evaluation mode and single precision."""
         weights, metadata = tensors_and_metadata(path)
         model = cls(ElasticSize(**json.loads(metadata["size"])))
         # a head that training alone used is in the file too
-        model.load_state_dict({name: weight for name, weight in weights.items() if not name.startswith("digit_head")})
+        model.load_state_dict(
+            {name: weight for name, weight in weights.items() if not name.startswith("digit_head")}
+        )
         model.drop_order = tuple(json.loads(metadata["drop_order"]))
         return model.eval()
 
 
 def shipped_model() -> ElasticVLM:
     """The trained model that the built-in profile was measured on."""
-    return ElasticVLM.load(Path(str(resources.files("knobwise.profiling") / "data" / "elastic.safetensors")))
+    return ElasticVLM.load(
+        Path(str(resources.files("knobwise.profiling") / "data" / "elastic.safetensors"))
+    )

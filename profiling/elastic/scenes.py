@@ -1,7 +1,8 @@
 """Scenes: grids of coloured handwritten digits with templated questions and answer token sequences.
 
-Colours survive any down-scaling, digits do not: so which questions need image crops depends on the question *and* on
-the size of the grid, and both can be read off the features before a configuration is chosen.
+Colours survive any down-scaling, digits do not: so which questions need image crops depends on the
+question *and* on the size of the grid, and both can be read off the features before a configuration
+is chosen.
 """
 
 from __future__ import annotations
@@ -21,14 +22,31 @@ SEED = 1  # of the scenes of the built-in profile
 ANSWER_TOKENS = MAX_SIDE + 1  # the longest answer is a row or a column, then <end>
 PROMPT_TOKENS = 6  # question word, up to four positions, <answer>
 
-COLOURS = {"red": (1.0, 0.15, 0.15), "green": (0.15, 1.0, 0.15), "blue": (0.15, 0.15, 1.0), "yellow": (1.0, 1.0, 0.15)}
-QUESTIONS = ("digit", "colour", "row", "column", "row_colours", "match", "sum", "compare", "largest")
+COLOURS = {
+    "red": (1.0, 0.15, 0.15),
+    "green": (0.15, 1.0, 0.15),
+    "blue": (0.15, 0.15, 1.0),
+    "yellow": (1.0, 1.0, 0.15),
+}
+QUESTIONS = (
+    "digit",
+    "colour",
+    "row",
+    "column",
+    "row_colours",
+    "match",
+    "sum",
+    "compare",
+    "largest",
+)
 WORDS = (
-    "·", "<end>", "<answer>", *map(str, range(19)), "blank", *COLOURS, "first", "second", "same", "other",
-    *(f"{name}?" for name in QUESTIONS), *(f"r{i}" for i in range(MAX_SIDE)), *(f"c{i}" for i in range(MAX_SIDE)),
+    "·", "<end>", "<answer>", *map(str, range(19)), "blank", *COLOURS,
+    "first", "second", "same", "other", *(f"{name}?" for name in QUESTIONS),
+    *(f"r{i}" for i in range(MAX_SIDE)), *(f"c{i}" for i in range(MAX_SIDE)),
 )  # fmt: skip
 TOKEN = {word: i for i, word in enumerate(WORDS)}
-FILLER, END = TOKEN["·"], TOKEN["<end>"]
+FILLER = TOKEN["·"]
+END = TOKEN["<end>"]
 _BLANK = 10  # the digit class of an empty cell
 _COLOUR_NAMES = tuple(COLOURS)
 
@@ -42,11 +60,12 @@ class Digits(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenes:
-    """Scenes of one grid size, with one question each. A cell of 8 × 8 pixels is blank or holds one image of
-    scikit-learn's digits in one of four colours.
+    """Scenes of one grid size, with one question each. A cell of 8 × 8 pixels is blank or holds one
+    image of scikit-learn's digits in one of four colours.
 
-    ``images`` [B, 3, 8·rows, 8·columns] in 0–1; ``digits`` [B, rows, columns] with 10 for blank; ``prompts`` [B, 6] and
-    ``answers`` [B, 9] token ids, answers closed by ``<end>`` and filled up with ``·``; ``questions`` [B] names.
+    ``images`` [B, 3, 8·rows, 8·columns] in 0–1; ``digits`` [B, rows, columns] with 10 for blank;
+    ``prompts`` [B, 6] and ``answers`` [B, 9] token ids, answers closed by ``<end>`` and filled up
+    with ``·``; ``questions`` [B] names.
     """
 
     images: NDArray[np.float32]
@@ -58,13 +77,16 @@ class Scenes:
 
 @cache
 def load_digits() -> Digits:
-    """The third of scikit-learn's 1,797 digit images that training never saw, by a fixed permutation."""
+    """The third of scikit-learn's 1,797 digit images that training never saw, by a fixed
+    permutation."""
     from sklearn.datasets import load_digits as read
 
     bunch = read()
     order = np.random.default_rng(20).permutation(len(bunch.target))
     chosen = order[: len(order) // 3]
-    return Digits((bunch.images[chosen] / 16).astype(np.float32), bunch.target[chosen].astype(np.int64))
+    return Digits(
+        (bunch.images[chosen] / 16).astype(np.float32), bunch.target[chosen].astype(np.int64)
+    )
 
 
 def draw_scenes(
@@ -100,7 +122,8 @@ def draw_samples(count: int, seed: int) -> list[Scenes]:
 
 
 def draw_sample(number: int, seed: int) -> Scenes:
-    """Draw one single-scene sample, sides and question type uniform; it depends on (seed, number) alone."""
+    """Draw one single-scene sample, sides and question type uniform; it depends on (seed, number)
+    alone."""
     rng = np.random.default_rng((seed, number))
     rows, columns = (int(n) for n in rng.integers(2, MAX_SIDE + 1, size=2))
     return draw_scenes(rng, load_digits(), rows, columns, (str(rng.choice(QUESTIONS)),))
@@ -126,9 +149,12 @@ def _ask(
     def word(r: int, c: int, kind: str = "digit") -> str:
         if labels[r, c] == _BLANK:
             return "blank"
-        return str(labels[r, c]) if kind == "digit" else _COLOUR_NAMES[colour[r, c]]
+        if kind == "digit":
+            return str(labels[r, c])
+        return _COLOUR_NAMES[colour[r, c]]
 
-    r, c = int(rng.integers(rows)), int(rng.integers(columns))
+    r = int(rng.integers(rows))
+    c = int(rng.integers(columns))
     if question in ("digit", "colour"):
         return [f"r{r}", f"c{c}"], [word(r, c, question)]
     if question == "row":
@@ -143,12 +169,18 @@ def _ask(
     if question not in ("match", "sum", "compare"):
         raise ValueError(f"unknown question {question!r}; known: {', '.join(QUESTIONS)}")
     # these show their work: the two cells first, a blank counting as nothing
-    r2, c2 = int(rng.integers(rows)), int(rng.integers(columns))
+    r2 = int(rng.integers(rows))
+    c2 = int(rng.integers(columns))
     places = [f"r{r}", f"c{c}", f"r{r2}", f"c{c2}"]
     if question == "match":
         pair = [word(r, c, "colour"), word(r2, c2, "colour")]
         return places, [*pair, "same" if pair[0] == pair[1] else "other"]
     a, b = (0 if labels[i, j] == _BLANK else int(labels[i, j]) for i, j in ((r, c), (r2, c2)))
-    bigger = "same" if a == b else "first" if a > b else "second"
+    if a == b:
+        bigger = "same"
+    elif a > b:
+        bigger = "first"
+    else:
+        bigger = "second"
     last = str(a + b) if question == "sum" else bigger
     return places, [word(r, c), word(r2, c2), last]

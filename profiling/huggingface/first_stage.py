@@ -1,9 +1,11 @@
-"""The overview of an image through a Hugging Face model's own vision tower, kept so that an answer continues from it.
+"""The overview of an image through a Hugging Face model's own vision tower, kept so that an answer
+continues from it.
 
-Where the overview has the same pixels whatever the number of crops (Llama4 from two crops on, LLaVA-NeXT, Molmo2), the
-decision and the answer need the same output of the tower. Elsewhere the pixels depend on the knob (Qwen-VL, GLM4V and
-Gemma4 know one resolution at a time, Aria drops the overview for crops, Idefics3 and SmolVLM shrink it from a picture
-already resized to the crops): their overview at the lowest setting serves the decision only.
+Where the overview has the same pixels whatever the number of crops (Llama4 from two crops on,
+LLaVA-NeXT, Molmo2), the decision and the answer need the same output of the tower. Elsewhere the
+pixels depend on the knob (Qwen-VL, GLM4V and Gemma4 know one resolution at a time, Aria drops the
+overview for crops, Idefics3 and SmolVLM shrink it from a picture already resized to the crops):
+their overview at the lowest setting serves the decision only.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from knobwise.common.errors import InputError
 
 SAME_AT_EVERY_SETTING = {"llama4": -1, "llava_next": 0, "molmo2": 0}
-"""By `model_type`: where the overview is among an image's crops, for families whose overview is the same whatever
-their number. Their towers treat each crop alone."""
+"""By `model_type`: where the overview is among an image's crops, for families whose overview is the
+same whatever their number. Their towers treat each crop alone."""
 
 _PROJECTORS = ("multi_modal_projector", "connector", "embed_vision")
 
@@ -37,34 +39,47 @@ class Overview:
     ms: float
 
     def pooled(self) -> Tensor:
-        """Mean over the patches of the tower's last hidden states, padding left out: float32 [d] on the CPU."""
-        states, mask = self.output.last_hidden_state, self.inputs[1].get("patch_attention_mask")
-        states = states.flatten(0, -2) if mask is None else states[mask.flatten(1)]
+        """Mean over the patches of the tower's last hidden states, padding left out: float32 [d] on
+        the CPU."""
+        states = self.output.last_hidden_state
+        mask = self.inputs[1].get("patch_attention_mask")
+        if mask is None:
+            states = states.flatten(0, -2)
+        else:
+            states = states[mask.flatten(1)]
         return states.float().mean(0).cpu()
 
 
 def vision_tower(model: Any) -> Any:
-    """The module that encodes images. Raises InputError if the model has none where models of transformers have
-    theirs."""
+    """The module that encodes images. Raises InputError if the model has none where models of
+    transformers have theirs."""
     tower = model.get_encoder(modality="image")
     if tower in (model, model.base_model) or not hasattr(model.base_model, "get_image_features"):
-        raise InputError(f"{type(model).__name__}: has no vision tower that HuggingFaceVLM can find")
+        raise InputError(
+            f"{type(model).__name__}: has no vision tower that HuggingFaceVLM can find"
+        )
     return tower
 
 
 def vision_modules(model: Any) -> list[Any]:
     """The vision tower, and the projector that follows it where that is a module of its own."""
-    projectors = [getattr(owner, name, None) for owner in (model.base_model, model) for name in _PROJECTORS]
-    return [vision_tower(model), *{id(module): module for module in projectors if module is not None}.values()]
+    projectors = [
+        getattr(owner, name, None) for owner in (model.base_model, model) for name in _PROJECTORS
+    ]
+    return [
+        vision_tower(model),
+        *{id(module): module for module in projectors if module is not None}.values(),
+    ]
 
 
 def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], float]) -> Overview:
     """Take one image's overview through the vision tower alone.
 
-    `inputs` are what the processor made of one request, on the model's device; `clock` is in ms, after the device has
-    finished its work.
+    `inputs` are what the processor made of one request, on the model's device; `clock` is in ms,
+    after the device has finished its work.
     """
-    encode, tower = model.base_model.get_image_features, vision_tower(model)
+    encode = model.base_model.get_image_features
+    tower = vision_tower(model)
     known = {name: inputs[name] for name in inspect.signature(encode).parameters if name in inputs}
     try:
         with _forward_of(tower, _stop):
@@ -82,8 +97,9 @@ def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], f
 
 @contextmanager
 def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int]]:
-    """Inside, the vision tower computes one crop less for each overview with the same pixels, and reuses its output;
-    yields the numbers of the overviews that were reused, complete at the end. For models of `SAME_AT_EVERY_SETTING`."""
+    """Inside, the vision tower computes one crop less for each overview with the same pixels, and
+    reuses its output; yields the numbers of the overviews that were reused, complete at the end.
+    For models of `SAME_AT_EVERY_SETTING`."""
     taken = set[int]()
     if not overviews:
         yield taken
@@ -96,7 +112,8 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
         count = _row_count(call)
         known: dict[int, int] = {}  # number of an overview by row
         for number, overview in enumerate(overviews):
-            # one row each: without the overview, a tile of the same pixels would have been computed too
+            # one row each: without the overview, a tile of the same pixels would have been computed
+            # too
             if free := [row for row in _equal_rows(overview.inputs, call) if row not in known]:
                 known[free[0]] = number
                 taken.add(number)
@@ -109,7 +126,9 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
             parts.insert(0, forward(*some[0], **some[1]))
         # where each row is in the joined output: first the computed, then the known
         order = torch.tensor([*rest, *known]).argsort().to(tree_leaves(call)[0].device)
-        return tree_map(lambda *rows: torch.cat(rows)[order] if isinstance(rows[0], Tensor) else rows[0], *parts)
+        return tree_map(
+            lambda *rows: torch.cat(rows)[order] if isinstance(rows[0], Tensor) else rows[0], *parts
+        )
 
     with _forward_of(tower, remembered):
         yield taken
@@ -125,7 +144,9 @@ def _stop(*args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _forward_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    before = vars(module).get("forward")  # set on the module itself where a model is spread over devices
+    before = vars(module).get(
+        "forward"
+    )  # set on the module itself where a model is spread over devices
     module.forward = forward
     try:
         yield
@@ -142,7 +163,12 @@ def _row_count(call: Any) -> int:
 
 def _picked(call: Any, count: int, rows: list[int]) -> Any:
     """The call with some of its rows: of tensors whose first dimension they are."""
-    return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,) else leaf, call)
+    return tree_map(
+        lambda leaf: (
+            leaf[rows] if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,) else leaf
+        ),
+        call,
+    )
 
 
 def _equal_rows(single_row: Any, many: Any) -> list[int]:

@@ -1,5 +1,5 @@
-"""Set crops, experts and blocks of a Hugging Face vision-language model for a while, and restore it exactly: a few
-attributes of model and processor get other values and then their own values back."""
+"""Set crops, experts and blocks of a Hugging Face vision-language model for a while, and restore it
+exactly: a few attributes of model and processor get other values and then their own values back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.families import FAMILIES, Assignment, image_knob
-from knobwise.profiling.measuring.adaptive_model import KNOBS, Configuration, KnobSupport, check_configuration
+from knobwise.profiling.measuring.adaptive_model import (
+    KNOBS,
+    Configuration,
+    KnobSupport,
+    check_configuration,
+)
 
 TOP_K_IN_CONFIGURATION = {"gemma4_text": "top_k_experts"}
-"""Language models whose routers read the number of experts from the configuration, not from themselves."""
+"""Language models whose routers read the number of experts from the configuration, not from
+themselves."""
 
-# of any instance: a default that is read while knobs are set would be wrong, and so would the restored value
+# of any instance: a default that is read while knobs are set would be wrong, and so would the
+# restored value
 _being_set: WeakSet[nn.Module] = WeakSet()
 
 
@@ -26,25 +33,30 @@ class HuggingFaceKnobs:
     """The knobs of an image-text-to-text model of transformers and its processor.
 
     - `max_crops`: see `knobwise.profiling.huggingface.families`.
-    - `top_k`: the experts that every router of the language model chooses for a token. Weights are normalised as the
-      router itself does it.
-    - `num_active_blocks`: the decoder blocks that run; the others pass their input on and write nothing to the cache of
-      keys and values. The first block always runs, and so does every block from whose cache others read positions,
-      masks, keys or values; so generation with a cache gives what generation without one gives. What a family adds to
-      hidden states between its blocks (Qwen3-VL's deepstack) is still added.
+    - `top_k`: the experts that every router of the language model chooses for a token. Weights are
+      normalised as the router itself does it.
+    - `num_active_blocks`: the decoder blocks that run; the others pass their input on and write
+      nothing to the cache of keys and values. The first block always runs, and so does every block
+      from whose cache others read positions, masks, keys or values; so generation with a cache
+      gives what generation without one gives. What a family adds to hidden states between its
+      blocks (Qwen3-VL's deepstack) is still added.
 
-    Blocks are left out in the order of `importance`, the least important first. Without it the last but one goes first,
-    then the one before it, and so on; the last goes last: deep blocks matter least, except for the final ones
-    (Gromov et al., 2024, https://arxiv.org/abs/2403.17887).
+    Blocks are left out in the order of `importance`, the least important first. Without it the last
+    but one goes first, then the one before it, and so on; the last goes last: deep blocks matter
+    least, except for the final ones (Gromov et al., 2024, https://arxiv.org/abs/2403.17887).
 
-    A model whose type is unknown gets `top_k` and `num_active_blocks` if its decoder has a plain list of blocks.
+    A model whose type is unknown gets `top_k` and `num_active_blocks` if its decoder has a plain
+    list of blocks.
 
-    `importance` is how much the answers lose without each block, by block, for all that can be left out
-    (`knobwise.profiling.huggingface.profile` measures and reads it). Raises InputError if the decoder's blocks are not
-    found, the importance misses a block or names one that does not exist, or the model's knobs are set at this moment.
+    `importance` is how much the answers lose without each block, by block, for all that can be left
+    out (`knobwise.profiling.huggingface.profile` measures and reads it). Raises InputError if the
+    decoder's blocks are not found, the importance misses a block or names one that does not exist,
+    or the model's knobs are set at this moment.
     """
 
-    def __init__(self, model: Any, processor: Any, importance: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, model: Any, processor: Any, importance: Mapping[int, float] | None = None
+    ) -> None:
         self.model = model
         self._language = model.config.get_text_config(decoder=True)
         self._blocks = _decoder_blocks(model)
@@ -60,9 +72,10 @@ class HuggingFaceKnobs:
 
     @contextmanager
     def set(self, configuration: Configuration) -> Iterator[None]:
-        """Run model and processor with this configuration inside the context; restore both at its end, also after
-        exceptions. The configuration must stay the same from the processor's call to the last token of an answer.
-        Raises InputError for a value that cannot be set, or a context of this model that has not ended."""
+        """Run model and processor with this configuration inside the context; restore both at its
+        end, also after exceptions. The configuration must stay the same from the processor's call
+        to the last token of an answer. Raises InputError for a value that cannot be set, or a
+        context of this model that has not ended."""
         values = check_configuration(self.knobs, configuration)
         crops, top_k, blocks = (values[name] for name in KNOBS)
         assignments: list[Assignment] = []
@@ -75,18 +88,24 @@ class HuggingFaceKnobs:
             yield
 
     def active_blocks(self, number: int) -> tuple[int, ...]:
-        """The blocks that run when so many are active, in ascending order. Raises InputError for fewer than must run,
-        or more than there are."""
+        """The blocks that run when so many are active, in ascending order. Raises InputError for
+        fewer than must run, or more than there are."""
         total = len(self._blocks)
         if not len(self.always_active) <= number <= total:
-            raise InputError(f"num_active_blocks={number}: this model takes {len(self.always_active)} to {total}")
+            raise InputError(
+                f"num_active_blocks={number}: this model takes {len(self.always_active)} to {total}"
+            )
         left_out = self._leaving[: total - number]
         return tuple(block for block in range(total) if block not in left_out)
 
     @contextmanager
-    def _exclusively(self, assignments: list[Assignment], left_out: Collection[int]) -> Iterator[None]:
+    def _exclusively(
+        self, assignments: list[Assignment], left_out: Collection[int]
+    ) -> Iterator[None]:
         if self.model in _being_set:
-            raise InputError("this model's knobs are set already; leave that context before setting them again")
+            raise InputError(
+                "this model's knobs are set already; leave that context before setting them again"
+            )
         with ExitStack() as stack:
             _being_set.add(self.model)
             stack.callback(_being_set.discard, self.model)
@@ -94,7 +113,10 @@ class HuggingFaceKnobs:
                 identity = _Identity()
                 # the first block always runs, and shows what kind of output the decoder expects
                 stack.callback(self._blocks[0].register_forward_hook(identity.note_form).remove)
-                assignments = [*assignments, *((self._blocks[block], "forward", identity) for block in left_out)]
+                assignments = [
+                    *assignments,
+                    *((self._blocks[block], "forward", identity) for block in left_out),
+                ]
             for owner, name, value in assignments:
                 _assign(stack, owner, name, value)
             yield
@@ -106,82 +128,120 @@ class HuggingFaceKnobs:
         if importance is None:
             return sorted(free, key=lambda block: block == total - 1)
         if wrong := [block for block in importance if not 0 <= block < total]:
-            raise InputError(f"importance of block {wrong[0]}: this model has blocks 0 to {total - 1}")
+            raise InputError(
+                f"importance of block {wrong[0]}: this model has blocks 0 to {total - 1}"
+            )
         if missing := [block for block in free if block not in importance]:
-            raise InputError(f"importance: block {missing[-1]} of this model's {total} has no value")
+            raise InputError(
+                f"importance: block {missing[-1]} of this model's {total} has no value"
+            )
         return sorted(free, key=lambda block: importance[block])  # of equals the deeper first
 
     def _top_k_owners(self) -> list[tuple[Any, str]]:
         """Where the number of experts is written."""
         name = TOP_K_IN_CONFIGURATION.get(self._language.model_type, "")
         if name:
-            return [(self._language, name)] if getattr(self._language, name, None) else []
+            if getattr(self._language, name, None):
+                return [(self._language, name)]
+            return []
         parts = [part for block in self._blocks for part in block.modules()]
         return [(part, "top_k") for part in parts if isinstance(vars(part).get("top_k"), int)]
 
     def _top_k_support(self) -> KnobSupport:
         if not self._top_k:
-            return KnobSupport(KNOBS[1], default=0, note="this model has no experts: its feed-forward layers are dense")
+            return KnobSupport(
+                KNOBS[1],
+                default=0,
+                note="this model has no experts: its feed-forward layers are dense",
+            )
         most = min(_choosable(owner, self._language) for owner, _ in self._top_k)
         default = max(int(getattr(owner, name)) for owner, name in self._top_k)
-        routed = [block for block in self._blocks if any(_is_experts(part) for part in block.modules())]
-        sets, note, total = "experts for each token", "", len(self._blocks)
+        routed = [
+            block for block in self._blocks if any(_is_experts(part) for part in block.modules())
+        ]
+        sets = "experts for each token"
+        note = ""
+        total = len(self._blocks)
         if 0 < len(routed) < total:
             sets += f", in {len(routed)} of {total} blocks"
         if any(_computes_every_token(part) for block in routed for part in block.modules()):
-            note = "saves no time here: every expert computes every token whatever is chosen, so fewer experts change "
+            note = (
+                "saves no time here: every expert computes every token whatever is "
+                "chosen, so fewer experts change "
+            )
             note += "only the answers"
         return KnobSupport(KNOBS[1], default, 1, most, sets, note)
 
     def _blocks_support(self) -> KnobSupport:
-        total, least = len(self._blocks), len(self.always_active)
+        total = len(self._blocks)
+        least = len(self.always_active)
         sets = "decoder blocks that run, the first among them"
         if least > 1:
             sets += f"; {', '.join(map(str, self.always_active))} always run"
-        note = "" if least < total else "every block of this model's decoder is read by others"
+        if least < total:
+            note = ""
+        else:
+            note = "every block of this model's decoder is read by others"
         return KnobSupport(KNOBS[2], total, least, total, sets, note)
 
 
 class _Identity:
-    """The replacement of a block that is left out: it passes its input on, in the form that the other blocks use."""
+    """The replacement of a block that is left out: it passes its input on, in the form that the
+    other blocks use."""
 
     def __init__(self) -> None:
         self._others: tuple[None, ...] | None = None
 
     def note_form(self, block: nn.Module, inputs: Any, output: Any) -> None:
-        self._others = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
+        if isinstance(output, tuple):
+            self._others = (None,) * (len(output) - 1)
+        else:
+            self._others = None
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:
-        return hidden_states if self._others is None else (hidden_states, *self._others)
+        if self._others is None:
+            return hidden_states
+        return (hidden_states, *self._others)
 
 
 def _assign(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Give an attribute another value until the stack closes; an attribute of the class is restored as such."""
-    before = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (delattr, owner, name)
+    """Give an attribute another value until the stack closes; an attribute of the class is restored
+    as such."""
+    if name in vars(owner):
+        before: tuple[Any, ...] = (setattr, owner, name, vars(owner)[name])
+    else:
+        before = (delattr, owner, name)
     setattr(owner, name, value)
     stack.callback(*before)
 
 
 def _decoder_blocks(model: Any) -> nn.ModuleList:
     """The blocks of the language model, in order."""
-    part = None if getattr(model.config, "is_encoder_decoder", False) else model.get_decoder()
+    if getattr(model.config, "is_encoder_decoder", False):
+        part = None
+    else:
+        part = model.get_decoder()
     while isinstance(part, nn.Module):
         blocks = getattr(part, "layers", None)
         if isinstance(blocks, nn.ModuleList):
-            arguments = [list(inspect.signature(type(block).forward).parameters) for block in blocks]
+            arguments = [
+                list(inspect.signature(type(block).forward).parameters) for block in blocks
+            ]
             if all(names[1:2] == ["hidden_states"] for names in arguments):
                 return blocks
         part = getattr(part, "model", None)  # a language model with its head
     known = ", ".join(FAMILIES)
     raise InputError(
-        f"the decoder blocks of a model of type {model.config.model_type!r} cannot be found; known are {known}. "
+        f"the decoder blocks of a model of type {model.config.model_type!r} cannot be found; "
+        f"known are {known}. "
         "For another model implement knobwise.profiling.measuring.adaptive_model.AdaptiveVLM"
     )
 
 
 def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
-    """The blocks whose cache is read for all: for positions and for the masks of each kind of attention, the first of
-    that kind; for keys and values that later blocks share, those that store them."""
+    """The blocks whose cache is read for all: for positions and for the masks of each kind of
+    attention, the first of that kind; for keys and values that later blocks share, those that store
+    them."""
     from transformers import DynamicCache
     from transformers.masking_utils import find_first_full_attention_index
 
@@ -190,7 +250,10 @@ def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
     if True in cache.is_sliding:
         blocks_read.add(cache.is_sliding.index(True))
     if getattr(language, "num_kv_shared_layers", 0):
-        stores = [any(getattr(part, "store_full_length_kv", False) for part in block.modules()) for block in blocks]
+        stores = [
+            any(getattr(part, "store_full_length_kv", False) for part in block.modules())
+            for block in blocks
+        ]
         blocks_read |= {number for number, stored in enumerate(stores) if stored}
     return tuple(sorted(blocks_read))
 
@@ -198,7 +261,8 @@ def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
 def _choosable(owner: Any, language: Any) -> int:
     """The most experts that a router can choose for a token."""
     experts = int(getattr(owner, "num_experts", None) or language.num_experts)
-    groups, chosen = getattr(owner, "num_group", 1) or 1, getattr(owner, "topk_group", 1) or 1
+    groups = getattr(owner, "num_group", 1) or 1
+    chosen = getattr(owner, "topk_group", 1) or 1
     return experts // groups * chosen
 
 

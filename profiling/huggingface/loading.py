@@ -1,4 +1,5 @@
-"""Vision-language models from a folder or the Hugging Face hub, without running code of theirs, and their prompts."""
+"""Vision-language models from a folder or the Hugging Face hub, without running code of theirs, and
+their prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from knobwise.common.errors import InputError
 INSTRUCTION = "Answer with a single word or a short phrase."
 # for models that were never taught to chat; white space in it is part of the prompt
 PLAIN_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'user' %}IMAGE Question: {{ message.content[1].text }} Answer:"
+    "{% for message in messages %}{% if message.role == 'user' %}IMAGE Question: {{ "
+    "message.content[1].text }} Answer:"
     "{% else %} {{ message.content[0].text }}\n{% endif %}{% endfor %}"
 )
 
@@ -29,14 +31,15 @@ GREEDY: dict[str, Any] = {
     "num_return_sequences": 1,
     "return_dict_in_generate": False,
 }
-"""Settings of `generate` for one greedy answer, whatever a model came with. What its own settings do to the logits,
-such as a repetition penalty, they go on doing."""
+"""Settings of `generate` for one greedy answer, whatever a model came with. What its own settings
+do to the logits, such as a repetition penalty, they go on doing."""
 
 
 def load_pretrained(
     name_or_path: str | Path, dtype: str | torch.dtype, kind: str = "AutoModelForImageTextToText"
 ) -> tuple[Any, Any]:
-    """Load a model, by a class of transformers, and its processor; no code that came with them is executed.
+    """Load a model, by a class of transformers, and its processor; no code that came with them is
+    executed.
 
     Raises:
         InputError: transformers is not installed, or there is no such model, or of another kind.
@@ -45,35 +48,54 @@ def load_pretrained(
         import transformers
     except ImportError as error:
         raise InputError("a Hugging Face model needs: pip install knobwise[models]") from error
-    # what is written like a path is no name of the hub's, which is asked for minutes where it cannot be reached
+    # what is written like a path is no name of the hub's, which is asked for minutes where it
+    # cannot be reached
     if str(name_or_path).startswith((".", "/", "~")) and not Path(name_or_path).is_dir():
         raise InputError(f"{name_or_path}: no such folder")
     if Path(name_or_path).is_file():
-        raise InputError(f"{name_or_path}: is a file; a model is a folder, or a name on the Hugging Face hub")
+        raise InputError(
+            f"{name_or_path}: is a file; a model is a folder, or a name on the Hugging Face hub"
+        )
     try:
-        processor = transformers.AutoProcessor.from_pretrained(name_or_path, trust_remote_code=False)
+        processor = transformers.AutoProcessor.from_pretrained(
+            name_or_path, trust_remote_code=False
+        )
         model = getattr(transformers, kind).from_pretrained(
             name_or_path, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
     # what is damaged, or does not fit the configuration, fails in many ways
-    except (OSError, ValueError, KeyError, ImportError, TypeError, RuntimeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+        TypeError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         raise InputError(
-            f"{name_or_path}: cannot be loaded as a vision-language model ({' '.join(str(error).split())})"
+            f"{name_or_path}: cannot be loaded as a vision-language model "
+            f"({' '.join(str(error).split())})"
         ) from error
     return model, processor
 
 
 class PromptedModel:
-    """A model of transformers with its processor, and how questions about images become its prompts.
+    """A model of transformers with its processor, and how questions about images become its
+    prompts.
 
-    The image-text-to-text model is put into eval mode, and on the device if one is named. Without a chat template the
-    prompt is "<image> Question: … Answer:" and the answer ends with its line. A tokenizer without a padding token gets
-    its end token as one. `INSTRUCTION` is added to every question of a chat model.
+    The image-text-to-text model is put into eval mode, and on the device if one is named. Without a
+    chat template the prompt is "<image> Question: … Answer:" and the answer ends with its line. A
+    tokenizer without a padding token gets its end token as one. `INSTRUCTION` is added to every
+    question of a chat model.
     """
 
-    def __init__(self, model: Any, processor: Any, *, device: str | torch.device | None = None) -> None:
+    def __init__(
+        self, model: Any, processor: Any, *, device: str | torch.device | None = None
+    ) -> None:
         self.model = (model if device is None else model.to(device)).eval()
-        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
         self.chats = bool(getattr(processor, "chat_template", None))
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -89,38 +111,61 @@ class PromptedModel:
         dtype: str | torch.dtype = "auto",
         **settings: Any,
     ) -> Self:
-        """Load model and processor from a folder (offline) or by their name on the Hugging Face hub.
+        """Load model and processor from a folder (offline) or by their name on the Hugging Face
+        hub.
 
-        `device` None is the GPU where there is one; `arguments` and `settings` as for the class. Raises InputError if
-        transformers is not installed, or there is no such model, or of another kind.
+        `device` None is the GPU where there is one; `arguments` and `settings` as for the class.
+        Raises InputError if transformers is not installed, or there is no such model, or of another
+        kind.
         """
         model, processor = load_pretrained(name_or_path, dtype)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return cls(model, processor, *arguments, device=device, **settings)
 
-    def _turns(self, question: str, answer: str | None = None, *, image: bool = True) -> list[dict[str, Any]]:
+    def _turns(
+        self, question: str, answer: str | None = None, *, image: bool = True
+    ) -> list[dict[str, Any]]:
         """A question, with its answer where there is one."""
-        pictures = [{"type": "image"}] if image or not self.chats else []
-        text = f"{question}\n{INSTRUCTION}" if self.chats else question
+        if image or not self.chats:
+            pictures = [{"type": "image"}]
+        else:
+            pictures = []
+        if self.chats:
+            text = f"{question}\n{INSTRUCTION}"
+        else:
+            text = question
         turns = [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
         if answer is not None:
             turns.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
         return turns
 
-    def _prompt(self, turns: Sequence[dict[str, Any]], *, image: bool = True, **options: Any) -> str:
+    def _prompt(
+        self, turns: Sequence[dict[str, Any]], *, image: bool = True, **options: Any
+    ) -> str:
         """The turns as the model reads them; after a question, up to where the answer begins."""
         mark = getattr(self.processor, "image_token", None) or "<image>"
-        template = None if self.chats else PLAIN_TEMPLATE.replace("IMAGE", mark if image else "")
+        if self.chats:
+            template = None
+        else:
+            template = PLAIN_TEMPLATE.replace("IMAGE", mark if image else "")
         options |= {"chat_template": template, "add_generation_prompt": turns[-1]["role"] == "user"}
         return str(self.processor.apply_chat_template(turns, **options))
 
     def _token_options(self, text: str) -> dict[str, bool]:
         start = self.tokenizer.bos_token
-        return {"add_special_tokens": False} if start and text.startswith(start) else {}
+        if start and text.startswith(start):
+            return {"add_special_tokens": False}
+        return {}
 
     def _processed(self, texts: list[str], images: list[list[Any]]) -> dict[str, Tensor]:
-        """The processor's output for prompts with their images, padded on the left, on the model's device."""
-        options = {"padding": True, "padding_side": "left", "return_tensors": "pt", **self._token_options(texts[0])}
+        """The processor's output for prompts with their images, padded on the left, on the model's
+        device."""
+        options = {
+            "padding": True,
+            "padding_side": "left",
+            "return_tensors": "pt",
+            **self._token_options(texts[0]),
+        }
         inputs = self.processor(text=texts, images=images, **options)
         return dict(inputs.to(self.model.device, self.model.dtype))
 
@@ -128,17 +173,23 @@ class PromptedModel:
 def log_probs_of_answer(model: Any, inputs: Mapping[str, Tensor], answer: Tensor) -> Tensor:
     """ln P of each token of an answer, int64 [T], after a prompt: float32 [T].
 
-    Prompt and answer are one sequence, without cache or padding. `inputs` is what the processor makes of one prompt.
+    Prompt and answer are one sequence, without cache or padding. `inputs` is what the processor
+    makes of one prompt.
     """
     prompt = inputs["input_ids"]
     answer = answer.to(prompt.device)
     longer = dict(inputs)
     for name, value in inputs.items():  # the mask and the kinds of tokens go on as those of text
         if name != "input_ids" and value.shape == prompt.shape:
-            new = torch.full_like(answer[None, :-1], int(name == "attention_mask"), dtype=value.dtype)
+            new = torch.full_like(
+                answer[None, :-1], int(name == "attention_mask"), dtype=value.dtype
+            )
             longer[name] = torch.cat([value, new], 1)
     longer["input_ids"] = torch.cat([prompt, answer[None, :-1]], 1)
     # logits of the prompt would fill the memory with a large vocabulary
-    kept = {"logits_to_keep": len(answer)} if model._supports_logits_to_keep() else {}
+    if model._supports_logits_to_keep():
+        kept = {"logits_to_keep": len(answer)}
+    else:
+        kept = {}
     logits = model(**longer, **kept, use_cache=False).logits[0, -len(answer) :]
     return logits.float().log_softmax(-1).gather(-1, answer[:, None].to(logits.device))[:, 0]

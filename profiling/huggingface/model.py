@@ -21,21 +21,28 @@ from knobwise.profiling.huggingface.first_stage import (
 )
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
 from knobwise.profiling.huggingface.loading import GREEDY, PromptedModel
-from knobwise.profiling.measuring.adaptive_model import Answer, Configuration, FirstStage, Request, clock_ms
+from knobwise.profiling.measuring.adaptive_model import (
+    Answer,
+    Configuration,
+    FirstStage,
+    Request,
+    clock_ms,
+)
 
 
 class HuggingFaceVLM(PromptedModel):
     """An `AdaptiveVLM`: a model of transformers behind its knobs. Not for two threads at once.
 
-    The answer is decoded greedily with the knobs set, and continues from the output of the vision tower where the
-    overview is the same at every setting (`knobwise.profiling.huggingface.first_stage`). Hooks read the times during
-    that one generation; nothing runs twice.
+    The answer is decoded greedily with the knobs set, and continues from the output of the vision
+    tower where the overview is the same at every setting
+    (`knobwise.profiling.huggingface.first_stage`). Hooks read the times during that one generation;
+    nothing runs twice.
 
-    A group of requests is answered as one batch, padded on the left; times of an answer are then those of the whole
-    batch, so measure one request at a time.
+    A group of requests is answered as one batch, padded on the left; times of an answer are then
+    those of the whole batch, so measure one request at a time.
 
-    `processor` and `device` are as for `PromptedModel`, `importance` as for `HuggingFaceKnobs`. Raises InputError for a
-    model whose knobs or vision tower are unknown.
+    `processor` and `device` are as for `PromptedModel`, `importance` as for `HuggingFaceKnobs`.
+    Raises InputError for a model whose knobs or vision tower are unknown.
     """
 
     def __init__(
@@ -60,7 +67,9 @@ class HuggingFaceVLM(PromptedModel):
     def name(self) -> str:
         """The hub's name of the model, the name of its folder, or else its family."""
         source = self.model.name_or_path
-        return (Path(source).name if Path(source).is_dir() else source) or self.model.config.model_type
+        return (
+            Path(source).name if Path(source).is_dir() else source
+        ) or self.model.config.model_type
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
         """As in `AdaptiveVLM`."""
@@ -68,12 +77,14 @@ class HuggingFaceVLM(PromptedModel):
 
     @torch.inference_mode()
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        """Features: `image_features`, the vision tower's last hidden states of the overview, and `language_features`,
-        the token embeddings of the prompt as it reads without its image; each the mean over tokens, float32 [d].
+        """Features: `image_features`, the vision tower's last hidden states of the overview, and
+        `language_features`, the token embeddings of the prompt as it reads without its image; each
+        the mean over tokens, float32 [d].
 
         `extra_ms` is all of `total_ms` where answers compute the overview again (see
-        `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time. Without features nothing
-        is computed yet. Raises InputError if the image is no PIL image or the question no text.
+        `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time.
+        Without features nothing is computed yet. Raises InputError if the image is no PIL image or
+        the question no text.
         """
         if not features:
             return FirstStage(request, {}, None, 0.0, 0.0)
@@ -82,7 +93,9 @@ class HuggingFaceVLM(PromptedModel):
             inputs = self.inputs([request])
         overview = encode_overview(self.model, inputs, self._clock)
         prompt = self._text(request.question, image=False)
-        tokens = self.tokenizer(prompt, return_tensors="pt", **self._token_options(prompt))["input_ids"]
+        tokens = self.tokenizer(prompt, return_tensors="pt", **self._token_options(prompt))[
+            "input_ids"
+        ]
         words = self.model.get_input_embeddings()(tokens.to(self.model.device))[0]
         blocks = {
             "image_features": overview.pooled().numpy(),
@@ -95,13 +108,16 @@ class HuggingFaceVLM(PromptedModel):
 
     @torch.inference_mode()
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
-        """Answer as one batch, greedily. An answer's `extra` holds `reused_ms`, the first stage's part of its times.
+        """Answer as one batch, greedily. An answer's `extra` holds `reused_ms`, the first stage's
+        part of its times.
 
-        A stage with `kept` None is answered from the start. A stage from a cache, whose times are 0, adds nothing.
-        Raises InputError for a value that cannot be set, or a request without a PIL image or a text.
+        A stage with `kept` None is answered from the start. A stage from a cache, whose times are
+        0, adds nothing. Raises InputError for a value that cannot be set, or a request without a
+        PIL image or a text.
         """
         if len(stages) > 1 and self.model.config.model_type == "aria":
-            # its processor gives every image of a batch as many placeholders as the one with the most crops
+            # its processor gives every image of a batch as many placeholders as the one with the
+            # most crops
             return [answer for stage in stages for answer in self.answer([stage], configuration)]
         if not stages:
             return []
@@ -113,7 +129,11 @@ class HuggingFaceVLM(PromptedModel):
             first[:] = first or [self._clock()]
             return False
 
-        with self.set_knobs(configuration), going_on_from(self.model, overviews) as taken, self._timed() as spans:
+        with (
+            self.set_knobs(configuration),
+            going_on_from(self.model, overviews) as taken,
+            self._timed() as spans,
+        ):
             start = self._clock()
             inputs = self.inputs([stage.request for stage in stages])
             prepared = self._clock()
@@ -131,8 +151,13 @@ class HuggingFaceVLM(PromptedModel):
         vision = inputs["input_ids"] == self.model.config.image_token_id
         counts = zip(vision.sum(1).tolist(), inputs["attention_mask"].sum(1).tolist(), strict=True)
         answers = []
-        for tokens, (seen, read) in zip(output[:, inputs["input_ids"].shape[1] :].tolist(), counts, strict=True):
-            end = next((place for place, token in enumerate(tokens, 1) if token in self.end_tokens), len(tokens))
+        for tokens, (seen, read) in zip(
+            output[:, inputs["input_ids"].shape[1] :].tolist(), counts, strict=True
+        ):
+            end = next(
+                (place for place, token in enumerate(tokens, 1) if token in self.end_tokens),
+                len(tokens),
+            )
             text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True).strip()
             if not self.chats:  # a token may hold the end of a line and more
                 text = text.partition("\n")[0].rstrip()
@@ -151,10 +176,14 @@ class HuggingFaceVLM(PromptedModel):
         return answers
 
     def _text(self, question: str, *, image: bool = True, answer: str | None = None) -> str:
-        """The prompt as the model reads it, up to where the answer begins, or with the answer and what ends it."""
+        """The prompt as the model reads it, up to where the answer begins, or with the answer and
+        what ends it."""
         known = str(getattr(self.processor, "chat_template", None))
         # an answer is too short for reasoning
-        options = {"enable_thinking": False} if "enable_thinking" in known else {}
+        if "enable_thinking" in known:
+            options = {"enable_thinking": False}
+        else:
+            options = {}
         return self._prompt(self._turns(question, answer, image=image), image=image, **options)
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Tensor]:
@@ -162,12 +191,15 @@ class HuggingFaceVLM(PromptedModel):
         for request in requests:
             if not isinstance(request.image, Image.Image) or not isinstance(request.question, str):
                 kinds = type(request.image).__name__, type(request.question).__name__
-                raise InputError(f"a request needs a PIL image and a text, has {kinds[0]} and {kinds[1]}")
+                raise InputError(
+                    f"a request needs a PIL image and a text, has {kinds[0]} and {kinds[1]}"
+                )
         texts = [self._text(request.question) for request in requests]
         return self._processed(texts, [[request.image.convert("RGB")] for request in requests])
 
     def _end_tokens(self) -> list[int]:
-        """What ends an answer: the end of text of model and tokenizer, and the end of a turn or of a line."""
+        """What ends an answer: the end of text of model and tokenizer, and the end of a turn or of
+        a line."""
         end_tokens = {*self._stops, self.tokenizer.eos_token_id}
         after = self._text("What?", answer="Yes").rpartition("Yes")[2]
         tokens = self.tokenizer(after, add_special_tokens=False)["input_ids"]
@@ -198,7 +230,9 @@ class HuggingFaceVLM(PromptedModel):
         with ExitStack() as hooks:
             for module in self._vision:
                 before = module.register_forward_pre_hook(lambda *_: starts.append(self._clock()))
-                after = module.register_forward_hook(lambda *_: spans.append(self._clock() - starts.pop()))
+                after = module.register_forward_hook(
+                    lambda *_: spans.append(self._clock() - starts.pop())
+                )
                 hooks.callback(before.remove)
                 hooks.callback(after.remove)
             yield spans

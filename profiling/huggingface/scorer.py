@@ -1,4 +1,5 @@
-"""Score demonstrations with a Hugging Face vision-language model: how likely it makes a query's answers after them."""
+"""Score demonstrations with a Hugging Face vision-language model: how likely it makes a query's
+answers after them."""
 
 from __future__ import annotations
 
@@ -11,14 +12,22 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.loading import PromptedModel, log_probs_of_answer
-from knobwise.profiling.measuring.questions import VQAData, VQAItem, agreeing, check_rows, most_common, soft_accuracy
+from knobwise.profiling.measuring.questions import (
+    VQAData,
+    VQAItem,
+    agreeing,
+    check_rows,
+    most_common,
+    soft_accuracy,
+)
 
 Prompt = tuple[int, list[int]]
 """A query's row and its demonstrations' rows, in order."""
 
 
 class _Candidates(NamedTuple):
-    """The C possible answers to a query: their tokens, soft VQA accuracies float32 [C], and which is the right one."""
+    """The C possible answers to a query: their tokens, soft VQA accuracies float32 [C], and which
+    is the right one."""
 
     tokens: list[list[int]]
     accuracy: Tensor
@@ -28,31 +37,34 @@ class _Candidates(NamedTuple):
 class VLMScorer(PromptedModel):
     """How well a vision-language model answers queries after demonstrations: a `Scorer`.
 
-    The demonstrations (image, question, answer) and the query (image, question) become one prompt with several images.
-    Every candidate answer is scored by the log-likelihood of its tokens after the prompt, up to and with the end of the
-    answer, so that "two" does not also count whatever begins with it. The prompt, which is long, is computed once; the
-    answers, which are short, continue from its key-value cache. Of `data.queries` and `data.bank`, a call gives:
+    The demonstrations (image, question, answer) and the query (image, question) become one prompt
+    with several images. Every candidate answer is scored by the log-likelihood of its tokens after
+    the prompt, up to and with the end of the answer, so that "two" does not also count whatever
+    begins with it. The prompt, which is long, is computed once; the answers, which are short,
+    continue from its key-value cache. Of `data.queries` and `data.bank`, a call gives:
 
-    - `logprob_score`: ln P(right answer, end of answer | prompt), the sum over its tokens. The right answer is the
-      candidate that most reference answers agree with (of equals the first in the alphabet).
+    - `logprob_score`: ln P(right answer, end of answer | prompt), the sum over its tokens. The
+      right answer is the candidate that most reference answers agree with (of equals the first in
+      the alphabet).
     - `vqa_gt_prob`: exp of it.
     - `vqa_acc_score`: the soft VQA accuracy of the candidate with the highest such log-likelihood.
     - `vqa_correct`: 1 where no candidate has a higher soft accuracy than that one, else 0.
-    - `vqa_rel_score`: P(right answer) / P(most likely candidate), in [0, 1]; 1 where the right answer is ranked first.
+    - `vqa_rel_score`: P(right answer) / P(most likely candidate), in [0, 1]; 1 where the right
+      answer is ranked first.
 
-    The candidates (`VQAData.candidates`) include the right answer, so correctness here is a choice among up to
-    `max_choices` and higher than that of free generation.
+    The candidates (`VQAData.candidates`) include the right answer, so correctness here is a choice
+    among up to `max_choices` and higher than that of free generation.
 
     Args:
         model, processor, device: as for `PromptedModel`.
         batch_size: prompts computed at a time; their cache is held once for each candidate.
         max_choices: the most candidates of a query for which the data name no choices, at least 2.
-        reuse_prompt: whether answers go on from the prompt's cache. None finds out with the first batch: where that
-            fails or gives other likelihoods than the whole sequence, each answer is computed with its prompt, one at a
-            time, with a warning.
+        reuse_prompt: whether answers go on from the prompt's cache. None finds out with the first
+            batch: where that fails or gives other likelihoods than the whole sequence, each answer
+            is computed with its prompt, one at a time, with a warning.
 
-    Raises InputError for sizes that make no sense; when called, for rows that do not exist, an image that cannot be
-    read, a query with one candidate only.
+    Raises InputError for sizes that make no sense; when called, for rows that do not exist, an
+    image that cannot be read, a query with one candidate only.
     """
 
     def __init__(
@@ -67,10 +79,14 @@ class VLMScorer(PromptedModel):
         reuse_prompt: bool | None = None,
     ) -> None:
         if batch_size < 1 or max_choices < 2:
-            raise InputError(f"batch_size must be ≥ 1 and max_choices ≥ 2, are {batch_size} and {max_choices}")
+            raise InputError(
+                f"batch_size must be ≥ 1 and max_choices ≥ 2, are {batch_size} and {max_choices}"
+            )
         super().__init__(model, processor, device=device)
         self.data = data
-        self.batch_size, self.max_choices, self.reuse_prompt = batch_size, max_choices, reuse_prompt
+        self.batch_size = batch_size
+        self.max_choices = max_choices
+        self.reuse_prompt = reuse_prompt
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         self._end_tokens = special | self._stops
         self._known: dict[int, _Candidates] = {}  # by query
@@ -79,27 +95,38 @@ class VLMScorer(PromptedModel):
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
         check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
         prompts = [
-            (q, [d for d in row if d >= 0]) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)
+            (q, [d for d in row if d >= 0])
+            for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)
         ]
         fields = ("logprob_score", "vqa_gt_prob", "vqa_acc_score", "vqa_correct", "vqa_rel_score")
         scores = torch.empty(len(fields), len(prompts))
-        order = sorted(range(len(prompts)), key=lambda place: len(prompts[place][1]))  # alike in length: less padding
+        order = sorted(
+            range(len(prompts)), key=lambda place: len(prompts[place][1])
+        )  # alike in length: less padding
         for start in range(0, len(order), self.batch_size):
             places = order[start : start + self.batch_size]
-            for place, likelihoods in zip(places, self.log_likelihoods([prompts[p] for p in places]), strict=True):
+            for place, likelihoods in zip(
+                places, self.log_likelihoods([prompts[p] for p in places]), strict=True
+            ):
                 candidates = self._candidates(prompts[place][0])
                 first = int(likelihoods.argmax())
-                right, accuracy = likelihoods[candidates.right], candidates.accuracy[first]
+                right = likelihoods[candidates.right]
+                accuracy = candidates.accuracy[first]
                 correct = accuracy == candidates.accuracy.max()
                 relative = (right - likelihoods[first]).exp()
-                scores[:, place] = torch.stack([right, right.exp(), accuracy, correct.float(), relative])
+                scores[:, place] = torch.stack(
+                    [right, right.exp(), accuracy, correct.float(), relative]
+                )
         return dict(zip(fields, scores, strict=True))
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
-        """As in `Scorer`; an answer is right where none of the reference answers has a higher soft accuracy."""
+        """As in `Scorer`; an answer is right where none of the reference answers has a higher soft
+        accuracy."""
         check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
         right = torch.zeros(len(queries))
-        for place, (query, rows) in enumerate(zip(queries.tolist(), demonstrations.tolist(), strict=True)):
+        for place, (query, rows) in enumerate(
+            zip(queries.tolist(), demonstrations.tolist(), strict=True)
+        ):
             if votes := [self.data.bank[row].answer for row in rows if row >= 0]:
                 references = self.data.queries[query].answers
                 best = max(soft_accuracy(answer, references) for answer in references)
@@ -112,19 +139,24 @@ class VLMScorer(PromptedModel):
 
     @torch.inference_mode()
     def log_likelihoods(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """ln P of every candidate answer after each prompt, computed as one batch: float32 [C] each, on the CPU."""
+        """ln P of every candidate answer after each prompt, computed as one batch: float32 [C]
+        each, on the CPU."""
         answers = [self._candidates(query).tokens for query, _ in prompts]
         if self.reuse_prompt is None:
             self.reuse_prompt = self._can_reuse(prompts, answers)
         if self.reuse_prompt:
             return self._after_cache(self._inputs(prompts), answers)
-        return [self._whole(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
+        return [
+            self._whole(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)
+        ]
 
     def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """The processor's output for the prompts, padded on the left, on the model's device."""
-        texts, images = [], []
+        texts = []
+        images = []
         for query, rows in prompts:
-            demonstrations, item = [self.data.bank[row] for row in rows], self.data.queries[query]
+            demonstrations = [self.data.bank[row] for row in rows]
+            item = self.data.queries[query]
             turns = [turn for d in demonstrations for turn in self._turns(d.question, d.answer)]
             texts.append(self._prompt([*turns, *self._turns(item.question)]))
             images.append([d.picture() for d in (*demonstrations, item)])
@@ -132,10 +164,12 @@ class VLMScorer(PromptedModel):
 
     def _candidates(self, query: int) -> _Candidates:
         if query not in self._known:
-            item, answers = self.data.queries[query], self.answers(query)
+            item = self.data.queries[query]
+            answers = self.answers(query)
             if len(answers) < 2:
                 raise InputError(
-                    f"query {item.id!r} has one candidate answer, {answers[0]!r}; give it more in `choices`"
+                    f"query {item.id!r} has one candidate answer, {answers[0]!r}; give it more in "
+                    "`choices`"
                 )
             agreed = [agreeing(answer, item.answers) for answer in answers]
             accuracy = torch.tensor([soft_accuracy(answer, item.answers) for answer in answers])
@@ -144,8 +178,11 @@ class VLMScorer(PromptedModel):
         return self._known[query]
 
     def _answer_tokens(self, item: VQAItem, answer: str) -> list[int]:
-        """The tokens of an answer as a demonstration shows it, up to and with the one that ends it."""
-        before, after = (self._prompt(self._turns(item.question, reply)) for reply in (None, answer))
+        """The tokens of an answer as a demonstration shows it, up to and with the one that ends
+        it."""
+        before, after = (
+            self._prompt(self._turns(item.question, reply)) for reply in (None, answer)
+        )
         if not after.startswith(before):  # such as templates that open a part for reasoning
             after = before + " " * (not before[-1:].isspace()) + answer
         tokens = self._ids(before, after if not self.chats else after.rstrip())
@@ -155,19 +192,26 @@ class VLMScorer(PromptedModel):
         if self.chats and self.tokenizer.eos_token_id is not None:
             return [*tokens, self.tokenizer.eos_token_id]
         if not tokens:
-            raise InputError(f"query {item.id!r}: the answer {answer!r} has no tokens in this model's vocabulary")
+            raise InputError(
+                f"query {item.id!r}: the answer {answer!r} has no tokens in this model's vocabulary"
+            )
         return tokens
 
     def _ids(self, before: str, after: str) -> list[int]:
         """The tokens that `after` has and `before`, which it begins with, has not."""
         texts = [before, after, after[len(before) :]]
         start, whole, rest = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        # read in its place, since some tokenizers begin a text with a space; alone where a token spans the border
+        # read in its place, since some tokenizers begin a text with a space; alone where a token
+        # spans the border
         return list(whole[len(start) :] if whole[: len(start)] == start else rest)
 
     def _can_reuse(self, prompts: Sequence[Prompt], answers: list[list[list[int]]]) -> bool:
-        """Whether the cache gives the first prompt's likelihoods, in its batch, as the whole sequences give them."""
-        tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.3
+        """Whether the cache gives the first prompt's likelihoods, in its batch, as the whole
+        sequences give them."""
+        if self.model.dtype in (torch.float32, torch.float64):
+            tolerance = 1e-3
+        else:
+            tolerance = 0.3
         wanted = self._whole(prompts[0], answers[0])
         try:
             reused = self._after_cache(self._inputs(prompts), answers)[0]
@@ -180,53 +224,79 @@ class VLMScorer(PromptedModel):
                 raise
             problem = str(error)
         name = type(self.model).__name__
-        warnings.warn(f"{name} cannot continue from a cache ({problem}); every answer is computed whole", stacklevel=4)
+        warnings.warn(
+            f"{name} cannot continue from a cache ({problem}); every answer is computed whole",
+            stacklevel=4,
+        )
         return False
 
-    def _after_cache(self, inputs: dict[str, Tensor], answers: list[list[list[int]]]) -> list[Tensor]:
-        """Log-likelihoods with one pass over n prompts and one over all their answers, R in all, padded on the right.
+    def _after_cache(
+        self, inputs: dict[str, Tensor], answers: list[list[list[int]]]
+    ) -> list[Tensor]:
+        """Log-likelihoods with one pass over n prompts and one over all their answers, R in all,
+        padded on the right.
 
-        Positions and inputs come from the model's own hooks for generation: they know about left padding, images and
-        (Qwen-VL) positions in three dimensions.
+        Positions and inputs come from the model's own hooks for generation: they know about left
+        padding, images and (Qwen-VL) positions in three dimensions.
         """
-        device, counts = self.model.device, [len(candidates) for candidates in answers]
+        device = self.model.device
+        counts = [len(candidates) for candidates in answers]
         flat = [torch.tensor(tokens) for candidates in answers for tokens in candidates]
-        tokens = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True, padding_value=-1).to(device)
-        owner = torch.arange(len(answers), device=device).repeat_interleave(torch.tensor(counts, device=device))
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        tokens = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True, padding_value=-1).to(
+            device
+        )
+        owner = torch.arange(len(answers), device=device).repeat_interleave(
+            torch.tensor(counts, device=device)
+        )
+        ids = inputs["input_ids"]
+        mask = inputs["attention_mask"]
         rest: dict[str, Any] = {key: value for key, value in inputs.items() if key != "input_ids"}
         rest["position_ids"] = self.model._prepare_position_ids_for_generation(ids, rest)
         if self.model._supports_logits_to_keep():
             rest["logits_to_keep"] = 1
         prompt = self.model(
-            **self.model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=True, **rest)
+            **self.model.prepare_inputs_for_generation(
+                ids, is_first_iteration=True, use_cache=True, **rest
+            )
         )
         total = _log_probs(prompt.logits[owner, -1:], tokens[:, :1])
         if tokens.shape[1] > 1:
-            cache, fed = prompt.past_key_values, tokens[:, :-1].clamp_min(0)
+            cache = prompt.past_key_values
+            fed = tokens[:, :-1].clamp_min(0)
             # the answers' padding needs no mask: nothing that is scored comes after it
             mask = torch.cat([mask, mask.new_ones(len(mask), fed.shape[1])], 1)
             known = {"attention_mask": mask, "past_key_values": cache}
-            positions = self.model._prepare_position_ids_for_generation(ids, known)[..., -fed.shape[1] :]
+            positions = self.model._prepare_position_ids_for_generation(ids, known)[
+                ..., -fed.shape[1] :
+            ]
             cache.reorder_cache(owner)
             follow = self.model.prepare_inputs_for_generation(
                 fed,
                 past_key_values=cache,
                 attention_mask=mask[owner],
-                position_ids=positions.expand(*positions.shape[:-2], len(mask), -1).index_select(-2, owner),
+                position_ids=positions.expand(*positions.shape[:-2], len(mask), -1).index_select(
+                    -2, owner
+                ),
                 use_cache=True,
             )
             total = total + _log_probs(self.model(**follow).logits, tokens[:, 1:])
         return list(total.cpu().split(counts))
 
     def _whole(self, prompt: Prompt, answers: list[list[int]]) -> Tensor:
-        """Log-likelihoods [C] after one prompt, prompt and answer as one sequence, without cache, batch or padding."""
+        """Log-likelihoods [C] after one prompt, prompt and answer as one sequence, without cache,
+        batch or padding."""
         inputs = self._inputs([prompt])
-        likelihoods = [log_probs_of_answer(self.model, inputs, torch.tensor(answer)).sum() for answer in answers]
+        likelihoods = [
+            log_probs_of_answer(self.model, inputs, torch.tensor(answer)).sum()
+            for answer in answers
+        ]
         return torch.stack(likelihoods).cpu()
 
 
 def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Sum over L of ln softmax(logits [R, L, V]) at tokens [R, L], where these are not −1 → float32 [R]."""
-    picked = logits.float().log_softmax(-1).gather(-1, tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    """Sum over L of ln softmax(logits [R, L, V]) at tokens [R, L], where these are not −1 → float32
+    [R]."""
+    picked = (
+        logits.float().log_softmax(-1).gather(-1, tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    )
     return (picked * (tokens >= 0)).sum(-1)

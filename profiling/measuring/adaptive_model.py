@@ -1,5 +1,6 @@
-"""The interface of a model with knobs: implement `AdaptiveVLM` for a model of your own, and you can profile it
-(`knobwise.profiling.measuring.profiler`) and serve it (`knobwise.agents.serving.adaptive_model`)."""
+"""The interface of a model with knobs: implement `AdaptiveVLM` for a model of your own, and you can
+profile it (`knobwise.profiling.measuring.profiler`) and serve it
+(`knobwise.agents.serving.adaptive_model`)."""
 
 from __future__ import annotations
 
@@ -16,26 +17,32 @@ from numpy.typing import NDArray
 from knobwise.common.errors import InputError
 
 KNOBS = ("max_crops", "top_k", "num_active_blocks")
-"""The knobs of the elastic model, of Hugging Face models and of exp5/exp6 files. Other models name theirs freely."""
+"""The knobs of the elastic model, of Hugging Face models and of exp5/exp6 files. Other models name
+theirs freely."""
 
 Configuration = Mapping[str, Any]
-"""A value for each knob, by name: a number, or the name of a mode. A knob that is left out keeps its default."""
+"""A value for each knob, by name: a number, or the name of a mode. A knob that is left out keeps
+its default."""
 
 CLOCKS = {"wall": time.perf_counter_ns, "cpu": time.thread_time_ns}
-"""`wall`: the time that passes. `cpu`: the CPU time of this thread, for a machine that others use too."""
+"""`wall`: the time that passes. `cpu`: the CPU time of this thread, for a machine that others use
+too."""
 _clock: ContextVar[Callable[[], int]] = ContextVar("clock", default=time.perf_counter_ns)
 
 
 def clock_ms(on_cpu: bool = True) -> float:
-    """Now in ms, by the clock in use: the wall clock outside of `clocked_by`. Models take all their times from it.
-    Raises InputError if it counts CPU time and the work is not `on_cpu`."""
+    """Now in ms, by the clock in use: the wall clock outside of `clocked_by`. Models take all their
+    times from it. Raises InputError if it counts CPU time and the work is not `on_cpu`."""
     if not on_cpu and _clock.get() is CLOCKS["cpu"]:
-        raise InputError("clock=cpu: the model runs on a GPU, whose work is no CPU time; take clock=wall")
+        raise InputError(
+            "clock=cpu: the model runs on a GPU, whose work is no CPU time; take clock=wall"
+        )
     return _clock.get()() / 1e6
 
 
 class clocked_by:
-    """A context in which `clock_ms` reads another clock, in this thread. Raises InputError for an unknown one."""
+    """A context in which `clock_ms` reads another clock, in this thread. Raises InputError for an
+    unknown one."""
 
     def __init__(self, clock: str) -> None:
         if clock not in CLOCKS:
@@ -55,17 +62,20 @@ class KnobSupport:
 
     name: str
     default: Any
-    """Its value in the unchanged model, which a restored model has again. 0 for a knob that the model lacks."""
+    """Its value in the unchanged model, which a restored model has again. 0 for a knob that the
+    model lacks."""
     least: float = 0
     most: float = 0
-    """The range of whole numbers that can be set; both equal `default` where the model lacks the knob."""
+    """The range of whole numbers that can be set; both equal `default` where the model lacks the
+    knob."""
     sets: str = ""
-    """What it sets, such as "image tiles", "pixels of the image, in units of …", "experts for each token"."""
+    """What it sets, such as "image tiles", "pixels of the image, in units of …", "experts for each
+    token"."""
     note: str = ""
     """What a user must know: why the model lacks it, or that it saves no time on this model."""
     values: tuple[Any, ...] = ()
-    """The only values that can be set, where that is no range: names such as "fast", or certain numbers; names from
-    the cheapest to the most expensive."""
+    """The only values that can be set, where that is no range: names such as "fast", or certain
+    numbers; names from the cheapest to the most expensive."""
 
     @property
     def available(self) -> bool:
@@ -97,30 +107,36 @@ class FirstStage:
 
     request: Request
     features: dict[str, NDArray[np.float32]]
-    """What a decision may see, [d] each: `image_features`, `language_features`. Empty if they were not wanted."""
+    """What a decision may see, [d] each: `image_features`, `language_features`. Empty if they were
+    not wanted."""
     kept: Any
     """What `answer` continues from, so that nothing is computed twice."""
     total_ms: float
     """Time of this stage."""
     extra_ms: float
-    """The part of it that the model would not have spent without a decision to make: pooling, copies, and whatever it
-    computed that no configuration can continue from. It does not include what is reused."""
+    """The part of it that the model would not have spent without a decision to make: pooling,
+    copies, and whatever it computed that no configuration can continue from. It does not include
+    what is reused."""
     reused_by: Callable[[Configuration], bool] | None = None
-    """Whether an answer under a configuration continues from this stage; None: under every configuration."""
+    """Whether an answer under a configuration continues from this stage; None: under every
+    configuration."""
 
     def unused_ms(self, configuration: Configuration) -> float:
-        """What of the stage, beside `extra_ms`, an answer under this configuration does not continue from."""
+        """What of the stage, beside `extra_ms`, an answer under this configuration does not
+        continue from."""
         unused = self.reused_by is not None and not self.reused_by(configuration)
-        return self.total_ms - self.extra_ms if unused else 0.0
+        if unused:
+            return self.total_ms - self.extra_ms
+        return 0.0
 
 
 @dataclass(slots=True)
 class Answer:
-    """An answer and what it cost. Times are differences of `clock_ms` in ms; a device finishes its work before the
-    clock is read.
+    """An answer and what it cost. Times are differences of `clock_ms` in ms; a device finishes its
+    work before the clock is read.
 
-    They cover the whole request, as if it had gone straight through with this configuration: they include what it
-    continues from of the first stage, without `extra_ms`.
+    They cover the whole request, as if it had gone straight through with this configuration: they
+    include what it continues from of the first stage, without `extra_ms`.
     """
 
     text: str
@@ -139,8 +155,9 @@ class Answer:
 
 
 class AdaptiveVLM(Protocol):
-    """A vision-language model with knobs. An image and a question go through `first_stage`, which gives the features
-    that a decision needs; once the configuration is chosen, `answer` continues from there."""
+    """A vision-language model with knobs. An image and a question go through `first_stage`, which
+    gives the features that a decision needs; once the configuration is chosen, `answer` continues
+    from there."""
 
     @property
     def name(self) -> str:
@@ -149,28 +166,33 @@ class AdaptiveVLM(Protocol):
 
     @property
     def knobs(self) -> tuple[KnobSupport, ...]:
-        """What can be set, under any names; a model with `KNOBS` names all three, also those that it lacks."""
+        """What can be set, under any names; a model with `KNOBS` names all three, also those that
+        it lacks."""
         ...
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
-        """Run the model with this configuration inside the context and restore it exactly at the end, whatever happens.
-        Not for two threads at once. Raises InputError for a value that cannot be set."""
+        """Run the model with this configuration inside the context and restore it exactly at the
+        end, whatever happens. Not for two threads at once. Raises InputError for a value that
+        cannot be set."""
         ...
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        """The part that comes before a decision; independent of every knob. `features` is False where the decision
-        needs none, because it is always the same at this budget: leave out what only they need, and a first look that
-        not every configuration continues from."""
+        """The part that comes before a decision; independent of every knob. `features` is False
+        where the decision needs none, because it is always the same at this budget: leave out what
+        only they need, and a first look that not every configuration continues from."""
         ...
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
-        """Answer a group of requests under one configuration, in their order. Sets the knobs itself."""
+        """Answer a group of requests under one configuration, in their order. Sets the knobs
+        itself."""
         ...
 
 
-def check_configuration(knobs: Sequence[KnobSupport], configuration: Configuration) -> dict[str, Any]:
-    """The configuration with defaults filled in. Raises InputError for an unknown knob, a value that it does not take,
-    or any value but the default for a knob that the model lacks."""
+def check_configuration(
+    knobs: Sequence[KnobSupport], configuration: Configuration
+) -> dict[str, Any]:
+    """The configuration with defaults filled in. Raises InputError for an unknown knob, a value
+    that it does not take, or any value but the default for a knob that the model lacks."""
     known = {knob.name: knob for knob in knobs}
     if unknown := [name for name in configuration if name not in known]:
         raise InputError(f"unknown knob {unknown[0]!r}; known are {', '.join(known)}")
@@ -179,7 +201,10 @@ def check_configuration(knobs: Sequence[KnobSupport], configuration: Configurati
         if knob.accepts(value):
             continue
         if not knob.available:
-            raise InputError(f"{name}={value}: this model lacks the knob ({knob.note}); leave it at {knob.default}")
+            raise InputError(
+                f"{name}={value}: this model lacks the knob ({knob.note}); leave it at "
+                f"{knob.default}"
+            )
         takes = ", ".join(map(str, knob.values)) or f"{knob.least} to {knob.most}"
         raise InputError(f"{name}={value}: this model takes {takes} ({knob.sets})")
     return {name: configuration.get(name, knob.default) for name, knob in known.items()}

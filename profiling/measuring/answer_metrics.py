@@ -1,4 +1,5 @@
-"""How right an answer is, by the metric of the data set that the question comes from: a number in [0, 1]."""
+"""How right an answer is, by the metric of the data set that the question comes from: a number in
+[0, 1]."""
 
 from __future__ import annotations
 
@@ -14,15 +15,20 @@ ANLS_THRESHOLD = 0.5
 RELAXED_TOLERANCE = 0.05
 
 
-def answer_accuracy(metric: str, answer: str, references: Sequence[str], choices: Sequence[str] = ()) -> float:
+def answer_accuracy(
+    metric: str, answer: str, references: Sequence[str], choices: Sequence[str] = ()
+) -> float:
     """The accuracy of an answer in [0, 1] by one of `METRICS`.
 
-    `references` are right answers, at least one; VQA has the answers of ten people, right or not, repeats included.
-    `choices` are the options of the metric `choice`, in the order of their letters. Raises InputError for no reference,
-    `choice` without choices or with none that is right.
+    `references` are right answers, at least one; VQA has the answers of ten people, right or not,
+    repeats included. `choices` are the options of the metric `choice`, in the order of their
+    letters. Raises InputError for no reference, `choice` without choices or with none that is
+    right.
     """
     if not references:
-        raise InputError(f"metric {metric}: there is no reference answer to compare {answer!r} with")
+        raise InputError(
+            f"metric {metric}: there is no reference answer to compare {answer!r} with"
+        )
     if metric == "choice":
         return choice_accuracy(answer, references, choices)
     return _BY_REFERENCES[metric](answer, references)
@@ -31,31 +37,41 @@ def answer_accuracy(metric: str, answer: str, references: Sequence[str], choices
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     """VQA accuracy (Antol et al. 2015, https://arxiv.org/abs/1505.00468; Goyal et al. 2017).
 
-    The mean of min(1, agreeing / 3) over all ways to leave one of the references out, agreeing counted among the
-    others: of ten references 1, 2, 3, 4 that agree give .3, .6, .9, 1. Where fewer than three others are left, their
-    number stands in the place of 3; a lone reference is compared as it is.
+    The mean of min(1, agreeing / 3) over all ways to leave one of the references out, agreeing
+    counted among the others: of ten references 1, 2, 3, 4 that agree give .3, .6, .9, 1. Where
+    fewer than three others are left, their number stands in the place of 3; a lone reference is
+    compared as it is.
     """
-    plain, right = normalised(answer), [normalised(reference) for reference in references]
+    plain = normalised(answer)
+    right = [normalised(reference) for reference in references]
     if len(right) == 1:
         return float(plain == right[0])
-    agreeing, needed = right.count(plain), min(3, len(right) - 1)
-    return sum(min(1.0, (agreeing - (reference == plain)) / needed) for reference in right) / len(right)
+    agreeing = right.count(plain)
+    needed = min(3, len(right) - 1)
+    return sum(min(1.0, (agreeing - (reference == plain)) / needed) for reference in right) / len(
+        right
+    )
 
 
 def normalised(text: str) -> str:
     """An answer as VQA evaluation compares it (https://visualqa.org/evaluation.html).
 
-    Lower case; no comma between digits and no period but the decimal point; the other marks that the evaluation knows
-    become blanks, but apostrophe and colon stay; numbers up to ten in digits; no articles; contractions with their
-    apostrophes; single blanks. A text of which nothing would be left, such as "A" or "?", only loses its case.
+    Lower case; no comma between digits and no period but the decimal point; the other marks that
+    the evaluation knows become blanks, but apostrophe and colon stay; numbers up to ten in digits;
+    no articles; contractions with their apostrophes; single blanks. A text of which nothing would
+    be left, such as "A" or "?", only loses its case.
 
-    The evaluation skips all this for a question whose references are one and the same; here it is never skipped.
+    The evaluation skips all this for a question whose references are one and the same; here it is
+    never skipped.
     """
     plain = " ".join(text.lower().replace("’", "'").split())
     bare = re.sub(r"(?<=\d),(?=\d)", "", plain)
     bare = re.sub(r"\.(?!\d)", "", bare).translate(_TO_BLANKS)
     words = [_DIGITS.get(word, word) for word in bare.split()]
-    return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in ("a", "an", "the")) or plain
+    return (
+        " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in ("a", "an", "the"))
+        or plain
+    )
 
 
 # $ % & # * and others are not among them: "5%" and "5" are different answers there too
@@ -66,9 +82,11 @@ _DIGITS = {"none": "0", **NUMBERS}
 
 
 def _contractions() -> dict[str, str]:
-    """Every contraction by its spellings that lack some of its apostrophes, but for those that are words themselves."""
+    """Every contraction by its spellings that lack some of its apostrophes, but for those that are
+    words themselves."""
     stems = {
-        "n't": "ai are ca could did do does had has have is might must need ought sha should was were wo would",
+        "n't": "ai are ca could did do does had has have is might must need "
+        "ought sha should was were wo would",
         "n't've": "could might must should would",
         "'ve": "i you we they could might must should would not what where who there",
         "'d": "he she i it we you they how who there where somebody someone something that",
@@ -81,9 +99,21 @@ def _contractions() -> dict[str, str]:
     whole += [stem + ending for ending, group in stems.items() for stem in group.split()]
     spellings = {}
     for word in whole:
-        for letters in itertools.product(*(("", "'") if letter == "'" else letter for letter in word)):
+        for letters in itertools.product(
+            *(("", "'") if letter == "'" else letter for letter in word)
+        ):
             spelling = "".join(letters)
-            if spelling not in ("id", "wed", "were", "shed", "tis", "hell", "shell", "whore", "lets"):
+            if spelling not in (
+                "id",
+                "wed",
+                "were",
+                "shed",
+                "tis",
+                "hell",
+                "shell",
+                "whore",
+                "lets",
+            ):
                 spellings[spelling] = word
     return spellings
 
@@ -92,8 +122,8 @@ _CONTRACTIONS = _contractions()
 
 
 def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
-    """1 if the option that the answer names is a right one, else 0; references are options or their letters. Raises
-    InputError for no choices, more than 26, or none of them is a reference."""
+    """1 if the option that the answer names is a right one, else 0; references are options or their
+    letters. Raises InputError for no choices, more than 26, or none of them is a reference."""
     if not 1 <= len(choices) <= len(string.ascii_uppercase):
         raise InputError(f"metric choice: needs 1 to 26 choices, not {len(choices)}")
     comparable = _comparable(choices)
@@ -105,27 +135,33 @@ def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[st
         elif (letter := _letter(reference, len(choices))) is not None:
             right.add(letter)
     if not right:
-        raise InputError(f"metric choice: none of the choices {list(choices)} is one of {list(references)}")
+        raise InputError(
+            f"metric choice: none of the choices {list(choices)} is one of {list(references)}"
+        )
     return float(chosen_option(answer, choices) in right)
 
 
 def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
     """Which option an answer names: its place in `choices`, or None where it names none or several.
 
-    What counts, the first that is found: nothing but the text of an option; nothing but a letter ("b", "B.", "(B)");
-    a letter before a text ("B) cat", "(B) cat", "B: cat"); a letter after "answer", "option" or "choice", or "Answer:";
-    one letter in brackets, or one capital standing alone, somewhere in the answer ("A dog" and "I see" begin with no
-    letter, "A is" and "A or B" do); the text of one option, as whole words, somewhere in the answer, the longest where
-    one holds another.
+    What counts, the first that is found: nothing but the text of an option; nothing but a letter
+    ("b", "B.", "(B)"); a letter before a text ("B) cat", "(B) cat", "B: cat"); a letter after
+    "answer", "option" or "choice", or "Answer:"; one letter in brackets, or one capital standing
+    alone, somewhere in the answer ("A dog" and "I see" begin with no letter, "A is" and "A or B"
+    do); the text of one option, as whole words, somewhere in the answer, the longest where one
+    holds another.
     """
-    comparable, count = _comparable(choices), len(choices)
-    texts, plain = [comparable(choice) for choice in choices], comparable(answer)
+    comparable = _comparable(choices)
+    count = len(choices)
+    texts = [comparable(choice) for choice in choices]
+    plain = comparable(answer)
     if plain in texts:
         return texts.index(plain)
     if (letter := _letter(answer, count)) is not None:
         return letter
     last = string.ascii_uppercase[count - 1]
-    capital, either = f"[A-{last}]", f"[A-{last}a-{last.lower()}]"
+    capital = f"[A-{last}]"
+    either = f"[A-{last}a-{last.lower()}]"
     for pattern in (
         rf"^\s*\(?({either})[).:,](?=\s|$)",
         rf"(?i:answer|option|choice)\b(?:\s+is\b)?\s*:?\s*[(\"'*]*({capital}|{either}(?=[)\"'*.]*\s*$))(?![\w'])",
@@ -138,24 +174,37 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
         if letters:
             return None
     within = {place: text for place, text in enumerate(texts) if f" {text} " in f" {plain} "}
-    within = {p: t for p, t in within.items() if not any(t != o and f" {t} " in f" {o} " for o in within.values())}
-    return next(iter(within)) if len(within) == 1 else None
+    within = {
+        p: t
+        for p, t in within.items()
+        if not any(t != o and f" {t} " in f" {o} " for o in within.values())
+    }
+    if len(within) == 1:
+        return next(iter(within))
+    return None
 
 
 def _comparable(choices: Sequence[str]) -> Callable[[str], str]:
-    """How texts are compared: as loosely as still tells the choices apart, so "x > 5" from "x < 5"."""
-    return _signed if len(set(map(_signed, choices))) == len(choices) else lambda text: _lower(text.rstrip(". "))
+    """How texts are compared: as loosely as still tells the choices apart, so "x > 5" from "x <
+    5"."""
+    if len(set(map(_signed, choices))) == len(choices):
+        return _signed
+    return lambda text: _lower(text.rstrip(". "))
 
 
 def _letter(text: str, count: int) -> int | None:
     """The place that a letter standing for itself names, bare, in brackets or before a mark."""
     match = re.fullmatch(r"[\s(\[*\"']*([A-Za-z])[\s)\]*\"'.:,]*", text)
-    place = ord(match[1].upper()) - ord("A") if match else count
+    if match:
+        place = ord(match[1].upper()) - ord("A")
+    else:
+        place = count
     return place if place < count else None
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """1 if the answer is one of the references, both as `normalised` but for the signs of numbers, else 0."""
+    """1 if the answer is one of the references, both as `normalised` but for the signs of numbers,
+    else 0."""
     return float(_signed(answer) in map(_signed, references))
 
 
@@ -165,37 +214,47 @@ def _signed(text: str) -> str:
 
 
 def anls(answer: str, references: Sequence[str]) -> float:
-    """Average normalised Levenshtein similarity of one answer (Biten et al. 2019, https://arxiv.org/abs/1905.13648).
+    """Average normalised Levenshtein similarity of one answer (Biten et al. 2019,
+    https://arxiv.org/abs/1905.13648).
 
-    The best 1 − distance / longer length over the references; 0 from a distance of half the longer length on. Case and
-    the number of blanks do not count.
+    The best 1 − distance / longer length over the references; 0 from a distance of half the longer
+    length on. Case and the number of blanks do not count.
     """
     lower = _lower(answer)
-    distances = [levenshtein(lower, text) / max(len(lower), len(text), 1) for text in map(_lower, references)]
-    return 1 - min(distances) if min(distances) < ANLS_THRESHOLD else 0.0
+    distances = [
+        levenshtein(lower, text) / max(len(lower), len(text), 1) for text in map(_lower, references)
+    ]
+    if min(distances) < ANLS_THRESHOLD:
+        return 1 - min(distances)
+    return 0.0
 
 
 def levenshtein(a: str, b: str) -> int:
     """The fewest insertions, deletions and replacements of characters that make `b` of `a`."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
-        diagonal, row[0] = row[0], i
+        diagonal = row[0]
+        row[0] = i
         for j, y in enumerate(b, 1):
             diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
     return row[-1]
 
 
 def relaxed_match(answer: str, references: Sequence[str]) -> float:
-    """1 if a number is within 5 % of one of the references, or a text the same but for case (ChartQA; Masry et al.
-    2022, https://arxiv.org/abs/2203.10244, section 5.1), else 0.
+    """1 if a number is within 5 % of one of the references, or a text the same but for case
+    (ChartQA; Masry et al. 2022, https://arxiv.org/abs/2203.10244, section 5.1), else 0.
 
-    Commas in numbers do not count and "5%" is 0.05. The 5 % hold for years too, as they do in the original.
+    Commas in numbers do not count and "5%" is 0.05. The 5 % hold for years too, as they do in the
+    original.
     """
-    lower, number = _lower(answer), _number(answer)
+    lower = _lower(answer)
+    number = _number(answer)
     for reference in references:
         wanted = _number(reference)
         # room for the last bit, so that 1.05 is within 5 % of 1
-        if lower == _lower(reference) or abs(number - wanted) <= RELAXED_TOLERANCE * abs(wanted) * (1 + 1e-9):
+        if lower == _lower(reference) or abs(number - wanted) <= RELAXED_TOLERANCE * abs(wanted) * (
+            1 + 1e-9
+        ):
             return 1.0
     return 0.0
 
@@ -204,7 +263,9 @@ def _number(text: str) -> float:
     """The number that a text is; NaN, which is close to nothing, where it is none."""
     plain = re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("−", "-").strip().rstrip(".").strip())
     match = re.fullmatch(r"[$€£]?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,2})?)\s*(%?)", plain)
-    return math.nan if match is None else float(match[1]) / (100 if match[2] else 1)
+    if match is None:
+        return math.nan
+    return float(match[1]) / (100 if match[2] else 1)
 
 
 def _lower(text: str) -> str:

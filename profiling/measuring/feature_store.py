@@ -1,5 +1,6 @@
-"""Features of samples on disk: taken once for each image, question and model, kept through a kill, written as one file
-that `knobwise.envs.readers.feature_files` reads, with the content key of each sample in its metadata."""
+"""Features of samples on disk: taken once for each image, question and model, kept through a kill,
+written as one file that `knobwise.envs.readers.feature_files` reads, with the content key of each
+sample in its metadata."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _PARTS = "[0-9]*.safetensors"  # not what another process is writing, or a kill 
 
 
 def image_digests(items: Sequence[VQAItem]) -> list[str]:
-    """SHA-256 of what each image is: the bytes of its file, or the pixels of a picture in RGB, as models are shown it.
-    Raises InputError if a file cannot be read."""
+    """SHA-256 of what each image is: the bytes of its file, or the pixels of a picture in RGB, as
+    models are shown it. Raises InputError if a file cannot be read."""
 
     @cache  # many questions are asked about one image
     def of_file(path: Path) -> str:
@@ -40,7 +41,10 @@ def image_digests(items: Sequence[VQAItem]) -> list[str]:
         except OSError as error:
             raise InputError(f"{path}: the image cannot be read ({error.strerror})") from error
 
-    return [of_file(item.image) if isinstance(item.image, Path) else _digest(item.image) for item in items]
+    return [
+        of_file(item.image) if isinstance(item.image, Path) else _digest(item.image)
+        for item in items
+    ]
 
 
 def _digest(image: Any, where: str = "an image given as bytes") -> str:
@@ -55,27 +59,33 @@ def _digest(image: Any, where: str = "an image given as bytes") -> str:
         return hashlib.sha256(f"{pixels.size} ".encode() + pixels.tobytes()).hexdigest()
     if isinstance(image, Tensor | np.ndarray):
         array = np.asarray(image)
-        return hashlib.sha256(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()
+        return hashlib.sha256(
+            f"{array.dtype} {array.shape} ".encode() + array.tobytes()
+        ).hexdigest()
     raise InputError(f"an image of type {type(image).__name__}: cannot be hashed; use an array")
 
 
 def content_keys(images: Sequence[str], questions: Sequence[str], model: str) -> list[str]:
-    """For each sample a hash of its image (one of `image_digests`), of its question as it is asked, and of the model,
-    which `model` tells from others, its weights included."""
+    """For each sample a hash of its image (one of `image_digests`), of its question as it is asked,
+    and of the model, which `model` tells from others, its weights included."""
     parts = zip(images, questions, strict=True)
     return [hashlib.sha256(json.dumps([*part, model]).encode()).hexdigest()[:32] for part in parts]
 
 
 class FeatureStore:
-    """Features by content key, in memory and in part files; what is added is on disk after each `chunk` of samples.
+    """Features by content key, in memory and in part files; what is added is on disk after each
+    `chunk` of samples.
 
-    One process writes its parts to `folder`. `keys` are of all samples; what files hold of others is passed over.
-    `known` are feature files and folders of parts of others, read and left as they are, a later one before an earlier;
-    those that do not exist are passed over.
+    One process writes its parts to `folder`. `keys` are of all samples; what files hold of others
+    is passed over. `known` are feature files and folders of parts of others, read and left as they
+    are, a later one before an earlier; those that do not exist are passed over.
     """
 
-    def __init__(self, folder: Path, keys: Collection[str], known: Sequence[Path] = (), chunk: int = 64) -> None:
-        self.folder, self.chunk = folder, chunk
+    def __init__(
+        self, folder: Path, keys: Collection[str], known: Sequence[Path] = (), chunk: int = 64
+    ) -> None:
+        self.folder = folder
+        self.chunk = chunk
         self._wanted = frozenset(keys)
         self._blocks: dict[str, Blocks] = {}
         self._new: list[str] = []
@@ -89,17 +99,23 @@ class FeatureStore:
         return key in self._blocks
 
     def add(self, key: str, features: Mapping[str, NDArray[np.float32]], name: str) -> None:
-        """Keep the features of the sample of this name, float [d] each, in the place of earlier ones. Raises InputError
-        for none, other names or widths than before, and values that are not finite."""
+        """Keep the features of the sample of this name, float [d] each, in the place of earlier
+        ones. Raises InputError for none, other names or widths than before, and values that are not
+        finite."""
         where = f"features of sample {name}"
-        blocks = {k: torch.tensor(v, dtype=torch.float32).flatten() for k, v in sorted(features.items())}
+        blocks = {
+            k: torch.tensor(v, dtype=torch.float32).flatten() for k, v in sorted(features.items())
+        }
         if not blocks:
             raise InputError(f"{where}: there are none")
         for block, values in blocks.items():
             if not values.isfinite().all():
                 raise InputError(f"{where}: {block} are not all finite")
         widths = {block: len(values) for block, values in blocks.items()}
-        usual = {block: len(values) for block, values in next(iter(self._blocks.values()), blocks).items()}
+        usual = {
+            block: len(values)
+            for block, values in next(iter(self._blocks.values()), blocks).items()
+        }
         if widths != usual:
             raise InputError(f"{where}: widths are {widths}, but those of the others {usual}")
         self._blocks[key] = blocks
@@ -110,14 +126,19 @@ class FeatureStore:
     def flush(self) -> None:
         """Put what was added since on disk, as one more part."""
         if self._new:
-            self._save(self.folder / f"{self._next:06d}.safetensors", list(dict.fromkeys(self._new)), {})
-            self._next, self._new = self._next + 1, []
+            self._save(
+                self.folder / f"{self._next:06d}.safetensors", list(dict.fromkeys(self._new)), {}
+            )
+            self._next = self._next + 1
+            self._new = []
 
     def write(self, path: Path, keys: Sequence[str], sample_ids: Sequence[str]) -> None:
-        """Write one feature file with a row for each sample, in this order. Raises InputError for samples whose
-        features are not here."""
+        """Write one feature file with a row for each sample, in this order. Raises InputError for
+        samples whose features are not here."""
         if missing := [name for key, name in zip(keys, sample_ids, strict=True) if key not in self]:
-            raise InputError(f"{path}: no features for {len(missing)} samples, such as {', '.join(missing[:5])}")
+            raise InputError(
+                f"{path}: no features for {len(missing)} samples, such as {', '.join(missing[:5])}"
+            )
         self._save(path, keys, {"sample_id": json.dumps(list(sample_ids))})
 
     def _save(self, path: Path, keys: Sequence[str], words: dict[str, str]) -> None:
@@ -135,7 +156,9 @@ class FeatureStore:
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read as features ({error})") from error
         if not isinstance(keys, list):
-            raise InputError(f"{path}: its features have no content keys, so none of them can be reused")
+            raise InputError(
+                f"{path}: its features have no content keys, so none of them can be reused"
+            )
         if any(rows.dtype != torch.float32 for rows in blocks.values()):
             return  # what an earlier version rounded cannot be had back: as if it were not there
         for i, key in enumerate(keys):

@@ -13,28 +13,40 @@ from numpy.typing import NDArray
 from knobwise.common.errors import InputError
 
 
-def sample_grid(values: Mapping[str, Sequence[Any]], count: int = 0, seed: int = 0) -> list[dict[str, Any]]:
-    """Choose `count` different configurations of the grid that these values span, or all for 0; the same ones for the
-    same arguments. They are spread evenly over all knobs at once, as a Latin hypercube (McKay et al. 1979); a point
-    that falls on a configuration taken already goes to the nearest free one.
+def sample_grid(
+    values: Mapping[str, Sequence[Any]], count: int = 0, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Choose `count` different configurations of the grid that these values span, or all for 0; the
+    same ones for the same arguments. They are spread evenly over all knobs at once, as a Latin
+    hypercube (McKay et al. 1979); a point that falls on a configuration taken already goes to the
+    nearest free one.
 
-    The values of each knob are by its name: names of modes in the order of their cost, numbers in any order. The
-    configurations are in the order of the grid, the last knob changing fastest. Raises InputError for no knobs or
-    values, a value given twice, more than there are.
+    The values of each knob are by its name: names of modes in the order of their cost, numbers in
+    any order. The configurations are in the order of the grid, the last knob changing fastest.
+    Raises InputError for no knobs or values, a value given twice, more than there are.
     """
     if not values:
         raise InputError("a grid needs at least one knob")
     for name, of_knob in values.items():
         if not of_knob or len(set(of_knob)) < len(of_knob):
-            raise InputError(f"{name} needs at least one value and no value twice, not {list(of_knob)}")
+            raise InputError(
+                f"{name} needs at least one value and no value twice, not {list(of_knob)}"
+            )
     sizes = [len(of_knob) for of_knob in values.values()]
     total = math.prod(sizes)
     if not 0 <= count <= total:
-        raise InputError(f"knobs.count={count}: these values make {total} configurations; 0 takes all")
+        raise InputError(
+            f"knobs.count={count}: these values make {total} configurations; 0 takes all"
+        )
     all_of_them = count in (0, total)
-    chosen = np.arange(total) if all_of_them else _latin_hypercube(sizes, count, np.random.default_rng(seed))
+    if all_of_them:
+        chosen = np.arange(total)
+    else:
+        chosen = _latin_hypercube(sizes, count, np.random.default_rng(seed))
     # numbers have their place by size, whatever their order in `values`
-    ordered = [v if any(isinstance(value, str) for value in v) else sorted(v) for v in values.values()]
+    ordered = [
+        v if any(isinstance(value, str) for value in v) else sorted(v) for v in values.values()
+    ]
     configurations = list(itertools.product(*ordered))
     return [dict(zip(values, configurations[i], strict=True)) for i in np.sort(chosen)]
 

@@ -1,4 +1,5 @@
-"""The machine that measures: its processor and threads; and the folder that a run measures into, with its files."""
+"""The machine that measures: its processor and threads; and the folder that a run measures into,
+with its files."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from knobwise.common.json_text import decoded
 
 
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
-    """Note in ``path`` what is being measured. Raises InputError if a run with other settings was begun there."""
+    """Note in ``path`` what is being measured. Raises InputError if a run with other settings was
+    begun there."""
     wanted = json.loads(json.dumps(identity))
     if not path.exists() or is_cut_short(path.read_bytes(), _json(wanted)):
         write_json(path, wanted)
@@ -27,11 +29,16 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
     try:
         noted = dict(decoded(path.read_bytes()))
     except (OSError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: is damaged ({error}); choose another out folder, or delete the file") from error
+        raise InputError(
+            f"{path}: is damaged ({error}); choose another out folder, or delete the file"
+        ) from error
     keys = [key for key in {**noted, **wanted} if noted.get(key) != wanted.get(key)]
     if keys:
         differences = "; ".join(f"{key}: {noted.get(key)} → {wanted.get(key)}" for key in keys)
-        raise InputError(f"{path.parent} holds a run with other settings ({differences}); choose another out folder")
+        raise InputError(
+            f"{path.parent} holds a run with other settings ({differences}); choose another out "
+            "folder"
+        )
 
 
 def write_json(path: str | Path, content: Any) -> None:
@@ -46,7 +53,9 @@ def _json(content: Any) -> str:
 def rendered(template: str, **values: Any) -> str:
     """Lines for a terminal, from one of `profiling/templates`."""
     loader = PackageLoader("knobwise.profiling")
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     return environment.get_template(f"{template}.j2").render(values).rstrip("\n")
 
 
@@ -72,7 +81,10 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
 
 
 def machine() -> dict[str, Any]:

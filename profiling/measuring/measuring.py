@@ -1,8 +1,9 @@
 """Measure a model sample by sample and configuration by configuration; a kill costs nothing.
 
-Each measurement is a line appended to a file before the next one begins. It names the sample, its content (see
-`knobwise.profiling.measuring.feature_store`) and the configuration, so a later call may want more or less: what is on
-disk is never measured again, and a sample whose image or question changed is.
+Each measurement is a line appended to a file before the next one begins. It names the sample, its
+content (see `knobwise.profiling.measuring.feature_store`) and the configuration, so a later call
+may want more or less: what is on disk is never measured again, and a sample whose image or question
+changed is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, Answer, FirstStage, Request, clock_ms, clocked_by
+from knobwise.profiling.measuring.adaptive_model import (
+    AdaptiveVLM,
+    Answer,
+    FirstStage,
+    Request,
+    clock_ms,
+    clocked_by,
+)
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
 
@@ -34,12 +42,43 @@ TOKENS = ("vision_tokens", "language_tokens", "output_tokens")
 EXTRA = "extra."
 """Columns of what a model adds to its answers begin with this."""
 COLUMNS = {
-    *("sample", "sample_id", "question_id", "question_type", "image_id", "dataset", "split", "fold", "answers", "pred"),
-    *("accuracy", "changed", "configuration", "content", "repeat", "text", "score", "soft_score", "prediction"),
-    *("answer", "question", "latency_ms", "decode_ms", "features_ms", "first_look_ms", *TIMES, *TOKENS),
+    *(
+        "sample",
+        "sample_id",
+        "question_id",
+        "question_type",
+        "image_id",
+        "dataset",
+        "split",
+        "fold",
+        "answers",
+        "pred",
+    ),
+    *(
+        "accuracy",
+        "changed",
+        "configuration",
+        "content",
+        "repeat",
+        "text",
+        "score",
+        "soft_score",
+        "prediction",
+    ),
+    *(
+        "answer",
+        "question",
+        "latency_ms",
+        "decode_ms",
+        "features_ms",
+        "first_look_ms",
+        *TIMES,
+        *TOKENS,
+    ),
     *("num_total_tokens", *(f"num_{name}" for name in TOKENS)),
 }
-"""Of the log and of the tables made from it: no knob and nothing that a model adds may have such a name."""
+"""Of the log and of the tables made from it: no knob and nothing that a model adds may have such a
+name."""
 _SCHEMA = {
     "sample_id": pl.String,
     "content": pl.String,
@@ -50,7 +89,8 @@ _SCHEMA = {
 }
 _COLLECT_EVERY = 64
 _SLACK = 1.02, 0.2
-"""How much more than the thread's CPU time a model's time may be with clock=cpu: a factor and ms."""
+"""How much more than the thread's CPU time a model's time may be with clock=cpu: a factor and
+ms."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +114,16 @@ class Plan:
     @property
     def settings(self) -> pl.DataFrame:
         """The configurations, a column for each knob."""
-        return pl.DataFrame({knob: [setting[knob] for setting in self.configurations] for knob in self.knobs})
+        return pl.DataFrame(
+            {knob: [setting[knob] for setting in self.configurations] for knob in self.knobs}
+        )
 
     def select(self, log: pl.DataFrame) -> pl.DataFrame:
-        """The measurements of a log that belong to the plan, each once, with `sample` and `configuration` numbers."""
+        """The measurements of a log that belong to the plan, each once, with `sample` and
+        `configuration` numbers."""
         samples = pl.DataFrame(
-            {"sample_id": [item.id for item in self.items], "content": list(self.contents)}, schema_overrides=_SCHEMA
+            {"sample_id": [item.id for item in self.items], "content": list(self.contents)},
+            schema_overrides=_SCHEMA,
         )
         settings = self.settings
         absent = [pl.lit(None).alias(knob) for knob in self.knobs if knob not in log.columns]
@@ -87,7 +131,9 @@ class Plan:
             log.with_columns(absent)
             .filter(pl.col("repeat") < self.repeats)
             .join(samples.with_row_index("sample"), on=samples.columns)
-            .with_columns(pl.col(knob).cast(kind, strict=False) for knob, kind in settings.schema.items())
+            .with_columns(
+                pl.col(knob).cast(kind, strict=False) for knob, kind in settings.schema.items()
+            )
             .join(settings.with_row_index("configuration"), on=self.knobs)
             .unique(["sample", "configuration", "repeat"], keep="first", maintain_order=True)
         )
@@ -101,30 +147,35 @@ class Plan:
 
 
 def read_logs(folder: str | Path) -> pl.DataFrame:
-    """What all processes have measured so far, one row for each measurement. Raises InputError for a file that is not
-    such a log."""
+    """What all processes have measured so far, one row for each measurement. Raises InputError for
+    a file that is not such a log."""
     frames = [pl.DataFrame(schema=_SCHEMA)]
     for path in sorted(Path(folder).glob("measured-*.jsonl")):
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]  # another process may be writing its next line
         if whole:
             try:
-                frame = pl.read_ndjson(io.BytesIO(whole), infer_schema_length=None, schema_overrides=_SCHEMA)
+                frame = pl.read_ndjson(
+                    io.BytesIO(whole), infer_schema_length=None, schema_overrides=_SCHEMA
+                )
                 frames.append(frame.with_columns(pl.selectors.starts_with(EXTRA).cast(pl.Float64)))
             except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-                raise InputError(f"{path}: is damaged ({error}); move it away to measure its part again") from error
+                raise InputError(
+                    f"{path}: is damaged ({error}); move it away to measure its part again"
+                ) from error
     return pl.concat(frames, how="diagonal_relaxed")
 
 
 @contextmanager
 def appended(path: str | Path) -> Iterator[BinaryIO]:
-    """A log, opened at the end of its last whole line; what a kill left half written is cut off. Raises InputError if
-    another process has it open."""
+    """A log, opened at the end of its last whole line; what a kill left half written is cut off.
+    Raises InputError if another process has it open."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
         if not lock_descriptor(file.fileno(), blocking=False):
             raise InputError(
-                f"{path}: another process is measuring into it; give each its own shard=…, or another out folder"
+                f"{path}: another process is measuring into it; give each its own shard=…, or "
+                "another out folder"
             )
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
@@ -141,16 +192,18 @@ def measure(
 ) -> None:
     """Measure what is not `done`, one request at a time.
 
-    The first stage runs anew for each measurement, since its time is part of what is measured; where an answer cannot
-    continue from it (`kept` is None), once for each sample.
+    The first stage runs anew for each measurement, since its time is part of what is measured;
+    where an answer cannot continue from it (`kept` is None), once for each sample.
 
-    `log` gets a line for each measurement; `done`, [R, N, C], is what was measured before. `store` gets the features of
-    samples whose content keys are in `untaken`, from which those taken are removed. Raises InputError if the model
-    failed, or gave an impossible answer; the message names sample and configuration.
+    `log` gets a line for each measurement; `done`, [R, N, C], is what was measured before. `store`
+    gets the features of samples whose content keys are in `untaken`, from which those taken are
+    removed. Raises InputError if the model failed, or gave an impossible answer; the message names
+    sample and configuration.
     """
     if done.all():
         return
-    run, count = _Runner(model, plan), int(done.sum())
+    run = _Runner(model, plan)
+    count = int(done.sum())
     with clocked_by(plan.clock):
         _warm_up(run, done, plan.warm_up)
         try:
@@ -188,9 +241,12 @@ def _missing(done: NDArray[np.bool_], seed: int) -> Iterator[tuple[int, int, int
                 yield repeat, i, j
 
 
-def measuring_order(samples: int, configurations: int, seed: int | tuple[int, ...]) -> NDArray[np.int64]:
-    """[N·C, 2] every pair of sample and configuration once, in random order over both: drift of the machine then falls
-    on all alike. A change of the knobs costs the models here next to nothing, and it is not in their times."""
+def measuring_order(
+    samples: int, configurations: int, seed: int | tuple[int, ...]
+) -> NDArray[np.int64]:
+    """[N·C, 2] every pair of sample and configuration once, in random order over both: drift of the
+    machine then falls on all alike. A change of the knobs costs the models here next to nothing,
+    and it is not in their times."""
     pairs = np.random.default_rng(seed).permutation(samples * configurations)
     return np.stack(np.divmod(pairs, configurations), 1)
 
@@ -199,15 +255,23 @@ class _Runner:
     """Runs one sample under one configuration, and writes down what came out."""
 
     def __init__(self, model: AdaptiveVLM, plan: Plan) -> None:
-        self.model, self.plan = model, plan
-        self._cpu_only, self._reserved = plan.clock == "cpu", COLUMNS | set(plan.knobs)
-        self._stages: dict[int, FirstStage] = {}  # that no answer continues from: without their images they are small
+        self.model = model
+        self.plan = plan
+        self._cpu_only = plan.clock == "cpu"
+        self._reserved = COLUMNS | set(plan.knobs)
+        self._stages: dict[
+            int, FirstStage
+        ] = {}  # that no answer continues from: without their images they are small
 
     def __call__(self, i: int, j: int) -> tuple[FirstStage, Answer]:
-        item, configuration = self.plan.items[i], self.plan.configurations[j]
+        item = self.plan.items[i]
+        configuration = self.plan.configurations[j]
         request = Request(item.picture(), self.plan.questions[i])
         try:
-            start = time.thread_time_ns() if self._cpu_only else 0
+            if self._cpu_only:
+                start = time.thread_time_ns()
+            else:
+                start = 0
             if i in self._stages:
                 stage = replace(self._stages[i], request=request)
             else:
@@ -220,20 +284,24 @@ class _Runner:
                 cpu_ms = (time.thread_time_ns() - start) / 1e6
                 if answer.total_ms > cpu_ms * _SLACK[0] + _SLACK[1]:
                     raise ValueError(
-                        f"its time is {answer.total_ms:.3f} ms, but its thread took {cpu_ms:.3f} ms of CPU time; with "
+                        f"its time is {answer.total_ms:.3f} ms, but its thread took {cpu_ms:.3f} "
+                        "ms of CPU time; with "
                         f"clock=cpu a model must take its times from {clock_ms.__module__}.clock_ms"
                     )
         except Exception as error:  # whatever a model may raise, out of memory included
             setting = " ".join(f"{knob}={value}" for knob, value in configuration.items())
             words = " ".join(str(error).split())[:300]
             raise InputError(
-                f"sample {item.id!r} with {setting}: the model failed ({type(error).__name__}: {words}). What was "
-                "measured is on disk: repeat the command to continue, if need be without some values or samples"
+                f"sample {item.id!r} with {setting}: the model failed ({type(error).__name__}: "
+                f"{words}). What was "
+                "measured is on disk: repeat the command to continue, if need be without some "
+                "values or samples"
             ) from error
         return stage, answer
 
     def line(self, repeat: int, i: int, j: int, stage: FirstStage, answer: Answer) -> bytes:
-        """One measurement as a line of the log. Clocks tick in ns, so no time needs more than six decimals."""
+        """One measurement as a line of the log. Clocks tick in ns, so no time needs more than six
+        decimals."""
         values = {
             "sample_id": self.plan.items[i].id,
             "content": self.plan.contents[i],
@@ -256,11 +324,12 @@ class _Runner:
 
 
 def check_answer(answer: Answer, reserved: set[str]) -> None:
-    """Refuse times that are negative, not finite, or not vision ≤ prefill ≤ total, and an extra with a reserved name,
-    by a ValueError."""
+    """Refuse times that are negative, not finite, or not vision ≤ prefill ≤ total, and an extra
+    with a reserved name, by a ValueError."""
     if not 0 <= answer.vision_ms <= answer.prefill_ms <= answer.total_ms < math.inf:
         raise ValueError(
-            f"its times are vision {answer.vision_ms}, prefill {answer.prefill_ms}, total {answer.total_ms} ms"
+            f"its times are vision {answer.vision_ms}, prefill {answer.prefill_ms}, total "
+            f"{answer.total_ms} ms"
         )
     if answer.extra and not reserved.isdisjoint(answer.extra):
         name = min(reserved.intersection(answer.extra))
@@ -269,7 +338,8 @@ def check_answer(answer: Answer, reserved: set[str]) -> None:
 
 @contextmanager
 def collected_between() -> Iterator[Callable[[], object]]:
-    """Stop the garbage collector, which would interrupt random measurements; yield what collects between them."""
+    """Stop the garbage collector, which would interrupt random measurements; yield what collects
+    between them."""
     collecting = gc.isenabled()
     gc.freeze()  # collections skip what exists now
     gc.disable()

@@ -32,8 +32,9 @@ Judge = Callable[[int, str], float]
 
 
 def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
-    """One row for each pair of sample and configuration (numbers in the plan), samples outermost: median times, also of
-    what the model adds; the first answer and its accuracy; `changed`, how many repeats answered something else.
+    """One row for each pair of sample and configuration (numbers in the plan), samples outermost:
+    median times, also of what the model adds; the first answer and its accuracy; `changed`, how
+    many repeats answered something else.
 
     The log holds all of the plan; `judge` is called once for each different answer to a sample.
     """
@@ -50,7 +51,9 @@ def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
     if not cells["first_look_ms"].sum():
         cells = cells.drop("first_look_ms")
     answers = cells.select("sample", "pred").unique(maintain_order=True)
-    accuracy = pl.Series("accuracy", [judge(i, text) for i, text in answers.rows()], dtype=pl.Float64)
+    accuracy = pl.Series(
+        "accuracy", [judge(i, text) for i, text in answers.rows()], dtype=pl.Float64
+    )
     return (
         cells.join(answers.with_columns(accuracy), on=["sample", "pred"], how="left")
         .rename({"total_ms": "latency_ms"})
@@ -64,22 +67,29 @@ def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
 def without_drift(plan: Plan, log: pl.DataFrame) -> pl.DataFrame:
     """The plan's part of a log, its times divided by how fast the machine was at the moment.
 
-    ln ms of a measurement is taken as cell + level + jitter. The level is the running median over `WINDOW` measurements
-    of ln ms − cell, and 0 in the median; a cell is the median of its ln ms − level; both are found in turn. Since cells
-    are measured in random order, a running median is of all of them alike. With fewer than three repeats a cell is not
-    known well enough, and nothing changes.
+    ln ms of a measurement is taken as cell + level + jitter. The level is the running median over
+    `WINDOW` measurements of ln ms − cell, and 0 in the median; a cell is the median of its ln ms −
+    level; both are found in turn. Since cells are measured in random order, a running median is of
+    all of them alike. With fewer than three repeats a cell is not known well enough, and nothing
+    changes.
     """
     if plan.repeats < 3:
         return log
-    measured = plan.select(log.with_row_index("moment")).sort("moment")  # in the order that they were taken
-    cells = measured.select(cell=pl.struct("sample", "configuration"), ln_ms=pl.col("total_ms").clip(1e-6).log())
+    measured = plan.select(log.with_row_index("moment")).sort(
+        "moment"
+    )  # in the order that they were taken
+    cells = measured.select(
+        cell=pl.struct("sample", "configuration"), ln_ms=pl.col("total_ms").clip(1e-6).log()
+    )
     level = pl.Series("level", np.zeros(len(cells)))
     for _ in range(4):
         centred = cells.with_columns(level).with_columns(left=pl.col("ln_ms") - pl.col("level"))
         far = centred.select(pl.col("ln_ms") - pl.col("left").median().over("cell")).to_series()
         level = far.rolling_median(WINDOW, min_samples=1, center=True).alias("level")
         level = level - level.median()
-    times = [column for column in measured.columns if column.endswith("_ms") and column != "features_ms"]
+    times = [
+        column for column in measured.columns if column.endswith("_ms") and column != "features_ms"
+    ]
     steady = measured.with_columns(pl.col(times) / level.exp())
     return steady.drop("moment", "sample", "configuration")
 
@@ -91,16 +101,20 @@ def long_records(plan: Plan, cells: pl.DataFrame, dataset: str) -> pl.DataFrame:
     if any(item.image_id for item in plan.items):  # an item without one has an image of its own
         columns["image_id"] = [item.image_id or f"of sample {item.id}" for item in plan.items]
     samples = pl.DataFrame(columns)[cells["sample"]]
-    answers = pl.Series("answers", [list(item.answers) for item in plan.items]).gather(cells["sample"])
+    answers = pl.Series("answers", [list(item.answers) for item in plan.items]).gather(
+        cells["sample"]
+    )
     settings = plan.settings[cells["configuration"]]
     return pl.concat(
-        [samples, settings, answers.to_frame(), cells.drop("sample", "configuration")], how="horizontal"
+        [samples, settings, answers.to_frame(), cells.drop("sample", "configuration")],
+        how="horizontal",
     ).with_columns(dataset=pl.lit(dataset))
 
 
 def measurements_of(plan: Plan, log: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
-    """The records of `long_records` with a row for each measurement and a column `repeat`: times are those of the
-    measurement, all else that of its cell. With a single repeat they stay as they are.
+    """The records of `long_records` with a row for each measurement and a column `repeat`: times
+    are those of the measurement, all else that of its cell. With a single repeat they stay as they
+    are.
 
     The log holds all of the plan.
     """
@@ -108,7 +122,11 @@ def measurements_of(plan: Plan, log: pl.DataFrame, records: pl.DataFrame) -> pl.
         return records
     measured = plan.select(log).sort("sample", "configuration", "repeat")
     rows = records[np.arange(len(records)).repeat(plan.repeats)]
-    extra = [c for c in measured.columns if c.startswith(EXTRA) and c.removeprefix(EXTRA) in records.columns]
+    extra = [
+        c
+        for c in measured.columns
+        if c.startswith(EXTRA) and c.removeprefix(EXTRA) in records.columns
+    ]
     times = {column.removeprefix(EXTRA): measured[column] for column in extra}
     times |= {name: measured[name].round(4) for name in TIMES if name in records.columns}
     times["latency_ms"] = measured["total_ms"].round(4)
@@ -122,14 +140,17 @@ def write_table(path: Path, columns: pl.DataFrame) -> None:
         columns.write_parquet(temporary, compression="zstd", compression_level=19)
 
 
-def write_exp_files(out: Path, records: pl.DataFrame, knobs: Sequence[str], metadata: Mapping[str, Any]) -> str:
-    """Write `exp5/` and `exp6/` in the place of those of an earlier call, where the knobs are those of these files;
-    return why there are none, or ""."""
+def write_exp_files(
+    out: Path, records: pl.DataFrame, knobs: Sequence[str], metadata: Mapping[str, Any]
+) -> str:
+    """Write `exp5/` and `exp6/` in the place of those of an earlier call, where the knobs are those
+    of these files; return why there are none, or ""."""
     for folder in ("exp5", "exp6"):
         shutil.rmtree(out / folder, ignore_errors=True)
     if set(knobs) != set(KNOBS) or not all(records[knob].dtype.is_integer() for knob in knobs):
         return (
-            f"no exp5/exp6 files: they hold whole numbers of {', '.join(KNOBS)}, and these knobs are "
+            f"no exp5/exp6 files: they hold whole numbers of {', '.join(KNOBS)}, and these knobs "
+            "are "
             f"{', '.join(knobs)}; read table.parquet instead (profile=table)"
         )
     write_exp5_exp6(records, out / "exp5", out / "exp6", records["dataset"][0], metadata)
@@ -144,19 +165,24 @@ def write_vlm_profile(
     knobs: Sequence[KnobSupport],
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write `table.parquet`, `samples.parquet` (the questions), `exp5/`, `exp6/` and, last, `profile.json`; return what
-    the latter holds.
+    """Write `table.parquet`, `samples.parquet` (the questions), `exp5/`, `exp6/` and, last,
+    `profile.json`; return what the latter holds.
 
-    The log holds all of the plan; `about` is what else is known of the run: `name` of the data set, and what goes into
-    the exp5/exp6 files too, `split`, `model`, `machine` and `command`.
+    The log holds all of the plan; `about` is what else is known of the run: `name` of the data set,
+    and what goes into the exp5/exp6 files too, `split`, `model`, `machine` and `command`.
     """
     cells = cells_of(plan, log, judge)
     records = long_records(plan, cells, about["name"])
     measured = measurements_of(plan, log, records)
     measures = [c for c in records.columns if c.endswith("_ms")]
     keys = [c for c in ("sample_id", "image_id", *plan.knobs, "repeat") if c in measured.columns]
-    write_table(out / "table.parquet", measured.select(*keys, "accuracy", *measures, "pred", "dataset"))
-    questions = {"sample_id": [item.id for item in plan.items], "question": [item.question for item in plan.items]}
+    write_table(
+        out / "table.parquet", measured.select(*keys, "accuracy", *measures, "pred", "dataset")
+    )
+    questions = {
+        "sample_id": [item.id for item in plan.items],
+        "question": [item.question for item in plan.items],
+    }
     write_table(out / "samples.parquet", pl.DataFrame(questions))
     metadata = {key: about[key] for key in ("split", "model", "machine", "command")}
     note = write_exp_files(out, measured, plan.knobs, metadata)
@@ -173,7 +199,9 @@ def write_vlm_profile(
         "clock": {
             "latency_ms": f"{CLOCK_NAMES[plan.clock]}, as the model reads it",
             "statistic": f"median of {plan.repeats}",
-            "drift": f"divided out, by the running median of {WINDOW}" if about["config"]["detrend"] else "left in",
+            "drift": f"divided out, by the running median of {WINDOW}"
+            if about["config"]["detrend"]
+            else "left in",
             **steadiness(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
         },
@@ -187,10 +215,15 @@ def write_vlm_profile(
 
 
 def steadiness(plan: Plan, log: pl.DataFrame) -> dict[str, Any]:
-    """How much one measurement spreads: the mean standard deviation of the logarithm of a cell's times."""
+    """How much one measurement spreads: the mean standard deviation of the logarithm of a cell's
+    times."""
     logs = pl.col("total_ms").clip(1e-6).log()
     cells = plan.select(log).group_by("sample", "configuration").agg(spread=logs.std(ddof=1))
-    return {"log_spread_of_one_measurement": round(_mean(cells["spread"]), 4) if plan.repeats > 1 else None}
+    return {
+        "log_spread_of_one_measurement": round(_mean(cells["spread"]), 4)
+        if plan.repeats > 1
+        else None
+    }
 
 
 def features_ms(plan: Plan, log: pl.DataFrame) -> float:
@@ -203,18 +236,24 @@ def knob_report(
 ) -> list[dict[str, Any]]:
     """What each knob is on this model and what it saves, measured.
 
-    `saves` is the share of the time that a knob's least measured value saves against its greatest (of names the first
-    against the last), the others being equal: from the logarithms of the times of each sample, fitted as a sum of one
-    term for each value of each knob (on a full grid that is the mean over the others). `saves_error` is its standard
-    error over the samples. `saves_nothing` is whether it stays under `SAVES_NOTHING` with two errors added.
+    `saves` is the share of the time that a knob's least measured value saves against its greatest
+    (of names the first against the last), the others being equal: from the logarithms of the times
+    of each sample, fitted as a sum of one term for each value of each knob (on a full grid that is
+    the mean over the others). `saves_error` is its standard error over the samples. `saves_nothing`
+    is whether it stays under `SAVES_NOTHING` with two errors added.
 
     `settings` [C, K] has the values of the knobs, in their order; `latency_ms` is [N, C].
     """
     logs = np.log(latency_ms.astype(np.float64).clip(1e-6))
     values = [levels(column, knob.values) for column, knob in zip(settings.T, knobs, strict=True)]
-    terms = [column[:, None] == np.array(of_knob[1:]) for column, of_knob in zip(settings.T, values, strict=True)]
+    terms = [
+        column[:, None] == np.array(of_knob[1:])
+        for column, of_knob in zip(settings.T, values, strict=True)
+    ]
     design = np.hstack([np.ones((len(settings), 1)), *terms]).astype(np.float64)
-    fitted = logs @ np.linalg.pinv(design).T  # [N, terms]; a knob's least value is the one without a term
+    fitted = (
+        logs @ np.linalg.pinv(design).T
+    )  # [N, terms]; a knob's least value is the one without a term
     determined = np.linalg.matrix_rank(design) == design.shape[1]
     last = np.cumsum([0, *(term.shape[1] for term in terms)])[1:]
     report = []
@@ -223,9 +262,15 @@ def knob_report(
         if len(values[k]) > 1 and determined:
             slower = fitted[:, last[k]]
             saves = 1 - np.exp(-slower.mean())
-            error = slower.std(ddof=1) / np.sqrt(len(slower)) * (1 - saves) if len(slower) > 1 else np.nan
+            if len(slower) > 1:
+                error = slower.std(ddof=1) / np.sqrt(len(slower)) * (1 - saves)
+            else:
+                error = np.nan
             row["saves"] = round(float(saves), 4)
-            row["saves_error"] = None if np.isnan(error) else round(float(error), 4)
+            if np.isnan(error):
+                row["saves_error"] = None
+            else:
+                row["saves_error"] = round(float(error), 4)
             row["saves_nothing"] = bool(saves + 2 * np.nan_to_num(error) < SAVES_NOTHING)
         report.append(row)
     return report
@@ -236,8 +281,11 @@ def _mean(values: pl.Series) -> float:
 
 
 def levels(column: NDArray[Any], order: Sequence[Any] = ()) -> list[Any]:
-    """The values of a knob that occur: numbers in ascending order, names as in `order`, else as they come."""
+    """The values of a knob that occur: numbers in ascending order, names as in `order`, else as
+    they come."""
     values = list(dict.fromkeys(column.tolist()))
     if not any(isinstance(value, str) for value in values):
         return sorted(values)
-    return sorted(values, key=order.index) if set(values) <= set(order) else values
+    if set(values) <= set(order):
+        return sorted(values, key=order.index)
+    return values

@@ -1,4 +1,5 @@
-"""Visual questions and answers from files: the queries, and the bank of items that can serve as demonstrations."""
+"""Visual questions and answers from files: the queries, and the bank of items that can serve as
+demonstrations."""
 
 from __future__ import annotations
 
@@ -24,19 +25,23 @@ if TYPE_CHECKING:
 
 
 def plain_answer(answer: str) -> str:
-    """An answer as it is compared: lower case, no punctuation, no articles, numbers up to ten as digits.
+    """An answer as it is compared: lower case, no punctuation, no articles, numbers up to ten as
+    digits.
 
-    A short form of the normalisation of VQA evaluation (Antol et al. 2015), without its table of contractions. An
-    answer that would be left empty, such as "A" or "?", only loses its case.
+    A short form of the normalisation of VQA evaluation (Antol et al. 2015), without its table of
+    contractions. An answer that would be left empty, such as "A" or "?", only loses its case.
     """
     text = re.sub(r"(?<=\d),(?=\d)", "", answer.lower().replace("'", ""))
     words = re.findall(r"\d+\.\d+|\w+", text)
-    return " ".join(NUMBERS.get(word, word) for word in words if word not in ("a", "an", "the")) or answer.lower()
+    return (
+        " ".join(NUMBERS.get(word, word) for word in words if word not in ("a", "an", "the"))
+        or answer.lower()
+    )
 
 
 def soft_accuracy(answer: str, references: Sequence[str]) -> float:
-    """VQA accuracy min(1, agreeing / 3) of an answer (Antol et al. 2015, section 3); with fewer than three reference
-    answers the share that agrees, so 1 or 0 with one."""
+    """VQA accuracy min(1, agreeing / 3) of an answer (Antol et al. 2015, section 3); with fewer
+    than three reference answers the share that agrees, so 1 or 0 with one."""
     return min(1.0, agreeing(answer, references) / min(3, len(references)))
 
 
@@ -51,7 +56,8 @@ class VQAItem:
 
     id: str
     image: Any
-    """A file (`Path`), the bytes of one, a PIL image, or a tensor or array for a model that takes such."""
+    """A file (`Path`), the bytes of one, a PIL image, or a tensor or array for a model that takes
+    such."""
     question: str
     answers: tuple[str, ...]
     """At least one; data sets like VQA have ten, repeats included."""
@@ -62,26 +68,36 @@ class VQAItem:
 
     @cached_property
     def answer(self) -> str:
-        """The most common answer (of equally common ones the first), which the item shows as a demonstration."""
+        """The most common answer (of equally common ones the first), which the item shows as a
+        demonstration."""
         return most_common(self.answers)[0]
 
     def picture(self) -> Any:
-        """The image in RGB; a tensor or array as it is. Raises InputError for a file that is no image."""
+        """The image in RGB; a tensor or array as it is. Raises InputError for a file that is no
+        image."""
         if isinstance(self.image, Image.Image):
             return self.image.convert("RGB")
         if not isinstance(self.image, Path | bytes):
             return self.image
         try:
-            with Image.open(io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image) as image:
+            with Image.open(
+                io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image
+            ) as image:
                 return image.convert("RGB")
         except (OSError, Image.DecompressionBombError) as error:
-            where = self.image if isinstance(self.image, Path) else "its bytes"
-            raise InputError(f"image of item {self.id!r} cannot be read: {where} ({error})") from error
+            if isinstance(self.image, Path):
+                where: str | Path = self.image
+            else:
+                where = "its bytes"
+            raise InputError(
+                f"image of item {self.id!r} cannot be read: {where} ({error})"
+            ) from error
 
 
 @dataclass(frozen=True)
 class VQAData:
-    """Queries, and the bank that their demonstrations come from; a scorer gets row numbers of both."""
+    """Queries, and the bank that their demonstrations come from; a scorer gets row numbers of
+    both."""
 
     queries: tuple[VQAItem, ...]
     bank: tuple[VQAItem, ...]
@@ -89,14 +105,16 @@ class VQAData:
     def candidates(self, row: int, most: int) -> tuple[str, ...]:
         """The possible answers to query `row`, in alphabetical order, so that a tie favours none.
 
-        All its `choices`, where the data name some. Else its reference answers, then the bank's answers to questions
-        that begin with the same two words ("How many", "What color"), then the bank's other answers, each from the most
-        common on, and no more than `most`. Spellings with the same `plain_answer` count once.
+        All its `choices`, where the data name some. Else its reference answers, then the bank's
+        answers to questions that begin with the same two words ("How many", "What color"), then the
+        bank's other answers, each from the most common on, and no more than `most`. Spellings with
+        the same `plain_answer` count once.
         """
         item = self.queries[row]
         if item.choices:
             return tuple(sorted(most_common(item.choices)))
-        alike, others = self._answers_by_start.get(_start(item.question), ()), self._answers_by_start[None]
+        alike = self._answers_by_start.get(_start(item.question), ())
+        others = self._answers_by_start[None]
         spelling: dict[str, str] = {}
         for answer in (*most_common(item.answers), *alike, *others):
             if len(spelling) == most:
@@ -115,7 +133,8 @@ class VQAData:
 
 
 def most_common(answers: Sequence[str]) -> tuple[str, ...]:
-    """The different answers in their first spelling, from the most common on, ties in their order."""
+    """The different answers in their first spelling, from the most common on, ties in their
+    order."""
     counts = Counter(plain_answer(answer) for answer in answers)
     spelling = {plain_answer(answer): answer for answer in reversed(answers)}
     return tuple(spelling[key] for key, _ in counts.most_common())
@@ -128,20 +147,26 @@ def _start(question: str) -> str:
 def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
     """Read queries and bank from JSON lines, JSON, Parquet or CSV.
 
-    Each row is an item: `id` (or `question_id`); `image` (or `image_path`), a path, relative to the file, or in Parquet
-    also the bytes of an image file, alone or in a struct {bytes, path} as Hugging Face datasets write them; `question`;
-    `answers` (or `answer`), a text, a list of texts, or the {"answer": …} of VQA's annotations; optionally `image_id`
-    (else the whole path, or a hash of the bytes, identifies the image) and `choices`, a list of texts. A JSON file is a
-    list of such objects, or {"queries": […], "bank": […]}. Without `bank`, and without a bank in the file, each item is
-    both a query and a possible demonstration. Raises InputError for no such file or another kind of file, or a row
-    (named) that lacks one of these, repeats an id, names a missing image, or whose choices include none of its answers.
+    Each row is an item: `id` (or `question_id`); `image` (or `image_path`), a path, relative to the
+    file, or in Parquet also the bytes of an image file, alone or in a struct {bytes, path} as
+    Hugging Face datasets write them; `question`; `answers` (or `answer`), a text, a list of texts,
+    or the {"answer": …} of VQA's annotations; optionally `image_id` (else the whole path, or a hash
+    of the bytes, identifies the image) and `choices`, a list of texts. A JSON file is a list of
+    such objects, or {"queries": […], "bank": […]}. Without `bank`, and without a bank in the file,
+    each item is both a query and a possible demonstration. Raises InputError for no such file or
+    another kind of file, or a row (named) that lacks one of these, repeats an id, names a missing
+    image, or whose choices include none of its answers.
     """
     path = Path(path)
     content = _rows(path)
     if isinstance(content, Mapping):
         if bank is not None:
-            raise InputError(f"{path}: holds queries and a bank already; leave out the other bank, {bank}")
-        return VQAData(*(_items(path, content[part], f"{part}, row") for part in ("queries", "bank")))
+            raise InputError(
+                f"{path}: holds queries and a bank already; leave out the other bank, {bank}"
+            )
+        return VQAData(
+            *(_items(path, content[part], f"{part}, row") for part in ("queries", "bank"))
+        )
     queries = _items(path, content, "row")
     if bank is None:
         return VQAData(queries, queries)
@@ -154,26 +179,40 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
 def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:
     if path.suffix not in (".json", ".jsonl", ".ndjson"):
         frame = read_frame(path)
-        return [{key: value for key, value in row.items() if value is not None} for row in frame.iter_rows(named=True)]
+        return [
+            {key: value for key, value in row.items() if value is not None}
+            for row in frame.iter_rows(named=True)
+        ]
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
-    lines = [text] if path.suffix == ".json" else [line for line in text.split("\n") if line.strip()]
+    if path.suffix == ".json":
+        lines = [text]
+    else:
+        lines = [line for line in text.split("\n") if line.strip()]
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             rows.append(decoded(line))
         except ValueError as error:
-            where = path if path.suffix == ".json" else f"{path}, row {number}"
+            if path.suffix == ".json":
+                where: str | Path = path
+            else:
+                where = f"{path}, row {number}"
             raise InputError(f"{where}: is not JSON ({error})") from error
     if path.suffix != ".json":
         return rows
     (content,) = rows
-    parts = content if isinstance(content, dict) else {"queries": content, "bank": content}
-    if set(parts) != {"queries", "bank"} or not all(isinstance(part, list) for part in parts.values()):
+    if isinstance(content, dict):
+        parts = content
+    else:
+        parts = {"queries": content, "bank": content}
+    if set(parts) != {"queries", "bank"} or not all(
+        isinstance(part, list) for part in parts.values()
+    ):
         raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
     return cast("list[Any] | Mapping[str, list[Any]]", content)
 
@@ -185,7 +224,9 @@ def _items(path: Path, rows: Sequence[Any], what: str) -> tuple[VQAItem, ...]:
     for number, row in enumerate(rows, 1):
         item = _item(path, row, f"{path}, {what} {number}")
         if items.setdefault(item.id, item) is not item:
-            raise InputError(f"{path}, {what} {number}: the id {item.id!r} occurs twice; ids must be unique")
+            raise InputError(
+                f"{path}, {what} {number}: the id {item.id!r} occurs twice; ids must be unique"
+            )
     return tuple(items.values())
 
 
@@ -197,28 +238,52 @@ def _item(path: Path, row: object, where: str) -> VQAItem:
         for key in spellings:
             if row.get(key) not in (None, "", []):
                 return row[key]
-        raise InputError(f"{where}: has no {' or '.join(spellings)}; it has {', '.join(map(str, row)) or 'nothing'}")
+        raise InputError(
+            f"{where}: has no {' or '.join(spellings)}; it has "
+            f"{', '.join(map(str, row)) or 'nothing'}"
+        )
 
-    name, question, source = value("id", "question_id"), value("question"), value("image", "image_path")
+    name = value("id", "question_id")
+    question = value("question")
+    source = value("image", "image_path")
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str):
         source = path.parent / source
         if not source.is_file():
             raise InputError(f"{where}: no image file {source}")
-    if not isinstance(name, (str, int)) or not isinstance(question, str) or not isinstance(source, (bytes, Path)):
-        raise InputError(f"{where}: id must be a text or a whole number, question a text, image a path")
+    if (
+        not isinstance(name, (str, int))
+        or not isinstance(question, str)
+        or not isinstance(source, (bytes, Path))
+    ):
+        raise InputError(
+            f"{where}: id must be a text or a whole number, question a text, image a path"
+        )
     answers = _texts(value("answers", "answer"), where, "answers")
-    choices = _texts(row["choices"], where, "choices") if row.get("choices") else ()
+    if row.get("choices"):
+        choices = _texts(row["choices"], where, "choices")
+    else:
+        choices = ()
     if choices and not {plain_answer(c) for c in choices} & {plain_answer(a) for a in answers}:
-        raise InputError(f"{where}: none of its choices {list(choices)} is one of its answers {list(answers)}")
-    if (image_id := row.get("image_id")) is None:  # the same file, or the same bytes, is the same image
-        image_id = source.resolve() if isinstance(source, Path) else hashlib.sha256(source).hexdigest()
+        raise InputError(
+            f"{where}: none of its choices {list(choices)} is one of its answers {list(answers)}"
+        )
+    if (
+        image_id := row.get("image_id")
+    ) is None:  # the same file, or the same bytes, is the same image
+        if isinstance(source, Path):
+            image_id = source.resolve()
+        else:
+            image_id = hashlib.sha256(source).hexdigest()
     return VQAItem(str(name), source, question, answers, str(image_id), choices)
 
 
 def _texts(value: object, where: str, what: str) -> tuple[str, ...]:
-    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        values = value
+    else:
+        values = [value]
     texts = [v.get("answer") if isinstance(v, Mapping) else v for v in values]
     if not all(isinstance(text, (str, int, float)) and str(text).strip() for text in texts):
         raise InputError(f"{where}: {what} must be texts, and none of them empty")
@@ -226,11 +291,17 @@ def _texts(value: object, where: str, what: str) -> tuple[str, ...]:
 
 
 def check_rows(queries: Tensor, demonstrations: Tensor, num_queries: int, num_bank: int) -> None:
-    """Refuse rows that a scorer cannot score: int64 [n] of the queries, [n, T] of the bank, −1 for none. Raises
-    InputError if shapes do not fit or rows do not exist."""
+    """Refuse rows that a scorer cannot score: int64 [n] of the queries, [n, T] of the bank, −1 for
+    none. Raises InputError if shapes do not fit or rows do not exist."""
     if demonstrations.ndim != 2 or queries.shape != demonstrations.shape[:1]:
         shapes = tuple(queries.shape), tuple(demonstrations.shape)
-        raise InputError(f"queries and demonstrations have shapes {shapes[0]} and {shapes[1]}, expected [n], [n, T]")
-    for what, rows, least, count in ("query", queries, 0, num_queries), ("demonstration", demonstrations, -1, num_bank):
+        raise InputError(
+            f"queries and demonstrations have shapes {shapes[0]} and {shapes[1]}, expected [n], "
+            "[n, T]"
+        )
+    for what, rows, least, count in (
+        ("query", queries, 0, num_queries),
+        ("demonstration", demonstrations, -1, num_bank),
+    ):
         if len(wrong := rows[(rows < least) | (rows >= count)]):
             raise InputError(f"{what} {wrong[0]} does not exist; there are {count}")

@@ -15,7 +15,8 @@ from knobwise.profiling.measuring.questions import VQAItem
 
 
 class Requests(Protocol):
-    """Requests whose answers can be scored: a file of questions, or a generator of them, which has no end."""
+    """Requests whose answers can be scored: a file of questions, or a generator of them, which has
+    no end."""
 
     def ids(self) -> Iterator[str]:
         """Ids of samples, in an order that does not change."""
@@ -37,18 +38,23 @@ class Questions:
 
     Args:
         items: with different ids.
-        metric: see `VLMProfileConfig.metric`; also `module:function`, a function of the user's own of an answer and the
-            right ones (a tuple of texts), which gives its accuracy in [0, 1].
+        metric: see `VLMProfileConfig.metric`; also `module:function`, a function of the user's own
+            of an answer and the right ones (a tuple of texts), which gives its accuracy in [0, 1].
         prompt: how a question is put.
 
     Raises:
-        InputError: a metric that does not fit an item (named), a function that there is not, that raises, or that gives
-            anything but a number in [0, 1]; each already for the right answers.
+        InputError: a metric that does not fit an item (named), a function that there is not, that
+            raises, or that gives anything but a number in [0, 1]; each already for the right
+            answers.
     """
 
-    def __init__(self, items: Sequence[VQAItem], metric: str = "auto", prompt: str = "{question}{choices}") -> None:
-        self._items, self._prompt = {item.id: item for item in items}, prompt
-        self._key, self._function = f"knobs.metric={metric}", None
+    def __init__(
+        self, items: Sequence[VQAItem], metric: str = "auto", prompt: str = "{question}{choices}"
+    ) -> None:
+        self._items = {item.id: item for item in items}
+        self._prompt = prompt
+        self._key = f"knobs.metric={metric}"
+        self._function = None
         if ":" in metric:
             self._function = imported(self._key, metric, "function", "my_module:accuracy")
         self.metrics = {item.id: metric_of(item, metric) for item in items}
@@ -72,13 +78,19 @@ class Questions:
             try:
                 return answer_accuracy(self.metrics[sample_id], answer, item.answers, item.choices)
             except InputError as error:
-                raise InputError(f"sample {sample_id!r}: {error}; choose another knobs.metric=…") from error
+                raise InputError(
+                    f"sample {sample_id!r}: {error}; choose another knobs.metric=…"
+                ) from error
         try:
             accuracy = float(self._function(answer, item.answers))
         except Exception as error:
-            raise InputError(f"{self._key}: raises {in_a_line(error)} for sample {sample_id!r}") from error
+            raise InputError(
+                f"{self._key}: raises {in_a_line(error)} for sample {sample_id!r}"
+            ) from error
         if not 0 <= accuracy <= 1:
-            raise InputError(f"{self._key}: gives {accuracy} for sample {sample_id!r}; must be between 0 and 1")
+            raise InputError(
+                f"{self._key}: gives {accuracy} for sample {sample_id!r}; must be between 0 and 1"
+            )
         return accuracy
 
 
@@ -93,6 +105,9 @@ def metric_of(item: VQAItem, metric: str = "auto") -> str:
 
 def question_text(item: VQAItem, prompt: str = "{question}{choices}") -> str:
     """The question of one sample as the model reads it."""
-    options = [f"\n{letter}. {text}" for letter, text in zip(string.ascii_uppercase, item.choices, strict=False)]
+    options = [
+        f"\n{letter}. {text}"
+        for letter, text in zip(string.ascii_uppercase, item.choices, strict=False)
+    ]
     parts = {"{question}": item.question, "{choices}": "".join(options)}
     return re.sub(r"{question}|{choices}", lambda match: parts[match[0]], prompt)

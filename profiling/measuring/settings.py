@@ -26,11 +26,12 @@ class VLMProfileConfig:
     samples: int | None = None
     """How many samples to draw and measure; a larger number later includes these. None for all."""
     metric: str = "auto"
-    """vqa, exact, choice, anls, relaxed. auto: choice for a sample with choices, else vqa for one with three answers or
-    more, else exact. Or module:function, your own: accuracy in [0, 1] of an answer and the tuple of right ones."""
+    """vqa, exact, choice, anls, relaxed. auto: choice for a sample with choices, else vqa for one
+    with three answers or more, else exact. Or module:function, your own: accuracy in [0, 1] of an
+    answer and the tuple of right ones."""
     prompt: str = "{question}{choices}"
-    """The prompt. {choices} stands for the options of the question with their letters, a line each, or for nothing
-    if there are none. Leave {choices} out if the questions already contain them."""
+    """The prompt. {choices} stands for the options of the question with their letters, a line each,
+    or for nothing if there are none. Leave {choices} out if the questions already contain them."""
     max_crops: tuple[int, ...] = ()
     """Values of this knob to measure; empty for the model's default alone."""
     top_k: tuple[int, ...] = ()
@@ -42,14 +43,14 @@ class VLMProfileConfig:
     count: int = 0
     """How many configurations of a large grid are measured, as a Latin hypercube; 0 for all."""
     repeats: int = 3
-    """Measurements of each sample with each configuration. The table keeps all of them; figures are those of their
-    medians."""
+    """Measurements of each sample with each configuration. The table keeps all of them; figures are
+    those of their medians."""
     detrend: bool = False
-    """Divide out the momentary speed of the machine, which the tracker of a deployed controller follows; needs
-    three repeats."""
+    """Divide out the momentary speed of the machine, which the tracker of a deployed controller
+    follows; needs three repeats."""
     clock: str = "wall"
-    """The clock: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a machine that
-    others use too and a model that runs on one thread."""
+    """The clock: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a
+    machine that others use too and a model that runs on one thread."""
     warm_up: int = 1
     """Untimed answers with each configuration before anything is timed."""
     max_new_tokens: int = 32
@@ -61,7 +62,8 @@ class VLMProfileConfig:
     shards: int = 1
     """Number of parts that the configurations are divided into."""
     features: bool = True
-    """Whether to keep the features that a decision sees, which the first stage of every measurement yields."""
+    """Whether to keep the features that a decision sees, which the first stage of every measurement
+    yields."""
     force: bool = False
     """Compute all features anew, even those on disk; nothing is measured again."""
 
@@ -72,7 +74,10 @@ class VLMProfileConfig:
             at_least("knobs.samples", self.samples, 1)
         if not 0 <= self.shard < self.shards:
             last = self.shards - 1
-            raise InputError(f"knobs.shard must be 0 to {last}, since knobs.shards={self.shards}; not {self.shard}")
+            raise InputError(
+                f"knobs.shard must be 0 to {last}, since knobs.shards={self.shards}; not "
+                f"{self.shard}"
+            )
         if ":" not in self.metric:
             one_of("knobs.metric", self.metric, ("auto", *METRICS))
         one_of("knobs.clock", self.clock, CLOCKS)
@@ -86,18 +91,24 @@ class VLMProfileConfig:
             if isinstance(values, str) or not isinstance(values, Collection):
                 raise InputError(f"knobs.values.{name}={values}: must be a list of values")
             if name in KNOBS and getattr(self, name):
-                raise InputError(f"knobs.values.{name}: knobs.{name} is set too; give the values once")
+                raise InputError(
+                    f"knobs.values.{name}: knobs.{name} is set too; give the values once"
+                )
 
     def measured_values(self, knob: str) -> tuple[Any, ...]:
         """The values of a knob to measure; empty for its default alone."""
         values = (self.values or {}).get(knob) or (getattr(self, knob) if knob in KNOBS else ())
         # a column of a table has one type
-        return tuple(map(float, values)) if any(isinstance(value, float) for value in values) else tuple(values)
+        if any(isinstance(value, float) for value in values):
+            return tuple(map(float, values))
+        return tuple(values)
 
 
 def changed_settings(prefix: str, settings: Any, leave_out: Collection[str] = ()) -> list[str]:
-    """Every setting that is not the default, as key=value on the command line; settings within settings too."""
-    usual, words = type(settings)(), []
+    """Every setting that is not the default, as key=value on the command line; settings within
+    settings too."""
+    usual = type(settings)()
+    words = []
     for f in fields(settings):
         value = getattr(settings, f.name)
         if f.name in leave_out or value == getattr(usual, f.name):

@@ -1,4 +1,5 @@
-"""From a question and detected boxes to the order in which they are read, and from what was read to an answer."""
+"""From a question and detected boxes to the order in which they are read, and from what was read to
+an answer."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from numpy.typing import NDArray
 
 ASPECTS = ("title", "phone", "code", "total", "beside", "below")
 """What a question can be about."""
-_CUES = {"phone": "phone|call", "code": "code", "total": "total", "below": "below", "beside": "price|next to"}
+_CUES = {
+    "phone": "phone|call",
+    "code": "code",
+    "total": "total",
+    "below": "below",
+    "beside": "price|next to",
+}
 _PATTERNS = {
     "phone": r"\+?\d[\d\- ().]{6,}\d",
     "code": r"[A-Z]{1,4}[ \-–—]?\d{2,}",
@@ -39,12 +46,15 @@ class Line:
 
 def aspect_of(question: str) -> str:
     """What a question is about, one of `ASPECTS`, by the words in it; `title` if by none."""
-    return next((aspect for aspect, cues in _CUES.items() if re.search(cues, question, re.IGNORECASE)), "title")
+    return next(
+        (aspect for aspect, cues in _CUES.items() if re.search(cues, question, re.IGNORECASE)),
+        "title",
+    )
 
 
 def shapes(boxes: NDArray[np.float32]) -> NDArray[np.float64]:
-    """[B, 5] the middle (x, y), width, height and angle (degrees) of boxes [B, 4, 2], whose corners are in reading
-    order."""
+    """[B, 5] the middle (x, y), width, height and angle (degrees) of boxes [B, 4, 2], whose corners
+    are in reading order."""
     corners = boxes.astype(np.float64)
     along = (corners[:, 1] - corners[:, 0] + corners[:, 2] - corners[:, 3]) / 2
     across = (corners[:, 3] - corners[:, 0] + corners[:, 2] - corners[:, 1]) / 2
@@ -54,9 +64,10 @@ def shapes(boxes: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def reading_order(question: str, boxes: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The boxes (`shapes` [B, 5]) in the order in which they are worth reading: for a title the tallest first, for a
-    number those first whose length suits it, else the largest first."""
-    width, height = boxes[:, 2], boxes[:, 3].clip(1)
+    """The boxes (`shapes` [B, 5]) in the order in which they are worth reading: for a title the
+    tallest first, for a number those first whose length suits it, else the largest first."""
+    width = boxes[:, 2]
+    height = boxes[:, 3].clip(1)
     aspect = aspect_of(question)
     if aspect == "title":
         return np.argsort(-height, kind="stable")
@@ -66,8 +77,8 @@ def reading_order(question: str, boxes: NDArray[np.float64]) -> NDArray[np.int64
 
 
 def find_answer(question: str, boxes: Sequence[Line], read: Callable[[int], str]) -> str:
-    """The answer to a question among the texts that were read; empty where there is none. What stands beside or below
-    a text is read if it was not, by `read` with the number of its box."""
+    """The answer to a question among the texts that were read; empty where there is none. What
+    stands beside or below a text is read if it was not, by `read` with the number of its box."""
     lines = [line for line in boxes if line.text and line.text.strip()]
     if not lines:
         return ""
@@ -89,18 +100,27 @@ def find_answer(question: str, boxes: Sequence[Line], read: Callable[[int], str]
 def _title(lines: Sequence[Line]) -> str:
     """The tallest line, with what stands in the same row and is nearly as tall."""
     tallest = max(lines, key=lambda line: line.height)
-    row = [n for n in lines if abs(n.y - tallest.y) < 0.5 * tallest.height and n.height > 0.7 * tallest.height]
+    row = [
+        n
+        for n in lines
+        if abs(n.y - tallest.y) < 0.5 * tallest.height and n.height > 0.7 * tallest.height
+    ]
     return " ".join(str(line.text) for line in sorted(row, key=lambda line: line.x))
 
 
-def _neighbour(name: str, lines: Sequence[Line], unread: Sequence[Line], where: str, read: Callable[[int], str]) -> str:
-    """The text beside or below the line whose beginning reads most like a name; empty if none does."""
-    sought, texts = name.lower(), [str(line.text) for line in lines]
+def _neighbour(
+    name: str, lines: Sequence[Line], unread: Sequence[Line], where: str, read: Callable[[int], str]
+) -> str:
+    """The text beside or below the line whose beginning reads most like a name; empty if none
+    does."""
+    sought = name.lower()
+    texts = [str(line.text) for line in lines]
     likeness = [SequenceMatcher(None, sought, text.lower()[: len(name)]).ratio() for text in texts]
     best = int(np.argmax(likeness))
     if likeness[best] < _SIMILAR:
         return ""
-    anchor, places = lines[best], [*lines, *unread]
+    anchor = lines[best]
+    places = [*lines, *unread]
     if where == "beside":
         rest = texts[best][len(name) :].strip(" :.-")
         if rest and len(texts[best]) > len(name) + 2:  # one box holds both
@@ -110,10 +130,16 @@ def _neighbour(name: str, lines: Sequence[Line], unread: Sequence[Line], where: 
     else:
         start = anchor.x - anchor.width / 2
         column = [n for n in places if abs(n.x - n.width / 2 - start) < anchor.width]
-        line = min((n for n in column if n.y > anchor.y + 0.5 * anchor.height), key=lambda n: n.y, default=None)
+        line = min(
+            (n for n in column if n.y > anchor.y + 0.5 * anchor.height),
+            key=lambda n: n.y,
+            default=None,
+        )
     if line is None:
         return ""
-    return read(line.number) if line.text is None else line.text
+    if line.text is None:
+        return read(line.number)
+    return line.text
 
 
 def _matched(pattern: str, text: str) -> str:

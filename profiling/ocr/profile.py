@@ -2,8 +2,9 @@
 
 profile_ocr("out")  →  out/table.safetensors  profile.json  state/…  (to resume from)
 
-Each step of a scene (a detection, a box cut out, classified, read) is timed once, and the answers of all configurations
-are composed from these steps, which gives the same answers and nearly the times of answers straight through.
+Each step of a scene (a detection, a box cut out, classified, read) is timed once, and the answers
+of all configurations are composed from these steps, which gives the same answers and nearly the
+times of answers straight through.
 """
 
 from __future__ import annotations
@@ -42,36 +43,62 @@ _STRAIGHT = 3
 def profile_ocr(out_dir: str | Path, config: OCRProfileConfig | None = None) -> Path:
     """Measure scenes under every configuration, write the profile, and return its folder.
 
-    Repeat the call to resume it. Raises InputError: RapidOCR is not installed, a value that a knob does not take,
-    another run in `out_dir`.
+    Repeat the call to resume it. Raises InputError: RapidOCR is not installed, a value that a knob
+    does not take, another run in `out_dir`.
     """
     config = config or OCRProfileConfig()
-    model, out, state = RapidOCRModel(), Path(out_dir), Path(out_dir) / "state"
+    model = RapidOCRModel()
+    out = Path(out_dir)
+    state = Path(out_dir) / "state"
     values = itertools.product(config.side, config.boxes, config.passes)
     names = [knob.name for knob in model.knobs]
-    grid = [check_configuration(model.knobs, dict(zip(names, setting, strict=True))) for setting in values]
+    grid = [
+        check_configuration(model.knobs, dict(zip(names, setting, strict=True)))
+        for setting in values
+    ]
     packages = ("rapidocr", "onnxruntime", "opencv-python-headless", "numpy")
-    about = {"machine": machine() | {"threads": 1}, "versions": {name: version(name) for name in packages}}
+    about = {
+        "machine": machine() | {"threads": 1},
+        "versions": {name: version(name) for name in packages},
+    }
     claim(state / "config.json", about | asdict(config) | {"samples": None})
-    with appended(state / "measured.jsonl") as log, clocked_by(config.clock), collected_between() as collect:
+    with (
+        appended(state / "measured.jsonl") as log,
+        clocked_by(config.clock),
+        collected_between() as collect,
+    ):
         log.seek(0)
         try:
             lines = {line["scene"]: line for line in map(orjson.loads, log)}
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{log.name}: is damaged ({error}); move it away to measure again") from error
+            raise InputError(
+                f"{log.name}: is damaged ({error}); move it away to measure again"
+            ) from error
         missing = [row for row in range(config.samples) if row not in lines]
         with progress("measuring", config.samples, config.samples - len(missing)) as tick:
             for line in _measured(model, grid, missing, config.straight_every):
-                log.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+                log.write(
+                    orjson.dumps(
+                        line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+                    )
+                )
                 lines[line["scene"]] = line
                 collect()
                 tick(sum(row < config.samples for row in lines), "")
     measured = [line for row, line in lines.items() if row < config.samples]
-    _write(out, measured, grid, config, about | {"model": f"{model.name}, with the weights in its wheel"})
+    _write(
+        out,
+        measured,
+        grid,
+        config,
+        about | {"model": f"{model.name}, with the weights in its wheel"},
+    )
     return out
 
 
-def _measured(model: RapidOCRModel, grid: _Dicts, rows: list[int], straight_every: int) -> Iterator[dict[str, Any]]:
+def _measured(
+    model: RapidOCRModel, grid: _Dicts, rows: list[int], straight_every: int
+) -> Iterator[dict[str, Any]]:
     """What is written down of each of these scenes. Configurations come in random order."""
     scenes = Scenes()
     warm_up = [model.first_stage(scenes.request(str(row))) for row in rows[:1]]
@@ -89,7 +116,9 @@ def _measured(model: RapidOCRModel, grid: _Dicts, rows: list[int], straight_ever
         for c in order[:_STRAIGHT] if row % straight_every == 0 else ():
             (answer,) = model.answer([model.first_stage(stage.request)], grid[c])
             same = answer.text == answers[c].text
-            straight.append({"configuration": c, "same": same, "ratio": answer.total_ms / answers[c].total_ms})
+            straight.append(
+                {"configuration": c, "same": same, "ratio": answer.total_ms / answers[c].total_ms}
+            )
         yield {
             "scene": row,
             "kind": scene.kind,
@@ -103,28 +132,39 @@ def _measured(model: RapidOCRModel, grid: _Dicts, rows: list[int], straight_ever
         }
 
 
-def _write(out: Path, measured: _Dicts, grid: _Dicts, config: OCRProfileConfig, about: dict[str, Any]) -> None:
-    """Write the table and, last, `profile.json`, from lines in the order that they were measured in."""
-    # how much slower than usual the machine was at each moment: the first detection is the same work for every scene
-    level = pl.Series([line["detector_ms"] for line in measured]).rolling_median(WINDOW, min_samples=1, center=True)
+def _write(
+    out: Path, measured: _Dicts, grid: _Dicts, config: OCRProfileConfig, about: dict[str, Any]
+) -> None:
+    """Write the table and, last, `profile.json`, from lines in the order that they were measured
+    in."""
+    # how much slower than usual the machine was at each moment: the first detection is the same
+    # work for every scene
+    level = pl.Series([line["detector_ms"] for line in measured]).rolling_median(
+        WINDOW, min_samples=1, center=True
+    )
     slowness = (level / level.median()).to_numpy()
     order = np.argsort([line["scene"] for line in measured])
-    measured, slowness = [measured[i] for i in order], slowness[order]
+    measured = [measured[i] for i in order]
+    slowness = slowness[order]
     table = _table(measured, slowness, grid, config)
     table.save(out / "table.safetensors")
     checks = [check for line in measured for check in line["straight"]]
     ratios = np.array([check["ratio"] for check in checks])
     content = {
         "name": "ocr",
-        "command": " ".join(["knobwise profile model=ocr out=DIR", *changed_settings("ocr.", config)]),
+        "command": " ".join(
+            ["knobwise profile model=ocr out=DIR", *changed_settings("ocr.", config)]
+        ),
         "config": asdict(config),
         "seed": SEED,
         "samples": len(measured),
         "configurations": len(grid),
         **about,
         "clock": {
-            "latency_ms": f"{CLOCK_NAMES[config.clock]}; composed of steps that were timed once for each scene",
-            "drift": f"divided out, by the running median over {WINDOW} scenes of the first detection",
+            "latency_ms": f"{CLOCK_NAMES[config.clock]}; composed of steps that "
+            "were timed once for each scene",
+            "drift": f"divided out, by the running median over {WINDOW} "
+            "scenes of the first detection",
             "slowness_p5_p50_p95": np.quantile(slowness, (0.05, 0.5, 0.95)).round(3).tolist(),
         },
         "composition": {
@@ -141,8 +181,11 @@ def _write(out: Path, measured: _Dicts, grid: _Dicts, config: OCRProfileConfig, 
     write_json(out / "profile.json", content)
 
 
-def _table(measured: _Dicts, slowness: NDArray[np.float64], grid: _Dicts, config: OCRProfileConfig) -> ProfileTable:
-    """Times divided by the slowness [N] of the machine; the first look is added where it is not reused."""
+def _table(
+    measured: _Dicts, slowness: NDArray[np.float64], grid: _Dicts, config: OCRProfileConfig
+) -> ProfileTable:
+    """Times divided by the slowness [N] of the machine; the first look is added where it is not
+    reused."""
     look_ms = np.array([line["unused_ms"] for line in measured]) / slowness[:, None]
     latency_ms = np.array([line["total_ms"] for line in measured]) / slowness[:, None] + look_ms
     knobs = tuple(Knob(name, tuple(sorted(getattr(config, name)))) for name in grid[0])
@@ -155,7 +198,10 @@ def _table(measured: _Dicts, slowness: NDArray[np.float64], grid: _Dicts, config
         latency_ms=_tensor(latency_ms),
         mask=torch.ones(latency_ms.shape, dtype=torch.bool),
         sample_ids=tuple(map(str, range(len(measured)))),
-        features={name: _tensor([line["features"][name] for line in measured]) for name in measured[0]["features"]},
+        features={
+            name: _tensor([line["features"][name] for line in measured])
+            for name in measured[0]["features"]
+        },
         question_types=tuple(line["kind"] for line in measured),
         features_ms=round(float(np.median([line["features_ms"] for line in measured])), 4),
         first_look_ms=_tensor(look_ms),

@@ -1,7 +1,8 @@
 """Pictures with text and a question about it, as TextVQA asks: signs drawn on real photographs.
 
-A scene depends on its number alone, so there are as many fresh ones as anybody wants. The photographs are
-those that scikit-learn ships (CC BY 2.0), the fonts Source Sans Pro and Source Serif Pro (OFL-1.1) and Pillow's own.
+A scene depends on its number alone, so there are as many fresh ones as anybody wants. The
+photographs are those that scikit-learn ships (CC BY 2.0), the fonts Source Sans Pro and Source
+Serif Pro (OFL-1.1) and Pillow's own.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from knobwise.profiling.measuring.answer_metrics import answer_accuracy
 
 SEED = 1
 INSTALL = "pip install 'knobwise[ocr]'"
-WIDTH, HEIGHT = 960, 720
+WIDTH = 960
+HEIGHT = 720
 """Pixels of a picture."""
 _FONTS = {
-    "font_source_sans_pro": tuple(f"SourceSansPro-{face}" for face in ("Regular", "Bold", "Light", "It", "Black")),
+    "font_source_sans_pro": tuple(
+        f"SourceSansPro-{face}" for face in ("Regular", "Bold", "Light", "It", "Black")
+    ),
     "font_source_serif_pro": ("SourceSerifPro-Regular", "SourceSerifPro-Bold", "SourceSerifPro-It"),
 }
 
@@ -38,14 +42,22 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-_FIRST = _words("Golden Silver Green River Harbor Old Royal Sunny Blue Maple Corner Central Grand Little North Crystal")
-_SECOND = _words("Bakery Garage Market Books Garden Kitchen Hotel Pharmacy Cinema Tailor Museum Florist Studio Diner")
+_FIRST = _words(
+    "Golden Silver Green River Harbor Old Royal Sunny Blue Maple Corner Central Grand Little "
+    "North Crystal"
+)
+_SECOND = _words(
+    "Bakery Garage Market Books Garden Kitchen Hotel Pharmacy Cinema Tailor Museum Florist "
+    "Studio Diner"
+)
 _ITEMS = _words(
-    "Coffee Tea Bread Cheese Apples Honey Butter Salad Soup Juice Olives Pasta Rice Cake Milk Pepper Sugar Lemon "
+    "Coffee Tea Bread Cheese Apples Honey Butter Salad Soup Juice Olives Pasta Rice Cake Milk "
+    "Pepper Sugar Lemon "
     "Onion Garlic Salmon Yogurt Waffles Noodles Ticket Poster Batteries Candles Umbrella Notebook"
 )
 _CLUTTER = _words(
-    "SALE OPEN EXIT NEW Welcome Parking Push Pull Taxi Bus Stop Free Today Only Menu Closed Station Way Avenue Street "
+    "SALE OPEN EXIT NEW Welcome Parking Push Pull Taxi Bus Stop Free Today Only Menu Closed "
+    "Station Way Avenue Street "
     "Please Wait Here Tickets Express Daily Fresh Original Quality Since Special Offer"
 )
 
@@ -62,8 +74,8 @@ class Scene:
 
 
 class Scenes:
-    """All scenes, as `Requests` whose ids are their numbers: those of the shipped profile, and beyond them fresh ones
-    without end."""
+    """All scenes, as `Requests` whose ids are their numbers: those of the shipped profile, and
+    beyond them fresh ones without end."""
 
     def __init__(self) -> None:
         self._answers = dict[int, str]()  # of the scenes that were drawn
@@ -103,7 +115,9 @@ def _font_files() -> tuple[bytes | None, ...]:
     """Every font as the bytes of its file; None for Pillow's own."""
     try:
         files = [
-            resources.files(package) / "files" / f"{name}.ttf" for package, names in _FONTS.items() for name in names
+            resources.files(package) / "files" / f"{name}.ttf"
+            for package, names in _FONTS.items()
+            for name in names
         ]
     except ModuleNotFoundError as error:
         raise InputError(f"model=ocr: {error.name} is not installed; {INSTALL}") from error
@@ -113,7 +127,9 @@ def _font_files() -> tuple[bytes | None, ...]:
 @cache
 def _font(number: int, size: int) -> Any:
     content = _font_files()[number]
-    return ImageFont.load_default(size) if content is None else ImageFont.truetype(io.BytesIO(content), size)
+    if content is None:
+        return ImageFont.load_default(size)
+    return ImageFont.truetype(io.BytesIO(content), size)
 
 
 class _Drawing:
@@ -149,38 +165,60 @@ class _Drawing:
         photo = photographs()[int(rng.integers(len(photographs())))]
         width = int(rng.uniform(0.5, 1.0) * min(photo.width, photo.height * WIDTH / HEIGHT))
         height = width * HEIGHT // WIDTH
-        left, top = int(rng.integers(photo.width - width + 1)), int(rng.integers(photo.height - height + 1))
-        part = photo.crop((left, top, left + width, top + height)).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
-        part = ImageOps.mirror(part) if rng.random() < 0.5 else part
+        left = int(rng.integers(photo.width - width + 1))
+        top = int(rng.integers(photo.height - height + 1))
+        part = photo.crop((left, top, left + width, top + height)).resize(
+            (WIDTH, HEIGHT), Image.Resampling.BICUBIC
+        )
+        if rng.random() < 0.5:
+            part = ImageOps.mirror(part)
         return ImageEnhance.Brightness(part).enhance(rng.uniform(0.6, 1.3))
 
     def _colours(self) -> tuple[_Colour, _Colour]:
         """Paper and ink, light on dark or dark on light."""
-        dark, light = (tuple(self.rng.integers(*limits, 3).tolist()) for limits in ((0, 110), (165, 256)))
-        return (light, dark) if self.rng.random() < 0.7 else (dark, light)
+        dark, light = (
+            tuple(self.rng.integers(*limits, 3).tolist()) for limits in ((0, 110), (165, 256))
+        )
+        if self.rng.random() < 0.7:
+            return (light, dark)
+        return (dark, light)
 
     def _clutter(self, picture: Image.Image) -> None:
         """A word somewhere, on the photograph itself or on a plate."""
         rng = self.rng
         paper, ink = self._colours()
-        font = _font(int(rng.integers(self.fonts)), int(np.exp(rng.uniform(np.log(14), np.log(60)))))
+        font = _font(
+            int(rng.integers(self.fonts)), int(np.exp(rng.uniform(np.log(14), np.log(60))))
+        )
         text = " ".join(self._choice(*_CLUTTER) for _ in range(int(rng.integers(1, 3))))
         box = font.getbbox(text)
-        plate = Image.new("RGBA", (int(box[2]) + 12, int(box[3]) + 12), (*paper, 255 if rng.random() < 0.6 else 0))
+        plate = Image.new(
+            "RGBA", (int(box[2]) + 12, int(box[3]) + 12), (*paper, 255 if rng.random() < 0.6 else 0)
+        )
         ImageDraw.Draw(plate).text((6, 4), text, font=font, fill=(*ink, 255))
         plate = plate.rotate(float(rng.normal(0, 6)), Image.Resampling.BICUBIC, expand=True)
-        at = int(rng.uniform(0, max(1, WIDTH - plate.width))), int(rng.uniform(0, max(1, HEIGHT - plate.height)))
+        at = (
+            int(rng.uniform(0, max(1, WIDTH - plate.width))),
+            int(rng.uniform(0, max(1, HEIGHT - plate.height))),
+        )
         picture.paste(plate, at, plate)
 
     def _sign(self, size: int) -> tuple[Image.Image, dict[str, tuple[str, str]]]:
-        """A sign whose body has letters of this size; and by kind a question that it answers, with the answer."""
+        """A sign whose body has letters of this size; and by kind a question that it answers, with
+        the answer."""
         rng = self.rng
         paper, ink = self._colours()
         body = _font(int(rng.integers(self.fonts)), size)
         heading = _font(int(rng.integers(self.fonts)), int(min(64, size * rng.uniform(1.3, 2.4))))
         title = f"{self._choice(*_FIRST)} {self._choice(*_SECOND)}"
-        title = title.upper() if rng.random() < 0.3 else title
-        facts = {"title": (self._choice("What does the title say?", "What is the name on the sign?"), title)}
+        if rng.random() < 0.3:
+            title = title.upper()
+        facts = {
+            "title": (
+                self._choice("What does the title say?", "What is the name on the sign?"),
+                title,
+            )
+        }
         names = [str(name) for name in rng.choice(_ITEMS, int(rng.integers(2, 8)), replace=False)]
         prices = [f"{rng.integers(1, 40)}.{rng.integers(0, 100):02}" for _ in names]
         rows: list[tuple[str, str]] = list(zip(names, prices, strict=True))
@@ -196,7 +234,10 @@ class _Drawing:
         if rng.random() < 0.6:
             phone = f"{rng.integers(200, 999)}-{rng.integers(200, 999)}-{rng.integers(0, 10000):04}"
             rows.append((self._choice("Tel. ", "Call ", "") + phone, ""))
-            facts["phone"] = self._choice("What is the phone number?", "Which number can be called?"), phone
+            facts["phone"] = (
+                self._choice("What is the phone number?", "Which number can be called?"),
+                phone,
+            )
         if rng.random() < 0.6:
             letters = "".join(chr(ord("A") + int(k)) for k in rng.integers(0, 26, 2))
             code = f"{letters}-{rng.integers(1000, 10000)}"
@@ -205,16 +246,27 @@ class _Drawing:
         return self._set(title, rows, heading, body, paper, ink), facts
 
     def _set(
-        self, title: str, rows: list[tuple[str, str]], heading: Any, body: Any, paper: _Colour, ink: _Colour
+        self,
+        title: str,
+        rows: list[tuple[str, str]],
+        heading: Any,
+        body: Any,
+        paper: _Colour,
+        ink: _Colour,
     ) -> Image.Image:
         """The sign: title, then rows of two columns; the second one may be empty."""
         step = int(body.size * self.rng.uniform(1.3, 1.8))
         left = max(int(body.getlength(first)) for first, second in rows if second)
         left += int(body.size * self.rng.uniform(1.5, 5))
-        widths = [int(body.getlength(second or first)) + (left if second else 0) for first, second in rows]
-        inner, margin = max(*widths, int(heading.getlength(title))), body.size
+        widths = [
+            int(body.getlength(second or first)) + (left if second else 0) for first, second in rows
+        ]
+        inner = max(*widths, int(heading.getlength(title)))
+        margin = body.size
         top = margin + int(heading.size * 1.5)
-        sign = Image.new("RGBA", (inner + 2 * margin, top + step * len(rows) + margin), (*paper, 255))
+        sign = Image.new(
+            "RGBA", (inner + 2 * margin, top + step * len(rows) + margin), (*paper, 255)
+        )
         draw = ImageDraw.Draw(sign)
         draw.text((margin, margin // 2), title, font=heading, fill=ink)
         for number, (first, second) in enumerate(rows):
@@ -224,10 +276,18 @@ class _Drawing:
 
     def _paste(self, picture: Image.Image, sign: Image.Image) -> None:
         """Put the sign somewhere on the picture, often tilted, smaller if it does not fit."""
-        angle = float(self.rng.normal(0, 8)) if self.rng.random() < 0.5 else 0.0
+        if self.rng.random() < 0.5:
+            angle = float(self.rng.normal(0, 8))
+        else:
+            angle = 0.0
         sign = sign.rotate(angle, Image.Resampling.BICUBIC, expand=True)
         fits = min(1.0, WIDTH / sign.width, HEIGHT / sign.height)
         if fits < 1:
-            sign = sign.resize((int(sign.width * fits), int(sign.height * fits)), Image.Resampling.LANCZOS)
-        at = int(self.rng.integers(WIDTH - sign.width + 1)), int(self.rng.integers(HEIGHT - sign.height + 1))
+            sign = sign.resize(
+                (int(sign.width * fits), int(sign.height * fits)), Image.Resampling.LANCZOS
+            )
+        at = (
+            int(self.rng.integers(WIDTH - sign.width + 1)),
+            int(self.rng.integers(HEIGHT - sign.height + 1)),
+        )
         picture.paste(sign, at, sign)

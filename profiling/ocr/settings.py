@@ -25,13 +25,13 @@ class OCRProfileConfig:
     boxes: tuple[int, ...] = (2, 4, 7, 10)
     """Values to measure: detected boxes that are read."""
     passes: tuple[str, ...] = PASSES
-    """Values to measure: plain, classify (a classifier turns boxes that stand upside down), second (boxes that were
-    read with a low score are read again upside down)."""
+    """Values to measure: plain, classify (a classifier turns boxes that stand upside down), second
+    (boxes that were read with a low score are read again upside down)."""
     clock: str = "cpu"
     """cpu: CPU time of the thread. wall: the time that passes."""
     straight_every: int = 20
-    """One scene in this many is also answered straight through with some configurations, to check the composed times
-    and answers."""
+    """One scene in this many is also answered straight through with some configurations, to check
+    the composed times and answers."""
 
     def __post_init__(self) -> None:
         at_least("ocr.samples", self.samples, 1)
@@ -40,5 +40,7 @@ class OCRProfileConfig:
         for name in ("side", "boxes", "passes"):
             values = tuple(getattr(self, name))
             if not values or len(set(values)) < len(values):
-                raise InputError(f"ocr.{name}={list(values)}: needs at least one value and none twice")
+                raise InputError(
+                    f"ocr.{name}={list(values)}: needs at least one value and none twice"
+                )
             setattr(self, name, values)

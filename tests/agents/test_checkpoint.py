@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import BRIEF, TAUGHT, arrays, driven_apart, equal_states, small_beams, small_table, table_of
+from helpers import (
+    BRIEF,
+    TAUGHT,
+    arrays,
+    driven_apart,
+    equal_states,
+    small_beams,
+    small_table,
+    table_of,
+)
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint, started_from
 from knobwise.agents.controller.settings import PolicyConfig
@@ -35,7 +44,9 @@ def heads(table: ProfileTable, **settings: Any) -> DeployedController:
 
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize(("width", "project"), [(1, 0), (9, 0), (32, 3)])
-def test_a_loaded_controller_decides_like_the_saved_one(tmp_path: Path, members: int, width: int, project: int) -> None:
+def test_a_loaded_controller_decides_like_the_saved_one(
+    tmp_path: Path, members: int, width: int, project: int
+) -> None:
     table = small_table(50)
     table.features["image_features"][3, 1] = torch.nan
     agent = heads(table, budget_width=width, project=project, members=members)
@@ -68,7 +79,11 @@ def test_settings_that_a_checkpoint_does_not_hold_have_their_defaults(tmp_path: 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no")
     torch.save({"state": {}}, tmp_path / "other.pt")
-    messages = {"none": "no such checkpoint", "text": "not a checkpoint", "other": "not a checkpoint of knobwise"}
+    messages = {
+        "none": "no such checkpoint",
+        "text": "not a checkpoint",
+        "other": "not a checkpoint of knobwise",
+    }
     for name, message in messages.items():
         with pytest.raises(InputError, match=message):
             load_checkpoint(tmp_path / f"{name}.pt")
@@ -118,7 +133,7 @@ def test_a_missing_weight_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "c.pt")
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
 
 
 TABLE = small_table(60, holes=0.2)
@@ -181,7 +196,7 @@ def test_what_cannot_decide_is_refused_on_loading(
     assert "\n" not in str(refused.value)
 
 
-# -- training that starts from a checkpoint ----------------------------------------------------------------------------
+# -- training that starts from a checkpoint --------------------------------------------------------
 
 WARM = OptimiserConfig(
     teacher_iterations=4,
@@ -205,7 +220,8 @@ def trainer(how: str, table: ProfileTable = TABLE, **settings: Any) -> Controlle
 
 @pytest.fixture(scope="module")
 def starts(taught: Path) -> Path:
-    """A folder with the best and the last checkpoint of RCE, with a taught one, and with a selector."""
+    """A folder with the best and the last checkpoint of RCE, with a taught one, and with a
+    selector."""
     folder = taught.parent
     trainer("RCE", optimiser=WARM, folder=folder / "RCE").run()
     table, _ = small_beams()
@@ -280,27 +296,51 @@ def test_what_the_start_has_seen_is_not_forgotten(starts: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy": PolicyConfig(hidden=8)}, r"policy\.hidden is 16 in the checkpoint and 8 in this training"),
-        ({"policy": PolicyConfig(hidden=16, layers=3)}, r"policy\.layers is 2 in the checkpoint and 3"),
-        ({"policy": PolicyConfig(hidden=16, members=2)}, r"policy\.members is 1 in the checkpoint and 2"),
         (
-            {"policy": POLICIES["taught"], "budget": BudgetConfig(sense="mean"), "init_from": "taught.pt"},
+            {"policy": PolicyConfig(hidden=8)},
+            r"policy\.hidden is 16 in the checkpoint and 8 in this training",
+        ),
+        (
+            {"policy": PolicyConfig(hidden=16, layers=3)},
+            r"policy\.layers is 2 in the checkpoint and 3",
+        ),
+        (
+            {"policy": PolicyConfig(hidden=16, members=2)},
+            r"policy\.members is 1 in the checkpoint and 2",
+        ),
+        (
+            {
+                "policy": POLICIES["taught"],
+                "budget": BudgetConfig(sense="mean"),
+                "init_from": "taught.pt",
+            },
             "the limit of a request is budget_ms in the checkpoint and worth_ms",
         ),
         (
             {"table": small_table(60, features=False)},
             "the width of feature block image_features is 4 in the checkpoint and None",
         ),
-        ({"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)}, r"knob size is None .* and \(0, 1\)"),
-        ({"table": FEWER}, r"the number of configurations .* is \(12, \d+\) in the checkpoint and \(11, \d+\)"),
+        (
+            {"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)},
+            r"knob size is None .* and \(0, 1\)",
+        ),
+        (
+            {"table": FEWER},
+            r"the number of configurations .* is \(12, \d+\) in the checkpoint and \(11, \d+\)",
+        ),
         ({"init_from": "selector.pt"}, "holds a selector"),
         ({"init_from": "none.pt"}, "no such checkpoint"),
         ({"init_from": "RCE/last.pt"}, "does not say what it was trained on; use a best.pt"),
-        ({"split": TABLE.split(seed=7)}, r"was trained on \d+ of the test samples of profile 'small'"),
+        (
+            {"split": TABLE.split(seed=7)},
+            r"was trained on \d+ of the test samples of profile 'small'",
+        ),
     ],
     ids=str,
 )
-def test_what_cannot_be_started_from_is_refused(starts: Path, settings: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_started_from_is_refused(
+    starts: Path, settings: dict[str, Any], message: str
+) -> None:
     settings = {"init_from": "RCE/best.pt"} | settings
     settings["init_from"] = starts / settings["init_from"]
     with pytest.raises(InputError, match=message) as refused:
@@ -317,7 +357,9 @@ def test_a_selector_starts_from_a_selector_of_the_same_network(starts: Path) -> 
     assert equal_states(selector, loaded.selector)
     assert not equal_states(selector, fresh)
     assert selector.config.dropout == 0.5
-    with pytest.raises(InputError, match="the width of the embeddings is 4 in the checkpoint and 5 in this"):
+    with pytest.raises(
+        InputError, match="the width of the embeddings is 4 in the checkpoint and 5 in this"
+    ):
         started_from(path, loaded, Selector(config, 5))
     with pytest.raises(InputError, match=r"selector\.width is 16 in the checkpoint and 32 in this"):
         started_from(path, loaded, Selector(replace(config, width=32), 4))
@@ -325,9 +367,13 @@ def test_a_selector_starts_from_a_selector_of_the_same_network(starts: Path) -> 
         started_from(path, load_checkpoint(starts / "taught.pt"), fresh)
 
 
-def test_a_training_that_began_with_other_weights_is_not_resumed(starts: Path, tmp_path: Path) -> None:
+def test_a_training_that_began_with_other_weights_is_not_resumed(
+    starts: Path, tmp_path: Path
+) -> None:
     trainer("RCE", init_from=starts / "RCE" / "best.pt", folder=tmp_path).run()
-    assert trainer("RCE", init_from=starts / "RCE" / "best.pt", folder=tmp_path).resume(tmp_path / "last.pt")
+    assert trainer("RCE", init_from=starts / "RCE" / "best.pt", folder=tmp_path).resume(
+        tmp_path / "last.pt"
+    )
     with pytest.raises(InputError, match="from other weights"):
         trainer("RCE", folder=tmp_path).resume(tmp_path / "last.pt")
     with pytest.raises(InputError, match="from other weights"):

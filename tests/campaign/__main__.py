@@ -1,6 +1,8 @@
-"""`python -m tests.campaign kills=200 inputs=20000 seed=0 folder=campaign jobs=1 only=`: repeat it to go on.
+"""`python -m tests.campaign kills=200 inputs=20000 seed=0 folder=campaign jobs=1 only=`: repeat it
+to go on.
 
-`only` is a part of a kind's name, such as `mutation` or `kill: update`. Each trial is a line in `trials.jsonl`.
+`only` is a part of a kind's name, such as `mutation` or `kill: update`. Each trial is a line in
+`trials.jsonl`.
 """
 
 from __future__ import annotations
@@ -30,10 +32,27 @@ from campaign.limits import LIMITS, limit_trial  # noqa: E402
 from campaign.workloads import WORKLOADS  # noqa: E402
 from knobwise.common.progress import progress  # noqa: E402
 
-DEFAULTS = {"kills": "200", "inputs": "20000", "seed": "0", "folder": "campaign", "jobs": "1", "only": ""}
+DEFAULTS = {
+    "kills": "200",
+    "inputs": "20000",
+    "seed": "0",
+    "folder": "campaign",
+    "jobs": "1",
+    "only": "",
+}
 CHUNK = 250
-COLUMNS = {"fine": "fine", "refused": "refused in one line", "vague": "refused otherwise", "traceback": "tracebacks"}
-COLUMNS |= {"hang": "hangs", "wrong": "wrong accepts", "unlike": "unlike the unbroken run", "leftovers": "leftovers"}
+COLUMNS = {
+    "fine": "fine",
+    "refused": "refused in one line",
+    "vague": "refused otherwise",
+    "traceback": "tracebacks",
+}
+COLUMNS |= {
+    "hang": "hangs",
+    "wrong": "wrong accepts",
+    "unlike": "unlike the unbroken run",
+    "leftovers": "leftovers",
+}
 NOT_AT_ALL = ("vague", "traceback", "hang", "wrong", "unlike", "leftovers")
 Trial = tuple[str, int]
 
@@ -70,11 +89,17 @@ class Campaign:
     def run(self, jobs: int) -> None:
         """Make the trials that are missing."""
         total = sum(self.plan.values())
-        with progress("campaign", total, len(self.made), every_s=30) as tick, ThreadPoolExecutor(jobs) as pool:
+        with (
+            progress("campaign", total, len(self.made), every_s=30) as tick,
+            ThreadPoolExecutor(jobs) as pool,
+        ):
             futures = [pool.submit(work) for work in self._works()]
             while not all(future.done() for future in futures):
                 time.sleep(0.5)
-                tick(len(self.made), f"{sum(o in NOT_AT_ALL for o, _ in self.made.values())} not as promised")
+                tick(
+                    len(self.made),
+                    f"{sum(o in NOT_AT_ALL for o, _ in self.made.values())} not as promised",
+                )
             for future in futures:
                 future.result()
         shutil.rmtree(self.work, ignore_errors=True)
@@ -103,7 +128,11 @@ class Campaign:
                 self._references[name] = reference_of(workload, self.work / f"reference {name}")
         folder = self.work / f"{kind} {number}".replace(": ", " ")
         draw = random.Random(f"{self.seed} {kind} {number}")
-        self._note(kind, number, *kill_trial(workload, self._references[name], folder, draw, what == "torn"))
+        self._note(
+            kind,
+            number,
+            *kill_trial(workload, self._references[name], folder, draw, what == "torn"),
+        )
         shutil.rmtree(folder, ignore_errors=True)
 
     def _limit(self, kind: str) -> None:
@@ -116,20 +145,37 @@ class Campaign:
             folder = self.work / f"{kind} {numbers[0]}".replace(": ", " ").replace("/", " ")
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            end = children.run(Mutations(kind.partition(": ")[2], self.seed, tuple(numbers)), folder, limit_s=1800)
-            lines = (folder / "outcomes.jsonl").read_text().splitlines() if (folder / "outcomes.jsonl").exists() else []
+            end = children.run(
+                Mutations(kind.partition(": ")[2], self.seed, tuple(numbers)), folder, limit_s=1800
+            )
+            lines = (
+                (folder / "outcomes.jsonl").read_text().splitlines()
+                if (folder / "outcomes.jsonl").exists()
+                else []
+            )
             for line in lines:
                 self._note(kind, *json.loads(line))
             numbers = numbers[len(lines) :]
             if end.status == 1:
                 raise RuntimeError(f"{kind}: {end.err}")
             if numbers:
-                self._note(kind, numbers.pop(0), "traceback", f"the process ended with {end.status}: {end.err[-300:]}")
+                self._note(
+                    kind,
+                    numbers.pop(0),
+                    "traceback",
+                    f"the process ended with {end.status}: {end.err[-300:]}",
+                )
             shutil.rmtree(folder)
 
     def _note(self, kind: str, number: int, outcome: str, note: str) -> None:
         with self._lock, self.path.open("a") as file:
-            line = {"seed": self.seed, "kind": kind, "number": number, "outcome": outcome, "note": note}
+            line = {
+                "seed": self.seed,
+                "kind": kind,
+                "number": number,
+                "outcome": outcome,
+                "note": note,
+            }
             file.write(json.dumps(line) + "\n")
             self.made[kind, number] = outcome, note
 
@@ -139,33 +185,52 @@ class Campaign:
         for (kind, _), (outcome, _) in sorted(self.made.items()):
             for row in (kind, f"**all: {kind.partition(':')[0]}**"):
                 counts[row][outcome] += 1
-        lines = [f"| kind | trials | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 2) + "|"]
-        for kind in [kind for kind in self.plan if kind in counts] + sorted(k for k in counts if k[0] == "*"):
+        lines = [
+            f"| kind | trials | {' | '.join(COLUMNS.values())} |",
+            "|---" * (len(COLUMNS) + 2) + "|",
+        ]
+        for kind in [kind for kind in self.plan if kind in counts] + sorted(
+            k for k in counts if k[0] == "*"
+        ):
             row = counts[kind]
-            lines.append(f"| {kind} | {row.total()} | {' | '.join(str(row[name]) for name in COLUMNS)} |")
+            lines.append(
+                f"| {kind} | {row.total()} | {' | '.join(str(row[name]) for name in COLUMNS)} |"
+            )
         return "\n".join(lines)
 
     def broken(self) -> list[str]:
         """The trials that did not end as promised."""
         made = sorted(self.made.items())
-        return [f"{k} {n}: {outcome}: {note}" for (k, n), (outcome, note) in made if outcome in NOT_AT_ALL]
+        return [
+            f"{k} {n}: {outcome}: {note}"
+            for (k, n), (outcome, note) in made
+            if outcome in NOT_AT_ALL
+        ]
 
 
 def main(words: list[str]) -> int:
     given = dict(word.partition("=")[::2] for word in words)
     if unknown := given.keys() - DEFAULTS.keys():
-        print(f"campaign: no option {', '.join(sorted(unknown))}; known are {', '.join(DEFAULTS)}", file=sys.stderr)
+        print(
+            f"campaign: no option {', '.join(sorted(unknown))}; known are {', '.join(DEFAULTS)}",
+            file=sys.stderr,
+        )
         return 2
     values = DEFAULTS | given
     children.prepare_server()
     numbers = {name: int(values[name]) for name in ("kills", "inputs", "seed")}
     campaign = Campaign(**numbers, folder=Path(values["folder"]).absolute(), only=values["only"])
     campaign.run(int(values["jobs"]))
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     head = f"Commit {commit.stdout.strip() or 'unknown'}, seed {numbers['seed']}.\n\n"
     (campaign.folder / "table.md").write_text(f"{head}{campaign.table()}\n")
     (campaign.folder / "broken.txt").write_text("".join(f"{line}\n" for line in campaign.broken()))
-    print(f"{head}{campaign.table()}\n\n{len(campaign.broken())} trials did not end as promised, see broken.txt")
+    print(
+        f"{head}{campaign.table()}\n\n{len(campaign.broken())} trials did not end as promised, "
+        "see broken.txt"
+    )
     return 1 if campaign.broken() else 0
 
 

@@ -1,4 +1,5 @@
-"""Commands in processes of their own, forked from one that has imported everything, which die where a trial wants."""
+"""Commands in processes of their own, forked from one that has imported everything, which die where
+a trial wants."""
 
 from __future__ import annotations
 
@@ -19,10 +20,27 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = ("campaign.workloads", "campaign.formats", "hydra.compose", "torch.utils.tensorboard")
-PRELOADED += tuple(f"knobwise.experiments.{name}" for name in ("train.controller", "train.selector", "compare.compare"))
+PRELOADED += tuple(
+    f"knobwise.experiments.{name}"
+    for name in ("train.controller", "train.selector", "compare.compare")
+)
 PRELOADED += ("torchrl.collectors", "torchrl.weight_update", "knobwise.experiments.deploy.update")
-VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.symlink", "os.link", "os.truncate")
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "POLARS_MAX_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+CHANGES = (
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.chmod",
+    "os.symlink",
+    "os.link",
+    "os.truncate",
+)
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 LIMIT_S = 300.0
 ORPHANS_S = 60.0
@@ -31,7 +49,8 @@ _starting = threading.Lock()
 
 
 class Ended(NamedTuple):
-    """A command that has ended. `status` is −9 if it was killed, None if it was still at work at its time limit."""
+    """A command that has ended. `status` is −9 if it was killed, None if it was still at work at
+    its time limit."""
 
     status: int | None
     out: str
@@ -42,13 +61,23 @@ class Ended(NamedTuple):
 
     @property
     def traceback(self) -> bool:
-        return "Traceback (most recent call last)" in self.err or self.status not in (0, 1, 2, 130, 143, -9, None)
+        return "Traceback (most recent call last)" in self.err or self.status not in (
+            0,
+            1,
+            2,
+            130,
+            143,
+            -9,
+            None,
+        )
 
     @property
     def complaint(self) -> list[str]:
         """The lines that say what was wrong."""
         lines = self.err.rstrip("\n").split("\n")
-        first = next((i for i, line in enumerate(lines) if line.startswith("knobwise: ")), len(lines))
+        first = next(
+            (i for i, line in enumerate(lines) if line.startswith("knobwise: ")), len(lines)
+        )
         return lines[first:]
 
 
@@ -71,18 +100,25 @@ def run(
     """Run a command, or call a function, in a folder.
 
     Args:
-        die_at: killed before the k-th change of a file, in the middle if that is `os.write`; 0 for never.
+        die_at: killed before the k-th change of a file, in the middle if that is `os.write`; 0 for
+            never.
         die_after_s, number: seconds after which it gets this signal, if it is still at work.
-        alone: only the process itself is killed, and what it started must notice; else all of its session.
+        alone: only the process itself is killed, and what it started must notice; else all of its
+            session.
         fresh: in a new interpreter, which joblib and Ray start their processes from.
     """
-    printed = [Path(tempfile.mkstemp(prefix=f"campaign-{name}-")[1]) for name in ("out", "err", "writes")]
+    printed = [
+        Path(tempfile.mkstemp(prefix=f"campaign-{name}-")[1]) for name in ("out", "err", "writes")
+    ]
     start = time.monotonic()
     process = _started(work, folder, printed, die_at, fresh)
     assert process.pid is not None
     try:
         if die_after_s is not None and _status(process, die_after_s) is None:
-            _kill([process.pid] if alone or number != signal.SIGKILL else _session(process.pid), number)
+            _kill(
+                [process.pid] if alone or number != signal.SIGKILL else _session(process.pid),
+                number,
+            )
         status = _status(process, limit_s)
         if status is None or not alone:
             _kill(_session(process.pid))
@@ -108,8 +144,12 @@ def _started(
 ) -> Process:
     if fresh:
         words = [work, str(folder), [str(path) for path in printed], die_at]
-        return subprocess.Popen([sys.executable, "-m", "campaign.children", json.dumps(words)], cwd=ROOT / "tests")
-    process = multiprocessing.get_context("forkserver").Process(target=_work, args=(work, str(folder), printed, die_at))
+        return subprocess.Popen(
+            [sys.executable, "-m", "campaign.children", json.dumps(words)], cwd=ROOT / "tests"
+        )
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_work, args=(work, str(folder), printed, die_at)
+    )
     with _starting:
         process.start()
     return process
@@ -147,7 +187,9 @@ def _kill(processes: list[int], number: int = signal.SIGKILL) -> None:
             continue
 
 
-def _work(work: list[str] | Callable[[], Any], folder: str, printed: list[Path], die_at: int) -> None:
+def _work(
+    work: list[str] | Callable[[], Any], folder: str, printed: list[Path], die_at: int
+) -> None:
     os.setsid()
     os.chdir(folder)
     os.environ |= VARIABLES
@@ -174,7 +216,8 @@ def _work(work: list[str] | Callable[[], Any], folder: str, printed: list[Path],
 
 
 def die_at_change(changes: itertools.count[int], folder: str, number: int) -> None:
-    """Count what this process changes below a folder, and kill it before the change of this number."""
+    """Count what this process changes below a folder, and kill it before the change of this
+    number."""
     write = os.write
 
     def watch(event: str, values: tuple[Any, ...]) -> None:

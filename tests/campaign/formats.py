@@ -1,4 +1,5 @@
-"""Every format that the product reads: small files by its own writers, its reader, and who knows better."""
+"""Every format that the product reads: small files by its own writers, its reader, and who knows
+better."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data, write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
-from knobwise.envs.readers.long_table import long_frame, read_features, read_long_table, write_features
+from knobwise.envs.readers.long_table import (
+    long_frame,
+    read_features,
+    read_long_table,
+    write_features,
+)
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.compare.compare import compare
 from knobwise.experiments.compare.words import results_cells, settings_cells
@@ -46,7 +52,8 @@ from knobwise.profiling.measuring.questions import read_vqa_data
 LIMIT_S = 10
 TABLE = small_table(6)
 OUTCOMES = ("fine", "refused", "vague", "traceback", "hang", "wrong")
-"""Read rightly; refused in one line that names the file; refused otherwise; another error; no end; read wrongly."""
+"""Read rightly; refused in one line that names the file; refused otherwise; another error; no end;
+read wrongly."""
 
 
 class Format(NamedTuple):
@@ -57,8 +64,8 @@ class Format(NamedTuple):
     read: Callable[[], Any]
     """The product reads them."""
     judge: Callable[[Any, Mapping[str, bytes], Any, bool], str]
-    """What is wrong with what it read: of that, the files, what it read of the whole ones, whether bytes were
-    changed. Raises `oracle.Wrong` for files that had to be refused."""
+    """What is wrong with what it read: of that, the files, what it read of the whole ones, whether
+    bytes were changed. Raises `oracle.Wrong` for files that had to be refused."""
     refusals: tuple[type[Exception], ...] = (InputError,)
     named: tuple[str, ...] = ()
     """What a refusal may name instead of the file."""
@@ -74,7 +81,13 @@ def _core() -> None:
     for (tier, k, blocks), rows in frame.group_by("tier", "top_k", "num_active_blocks"):
         cells = rows.unique("sample_id").sort("sample_id")
         cells = cells.select("sample_id", "accuracy", T_total="latency_ms").to_dicts()
-        content = {"tier": tier, "top_k": k, "num_active_blocks": blocks, "num_samples": 6, "per_sample_results": cells}
+        content = {
+            "tier": tier,
+            "top_k": k,
+            "num_active_blocks": blocks,
+            "num_samples": 6,
+            "per_sample_results": cells,
+        }
         path = Path(f"d/text-vqa/text_vqa_imgsizetier-{tier}_crops12_topk{k}_blocks{blocks}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content))
@@ -86,7 +99,10 @@ def _beams() -> None:
     ids = table.pool.gather(1, table.sequences.flatten(1)).view(table.sequences.shape).tolist()
     scores = table.fields["beam_score"].tolist()
     lists = zip(table.query_ids, ids, scores, strict=True)
-    legacy = {q: {"id_list": [[*row, int(q)] for row in rows], "score_list": score} for q, rows, score in lists}
+    legacy = {
+        q: {"id_list": [[*row, int(q)] for row in rows], "score_list": score}
+        for q, rows, score in lists
+    }
     Path("legacy.json").write_text(json.dumps(legacy))
     save_file({"embeddings": table.candidates}, "c.safetensors")
     save_file({"embeddings": table.queries}, "q.safetensors")
@@ -110,7 +126,9 @@ def _tracker() -> None:
 
 
 def _restored(state: Mapping[str, Any]) -> LatencyTracker:
-    tracker = LatencyTracker([TABLE.configuration(c) for c in range(TABLE.num_configurations)], "digest")
+    tracker = LatencyTracker(
+        [TABLE.configuration(c) for c in range(TABLE.num_configurations)], "digest"
+    )
     tracker.update(3, 1.0, 0.2, 4.0)
     if state:
         tracker.restore(state)
@@ -120,13 +138,20 @@ def _restored(state: Mapping[str, Any]) -> LatencyTracker:
 
 def _measured() -> None:
     times = dict.fromkeys((*TIMES, "features_ms", "first_look_ms"), 1.5) | dict.fromkeys(TOKENS, 7)
-    rows = [{"sample_id": f"{i}", "content": f"c{i}", "repeat": 0, "max_crops": 2, **times} for i in range(6)]
+    rows = [
+        {"sample_id": f"{i}", "content": f"c{i}", "repeat": 0, "max_crops": 2, **times}
+        for i in range(6)
+    ]
     Path("m").mkdir()
-    Path("m/measured-0.jsonl").write_text("".join(f"{json.dumps(row | {'text': 'a'})}\n" for row in rows))
+    Path("m/measured-0.jsonl").write_text(
+        "".join(f"{json.dumps(row | {'text': 'a'})}\n" for row in rows)
+    )
 
 
 def _questions() -> None:
-    rows = [{"id": i, "image": "i.png", "question": "what?", "answers": ["a", "b"]} for i in range(3)]
+    rows = [
+        {"id": i, "image": "i.png", "question": "what?", "answers": ["a", "b"]} for i in range(3)
+    ]
     Path("i.png").write_bytes(b"")
     Path("q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
@@ -154,7 +179,9 @@ def _decided(path: str) -> Any:
         choice = loaded.choose(blocks, limits.numpy())
         return [loaded.configuration(int(index)) for index in choice]
     state = loaded.controller.state_dict()
-    broken = [name for name, value in state.items() if value.is_floating_point() and value.isnan().any()]
+    broken = [
+        name for name, value in state.items() if value.is_floating_point() and value.isnan().any()
+    ]
     blocks = {name: block.numpy() for name, block in table.features.items()}
     chosen = loaded.controller.choose(blocks, limits.numpy())
     return chosen.tolist(), {k: v.tolist() for k, v in state.items()}, broken
@@ -181,7 +208,9 @@ def _logged(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
         read = {key: value for key, value in row.items() if key not in ("accuracy", "tried")}
         if not any(read.items() <= line.items() for line in lines):
             return "a row that is no line"
-        if not (0 < row["probability"] <= 1 and row["answer_ms"] > 0 and row["budget_ms"] < float("inf")):
+        if not (
+            0 < row["probability"] <= 1 and row["answer_ms"] > 0 and row["budget_ms"] < float("inf")
+        ):
             return f"a row with {row['probability']}, {row['answer_ms']}"
     return ""
 
@@ -207,12 +236,19 @@ def _exp(core: bool) -> Callable[..., str]:
     return lambda result, files, whole, by_bytes: oracle.wrong_configurations(result, files, core)
 
 
-def _file(path: str, make: Callable[[str], Any], read: Callable[[str], Any], judge: Callable[..., str]) -> Format:
+def _file(
+    path: str, make: Callable[[str], Any], read: Callable[[str], Any], judge: Callable[..., str]
+) -> Format:
     return Format(partial(make, path), path, partial(read, path), judge)
 
 
 def _beam_file(path: str) -> Format:
-    return Format(_beams, path, lambda: read_beam_data(path, "c.safetensors", "q.safetensors"), _by(oracle.wrong_beams))
+    return Format(
+        _beams,
+        path,
+        lambda: read_beam_data(path, "c.safetensors", "q.safetensors"),
+        _by(oracle.wrong_beams),
+    )
 
 
 def _run_file(name: str) -> Format:
@@ -232,11 +268,21 @@ def _written(path: str) -> None:
 
 
 FORMATS = {
-    "long CSV": _file("t.csv", lambda path: _frame().write_csv(path), read_long_table, _long(oracle.csv_rows)),
-    "long Parquet": _file(
-        "t.parquet", lambda path: _frame().write_parquet(path), read_long_table, _long(oracle.parquet_rows)
+    "long CSV": _file(
+        "t.csv", lambda path: _frame().write_csv(path), read_long_table, _long(oracle.csv_rows)
     ),
-    "JSON lines": _file("t.jsonl", lambda path: _frame().write_ndjson(path), read_long_table, _long(oracle.json_rows)),
+    "long Parquet": _file(
+        "t.parquet",
+        lambda path: _frame().write_parquet(path),
+        read_long_table,
+        _long(oracle.parquet_rows),
+    ),
+    "JSON lines": _file(
+        "t.jsonl",
+        lambda path: _frame().write_ndjson(path),
+        read_long_table,
+        _long(oracle.json_rows),
+    ),
     "exp5 and exp6": Format(
         lambda: write_exp5_exp6(_frame(), "a", "b", "text_vqa"),
         "[ab]/*/*.json",
@@ -245,23 +291,33 @@ FORMATS = {
     ),
     "core_exp": Format(_core, "d/*/*.json", lambda: read_core_exp("d", "text_vqa"), _exp(True)),
     "features .npz": _file("f.npz", _written, read_features, _by(oracle.wrong_features, True)),
-    "features .safetensors": _file("f.safetensors", _written, read_features, _by(oracle.wrong_features, False)),
+    "features .safetensors": _file(
+        "f.safetensors", _written, read_features, _by(oracle.wrong_features, False)
+    ),
     "beams, legacy": _beam_file("legacy.json"),
     "beams, RL data": _beam_file("rl.json"),
-    "beam table": _file("b.safetensors", lambda path: small_beams(6)[0].save(path), BeamTable.load, _stored),
+    "beam table": _file(
+        "b.safetensors", lambda path: small_beams(6)[0].save(path), BeamTable.load, _stored
+    ),
     "profile table": _file("t.safetensors", TABLE.save, ProfileTable.load, _stored),
     # one that was rewritten to expect other features does not fit those of the profile
     "checkpoint": _file("s.pt", _agent, _decided, _same)._replace(named=("features: block",)),
     "exported controller": _file("s.npz", _agent, _decided, _same)._replace(refusals=(ValueError,)),
     "run: results.json": _run_file("results.json"),
-    "run: results.json, old": Format(partial(_runs, False), "r0/results.json", _compared, _unjudged),
+    "run: results.json, old": Format(
+        partial(_runs, False), "r0/results.json", _compared, _unjudged
+    ),
     "run: config.yaml": _run_file("config.yaml"),
     "run: decisions.parquet": _run_file("decisions.parquet"),
     "run: metrics.csv": _run_file("metrics.csv"),
     "request log": Format(_log, "log/requests-*", lambda: read_log("log"), _logged),
     "labels": Format(_log, "log/labels-*", lambda: read_log("log"), _unjudged),
-    "tracker state": Format(_tracker, "tracker.json", _tracked, _unjudged, (InputError, oracle.Wrong), ("",)),
-    "profiler: measured": Format(_measured, "m/measured-0.jsonl", lambda: read_logs("m"), _unjudged),
+    "tracker state": Format(
+        _tracker, "tracker.json", _tracked, _unjudged, (InputError, oracle.Wrong), ("",)
+    ),
+    "profiler: measured": Format(
+        _measured, "m/measured-0.jsonl", lambda: read_logs("m"), _unjudged
+    ),
     "profiler: config": _file("config.json", _claimed, _claimed, _unjudged),
     "questions": Format(_questions, "q.jsonl", lambda: read_vqa_data("q.jsonl"), _unjudged),
 }
@@ -272,28 +328,46 @@ def _arrays_changed(path: Path, content: bytes, random: Random) -> bytes:
     if tensors:
         tree = torch.load(io.BytesIO(content), weights_only=True)
     else:
-        tree = dict(np.load(io.BytesIO(content))) if path.suffix == ".npz" else safetensors_load(content)
+        tree = (
+            dict(np.load(io.BytesIO(content)))
+            if path.suffix == ".npz"
+            else safetensors_load(content)
+        )
     heads = [] if tensors else [name for name in ("head", "header") if name in tree]
     if heads and random.random() < 0.5:
         head = mutate.json_changed(tree[heads[0]].tobytes(), random, [])
         tree[heads[0]] = np.frombuffer(head, np.uint8)
     else:
-        tree = mutate.tree_of_arrays_changed(tree, random, torch.from_numpy if tensors else np.asarray)
+        tree = mutate.tree_of_arrays_changed(
+            tree, random, torch.from_numpy if tensors else np.asarray
+        )
     out = io.BytesIO()
     if tensors:
         torch.save(tree, out)
     elif path.suffix == ".npz":
         np.savez(out, allow_pickle=False, **tree)
     else:
-        words = {"sample_id": json.dumps(list(TABLE.sample_ids))} if "image_features" in tree else None
-        return bytes(safetensors_save({n: np.ascontiguousarray(np.atleast_1d(x)) for n, x in tree.items()}, words))
+        words = (
+            {"sample_id": json.dumps(list(TABLE.sample_ids))} if "image_features" in tree else None
+        )
+        return bytes(
+            safetensors_save(
+                {n: np.ascontiguousarray(np.atleast_1d(x)) for n, x in tree.items()}, words
+            )
+        )
     return out.getvalue()
 
 
-def _mutated(path: Path, content: bytes, random: Random, by_bytes: bool, others: list[bytes]) -> bytes:
+def _mutated(
+    path: Path, content: bytes, random: Random, by_bytes: bool, others: list[bytes]
+) -> bytes:
     if by_bytes or not content:
         return mutate.damaged(content, random, others)
-    changes = {".csv": mutate.csv_changed, ".json": mutate.json_changed, ".jsonl": mutate.json_changed}
+    changes = {
+        ".csv": mutate.csv_changed,
+        ".json": mutate.json_changed,
+        ".jsonl": mutate.json_changed,
+    }
     changes |= {".yaml": mutate.text_changed}
     try:
         if path.suffix in changes:
@@ -307,8 +381,11 @@ def _mutated(path: Path, content: bytes, random: Random, by_bytes: bool, others:
         return mutate.damaged(content, random, others)
 
 
-def trials(name: str, folder: Path, seed: int, numbers: Iterator[int] | range) -> Iterator[tuple[int, str, str]]:
-    """Change the files of a format, let the product read them, and judge: number, outcome and a note of each trial."""
+def trials(
+    name: str, folder: Path, seed: int, numbers: Iterator[int] | range
+) -> Iterator[tuple[int, str, str]]:
+    """Change the files of a format, let the product read them, and judge: number, outcome and a
+    note of each trial."""
     about = FORMATS[name]
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
@@ -341,7 +418,9 @@ class Mutations(NamedTuple):
                 file.write(json.dumps(trial) + "\n")
 
 
-def _outcome(about: Format, path: str, files: Mapping[str, bytes], whole: Any, by_bytes: bool) -> tuple[str, str]:
+def _outcome(
+    about: Format, path: str, files: Mapping[str, bytes], whole: Any, by_bytes: bool
+) -> tuple[str, str]:
     def too_late(*_: Any) -> None:
         raise TimeoutError
 
@@ -350,7 +429,11 @@ def _outcome(about: Format, path: str, files: Mapping[str, bytes], whole: Any, b
     try:
         result = about.read()
     except about.refusals as error:
-        places = (Path(path).name, *(f"{place}{end}" for place in Path(path).parents for end in ": "), *about.named)
+        places = (
+            Path(path).name,
+            *(f"{place}{end}" for place in Path(path).parents for end in ": "),
+            *about.named,
+        )
         named = any(place in str(error) for place in places)
         one_line = "\n" not in str(error).strip()
         return ("refused", "") if named and one_line else ("vague", f"{str(error)[:200]!r}")
@@ -360,8 +443,18 @@ def _outcome(about: Format, path: str, files: Mapping[str, bytes], whole: Any, b
         if isinstance(error, KeyboardInterrupt):
             raise
         where = traceback.extract_tb(error.__traceback__)
-        ours = next((f"{Path(f.filename).name}:{f.name}" for f in reversed(where) if "knobwise" in f.filename), "")
-        return "traceback", f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]} in {ours}"
+        ours = next(
+            (
+                f"{Path(f.filename).name}:{f.name}"
+                for f in reversed(where)
+                if "knobwise" in f.filename
+            ),
+            "",
+        )
+        return (
+            "traceback",
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]} in {ours}",
+        )
     finally:
         signal.alarm(0)
     try:

@@ -1,4 +1,5 @@
-"""kill −9 at a random moment or at the k-th change of a file, torn files, and the same command again."""
+"""kill −9 at a random moment or at the k-th change of a file, torn files, and the same command
+again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ TEARS = {
     "empty": lambda whole: b"",
     "half": lambda whole: whole[: len(whole) // 2],
     "last block lost": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK],
-    "last block zero": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK].ljust(len(whole), b"\0"),
+    "last block zero": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK].ljust(
+        len(whole), b"\0"
+    ),
 }
 OF_READERS = ("export", "evaluate", "compare")
 """They take an instant, so what they read is torn."""
@@ -47,18 +50,25 @@ def reference_of(workload: Workload, folder: Path) -> Reference:
             raise RuntimeError(f"{workload.name}: {end.status} {end.err}")
         states.append(state_of(folder / name))
         shutil.rmtree(folder / name)
-    reports = {(name, "") for name in states[0] if name.endswith("report.html")}  # they say when their run began
+    reports = {
+        (name, "") for name in states[0] if name.endswith("report.html")
+    }  # they say when their run began
     noise = noise_of(*states) | {*workload.varies} | reports
     return Reference(prepared, states[0], noise, min(end.seconds for end in ends), ends[0].writes)
 
 
-def kill_trial(workload: Workload, reference: Reference, folder: Path, random: Random, torn: bool) -> tuple[str, str]:
+def kill_trial(
+    workload: Workload, reference: Reference, folder: Path, random: Random, torn: bool
+) -> tuple[str, str]:
     """Kill it once or twice, tear a file if wanted, run it to its end. The outcome and a note."""
     shutil.copytree(reference.prepared, folder, symlinks=True)
     before, story = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}, []
     for _ in range(random.choice((1, 1, 2))):
         at_write, alone = random.random() < 0.6, random.random() < 0.3
-        number, moment = random.randint(1, max(1, reference.writes)), random.uniform(0, reference.seconds)
+        number, moment = (
+            random.randint(1, max(1, reference.writes)),
+            random.uniform(0, reference.seconds),
+        )
         killed = run(
             workload.work,
             folder,
@@ -72,13 +82,19 @@ def kill_trial(workload: Workload, reference: Reference, folder: Path, random: R
             story[-1] += f" (ended with {killed.status} before)"
         if killed.status == 0 or _complete(folder, reference):
             break  # the same command would begin another run
-        if killed.status != -9 and (outcome := _bad_end(killed)):  # what it started may complain of its death
+        if killed.status != -9 and (
+            outcome := _bad_end(killed)
+        ):  # what it started may complain of its death
             return outcome, f"{' + '.join(story)}: {_words(killed)}"
     complete = _complete(folder, reference)
     path = _tear(workload, folder, before, random, story) if torn else None
     if path is None and complete:
         return "fine", f"{' + '.join(story)}: after its last step"
-    end = killed if killed.status == 0 and path is None else run(workload.work, folder, fresh=workload.fresh)
+    end = (
+        killed
+        if killed.status == 0 and path is None
+        else run(workload.work, folder, fresh=workload.fresh)
+    )
     if complete and end.status == 0:
         return "fine", f"{' + '.join(story)}: began another run"
     return _judged(workload, reference, folder, end, path, " + ".join(story))
@@ -88,8 +104,14 @@ def _complete(folder: Path, reference: Reference) -> bool:
     return not any(difference(state_of(folder), reference.state, reference.noise))
 
 
-def _tear(workload: Workload, folder: Path, before: dict[Path, bytes], random: Random, story: list[str]) -> Path | None:
-    paths = [path for path in sorted(folder.glob(workload.torn)) if path.is_file() and not path.is_symlink()]
+def _tear(
+    workload: Workload, folder: Path, before: dict[Path, bytes], random: Random, story: list[str]
+) -> Path | None:
+    paths = [
+        path
+        for path in sorted(folder.glob(workload.torn))
+        if path.is_file() and not path.is_symlink()
+    ]
     paths = [path for path in paths if "tensorboard" not in path.parts and path.stat().st_size]
     if workload.name not in OF_READERS:
         paths = [path for path in paths if before.get(path) != path.read_bytes()]
@@ -110,7 +132,12 @@ def _words(end: Ended) -> str:
 
 
 def _judged(
-    workload: Workload, reference: Reference, folder: Path, end: Ended, torn: Path | None, story: str
+    workload: Workload,
+    reference: Reference,
+    folder: Path,
+    end: Ended,
+    torn: Path | None,
+    story: str,
 ) -> tuple[str, str]:
     if outcome := _bad_end(end):
         return outcome, f"{story}: {_words(end)}"
@@ -121,11 +148,17 @@ def _judged(
     if workload.check is not None:
         checked = run(_Check(workload.name), folder)
         said = torn is not None and checked.status == 1  # what a tear took is counted by its reader
-        return ("unlike" if checked.status and not said else "fine"), f"{story}: {checked.err.strip()[-300:]}"
+        return (
+            "unlike" if checked.status and not said else "fine"
+        ), f"{story}: {checked.err.strip()[-300:]}"
     left = difference(state_of(folder), reference.state, reference.noise)
     if torn is not None:  # a torn file that was only read stays as it is
         same = str(torn.relative_to(folder))
-        left = left._replace(unlike=[place for place in left.unlike if not place.startswith(same) or torn.suffix == ""])
+        left = left._replace(
+            unlike=[
+                place for place in left.unlike if not place.startswith(same) or torn.suffix == ""
+            ]
+        )
         if named and any(left):
             return "fine", f"{story}: said"
     if left.unlike:

@@ -28,14 +28,21 @@ INSPECT = ["inspect", *TABLE, "json=i.json"]
 RUN = Workload("lean", write_table, [*LEAN, "name=r"], "")
 
 
-def _command(words: list[str], folder: Path, before: Callable[[], Any] = lambda: None, **variables: str) -> Ended:
+def _command(
+    words: list[str], folder: Path, before: Callable[[], Any] = lambda: None, **variables: str
+) -> Ended:
     environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT), **variables}
     environment = {name: value for name, value in environment.items() if value != "(unset)"}
     start = time.monotonic()
     command = [sys.executable, "-m", "knobwise", *words]
     try:
         end = subprocess.run(
-            command, cwd=folder, env=environment, preexec_fn=before, capture_output=True, timeout=LIMIT_S
+            command,
+            cwd=folder,
+            env=environment,
+            preexec_fn=before,
+            capture_output=True,
+            timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired:
         return Ended(None, "", "", LIMIT_S, 0)
@@ -52,7 +59,9 @@ def _judged(end: Ended, statuses: tuple[int, ...] = (0, 1, 2), blames: str = "")
         return "traceback", note
     if end.status == 0:
         return ("fine", "") if 0 in statuses else ("wrong", note)
-    plain = len(end.complaint) == 1 and end.status in statuses and not (blames and blames in end.err)
+    plain = (
+        len(end.complaint) == 1 and end.status in statuses and not (blames and blames in end.err)
+    )
     return ("refused" if plain else "vague"), note
 
 
@@ -87,7 +96,9 @@ def _read_only(folder: Path) -> Outcome:
     folder.chmod(0o555)
 
     def lower() -> None:
-        ctypes.CDLL(None).prctl(DROP_CAPABILITY, MAY_WRITE_ANYWHERE, 0, 0, 0)  # root has it; others have none to drop
+        ctypes.CDLL(None).prctl(
+            DROP_CAPABILITY, MAY_WRITE_ANYWHERE, 0, 0, 0
+        )  # root has it; others have none to drop
 
     try:
         return _judged(_command([*LEAN, "name=r"], folder, lower), (2,))
@@ -100,7 +111,9 @@ def _at_once(folder: Path) -> Outcome:
     command = [sys.executable, "-m", "knobwise", *RUN.work]  # type: ignore[misc]
     environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT)}
     both = [
-        subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         for _ in range(2)
     ]
     ends = []
@@ -118,8 +131,8 @@ def _at_once(folder: Path) -> Outcome:
 
 
 def _stopped(folder: Path, number: int, status: int, set_back_s: float = 0.0) -> Outcome:
-    """It saves, says how to go on, and ends like the unbroken run; also where the clock was set back meanwhile, so that
-    its files are from the future."""
+    """It saves, says how to go on, and ends like the unbroken run; also where the clock was set
+    back meanwhile, so that its files are from the future."""
     shutil.rmtree(folder)
     reference = reference_of(RUN, folder.with_name(f"{folder.name}-reference"))
     shutil.copytree(reference.prepared, folder, symlinks=True)
@@ -128,7 +141,9 @@ def _stopped(folder: Path, number: int, status: int, set_back_s: float = 0.0) ->
         return ("traceback" if end.traceback else "vague"), f"{end.status} {end.err[-300:]!r}"
     for path in folder.rglob("*"):
         times = path.lstat()
-        os.utime(path, (times.st_atime + set_back_s, times.st_mtime + set_back_s), follow_symlinks=False)
+        os.utime(
+            path, (times.st_atime + set_back_s, times.st_mtime + set_back_s), follow_symlinks=False
+        )
     end = run(RUN.work, folder)
     if end.status != 0:
         return _judged(end)
@@ -142,16 +157,22 @@ LIMITS: dict[str, Callable[[Path], Outcome]] = {
     "file size": partial(_limited, words=[*LEAN, "name=r"], FSIZE=20_000),
     "open files": partial(_limited, words=INSPECT, blames="t.parquet", NOFILE=12),
     "address space": partial(_limited, words=INSPECT, blames="t.parquet", AS=4 << 30),
-    "ASCII output": lambda folder: _judged(_command(INSPECT, folder, PYTHONIOENCODING="ascii", LC_ALL="C"), (0,)),
+    "ASCII output": lambda folder: _judged(
+        _command(INSPECT, folder, PYTHONIOENCODING="ascii", LC_ALL="C"), (0,)
+    ),
     "removed working folder": _removed,
-    "no home": lambda folder: _judged(_command(INSPECT, folder, HOME="(unset)", XDG_CACHE_HOME="(unset)"), (0,)),
+    "no home": lambda folder: _judged(
+        _command(INSPECT, folder, HOME="(unset)", XDG_CACHE_HOME="(unset)"), (0,)
+    ),
     "read-only folder": _read_only,
     "two at once": _at_once,
     "Ctrl-C": partial(_stopped, number=signal.SIGINT, status=130),
     "clock set back": partial(_stopped, number=signal.SIGINT, status=130, set_back_s=86_400.0),
     "SIGTERM": partial(_stopped, number=signal.SIGTERM, status=143),
     "long option": lambda folder: _judged(_command([*LEAN, f"name={'a' * 5000}"], folder), (2,)),
-    "long path": lambda folder: _judged(_command([*INSPECT, f"profile.path={'a' * 5000}"], folder), (2,)),
+    "long path": lambda folder: _judged(
+        _command([*INSPECT, f"profile.path={'a' * 5000}"], folder), (2,)
+    ),
     "profile=0": lambda folder: _judged(_command(["inspect", "profile=0"], folder), (2,)),
 }
 if os.geteuid() == 0:  # who else may not mount

@@ -1,8 +1,10 @@
-"""Long and large loads, by hand: `python -m tests.campaign.load threads|stream|table [n]`. Prints what was seen.
+"""Long and large loads, by hand: `python -m tests.campaign.load threads|stream|table [n]`. Prints
+what was seen.
 
-`threads`: 8 threads share an exported controller for n decisions each (100,000).
-`stream`: n requests (1,000,000) of a simulated model through `AdaptiveModel` with a tracker, exploration and a log.
-`table`: a profile of n (10,000,000) samples × 27 configurations is written, mapped, split, trained on and judged.
+`threads`: 8 threads share an exported controller for n decisions each (100,000). `stream`: n
+requests (1,000,000) of a simulated model through `AdaptiveModel` with a tracker, exploration and a
+log. `table`: a profile of n (10,000,000) samples × 27 configurations is written, mapped, split,
+trained on and judged.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def controller_of(table: ProfileTable) -> DeployedController:
 def threads(count: int = 100_000) -> None:
     table = builtin_profile()
     controller = controller_of(table).decider
-    samples = [{name: block[row].numpy() for name, block in table.features.items()} for row in range(256)]
+    samples = [
+        {name: block[row].numpy() for name, block in table.features.items()} for row in range(256)
+    ]
     budgets = default_budgets(table).tolist()
     expected = [controller.decide_index(samples[k % 256], budgets[k % 5]) for k in range(1280)]
     wrong, before = [0] * 8, memory_mb()
@@ -59,14 +63,18 @@ def threads(count: int = 100_000) -> None:
             if controller.decide_index(samples[k % 256], budgets[k % 5]) != expected[k % 1280]:
                 wrong[number] += 1
 
-    start, workers = time.perf_counter(), [threading.Thread(target=decide, args=(number,)) for number in range(8)]
+    start, workers = (
+        time.perf_counter(),
+        [threading.Thread(target=decide, args=(number,)) for number in range(8)],
+    )
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     took = time.perf_counter() - start
     print(
-        f"8 threads × {count:,} decisions: {sum(wrong)} wrong, {took:.0f} s, memory {before:.0f} → {memory_mb():.0f} MB"
+        f"8 threads × {count:,} decisions: {sum(wrong)} wrong, {took:.0f} s, memory {before:.0f} "
+        f"→ {memory_mb():.0f} MB"
     )
 
 
@@ -76,15 +84,24 @@ class SimulatedModel:
     name = "simulated"
 
     def __init__(self, table: ProfileTable) -> None:
-        self.knobs = tuple(KnobSupport(knob.name, knob.values[-1], values=knob.values) for knob in table.knobs)
-        self.columns = {tuple(table.configuration(c).items()): c for c in range(table.num_configurations)}
+        self.knobs = tuple(
+            KnobSupport(knob.name, knob.values[-1], values=knob.values) for knob in table.knobs
+        )
+        self.columns = {
+            tuple(table.configuration(c).items()): c for c in range(table.num_configurations)
+        }
         self.latency_ms = table.latency_ms.tolist()
-        self.blocks = [{n: b[row].numpy() for n, b in table.features.items()} for row in range(table.num_samples)]
+        self.blocks = [
+            {n: b[row].numpy() for n, b in table.features.items()}
+            for row in range(table.num_samples)
+        ]
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         return FirstStage(request, self.blocks[request.image] if features else {}, None, 0.0, 0.0)
 
-    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
+    def answer(
+        self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
+    ) -> list[Answer]:
         column = self.columns[tuple(configuration.items())]
         times = [self.latency_ms[stage.request.image][column] for stage in stages]
         return [Answer("", ms, ms, 0.0, 1, 1, 1) for ms in times]
@@ -92,10 +109,15 @@ class SimulatedModel:
 
 def stream(count: int = 1_000_000) -> None:
     table, generator = builtin_profile(), np.random.default_rng(0)
-    rows, budgets = generator.integers(table.num_samples, size=count), default_budgets(table).tolist()
+    rows, budgets = (
+        generator.integers(table.num_samples, size=count),
+        default_budgets(table).tolist(),
+    )
     with tempfile.TemporaryDirectory() as folder:
         log = RequestLog(folder)
-        model = AdaptiveModel(SimulatedModel(table), controller_of(table), log=log, explore=0.05, seed=0)
+        model = AdaptiveModel(
+            SimulatedModel(table), controller_of(table), log=log, explore=0.05, seed=0
+        )
         for first in range(0, count, PART):
             start = time.process_time()
             for k in range(first, min(first + PART, count)):
@@ -103,7 +125,10 @@ def stream(count: int = 1_000_000) -> None:
                 if k % 4 == 0:
                     log.label(result.request_id, 1.0)
             micros = 1e6 * (time.process_time() - start) / min(PART, count - first)
-            print(f"{min(first + PART, count):,}: {micros:.0f} µs a request, {memory_mb():.0f} MB", flush=True)
+            print(
+                f"{min(first + PART, count):,}: {micros:.0f} µs a request, {memory_mb():.0f} MB",
+                flush=True,
+            )
         log.close()
         ids, size = set(), 0
         for path in sorted(Path(folder).glob("requests-*.jsonl")):
@@ -120,7 +145,8 @@ def stream(count: int = 1_000_000) -> None:
 
 
 def table(count: int = 10_000_000) -> None:
-    """The measurements repeat those of the built-in profile with noise, so that only their number is large."""
+    """The measurements repeat those of the built-in profile with noise, so that only their number
+    is large."""
     small = builtin_profile()
     columns, generator = torch.arange(0, 64, 64 / 27).long(), torch.Generator().manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -132,13 +158,17 @@ def table(count: int = 10_000_000) -> None:
             knobs=small.knobs,
             configurations=small.configurations[columns],
             accuracy=small.accuracy[:, columns][rows],
-            latency_ms=small.latency_ms[:, columns][rows] * (0.9 + 0.2 * torch.rand(count, 1, generator=generator)),
+            latency_ms=small.latency_ms[:, columns][rows]
+            * (0.9 + 0.2 * torch.rand(count, 1, generator=generator)),
             mask=torch.ones(count, 27, dtype=torch.bool),
             sample_ids=tuple(map(str, range(count))),
             features={"features": wide[rows]},
         )
         large.save(path)
-        print(f"written: {path.stat().st_size / 1e9:.1f} GB, {time.perf_counter() - start:.0f} s", flush=True)
+        print(
+            f"written: {path.stat().st_size / 1e9:.1f} GB, {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
         del large, rows
         _mapped(path)
 
@@ -161,7 +191,10 @@ def mapped(path: str) -> None:
     follower.start()
 
     def report(what: str) -> None:
-        print(f"{what}: {time.perf_counter() - start:.0f} s, peak {peak[0] / 1024:.1f} GiB", flush=True)
+        print(
+            f"{what}: {time.perf_counter() - start:.0f} s, peak {peak[0] / 1024:.1f} GiB",
+            flush=True,
+        )
         peak[0] = 0.0
 
     try:
@@ -173,7 +206,9 @@ def mapped(path: str) -> None:
         report("budgets")
         optimiser = OptimiserConfig(warmup_iterations=50, iterations=20)
         policy = PolicyConfig(hidden=32)
-        trainer = ControllerTrainer(large, split, policy=policy, optimiser=optimiser, seed=0, budgets_ms=budgets)
+        trainer = ControllerTrainer(
+            large, split, policy=policy, optimiser=optimiser, seed=0, budgets_ms=budgets
+        )
         agent = trainer.run()
         del trainer
         report("trained")

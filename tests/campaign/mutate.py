@@ -14,9 +14,48 @@ import numpy as np
 import polars as pl
 
 DEEP = "[" * 100_000
-NUMBERS = ["NaN", "Infinity", "-Infinity", "-1", "1e999", "1e308", "-0.0", "123456789012345678901234567890", "0.5"]
-WEIRD = [*NUMBERS, "null", "true", "false", '""', '"7"', '"x"', "[]", "{}", "[1,2]", '"\\u0000"', '"../.."']
-CELLS = ["", "nan", "inf", "-1", "1e999", "true", "x", " 1 ", "07", "1_0", '"', "null", "0x10", "9" * 40, "\u0663"]
+NUMBERS = [
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "-1",
+    "1e999",
+    "1e308",
+    "-0.0",
+    "123456789012345678901234567890",
+    "0.5",
+]
+WEIRD = [
+    *NUMBERS,
+    "null",
+    "true",
+    "false",
+    '""',
+    '"7"',
+    '"x"',
+    "[]",
+    "{}",
+    "[1,2]",
+    '"\\u0000"',
+    '"../.."',
+]
+CELLS = [
+    "",
+    "nan",
+    "inf",
+    "-1",
+    "1e999",
+    "true",
+    "x",
+    " 1 ",
+    "07",
+    "1_0",
+    '"',
+    "null",
+    "0x10",
+    "9" * 40,
+    "\u0663",
+]
 
 
 class Raw(str):
@@ -57,7 +96,9 @@ def json_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
         line = lines[number]
         lines[number : number + 1] = random.choice(([], [line, line], [line[: len(line) // 2]]))
         return b"\n".join(lines)
-    tree = json.loads(lines[number], object_pairs_hook=lambda pairs: {"": [list(pair) for pair in pairs]})
+    tree = json.loads(
+        lines[number], object_pairs_hook=lambda pairs: {"": [list(pair) for pair in pairs]}
+    )
     for _ in range(random.choice((1, 1, 2))):
         tree = _tree_changed(tree, random)
     lines[number] = _dumped(tree).encode(errors="surrogatepass")
@@ -88,7 +129,9 @@ def _tree_changed(tree: Any, random: Random) -> Any:
     # rare fields as often as those of which there are many
     by_key: dict[str, list[tuple[list[Any], int]]] = {}
     for holder, i in places:
-        by_key.setdefault(str(holder[0]) if i == 1 and isinstance(holder[0], str) else "", []).append((holder, i))
+        by_key.setdefault(
+            str(holder[0]) if i == 1 and isinstance(holder[0], str) else "", []
+        ).append((holder, i))
     holder, i = random.choice(by_key[random.choice(sorted(by_key))])
     value = holder[i]
     action = random.randrange(6)
@@ -103,11 +146,17 @@ def _tree_changed(tree: Any, random: Random) -> Any:
             pair[0] = random.choice((pair[0] + "_", pair[0].upper(), "", "sample_id", "__class__"))
     elif action == 1 and isinstance(value, list) and value:
         part = random.randrange(len(value))
-        value[part : part + 1] = random.choice(([], [value[part]] * 2, [value[part], Raw(random.choice(WEIRD))]))
+        value[part : part + 1] = random.choice(
+            ([], [value[part]] * 2, [value[part], Raw(random.choice(WEIRD))])
+        )
     elif action == 2 and random.random() < 0.2:
-        holder[i] = Raw(random.choice((DEEP, DEEP + "]" * len(DEEP), '{"a":' * 20_000 + "1" + "}" * 20_000)))
+        holder[i] = Raw(
+            random.choice((DEEP, DEEP + "]" * len(DEEP), '{"a":' * 20_000 + "1" + "}" * 20_000))
+        )
     elif action == 3 and isinstance(value, int | float) and not isinstance(value, bool):
-        holder[i] = random.choice((-value, value + 1, value * 10, value / 3, str(value), [value], float(value)))
+        holder[i] = random.choice(
+            (-value, value + 1, value * 10, value / 3, str(value), [value], float(value))
+        )
     elif action == 4:
         holder[i] = Raw(random.choice(NUMBERS))
     else:
@@ -119,7 +168,9 @@ def _dumped(value: Any) -> str:
     if isinstance(value, Raw):
         return str(value)
     if _is_object(value):
-        return "{" + ", ".join(f"{json.dumps(key)}: {_dumped(part)}" for key, part in value[""]) + "}"
+        return (
+            "{" + ", ".join(f"{json.dumps(key)}: {_dumped(part)}" for key, part in value[""]) + "}"
+        )
     return f"[{', '.join(map(_dumped, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
@@ -134,7 +185,9 @@ def csv_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
             case 1:
                 rows = [line + line[column : column + 1] for line in rows]
             case 2:
-                rows[0][column] = random.choice((*rows[0], "", "cpu_ms", "extra", "question_id", "repeat"))
+                rows[0][column] = random.choice(
+                    (*rows[0], "", "cpu_ms", "extra", "question_id", "repeat")
+                )
             case 3:
                 del rows[row]
             case 4:
@@ -158,7 +211,9 @@ def text_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
     code = "!!python/object/apply:os.getcwd []"
     odd = ["[" * 3000, "{a: " * 500, "&a [*a, *a]", "${a}", "!!map x", code]
     value = random.choice((*WEIRD, *odd, "*x", "'", "{", "2026-01-01", "~", "1:2:3", "0o7"))
-    lines[number : number + 1] = random.choice(([], [lines[number]] * 2, [f"{key} {value}"], [f"  {lines[number]}"]))
+    lines[number : number + 1] = random.choice(
+        ([], [lines[number]] * 2, [f"{key} {value}"], [f"  {lines[number]}"])
+    )
     return "\n".join(lines).encode()
 
 
@@ -170,10 +225,16 @@ def frame_changed(frame: pl.DataFrame, random: Random) -> pl.DataFrame:
         case 0:
             return frame.drop(column)
         case 1:
-            names = {column: random.choice((f"{column}_", "sample_id_", "cpu_ms", "repeat", "question_id", ""))}
+            names = {
+                column: random.choice(
+                    (f"{column}_", "sample_id_", "cpu_ms", "repeat", "question_id", "")
+                )
+            }
             return frame.rename(names) if names[column] not in frame.columns else frame
         case 2:
-            kind = random.choice((pl.String, pl.Float32, pl.Boolean, pl.List(pl.Int64), pl.Binary, pl.Categorical))
+            kind = random.choice(
+                (pl.String, pl.Float32, pl.Boolean, pl.List(pl.Int64), pl.Binary, pl.Categorical)
+            )
             try:
                 return frame.with_columns(pl.col(column).cast(kind, strict=False))
             except pl.exceptions.PolarsError:
@@ -190,13 +251,15 @@ def frame_changed(frame: pl.DataFrame, random: Random) -> pl.DataFrame:
         case _:
             column = random.choice(numeric)
             value = random.choice((None, float("nan"), float("inf"), -1.0, 1e300, 1e39, 2.0, 0.5))
-            changed = pl.when(pl.int_range(pl.len()) == row).then(pl.lit(value)).otherwise(pl.col(column))
+            changed = (
+                pl.when(pl.int_range(pl.len()) == row).then(pl.lit(value)).otherwise(pl.col(column))
+            )
             return frame.with_columns(changed.alias(column))
 
 
 def tree_of_arrays_changed(tree: Any, random: Random, wrap: Callable[[np.ndarray], Any]) -> Any:
-    """Nested dicts and lists with arrays or tensors at the ends: a part dropped, renamed, of another kind or length,
-    or with numbers that are not finite."""
+    """Nested dicts and lists with arrays or tensors at the ends: a part dropped, renamed, of
+    another kind or length, or with numbers that are not finite."""
     places: list[tuple[Any, Any]] = []
 
     def walk(holder: Any) -> None:
@@ -212,16 +275,24 @@ def tree_of_arrays_changed(tree: Any, random: Random, wrap: Callable[[np.ndarray
         case 0:
             del holder[key]
         case 1 if isinstance(holder, dict):
-            holder[f"{key}_" if random.random() < 0.5 else random.choice(list(holder))] = holder.pop(key)
+            holder[f"{key}_" if random.random() < 0.5 else random.choice(list(holder))] = (
+                holder.pop(key)
+            )
         case 2:
-            holder[key] = random.choice((None, True, -1, 1e30, float("nan"), "x", [], {}, wrap(np.zeros(3))))
+            holder[key] = random.choice(
+                (None, True, -1, 1e30, float("nan"), "x", [], {}, wrap(np.zeros(3)))
+            )
         case _ if hasattr(value, "dtype") and value.ndim:
             array = np.array(value)
             flat = array.reshape(-1)
             if random.random() < 0.4:
-                array = random.choice((array[:-1], np.concatenate([array, array]), array[None], flat, array[:0]))
+                array = random.choice(
+                    (array[:-1], np.concatenate([array, array]), array[None], flat, array[:0])
+                )
             elif random.random() < 0.3:
-                array = array.astype(random.choice((np.float64, np.int8, np.complex64, bool, np.uint64)))
+                array = array.astype(
+                    random.choice((np.float64, np.int8, np.complex64, bool, np.uint64))
+                )
             elif flat.size:
                 wrong = random.choice((np.nan, np.inf, -np.inf, -1, 1e30, 0))
                 with np.errstate(all="ignore"):

@@ -1,5 +1,6 @@
-"""What measurements say, read from the same bytes by other means: `csv`, `json`, `zipfile` and NumPy; Parquet by rows,
-since no other decoder is installed. Each function gives what is wrong with what the product accepted; "" if nothing.
+"""What measurements say, read from the same bytes by other means: `csv`, `json`, `zipfile` and
+NumPy; Parquet by rows, since no other decoder is installed. Each function gives what is wrong with
+what the product accepted; "" if nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ import numpy as np
 import polars as pl
 
 NUMERAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-COLUMNS = ["sample_id", "accuracy", "latency_ms", "dataset", "split", "repeat", "question_id", "image_id"]
+COLUMNS = [
+    "sample_id",
+    "accuracy",
+    "latency_ms",
+    "dataset",
+    "split",
+    "repeat",
+    "question_id",
+    "image_id",
+]
 DTYPES = {
     "F32": "<f4",
     "F64": "<f8",
@@ -63,7 +73,9 @@ def csv_rows(content: bytes) -> tuple[list[str], Rows]:
     head, rows = lines[0], [line for line in lines[1:] if line]
     if any(len(line) > len(head) for line in rows):
         raise Wrong("a row has more cells than there are columns")
-    return head, [dict(zip(head, [*line, *[""] * (len(head) - len(line))], strict=True)) for line in rows]
+    return head, [
+        dict(zip(head, [*line, *[""] * (len(head) - len(line))], strict=True)) for line in rows
+    ]
 
 
 def json_rows(content: bytes) -> tuple[list[str], Rows]:
@@ -74,7 +86,9 @@ def json_rows(content: bytes) -> tuple[list[str], Rows]:
 
 
 def parquet_rows(content: bytes) -> tuple[list[str], Rows]:
-    frame = pl.read_parquet(io.BytesIO(content), parallel="none", use_statistics=False, low_memory=True)
+    frame = pl.read_parquet(
+        io.BytesIO(content), parallel="none", use_statistics=False, low_memory=True
+    )
     return frame.columns, frame.to_dicts()
 
 
@@ -87,7 +101,9 @@ def number(value: Any, logical: bool) -> float | None:
         if not logical:
             raise Wrong(f"{value!r} as a time")
         return float(text in ("true", True))
-    if (isinstance(text, str) and not NUMERAL.fullmatch(text)) or not isinstance(text, str | int | float):
+    if (isinstance(text, str) and not NUMERAL.fullmatch(text)) or not isinstance(
+        text, str | int | float
+    ):
         raise Wrong(f"{value!r} as a number")
     if not math.isfinite(float(text)):
         raise Wrong(f"{value!r} as a measurement")
@@ -120,7 +136,10 @@ def wrong_table(table: Any, head: Sequence[str], rows: Rows) -> str:
     """A `ProfileTable` against the rows of a long table."""
     if len(set(head)) < len(head):
         raise Wrong("a column occurs twice")
-    knobs, accuracy = [knob.name for knob in table.knobs], "accuracy" if "accuracy" in head else "score"
+    knobs, accuracy = (
+        [knob.name for knob in table.knobs],
+        "accuracy" if "accuracy" in head else "score",
+    )
     if {*knobs} & {*COLUMNS, accuracy} or not {*knobs} <= {*head}:
         raise Wrong(f"the knobs {knobs}")
     cells: dict[Any, list[tuple[float, float]]] = defaultdict(list)
@@ -128,7 +147,9 @@ def wrong_table(table: Any, head: Sequence[str], rows: Rows) -> str:
         right, ms = number(row.get(accuracy), True), number(row.get("latency_ms"), False)
         if right is not None and ms is not None:
             key = identity(row["dataset"]) if "dataset" in head else ""
-            cells[key, identity(row.get("sample_id")), tuple(name(row.get(knob)) for knob in knobs)].append((right, ms))
+            cells[
+                key, identity(row.get("sample_id")), tuple(name(row.get(knob)) for knob in knobs)
+            ].append((right, ms))
     return _compared(table, cells, "dataset" in head)
 
 
@@ -142,7 +163,9 @@ def _compared(table: Any, cells: Mapping[Any, list[tuple[float, float]]], named:
         return f"{len(measured.keys() ^ cells.keys())} cells too many or missing"
     for place, values in cells.items():
         rights, times = zip(*values, strict=True)
-        if not all(-1.1e-6 <= right <= 1 + 1.1e-6 for right in rights) or not all(0 <= ms < 3.5e38 for ms in times):
+        if not all(-1.1e-6 <= right <= 1 + 1.1e-6 for right in rights) or not all(
+            0 <= ms < 3.5e38 for ms in times
+        ):
             return f"{place}: out of range"
         expected = min(max(statistics.fmean(rights), 0), 1), statistics.median(times)
         if not np.allclose(measured[place], expected, rtol=1e-5, atol=1e-6):
@@ -152,26 +175,48 @@ def _compared(table: Any, cells: Mapping[Any, list[tuple[float, float]]], named:
 
 def wrong_configurations(table: Any, files: Mapping[str, bytes], core: bool) -> str:
     """A `ProfileTable` against exp5 and exp6 files, or core_exp files."""
-    sides: dict[str, dict[Any, list[float]]] = {"accuracy": defaultdict(list), "ms": defaultdict(list)}
-    pattern = r"tier-([a-z]+)_crops\d+_topk(\d+)_blocks(\d+)" if core else r"crops(\d+)_topk(\d+)_blocks(\d+)"
+    sides: dict[str, dict[Any, list[float]]] = {
+        "accuracy": defaultdict(list),
+        "ms": defaultdict(list),
+    }
+    pattern = (
+        r"tier-([a-z]+)_crops\d+_topk(\d+)_blocks(\d+)"
+        if core
+        else r"crops(\d+)_topk(\d+)_blocks(\d+)"
+    )
     documents = {path: strict(content) for path, content in files.items()}
     lists = {path: next(iter(_rows_of(document)), []) for path, document in documents.items()}
-    by = "question_id" if all(row.get("question_id") is not None for rows in lists.values() for row in rows) else ""
+    by = (
+        "question_id"
+        if all(row.get("question_id") is not None for rows in lists.values() for row in rows)
+        else ""
+    )
     for path, document in documents.items():
         match = re.search(pattern, path)
         assert match
         setting = dict(zip(CORE if core else KNOBS, match.groups(), strict=True))
         for record in (document, *lists[path], *(document.get("summary") or [])):
-            if any(name(record[knob]) != name(value) for knob, value in setting.items() if knob in record):
+            if any(
+                name(record[knob]) != name(value)
+                for knob, value in setting.items()
+                if knob in record
+            ):
                 raise Wrong(f"{path}: another {list(setting)} inside")
         for row in lists[path]:
             if core and None in (row.get("accuracy"), row.get("T_total")):
                 continue
             place = "", identity(row.get(by or "sample_id")), tuple(map(name, setting.values()))
-            for side, keys in (("accuracy", ("score", "accuracy")), ("ms", ("T_total_ms", "latency_total", "T_total"))):
-                if (side == "accuracy" and not core and "exp6" in path) or (side == "ms" and "exp5" in path):
+            for side, keys in (
+                ("accuracy", ("score", "accuracy")),
+                ("ms", ("T_total_ms", "latency_total", "T_total")),
+            ):
+                if (side == "accuracy" and not core and "exp6" in path) or (
+                    side == "ms" and "exp5" in path
+                ):
                     continue
-                key = next((key for key in keys if any(key in other for other in lists[path])), keys[0])
+                key = next(
+                    (key for key in keys if any(key in other for other in lists[path])), keys[0]
+                )
                 value = number(row.get(key), side == "accuracy")
                 if value is not None:
                     sides[side][place].append(value)
@@ -212,7 +257,9 @@ def npz_arrays(content: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             if len(set(archive.namelist())) < len(archive.namelist()):
                 raise Wrong("an array occurs twice")
             read = {n: io.BytesIO(archive.read(n)) for n in archive.namelist()}
-        return {n.removesuffix(".npy"): np.lib.format.read_array(part) for n, part in read.items()}, {}
+        return {
+            n.removesuffix(".npy"): np.lib.format.read_array(part) for n, part in read.items()
+        }, {}
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
         raise Wrong(f"no archive of arrays ({error})") from error
 
@@ -220,7 +267,11 @@ def npz_arrays(content: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 def safetensors_arrays(content: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     size = struct.unpack("<Q", content[:8])[0]
     head = strict(content[8 : 8 + size])
-    words = {key: text for key, text in (head.pop("__metadata__", None) or {}).items() if key == "sample_id"}
+    words = {
+        key: text
+        for key, text in (head.pop("__metadata__", None) or {}).items()
+        if key == "sample_id"
+    }
     words = {key: strict(text.encode()) for key, text in words.items()}
     arrays = {}
     for key, about in head.items():
@@ -248,11 +299,17 @@ def wrong_beams(table: Any, content: bytes) -> str:
             if row.get("eval_failed") or row.get("vqa_eval_mode") in ("error", "fallback"):
                 continue
             pointer, ids = row.get("pointer", row.get("pointer_pos")), row.get("pointer_global")
-            if None not in (ids, pool, pointer) and [int(pool[int(i)]) for i in pointer] != [int(i) for i in ids]:
+            if None not in (ids, pool, pointer) and [int(pool[int(i)]) for i in pointer] != [
+                int(i) for i in ids
+            ]:
                 raise Wrong("a pointer that contradicts its global one")
             ids = pointer if ids is None else ids
             score = row.get("beam_score")
-            expected[name(key), tuple(map(name, ids)), _rounded(None if score is None else number(score, False))] += 1
+            expected[
+                name(key),
+                tuple(map(name, ids)),
+                _rounded(None if score is None else number(score, False)),
+            ] += 1
     got = Counter[Any]()
     scores = table.fields.get("beam_score")
     for query, row in enumerate(table.sequences.tolist()):
@@ -261,8 +318,14 @@ def wrong_beams(table: Any, content: bytes) -> str:
             if ids:
                 score = None if scores is None else float(scores[query, beam])
                 got[name(table.query_ids[query]), tuple(map(name, ids)), _rounded(score)] += 1
-    expected = Counter({beam: count for beam, count in expected.items() if beam[1]})  # empty ones are dropped, counted
-    return "" if got == expected else f"{(got - expected).total()} beams too many, {(expected - got).total()} missing"
+    expected = Counter(
+        {beam: count for beam, count in expected.items() if beam[1]}
+    )  # empty ones are dropped, counted
+    return (
+        ""
+        if got == expected
+        else f"{(got - expected).total()} beams too many, {(expected - got).total()} missing"
+    )
 
 
 def _rounded(score: float | None) -> float | None:

@@ -20,9 +20,11 @@ State = dict[str, dict[str, str]]
 UNSEEN = re.compile(r"(^|/)(tensorboard|wandb|multirun/.*\.log)(/|$)")
 """Not compared: their names and bytes hold times and process numbers."""
 DATE = re.compile(r"\d{4}-\d\d-\d\d([/_T ]\d\d[-:]\d\d[-:]\d\d)?")
-TIMES = re.compile(r"decision_us|seconds|started|cpu_s|cost_s|created|machine|\btime|saves_nothing|sha256")
-"""Places of times and of what follows from them, which two unbroken runs may have alike by chance, and digests; what
-they are of is compared itself."""
+TIMES = re.compile(
+    r"decision_us|seconds|started|cpu_s|cost_s|created|machine|\btime|saves_nothing|sha256"
+)
+"""Places of times and of what follows from them, which two unbroken runs may have alike by chance,
+and digests; what they are of is compared itself."""
 
 
 class Difference(NamedTuple):
@@ -91,15 +93,23 @@ def _values(path: Path) -> Iterator[tuple[str, str]]:
             yield from _flat({name: file[name] for name in file.files})
     elif path.suffix == ".safetensors":
         with safe_open(str(path), framework="np") as file:
-            yield from _flat({"": file.metadata(), **{name: file.get_tensor(name) for name in file.keys()}})  # noqa: SIM118
+            names = list(file.keys())
+            yield from _flat(
+                {"": file.metadata(), **{name: file.get_tensor(name) for name in names}}
+            )
     elif path.suffix == ".parquet":
         yield from _flat(pl.read_parquet(path).to_dict(as_series=False))
     elif path.suffix == ".csv":
         with path.open(newline="") as lines:
             rows = list(csv.DictReader(lines))
-        yield from _flat({name: [row[name] for row in rows] for name in sorted(rows[0] if rows else ())})
+        yield from _flat(
+            {name: [row[name] for row in rows] for name in sorted(rows[0] if rows else ())}
+        )
     else:
-        yield "", hashlib.sha256(DATE.sub("DATE", path.read_text(errors="replace")).encode()).hexdigest()
+        yield (
+            "",
+            hashlib.sha256(DATE.sub("DATE", path.read_text(errors="replace")).encode()).hexdigest(),
+        )
 
 
 def _flat(value: Any, place: str = "") -> Iterator[tuple[str, str]]:

@@ -1,4 +1,5 @@
-"""A slice of the campaign with a fixed seed: all of its zeroes hold. `make campaign` makes the rest."""
+"""A slice of the campaign with a fixed seed: all of its zeroes hold. `make campaign` makes the
+rest."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_changed_files_are_read_rightly_or_refused_in_a_line(
     assert not [trial for trial in made if trial[1] not in ("fine", "refused")]
 
 
-@pytest.mark.parametrize(("name", "torn"), [("request log", False), ("request log", True), ("export", True)])
+@pytest.mark.parametrize(
+    ("name", "torn"), [("request log", False), ("request log", True), ("export", True)]
+)
 def test_what_was_killed_ends_like_what_was_not(name: str, torn: bool, tmp_path: Path) -> None:
     reference = reference_of(BY_NAME[name], tmp_path / "reference")
     outcome, note = kill_trial(BY_NAME[name], reference, tmp_path / "killed", Random(SEED), torn)

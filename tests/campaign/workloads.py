@@ -1,4 +1,5 @@
-"""Every verb that writes, as small as it gets: what it needs in its folder, the command, and what may be torn."""
+"""Every verb that writes, as small as it gets: what it needs in its folder, the command, and what
+may be torn."""
 
 from __future__ import annotations
 
@@ -22,18 +23,56 @@ from knobwise.agents.serving.request_log import read_log
 QUICK = [*TABLE, *OPTIMISER, "seeds=[0]", "own_cost=false", "baselines=false", "policy.members=2"]
 CONTROLLER = ["train", "experiment=controller", *QUICK, "policy.experts=[ridge]"]
 LEAN = ["train", "experiment=lean", *QUICK]
-REPLAY = ["train", "experiment=selector_replay", *BEAMS, "beams.path=b.safetensors", "sft.epochs=1", "grpo.epochs=1"]
+REPLAY = [
+    "train",
+    "experiment=selector_replay",
+    *BEAMS,
+    "beams.path=b.safetensors",
+    "sft.epochs=1",
+    "grpo.epochs=1",
+]
 REPLAY += ["variants.grpo_recorded.epochs=1", "variants.shuffled_recorded.epochs=1"]
-LIVE = ["train", "experiment=selector", "selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]"]
+LIVE = [
+    "train",
+    "experiment=selector",
+    "selector.width=16",
+    "selector.heads=2",
+    "tracking=disabled",
+    "seeds=[0]",
+]
 LIVE += [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=64")]
-LIVE += [f"variants.{name}=null" for name in ("grpo_recorded", "grpo_rounds", "shuffled_live", "shuffled_recorded")]
+LIVE += [
+    f"variants.{name}=null"
+    for name in ("grpo_recorded", "grpo_rounds", "shuffled_live", "shuffled_recorded")
+]
 LIVE += ["variants.hidden_live=null", "variants.grpo_live.epochs=1", "judged_shots=[2]", "jobs=1"]
-SWEEP = ["train", "-m", "experiment=lean", "policy.hidden=8,16", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+SWEEP = [
+    "train",
+    "-m",
+    "experiment=lean",
+    "policy.hidden=8,16",
+    "hydra/launcher=joblib",
+    "hydra.launcher.n_jobs=2",
+]
 SWEEP += [word for word in QUICK if not word.startswith("policy.hidden")]
 LAST = (("runs/latest", "link"),)
-ELASTIC = ["profile", "model=elastic", "out=p", "knobs.samples=4", "knobs.max_crops=[1,4]", "knobs.top_k=[1,2]"]
+ELASTIC = [
+    "profile",
+    "model=elastic",
+    "out=p",
+    "knobs.samples=4",
+    "knobs.max_crops=[1,4]",
+    "knobs.top_k=[1,2]",
+]
 ELASTIC += ["knobs.num_active_blocks=[3]", "knobs.warm_up=0", "knobs.repeats=2"]
-UPDATE = ["update", "checkpoint=stack.pt", "log=log", "out=served", "tracking=disabled", "trained_on=table"]
+UPDATE = [
+    "update",
+    "checkpoint=stack.pt",
+    "log=log",
+    "out=served",
+    "tracking=disabled",
+    "trained_on=table",
+]
 UPDATE += [f"trained_on.{word.removeprefix('profile.')}" for word in TABLE[1:]]
 EVALUATE = ["evaluate", *TABLE, "own_cost=false", "baselines=false", "json=e.json"]
 ACKNOWLEDGED = "acknowledged.txt"
@@ -48,8 +87,8 @@ class Workload(NamedTuple):
     """Writes what it needs into the working folder."""
     work: list[str] | Callable[[], Any]
     torn: str
-    """Pattern of the files that may be torn: what it writes; for what only reads and writes in an instant, what it
-    reads."""
+    """Pattern of the files that may be torn: what it writes; for what only reads and writes in an
+    instant, what it reads."""
     check: Callable[[], list[str]] | None = None
     """What is wrong in the folder, instead of a comparison with the unbroken run."""
     fresh: bool = False
@@ -61,12 +100,17 @@ class Workload(NamedTuple):
 def _stack() -> None:
     write_table()
     agent, table = small_stack(60)
-    save_checkpoint("stack.pt", agent, table, {f"{part}_rows": rows for part, rows in _parts(60).items()})
+    save_checkpoint(
+        "stack.pt", agent, table, {f"{part}_rows": rows for part, rows in _parts(60).items()}
+    )
 
 
 def _parts(samples: int) -> dict[str, Any]:
     ends = (0, int(samples * 0.6), int(samples * 0.8), samples)
-    return {part: torch.arange(*ends[i : i + 2]) for i, part in enumerate(("train", "validation", "test"))}
+    return {
+        part: torch.arange(*ends[i : i + 2])
+        for i, part in enumerate(("train", "validation", "test"))
+    }
 
 
 def _nothing() -> None:
@@ -104,10 +148,18 @@ def every_acknowledged_request_is_logged() -> list[str]:
     read = read_log("log")
     lines = Path(ACKNOWLEDGED).read_text().split("\n")[:-1] if Path(ACKNOWLEDGED).exists() else []
     ids = [row["id"] for row in read.rows]
-    wrong = [f"{len(lost)} acknowledged requests are not in the log" for lost in [set(lines) - set(ids)] if lost]
+    wrong = [
+        f"{len(lost)} acknowledged requests are not in the log"
+        for lost in [set(lines) - set(ids)]
+        if lost
+    ]
     files = len(list(Path("log").glob("*.jsonl")))
     aside = sum(read.aside.values())
-    if len(set(ids)) < len(ids) or aside > files or set(read.aside) - {"the torn last line of a file"}:
+    if (
+        len(set(ids)) < len(ids)
+        or aside > files
+        or set(read.aside) - {"the torn last line of a file"}
+    ):
         wrong.append(f"log: {dict(read.aside)}, {len(ids) - len(set(ids))} twice")
     return wrong
 
@@ -138,7 +190,9 @@ WORKLOADS = [
     Workload("profile elastic", _nothing, ELASTIC, "p/**/*"),
     Workload("export", _trained, ["export", *TABLE, "out=e"], "runs/lean/r/checkpoints/*.pt"),
     Workload("evaluate", _trained, EVALUATE, "runs/**/*"),
-    Workload("compare", _two_runs, ["compare", "runs/lean", "html=c.html", "json=c.json"], "runs/**/*"),
+    Workload(
+        "compare", _two_runs, ["compare", "runs/lean", "html=c.html", "json=c.json"], "runs/**/*"
+    ),
     Workload("update", _log, UPDATE, "[ls][oe]*/**/*"),
     Workload("request log", _stack, serve, "log/*", every_acknowledged_request_is_logged),
 ]

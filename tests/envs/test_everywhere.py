@@ -1,5 +1,5 @@
-"""Environment, policy and loss wherever people of TorchRL and gymnasium use them: every pair of a form of the
-environment, a table, an agent, a way of collecting and a transform is in some case."""
+"""Environment, policy and loss wherever people of TorchRL and gymnasium use them: every pair of a
+form of the environment, a table, an agent, a way of collecting and a transform is in some case."""
 
 import functools
 import itertools
@@ -13,7 +13,12 @@ from gymnasium.vector import AutoresetMode
 from helpers import small_table
 from tensordict import TensorDictBase
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictPrioritizedReplayBuffer
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
 from torchrl.envs import (
     CatTensors,
     DTypeCastTransform,
@@ -57,15 +62,21 @@ def native(table: ProfileTable) -> EnvBase:
 
 
 def vector(mode: AutoresetMode, table: ProfileTable) -> EnvBase:
-    return GymWrapper(ConfigBanditVectorEnv(P, table, autoreset_mode=mode), categorical_action_encoding=True)
+    return GymWrapper(
+        ConfigBanditVectorEnv(P, table, autoreset_mode=mode), categorical_action_encoding=True
+    )
 
 
 FORMS: dict[str, Callable[[ProfileTable], EnvBase]] = {
     "native": native,
     "serial": lambda table: SerialEnv(2, functools.partial(native, table)),
-    "parallel": lambda table: ParallelEnv(2, functools.partial(native, table), mp_start_method="forkserver"),
+    "parallel": lambda table: ParallelEnv(
+        2, functools.partial(native, table), mp_start_method="forkserver"
+    ),
     "wrapper": lambda table: GymWrapper(ConfigBanditEnv(table), categorical_action_encoding=True),
-    "gym_env": lambda table: GymEnv("knobwise/ConfigBandit-v0", table=table, categorical_action_encoding=True),
+    "gym_env": lambda table: GymEnv(
+        "knobwise/ConfigBandit-v0", table=table, categorical_action_encoding=True
+    ),
     "vector_same_step": functools.partial(vector, AutoresetMode.SAME_STEP),
     "vector_disabled": functools.partial(vector, AutoresetMode.DISABLED),
 }
@@ -73,8 +84,12 @@ AGENTS = ("random", "policy")
 USES = ("collector", "multi_sync", "multi_async", "trainer", "memmap", "priorities")
 TRANSFORMS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
-    "cat_tensors": lambda: CatTensors(in_keys=["budget_ms"], out_key="observation", dim=-1, unsqueeze_if_oor=True),
-    "observation_norm": lambda: ObservationNorm(loc=0.0, scale=2.0, in_keys=["budget_ms"], standard_normal=False),
+    "cat_tensors": lambda: CatTensors(
+        in_keys=["budget_ms"], out_key="observation", dim=-1, unsqueeze_if_oor=True
+    ),
+    "observation_norm": lambda: ObservationNorm(
+        loc=0.0, scale=2.0, in_keys=["budget_ms"], standard_normal=False
+    ),
     "reward_sum": RewardSum,
     "step_counter": StepCounter,
     "dtype_cast": lambda: DTypeCastTransform(torch.float32, torch.float64, in_keys=["budget_ms"]),
@@ -82,9 +97,14 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
 
 
 def allowed(case: Case) -> bool:
-    """Processes are slow to start, so that few forms meet them; a policy cannot read what a transform took away."""
+    """Processes are slow to start, so that few forms meet them; a policy cannot read what a
+    transform took away."""
     processes = case.use.startswith("multi") or case.form == "parallel"
-    few = case.use == "collector" if case.form == "parallel" else case.form in ("native", "wrapper", "vector_same_step")
+    few = (
+        case.use == "collector"
+        if case.form == "parallel"
+        else case.form in ("native", "wrapper", "vector_same_step")
+    )
     quick = not processes or (few and case.transform in ("none", "step_counter"))
     blind = case.agent != "random" and case.transform == "cat_tensors"
     return quick and not blind and not (case.agent == "random" and case.use == "trainer")
@@ -93,7 +113,11 @@ def allowed(case: Case) -> bool:
 def cases() -> Iterator[Case]:
     """Greedily, the next case is the first of those that cover most pairs that no case has yet."""
     every = itertools.starmap(Case, itertools.product(FORMS, TABLES, AGENTS, USES, TRANSFORMS))
-    pairs = {case: frozenset(itertools.combinations(enumerate(case), 2)) for case in every if allowed(case)}
+    pairs = {
+        case: frozenset(itertools.combinations(enumerate(case), 2))
+        for case in every
+        if allowed(case)
+    }
     missing = frozenset().union(*pairs.values())
     while missing:
         case = max(pairs, key=lambda each: len(pairs[each] & missing))
@@ -114,15 +138,25 @@ def environment(case: Case) -> EnvBase:
     env, change = FORMS[case.form](TABLES[case.table]()), TRANSFORMS[case.transform]()
     if change is None:
         return env
-    return env.append_transform(change) if isinstance(env, TransformedEnv) else TransformedEnv(env, change)
+    return (
+        env.append_transform(change)
+        if isinstance(env, TransformedEnv)
+        else TransformedEnv(env, change)
+    )
 
 
 def check(case: Case, batch: TensorDictBase) -> None:
-    """Every decision has an outcome of its own context, and what follows it is the observation of this context."""
+    """Every decision has an outcome of its own context, and what follows it is the observation of
+    this context."""
     after = batch["next"]
     decided = ~batch["done"].squeeze(-1)  # in DISABLED mode a reset stands between two decisions
     assert after["reward"][decided].numel()
-    assert set(after["reward"][decided].flatten().tolist()) <= {-0.2, 0.0, 1.0, torch.tensor(-0.2).item()}
+    assert set(after["reward"][decided].flatten().tolist()) <= {
+        -0.2,
+        0.0,
+        1.0,
+        torch.tensor(-0.2).item(),
+    }
     limit = "observation" if case.transform == "cat_tensors" else "budget_ms"
     torch.testing.assert_close(batch[limit][decided], after[limit][decided])
     if case.agent == "policy" and case.table == "sparse":
@@ -134,7 +168,11 @@ def run(case: Case, folder: Path) -> None:
     policy, make = policy_of(case.agent, TABLES[case.table]()), functools.partial(environment, case)
     env = make()
     frames = FRAMES * env.batch_size.numel()
-    settings = {"frames_per_batch": frames, "total_frames": 2 * frames, "auto_register_policy_transforms": False}
+    settings = {
+        "frames_per_batch": frames,
+        "total_frames": 2 * frames,
+        "auto_register_policy_transforms": False,
+    }
     if case.use.startswith("multi"):
         env.close()
         many = MultiSyncCollector if case.use == "multi_sync" else MultiAsyncCollector
@@ -162,10 +200,14 @@ def run(case: Case, folder: Path) -> None:
         return
     buffer: Any = None
     if case.use == "memmap":
-        buffer = ReplayBuffer(storage=LazyMemmapStorage(2 * frames, scratch_dir=folder), batch_size=8)
+        buffer = ReplayBuffer(
+            storage=LazyMemmapStorage(2 * frames, scratch_dir=folder), batch_size=8
+        )
     if case.use == "priorities":
         storage = LazyTensorStorage(2 * frames)
-        buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=storage, batch_size=8)
+        buffer = TensorDictPrioritizedReplayBuffer(
+            alpha=0.7, beta=0.9, storage=storage, batch_size=8
+        )
     for batch in collector:
         check(case, batch)
         if buffer is not None:
@@ -177,7 +219,8 @@ def run(case: Case, folder: Path) -> None:
             assert sample["next", "reward"].shape[0] == 8
     collector.shutdown()
     if case.use.startswith("multi"):
-        weights.shutdown()  # TorchRL leaves it to the end of Python, where its queue would wait for a thread for ever.
+        # TorchRL leaves it to the end of Python, where its queue would wait for a thread for ever.
+        weights.shutdown()
 
 
 @pytest.mark.usefixtures("_forked")

@@ -76,7 +76,7 @@ def chosen_by(agent: DeployedController, table: ProfileTable, limits: torch.Tens
     return [table.configuration(index) for index in chosen.tolist()]
 
 
-# -- decide ------------------------------------------------------------------------------------------------------------
+# -- decide ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
@@ -100,8 +100,12 @@ def test_what_is_for_one_input_is_for_all_of_them(batched: tuple[bool, ...], n: 
     whole = [v if many else v[:1].expand_as(v) for v, many in zip(values, batched, strict=True)]
     decisions = policy.decide({"language_features": language, "image_features": image}, limits)
     *blocks, under = (v.numpy() for v in whole)
-    chosen = agent.choose(dict(zip(table.features, blocks, strict=True)), under.astype(np.float64)).tolist()
-    assert (decisions if any(batched) else [decisions] * n) == [table.configuration(index) for index in chosen]
+    chosen = agent.choose(
+        dict(zip(table.features, blocks, strict=True)), under.astype(np.float64)
+    ).tolist()
+    assert (decisions if any(batched) else [decisions] * n) == [
+        table.configuration(index) for index in chosen
+    ]
 
 
 def test_a_lone_block_needs_no_name_and_no_features_are_none() -> None:
@@ -112,7 +116,9 @@ def test_a_lone_block_needs_no_name_and_no_features_are_none() -> None:
     assert policy.decide(table.features["x"].double().numpy(), 15) == chosen
     without = policy_of("no features")
     assert without.decide(None, 9.0) == without.decide({}, 9.0) == without.decide({}, [9.0])[0]
-    assert policy.decide(np.zeros((0, 2)), 15.0) == policy.decide([0.0, 1.0], [], explain=True) == []
+    assert (
+        policy.decide(np.zeros((0, 2)), 15.0) == policy.decide([0.0, 1.0], [], explain=True) == []
+    )
 
 
 def test_a_decision_is_the_callers_own() -> None:
@@ -134,7 +140,11 @@ def test_a_decision_is_the_callers_own() -> None:
 GOOD = {"image_features": [0.0] * 4, "language_features": [0.0] * 4}
 READS = r"reads image_features \[4\] or \[n, 4\], language_features \[4\] or \[n, 4\]; got "
 MISTAKES: list[tuple[str, Any, Any]] = [
-    (READS + r"image_features \[3\], language_features \[4\]", GOOD | {"image_features": [0.0] * 3}, 9.0),
+    (
+        READS + r"image_features \[3\], language_features \[4\]",
+        GOOD | {"image_features": [0.0] * 3},
+        9.0,
+    ),
     (READS + r"image_features \[4\]$", {"image_features": [0.0] * 4}, 9.0),
     (READS + r".*other \[4\]", GOOD | {"other": [0.0] * 4}, 9.0),
     (READS + r"without a name \[4\]", [0.0] * 4, 9.0),
@@ -142,19 +152,29 @@ MISTAKES: list[tuple[str, Any, Any]] = [
     (READS + r"image_features \[\]", GOOD | {"image_features": 1.0}, 9.0),
     ("image_features: not an array of numbers", GOOD | {"image_features": ["a"] * 4}, 9.0),
     ("image_features: not an array of numbers", GOOD | {"image_features": [[0.0] * 4, [0.0]]}, 9.0),
-    ("features: image_features hold infinite values", GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]}, 9.0),
+    (
+        "features: image_features hold infinite values",
+        GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]},
+        9.0,
+    ),
     *(
         (r"budget_ms=.*: must be a number or \[n\], all positive", GOOD, b)
         for b in (float("nan"), 0, -1.0, [9, np.inf])
     ),
     (r"budget_ms=.*: must be a number or \[n\],", GOOD, [[9.0]]),
     ("budget_ms: not an array of numbers", GOOD, "soon"),
-    (r"for equally many inputs, not \[2, 3\]", GOOD | {"image_features": np.zeros((3, 4))}, [9.0, 9.0]),
+    (
+        r"for equally many inputs, not \[2, 3\]",
+        GOOD | {"image_features": np.zeros((3, 4))},
+        [9.0, 9.0],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("message", "features", "budget_ms"), MISTAKES)
-def test_a_mistake_is_told_with_what_is_expected(message: str, features: Any, budget_ms: Any) -> None:
+def test_a_mistake_is_told_with_what_is_expected(
+    message: str, features: Any, budget_ms: Any
+) -> None:
     with pytest.raises(InputError, match=message):
         policy_of("taught").decide(features, budget_ms)
 
@@ -164,7 +184,7 @@ def test_a_mean_budget_that_is_not_calibrated_is_refused() -> None:
         policy_of("mean").decide(GOOD, 7.0)
 
 
-# -- explain -----------------------------------------------------------------------------------------------------------
+# -- explain ---------------------------------------------------------------------------------------
 
 
 def column(explanation: api.Explanation, name: str, table: ProfileTable) -> list[float]:
@@ -184,11 +204,20 @@ def test_a_taught_policy_explains_by_its_probabilities_beside_what_its_teacher_e
     moments = agent.teacher.moments(agent.controller.features(table.features, 40))
     on_time = torch.special.ndtr((limits.log()[:, None] - moments.log_latency) / moments.spread)
     utility = moments.accuracy * on_time
-    expected = {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms, "on_time": on_time, "utility": utility}
+    expected = {
+        "accuracy": moments.accuracy,
+        "latency_ms": moments.latency_ms,
+        "on_time": on_time,
+        "utility": utility,
+    }
     for i, explanation in enumerate(explanations):
-        assert column(explanation, "probability", table) == pytest.approx(probabilities[i].tolist(), rel=1e-5)
+        assert column(explanation, "probability", table) == pytest.approx(
+            probabilities[i].tolist(), rel=1e-5
+        )
         for name, values in expected.items():
-            assert column(explanation, name, table) == pytest.approx(values[i].tolist(), rel=1e-5, abs=1e-7)
+            assert column(explanation, name, table) == pytest.approx(
+                values[i].tolist(), rel=1e-5, abs=1e-7
+            )
         chances = [row["probability"] for row in explanation.expected]
         assert chances == sorted(chances, reverse=True)
         best, *others = explanation.expected
@@ -201,13 +230,17 @@ def test_a_taught_policy_explains_by_its_probabilities_beside_what_its_teacher_e
 
 def test_a_policy_without_a_guard_takes_the_first_and_says_where_its_teacher_would_not() -> None:
     table, _ = case("unguarded")
-    explanations = policy_of("unguarded").decide(table.features, budgets_of("unguarded", 40), explain=True)
+    explanations = policy_of("unguarded").decide(
+        table.features, budgets_of("unguarded", 40), explain=True
+    )
     reasons = set()
     for explanation in explanations:
         first, *others = explanation.expected
         assert explanation.decision == first["configuration"]
         more = any(other["utility"] > first["utility"] + 1e-6 for other in others)
-        assert explanation.reason == PROBABLE + ", though its teacher expects more of another" * more
+        assert (
+            explanation.reason == PROBABLE + ", though its teacher expects more of another" * more
+        )
         reasons.add(explanation.reason)
     assert len(reasons) == 2
 
@@ -217,7 +250,9 @@ def test_the_guard_says_when_it_is_the_one_that_decides() -> None:
     other = DeployedController.restored(agent.plain())
     other.settled.guard = [row | {"deployed": False} for row in other.settled.guard]
     limits = default_budgets(table)[2].expand(40)
-    explanations = KnobPolicy(Loaded(other, "t", "", {})).decide(table.features, limits, explain=True)
+    explanations = KnobPolicy(Loaded(other, "t", "", {})).decide(
+        table.features, limits, explain=True
+    )
     assert len({str(explanation.decision) for explanation in explanations}) == 1
     reason = "the guard lets budget-aware static decide, which treats all inputs alike"
     assert {explanation.reason for explanation in explanations} == {reason}
@@ -236,10 +271,12 @@ def test_a_head_explains_by_its_probabilities_and_a_mean_budget_by_accuracy_and_
     (worth,) = case("mean")[1].settled.mean["worths"]
     for row in explanation.expected:
         assert set(row) == {"configuration", "probability", "accuracy", "latency_ms", "utility"}
-        assert row["utility"] == pytest.approx(row["accuracy"] - row["latency_ms"] / worth, rel=1e-5, abs=1e-5)
+        assert row["utility"] == pytest.approx(
+            row["accuracy"] - row["latency_ms"] / worth, rel=1e-5, abs=1e-5
+        )
 
 
-# -- fit ---------------------------------------------------------------------------------------------------------------
+# -- fit -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -252,7 +289,9 @@ def decisions(policy: KnobPolicy, table: ProfileTable) -> list[Any]:
     return policy.decide(table.features, budgets_of("taught", table.num_samples))
 
 
-def test_fit_is_what_the_command_trains_and_save_keeps_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_is_what_the_command_trains_and_save_keeps_it(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_table(60)
     before, threads = sorted(home.iterdir()), torch.get_num_threads()
     torch.set_num_threads(2)
@@ -262,19 +301,33 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home: Path, capsys: py
     assert sorted(home.iterdir()) == before
     assert "budget-aware static" in capsys.readouterr().err
     words = [f"optimiser.{name}={value}" for name, value in QUICK.items()]
-    words += ["policy=utility", "policy.hidden=8", "policy.members=2", "seeds=[3]", "tracking=disabled"]
+    words += [
+        "policy=utility",
+        "policy.hidden=8",
+        "policy.members=2",
+        "seeds=[3]",
+        "tracking=disabled",
+    ]
     assert main(["train", *TABLE, *words, "baselines=false"]) == 0
     table = knobwise.read("t.parquet", "f.npz")
     wanted = decisions(policy, table)
     judged = policy.judged
     assert judged is not None
-    assert [row["policy"] for row in judged["rows"][::6]] == ["controller", "teacher", "budget_aware_static", "oracle"]
+    assert [row["policy"] for row in judged["rows"][::6]] == [
+        "controller",
+        "teacher",
+        "budget_aware_static",
+        "oracle",
+    ]
     policy.save("p.pt")
     for path in ("p.pt", "runs/latest"):
         assert decisions(knobwise.load(path), table) == wanted
     run, again = (knobwise.load(path) for path in ("runs/latest", "p.pt"))
     states = [p.agent.controller.state_dict() for p in (policy, run, again)]
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*(s.values() for s in states), strict=True))
+    assert all(
+        torch.equal(a, b) and torch.equal(a, c)
+        for a, b, c in zip(*(s.values() for s in states), strict=True)
+    )
     assert (again.judged, run.judged) == (judged, None)
 
 
@@ -287,7 +340,9 @@ FITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_fit_takes_the_options_of_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_takes_the_options_of_the_command_line(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = small_table(60)
     options = FITS[name]
     policy = knobwise.fit(table, optimiser=QUICK, **options)
@@ -301,7 +356,9 @@ def test_fit_takes_the_options_of_the_command_line(name: str, capsys: pytest.Cap
     assert policy.judged is not None
     if "budgets_ms" in options:
         assert policy.judged["budgets_ms"] == list(options["budgets_ms"])
-    assert ("the static mix" if name == "mean" else "budget-aware static") in capsys.readouterr().err
+    assert (
+        "the static mix" if name == "mean" else "budget-aware static"
+    ) in capsys.readouterr().err
 
 
 class Frame:
@@ -312,12 +369,16 @@ class Frame:
 
     def to_dict(self, orient: str) -> dict[str, list[Any]]:
         assert orient == "list"
-        columns = self.frame.with_columns(polars.col("accuracy", "latency_ms").fill_null(float("nan")))
+        columns = self.frame.with_columns(
+            polars.col("accuracy", "latency_ms").fill_null(float("nan"))
+        )
         return columns.to_dict(as_series=False)
 
 
 @pytest.mark.parametrize("form", [lambda frame: frame, Frame], ids=["polars", "pandas"])
-def test_a_data_frame_is_read_as_the_file_is(form: Callable[[polars.DataFrame], Any], home: Path) -> None:
+def test_a_data_frame_is_read_as_the_file_is(
+    form: Callable[[polars.DataFrame], Any], home: Path
+) -> None:
     table = small_table(12)
     frame = long_frame(table).sample(fraction=1.0, shuffle=True, seed=1)
     hole = polars.DataFrame({**frame.row(0, named=True), "accuracy": None})
@@ -332,7 +393,9 @@ def test_a_data_frame_is_read_as_the_file_is(form: Callable[[polars.DataFrame], 
     assert wanted.features["image_features"].equal(table.features["image_features"])
     assert knobwise.read(form(frame), features).digest == wanted.digest
     assert (
-        knobwise.read(form(frame), features, name="mine", knobs=["top_k", "max_crops", "num_active_blocks"]).name
+        knobwise.read(
+            form(frame), features, name="mine", knobs=["top_k", "max_crops", "num_active_blocks"]
+        ).name
         == "mine"
     )
 
@@ -386,14 +449,16 @@ def test_what_cannot_be_trained_is_refused() -> None:
             knobwise.fit(table, **options)
 
 
-# -- load --------------------------------------------------------------------------------------------------------------
+# -- load ------------------------------------------------------------------------------------------
 
 
 def test_load_takes_a_finished_run(home: Path) -> None:
     run, table = home / "runs" / "a" / "default", small_table(20)
     save_checkpoint(run / "checkpoints" / "best.pt", untrained(table, HEADS), table, {})
     (home / "runs" / "latest").symlink_to(run)
-    assert decisions(knobwise.load(), table) == decisions(knobwise.load(run / "checkpoints" / "best.pt"), table)
+    assert decisions(knobwise.load(), table) == decisions(
+        knobwise.load(run / "checkpoints" / "best.pt"), table
+    )
     (run / ".unfinished").touch()
     with pytest.raises(InputError, match="default: the run is not finished; repeat its command"):
         knobwise.load(run)
@@ -416,7 +481,7 @@ def test_what_holds_no_policy_is_refused(home: Path) -> None:
             knobwise.load(path)
 
 
-# -- the rest ----------------------------------------------------------------------------------------------------------
+# -- the rest --------------------------------------------------------------------------------------
 
 
 def test_importing_knobwise_stays_light() -> None:

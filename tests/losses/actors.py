@@ -3,7 +3,11 @@
 import torch
 from helpers import small_table
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
 from torch import Tensor, nn
 
 from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
@@ -12,7 +16,9 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 
 
-def actor_of(net: nn.Module, configurations: Tensor, group_size: int | None) -> ProbabilisticTensorDictSequential:
+def actor_of(
+    net: nn.Module, configurations: Tensor, group_size: int | None
+) -> ProbabilisticTensorDictSequential:
     draw = ProbabilisticTensorDictModule(
         in_keys=["log_probs"],
         out_keys=["action"],
@@ -21,10 +27,14 @@ def actor_of(net: nn.Module, configurations: Tensor, group_size: int | None) -> 
         return_log_prob=True,
         log_prob_key="action_log_prob",
     )
-    return ProbabilisticTensorDictSequential(TensorDictModule(net, ["observation"], ["log_probs"]), draw)
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(net, ["observation"], ["log_probs"]), draw
+    )
 
 
-def certain_actor(probabilities: list[float], group_size: int = 2) -> ProbabilisticTensorDictSequential:
+def certain_actor(
+    probabilities: list[float], group_size: int = 2
+) -> ProbabilisticTensorDictSequential:
     """A policy with these probabilities whatever it sees (the observation is 1)."""
     net = nn.Linear(1, len(probabilities), bias=False)
     net.weight.data = torch.tensor(probabilities).log().unsqueeze(1)
@@ -37,10 +47,18 @@ def expected_reward(actor: ProbabilisticTensorDictSequential, data: TensorDict) 
     return (probabilities * data["reward_per_configuration"].nan_to_num()).sum(-1).mean().item()
 
 
-def real_actor(holes: float, group_size: int | None = None) -> tuple[ProbabilisticTensorDictSequential, ConfigBandit]:
+def real_actor(
+    holes: float, group_size: int | None = None
+) -> tuple[ProbabilisticTensorDictSequential, ConfigBandit]:
     table = small_table(holes=holes)
     torch.manual_seed(0)
     controller = Controller.for_table(table, torch.arange(60), PolicyConfig(hidden=16, dropout=0.0))
-    settings = {"batch_size": 32, "lean": True, "full_information": True, "reward": "shaped", "seed": 0}
+    settings = {
+        "batch_size": 32,
+        "lean": True,
+        "full_information": True,
+        "reward": "shaped",
+        "seed": 0,
+    }
     env = ConfigBandit(table, group_size=group_size or 1, **settings)
     return make_actor(controller, table, group_size), env

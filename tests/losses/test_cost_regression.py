@@ -15,14 +15,22 @@ NAN = torch.nan
 def regressed(log_cost: torch.Tensor, cost: torch.Tensor) -> TensorDict:
     shape, names = cost.shape, ["accuracy_logits", "log_latency", "spread", "log_cost"]
     loss = RegressionLoss(TensorDictModule(lambda row: row, in_keys=["row"], out_keys=names))
-    content = {"accuracy_logits": torch.zeros(shape), "log_latency": torch.zeros(shape), "spread": torch.ones(shape)}
+    content = {
+        "accuracy_logits": torch.zeros(shape),
+        "log_latency": torch.zeros(shape),
+        "spread": torch.ones(shape),
+    }
     measured = torch.where(cost.isnan(), NAN, 1.0)
     content |= {"accuracy_per_configuration": measured, "log_latency_per_configuration": measured}
-    return loss(TensorDict({**content, "log_cost": log_cost, "cost_per_configuration": cost}, shape[:1]))
+    return loss(
+        TensorDict({**content, "log_cost": log_cost, "cost_per_configuration": cost}, shape[:1])
+    )
 
 
 def test_by_hand() -> None:
-    out = regressed(torch.tensor([[0.0, math.log(2.0)], [0.0, 7.0]]), torch.tensor([[3.0, 0.0], [9.0, NAN]]))
+    out = regressed(
+        torch.tensor([[0.0, math.log(2.0)], [0.0, 7.0]]), torch.tensor([[3.0, 0.0], [9.0, NAN]])
+    )
     # e^l − k·l over the mean cost 4: (1 + 2) / 2 cells of the first context, 1 of the second
     assert float(out["loss_cost"]) == pytest.approx(((1 + 2) / 2 + 1) / 2 / 4)
 

@@ -1,4 +1,5 @@
-"""The two losses of the first stage: reward-weighted cross-entropy, and regression on what was measured."""
+"""The two losses of the first stage: reward-weighted cross-entropy, and regression on what was
+measured."""
 
 import math
 
@@ -22,19 +23,27 @@ def played() -> tuple[RCELoss, TensorDict]:
 
 def contexts(*rewards: float) -> TensorDict:
     """One context with these rewards."""
-    return TensorDict({"observation": torch.ones(1, 1), "reward_per_configuration": torch.tensor([rewards])}, [1])
+    return TensorDict(
+        {"observation": torch.ones(1, 1), "reward_per_configuration": torch.tensor([rewards])}, [1]
+    )
 
 
 def test_rce_by_hand_and_its_temperature_may_be_set_between_steps() -> None:
     loss, data = RCELoss(certain_actor([0.2, 0.8]), temperature=0.5), contexts(0.0, math.log(3) / 2)
     out = loss(data)
-    assert out["loss_rce"].item() == pytest.approx(-(0.25 * math.log(0.2) + 0.75 * math.log(0.8)))  # target ¼ : ¾
+    assert out["loss_rce"].item() == pytest.approx(
+        -(0.25 * math.log(0.2) + 0.75 * math.log(0.8))
+    )  # target ¼ : ¾
     assert out["entropy"].item() == pytest.approx(-(0.2 * math.log(0.2) + 0.8 * math.log(0.8)))
     loss.temperature = 0.25
-    assert loss(data)["loss_rce"].item() == pytest.approx(-(0.1 * math.log(0.2) + 0.9 * math.log(0.8)))  # ⅒ : ⁹⁄₁₀
+    assert loss(data)["loss_rce"].item() == pytest.approx(
+        -(0.1 * math.log(0.2) + 0.9 * math.log(0.8))
+    )  # ⅒ : ⁹⁄₁₀
     # NaN means that a configuration takes no part
     loss = RCELoss(certain_actor([0.2, 0.5, 0.3]), temperature=1.0)
-    assert loss(contexts(0.0, math.nan, 0.0))["loss_rce"].item() == pytest.approx(-(math.log(0.2) + math.log(0.3)) / 2)
+    assert loss(contexts(0.0, math.nan, 0.0))["loss_rce"].item() == pytest.approx(
+        -(math.log(0.2) + math.log(0.3)) / 2
+    )
 
 
 def test_what_was_not_profiled_gives_no_nan() -> None:
@@ -69,7 +78,9 @@ class Says(TensorDictModuleBase):
     def __init__(self, logits: list[float], log_latency: list[float], spread: list[float]) -> None:
         super().__init__()
         values = (logits, log_latency, spread)
-        self.outputs = nn.ParameterList([nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in values])
+        self.outputs = nn.ParameterList(
+            [nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in values]
+        )
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         for key, value in zip(self.out_keys, self.outputs, strict=True):
@@ -95,12 +106,15 @@ def test_gaussian_nll_by_hand_and_by_torch() -> None:
     target, mean, spread = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)).unbind()
     spread = spread.exp()
     stock = -torch.distributions.Normal(mean, spread).log_prob(target)
-    torch.testing.assert_close(gaussian_nll(target, mean, spread) + 0.5 * math.log(2 * math.pi), stock)
+    torch.testing.assert_close(
+        gaussian_nll(target, mean, spread) + 0.5 * math.log(2 * math.pi), stock
+    )
 
 
 def test_both_losses_by_hand() -> None:
     out = RegressionLoss(Says(*PREDICTED), reduction="none")(BY_HAND)
-    # p = ¾ and ½: first context −ln ¾ and ln 2 (a quarter right: ¼·ln 2 + ¾·ln 2), second ln 2 of its one cell
+    # p = ¾ and ½: first context −ln ¾ and ln 2 (a quarter right: ¼·ln 2 + ¾·ln 2), second ln 2 of
+    # its one cell
     accuracy = [(-math.log(0.75) + math.log(2)) / 2, math.log(2)]
     # (1/.5)²/2 + ln .5 and (1/2)²/2 + ln 2, mean (2 + .125)/2; then (2/2)²/2 + ln 2
     latency = [(2 + 0.125) / 2, 0.5 + math.log(2)]
@@ -117,8 +131,12 @@ def test_mean_and_variance_of_several_measurements_give_the_mean_of_their_losses
     apart = [measured([[1.0, 0.25]], [[2.0, low]]) for low in (0.0, 1.0, 5.0)]
     losses = [RegressionLoss(Says(*PREDICTED))(each)["loss_latency"] for each in apart]
     together = measured([[1.0, 0.25]], [[2.0, 2.0]])
-    together["log_latency_variance"] = torch.tensor([[0.0, 14 / 3]], dtype=torch.float64)  # (4 + 1 + 9) / 3
-    torch.testing.assert_close(RegressionLoss(Says(*PREDICTED))(together)["loss_latency"], torch.stack(losses).mean())
+    together["log_latency_variance"] = torch.tensor(
+        [[0.0, 14 / 3]], dtype=torch.float64
+    )  # (4 + 1 + 9) / 3
+    torch.testing.assert_close(
+        RegressionLoss(Says(*PREDICTED))(together)["loss_latency"], torch.stack(losses).mean()
+    )
     together["log_latency_variance"] = torch.full((1, 2), torch.nan, dtype=torch.float64)
     assert RegressionLoss(Says(*PREDICTED))(together)["loss_latency"].isfinite()
 
@@ -147,7 +165,10 @@ def test_the_least_loss_is_at_the_means_and_the_spread_of_what_was_measured() ->
         optimiser.step()
     logit, mean, spread = (output.item() for output in predictor.outputs)
     assert torch.sigmoid(torch.tensor(logit)).item() == pytest.approx(0.75, abs=0.01)
-    assert (mean, spread) == (pytest.approx(2.5, abs=0.01), pytest.approx(math.sqrt(1.25), abs=0.01))
+    assert (mean, spread) == (
+        pytest.approx(2.5, abs=0.01),
+        pytest.approx(math.sqrt(1.25), abs=0.01),
+    )
 
 
 def test_leading_axes_are_free_keys_can_be_renamed_and_keywords_taken() -> None:

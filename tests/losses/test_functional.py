@@ -68,9 +68,13 @@ def test_expectation_is_the_plain_or_the_weighted_mean() -> None:
         (1.5, 0.0, 0.0, False),  # nothing to cut
     ],
 )
-def test_clipped_surrogate_by_hand(ratio: float, advantage: float, objective: float, cut: bool) -> None:
+def test_clipped_surrogate_by_hand(
+    ratio: float, advantage: float, objective: float, cut: bool
+) -> None:
     log_prob = log([0.2 * ratio]).requires_grad_()
-    value, was_cut = clipped_surrogate(log_prob, log([0.2]), torch.tensor([advantage], dtype=torch.float64), 0.2)
+    value, was_cut = clipped_surrogate(
+        log_prob, log([0.2]), torch.tensor([advantage], dtype=torch.float64), 0.2
+    )
     assert value.item() == pytest.approx(objective)
     assert was_cut.tolist() == [cut]
     value.sum().backward()
@@ -86,7 +90,9 @@ def test_k3_is_never_negative_and_zero_at_equality() -> None:
 
 def test_k3_averages_to_the_kl_over_draws_of_the_policy() -> None:
     p, q = random_log_probs(5), random_log_probs(5, seed=1)
-    draws = torch.multinomial(p.exp(), 400_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    draws = torch.multinomial(
+        p.exp(), 400_000, replacement=True, generator=torch.Generator().manual_seed(0)
+    )
     kl = (p.exp() * (p - q)).sum().item()
     assert k3(p, q)[draws].mean().item() == pytest.approx(kl, rel=0.01)
     assert expectation(k3(p, q), p.exp()).item() == pytest.approx(kl)
@@ -100,7 +106,9 @@ def test_the_weighted_k3_is_the_sum_and_does_not_overflow_where_the_weight_is_no
     far = torch.tensor([[0.0, -300.0]], requires_grad=True)  # float32: e⁻³⁰⁰ is 0, e³⁰⁰ is ∞
     reference = torch.tensor([[0.5, 0.5]]).log()
     estimate = expected_k3(far, reference, far.detach(), far.detach().exp())
-    assert estimate.item() == pytest.approx((0.5 - 1 + math.log(2)) + 0.5, rel=1e-5)  # 2nd: π·(½/π − 1 − ln(½/π)) → ½
+    assert estimate.item() == pytest.approx(
+        (0.5 - 1 + math.log(2)) + 0.5, rel=1e-5
+    )  # 2nd: π·(½/π − 1 − ln(½/π)) → ½
     (slope,) = torch.autograd.grad(estimate.sum(), far)
     assert slope.tolist()[0] == pytest.approx([0.5, -0.5], rel=1e-5)
 
@@ -133,13 +141,17 @@ def test_effective_sample_size_by_hand() -> None:
 @pytest.mark.parametrize("policy", [[0.5, 0.5], [0.1, 0.9]])
 def test_rce_by_hand(policy: list[float]) -> None:
     # softmax([0, ln 3 · ½] / ½) = [¼, ¾]
-    found = reward_weighted_cross_entropy(log(policy), torch.tensor([0.0, math.log(3) / 2], dtype=torch.float64), 0.5)
+    found = reward_weighted_cross_entropy(
+        log(policy), torch.tensor([0.0, math.log(3) / 2], dtype=torch.float64), 0.5
+    )
     assert found.item() == pytest.approx(-(0.25 * math.log(policy[0]) + 0.75 * math.log(policy[1])))
 
 
 def test_rce_leaves_masked_alternatives_out_whatever_stands_there() -> None:
     mask = torch.tensor([True, True, False])
-    log_probs = torch.tensor([math.log(0.1), math.log(0.9), -INF], dtype=torch.float64, requires_grad=True)
+    log_probs = torch.tensor(
+        [math.log(0.1), math.log(0.9), -INF], dtype=torch.float64, requires_grad=True
+    )
     wanted = -(0.25 * math.log(0.1) + 0.75 * math.log(0.9))
     for nonsense in (math.nan, 1e9, 0.0):
         rewards = torch.tensor([0.0, math.log(3) / 2, nonsense], dtype=torch.float64)
@@ -167,7 +179,9 @@ def test_gradcheck_of_the_whole_sampled_objective() -> None:
     def objective(logits: torch.Tensor) -> torch.Tensor:
         log_probs = logits.log_softmax(-1)
         surrogate, _ = clipped_surrogate(log_probs, old, advantage, 0.2)
-        return -surrogate.mean(-1) + 0.3 * k3(log_probs, reference).mean(-1) - 0.1 * entropy(log_probs)
+        return (
+            -surrogate.mean(-1) + 0.3 * k3(log_probs, reference).mean(-1) - 0.1 * entropy(log_probs)
+        )
 
     assert torch.autograd.gradcheck(objective, logits.requires_grad_())
 
@@ -187,22 +201,39 @@ def test_gradcheck_of_rce_with_a_mask() -> None:
     ("kind", "settings", "reward", "wanted"),
     [
         ("centred", {}, [1.0, 2.0, 6.0], [-2.0, -1.0, 3.0]),
-        ("zscore", {}, [1.0, 3.0, 1.0, 3.0], [-1.0, 1.0, -1.0, 1.0]),  # population standard deviation 1
+        (
+            "zscore",
+            {},
+            [1.0, 3.0, 1.0, 3.0],
+            [-1.0, 1.0, -1.0, 1.0],
+        ),  # population standard deviation 1
         # variance (4 + 4 + 16)/3
         ("zscore", {}, [0.0, 0.0, 6.0], rounded([each / math.sqrt(8) for each in (-2, -2, 4)])),
         # the floor keeps noise small: deviations ±2⁻¹⁰, divided by .1
         ("zscore", {}, [0.5, 0.5 + 2**-9], rounded([-10 * 2**-10, 10 * 2**-10])),
         ("zscore", {"std_floor": 1e-4}, [0.5, 0.5 + 2**-9], rounded([-1.0, 1.0])),
-        ("unnormalised", {}, [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),  # the reward itself, cut at 5, as all of them
+        (
+            "unnormalised",
+            {},
+            [1.0, 2.0, 6.0],
+            [1.0, 2.0, 5.0],
+        ),  # the reward itself, cut at 5, as all of them
         ("unnormalised", {}, [3.7], rounded([3.7])),  # no baseline
         ("rank", {}, [7.0, -1.0, 3.0], near([1.0, -1.0, 0.0])),
-        ("rank", {}, [5.0, 5.0, 1.0, 9.0, 5.0], near([0.0, 0.0, -1.0, 1.0, 0.0])),  # ties in the middle
+        (
+            "rank",
+            {},
+            [5.0, 5.0, 1.0, 9.0, 5.0],
+            near([0.0, 0.0, -1.0, 1.0, 0.0]),
+        ),  # ties in the middle
         ("rank", {}, [2.0, 2.0, 1.0], near([0.5, 0.5, -1.0])),  # 1 − 2·rank/(G − 1), ranks ½, ½, 2
         ("centred", {"clip": 5.0}, [-10.0, 10.0], [-5.0, 5.0]),
         ("centred", {"clip": 50.0}, [-10.0, 10.0], [-10.0, 10.0]),
     ],
 )
-def test_advantages_by_hand(kind: str, settings: dict[str, float], reward: list[float], wanted: list[float]) -> None:
+def test_advantages_by_hand(
+    kind: str, settings: dict[str, float], reward: list[float], wanted: list[float]
+) -> None:
     result = group_advantage(torch.tensor([reward]), kind, **settings)
     assert result.tolist()[0] == wanted
 
@@ -213,7 +244,10 @@ def test_advantages_by_hand(kind: str, settings: dict[str, float], reward: list[
         ("centred", rounded([-1.5, -0.5, 3.5])),  # mean .5 + .5 + 1.5 = 2.5
         # variance .5·2.25 + .25·.25 + .25·12.25
         ("zscore", rounded([each / math.sqrt(4.25) for each in (-1.5, -0.5, 3.5)])),
-        ("rank", near([-0.8, 0.4, 1.2])),  # mass that is worse − mass that is better, −.5, .25, .75, over 1 − .375
+        (
+            "rank",
+            near([-0.8, 0.4, 1.2]),
+        ),  # mass that is worse − mass that is better, −.5, .25, .75, over 1 − .375
         ("unnormalised", [1.0, 2.0, 6.0]),
     ],
 )
@@ -243,7 +277,9 @@ def test_alternatives_of_weight_zero_do_not_touch_the_others(kind: str) -> None:
     alone = group_advantage(reward[:, kept], kind, weight=weight[kept].expand(3, -1))
     for nonsense in (0.0, 1e6, -1e6):
         filled = torch.where(kept, reward, nonsense)
-        torch.testing.assert_close(group_advantage(filled, kind, weight=weight.expand(3, -1))[:, kept], alone)
+        torch.testing.assert_close(
+            group_advantage(filled, kind, weight=weight.expand(3, -1))[:, kept], alone
+        )
 
 
 @pytest.mark.parametrize("kind", RELATIVE)
@@ -279,7 +315,10 @@ def test_weights_of_the_best_by_hand() -> None:
     reward = torch.tensor([[1.0, 3.0, 2.0, 3.0], [5.0, 1.0, 2.0, 9.0]])
     assert weight_of_best(reward, 2).tolist() == [[0.0, 0.5, 0.0, 0.5], [0.5, 0.0, 0.0, 0.5]]
     weight = torch.tensor([[0.2, 0.0, 0.3, 0.5], [0.0, 1.0, 0.0, 0.0]])
-    assert weight_of_best(reward, 2, weight).tolist() == [[0.0, 0.0, 0.5, 0.5], [0.0, 1.0, 0.0, 0.0]]
+    assert weight_of_best(reward, 2, weight).tolist() == [
+        [0.0, 0.0, 0.5, 0.5],
+        [0.0, 1.0, 0.0, 0.0],
+    ]
     assert weight_of_best(reward, 9).tolist() == [[0.25] * 4] * 2
 
 
@@ -296,13 +335,16 @@ def test_rank_advantages_count_the_worse_and_the_better(values: list[int]) -> No
 
 def test_doubly_robust_rewards_by_hand() -> None:
     expected = torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.9]])
-    rewards = doubly_robust(expected, torch.tensor([1, 2]), torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.1]), 5.0)
+    rewards = doubly_robust(
+        expected, torch.tensor([1, 2]), torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.1]), 5.0
+    )
     # 0.2 + (1 − 0.2)/0.5; 0.9 + min(10, 5)·(0 − 0.9)
     assert rewards.flatten().tolist() == rounded([0.5, 1.8, 0.1, 0.4, 0.3, -3.6])
 
 
 def test_the_doubly_robust_value_is_exact_over_all_draws() -> None:
-    """Its expectation over the draws is the true reward of each alternative, however wrong the model is."""
+    """Its expectation over the draws is the true reward of each alternative, however wrong the
+    model is."""
     chance, true = torch.tensor([[0.7, 0.2, 0.1], [0.3, 0.8, 0.5]], dtype=torch.float64)
     wrong = torch.tensor([[0.9, 0.1, 0.0]], dtype=torch.float64).expand(3, -1)
     drawn = doubly_robust(wrong, torch.arange(3), true, chance, 1e9)
@@ -314,22 +356,33 @@ def test_self_normalised_value_and_influence_by_hand() -> None:
     assert value.item() == 0.25  # 2/8
     assert influence.tolist() == pytest.approx([2 * 0.75 * 3 / 8, -6 * 0.25 * 3 / 8, 0.0])
     assert self_normalised(torch.ones(2), torch.zeros(2))[0].isnan()
-    assert 3 * effective_sample_size(torch.tensor([2.0, 6.0, 0.0]).log()).item() == pytest.approx(64 / 40)
+    assert 3 * effective_sample_size(torch.tensor([2.0, 6.0, 0.0]).log()).item() == pytest.approx(
+        64 / 40
+    )
 
 
 def test_an_advantage_of_ones_own_and_what_is_refused() -> None:
     own = advantage_function("examples.advantages:leave_one_out")
-    assert group_advantage(torch.tensor([[1.0, 0.0, 0.5]]), own).tolist() == [pytest.approx([0.75, -0.75, 0.0])]
+    assert group_advantage(torch.tensor([[1.0, 0.0, 0.5]]), own).tolist() == [
+        pytest.approx([0.75, -0.75, 0.0])
+    ]
     weight = torch.tensor([[0.5, 0.25, 0.25]])  # the others of the first are worth 0.25 on the mean
     assert group_advantage(torch.tensor([[1.0, 0.0, 0.5]]), own, weight=weight).tolist() == [
         pytest.approx([0.75, -0.8333333, -0.1666667])
     ]
     reward = torch.rand(4, 1, 3)
-    with pytest.raises(InputError, match=r"a tensor \[4, 1\]; must be finite, in the shape of the rewards \[4, 1, 3\]"):
-        group_advantage(reward, lambda reward, weight: reward.mean(-1))  # would be stretched over all contexts
+    with pytest.raises(
+        InputError,
+        match=r"a tensor \[4, 1\]; must be finite, in the shape of the rewards \[4, 1, 3\]",
+    ):
+        group_advantage(
+            reward, lambda reward, weight: reward.mean(-1)
+        )  # would be stretched over all contexts
     with pytest.raises(InputError, match="must be finite"):
         group_advantage(reward, lambda reward, weight: reward * torch.nan)
     with pytest.raises(InputError, match=r"advantages\.py has no function loo"):
         advantage_function("examples.advantages:loo")
-    with pytest.raises(InputError, match=r"loss\.advantage=math:sqrt: tried on two groups, it fails: TypeError"):
+    with pytest.raises(
+        InputError, match=r"loss\.advantage=math:sqrt: tried on two groups, it fails: TypeError"
+    ):
         advantage_function("math:sqrt")

@@ -32,7 +32,9 @@ def linear_actor(group_size: int | None, seed: int = 0) -> ProbabilisticTensorDi
     return actor_of(nn.Linear(3, len(GRID)).double(), GRID, group_size)
 
 
-def drawn(actor: ProbabilisticTensorDictSequential, contexts: int, group_size: int, seed: int = 0) -> TensorDict:
+def drawn(
+    actor: ProbabilisticTensorDictSequential, contexts: int, group_size: int, seed: int = 0
+) -> TensorDict:
     """Contexts, draws of this actor, and the rewards of draws and of every configuration."""
     generator = torch.Generator().manual_seed(seed)
     observation = torch.randn(contexts, 3, dtype=torch.float64, generator=generator)
@@ -40,7 +42,11 @@ def drawn(actor: ProbabilisticTensorDictSequential, contexts: int, group_size: i
     with torch.no_grad():
         log_probs = actor.get_dist(TensorDict({"observation": observation}, [contexts])).log_probs
     index = torch.multinomial(log_probs.exp(), group_size, replacement=True, generator=generator)
-    data = {"observation": observation, "action": GRID[index], "action_log_prob": log_probs.gather(1, index)}
+    data = {
+        "observation": observation,
+        "action": GRID[index],
+        "action_log_prob": log_probs.gather(1, index),
+    }
     data |= {"reward_per_configuration": reward, "behaviour_log_probs": log_probs}
     return TensorDict({**data, "next": {"reward": reward.gather(1, index)}}, [contexts])
 
@@ -51,7 +57,9 @@ def total(loss: GRPOLoss, data: TensorDict) -> Tensor:
 
 
 def gradient(loss: GRPOLoss, data: TensorDict) -> Tensor:
-    return torch.cat([g.flatten() for g in torch.autograd.grad(total(loss, data), list(loss.parameters()))])
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(total(loss, data), list(loss.parameters()))]
+    )
 
 
 def check(out: TensorDict, **wanted: float) -> None:
@@ -66,21 +74,35 @@ def two_draws(**more: Tensor) -> TensorDict:
 
 
 def exact_context(behaviour: list[float], rewards: list[float]) -> TensorDict:
-    """One context with the probabilities of the behaviour policy and the rewards of all configurations."""
+    """One context with the probabilities of the behaviour policy and the rewards of all
+    configurations."""
     data = {"observation": torch.ones(1, 1), "behaviour_log_probs": torch.tensor([behaviour]).log()}
     return TensorDict({**data, "reward_per_configuration": torch.tensor([rewards])}, [1])
 
 
 def test_sampled_by_hand() -> None:
     loss = GRPOLoss(
-        certain_actor([0.6, 0.4]), clip_epsilon=0.1, entropy_coeff=0.01, kl_to_ref_coeff=0.5, advantage="centred"
+        certain_actor([0.6, 0.4]),
+        clip_epsilon=0.1,
+        entropy_coeff=0.01,
+        kl_to_ref_coeff=0.5,
+        advantage="centred",
     )
     data = two_draws(reference_log_prob=torch.tensor([[0.7, 0.3]]).log())
     # A = ±½, ρ = 1.2 and .8, clipped to 1.1 and .9: −(½·1.1 − ½·.9)/2
     entropy = -0.6 * math.log(0.6) - 0.4 * math.log(0.4)
     k3 = (0.7 / 0.6 - 1 - math.log(0.7 / 0.6) + 0.3 / 0.4 - 1 - math.log(0.3 / 0.4)) / 2
-    wanted = {"loss_objective": -0.05, "loss_entropy": -0.01 * entropy, "loss_kl_to_ref": 0.5 * k3, "entropy": entropy}
-    wanted |= {"kl_to_ref": k3, "kl_approx": -(math.log(1.2) + math.log(0.8)) / 2, "clip_fraction": 1.0}
+    wanted = {
+        "loss_objective": -0.05,
+        "loss_entropy": -0.01 * entropy,
+        "loss_kl_to_ref": 0.5 * k3,
+        "entropy": entropy,
+    }
+    wanted |= {
+        "kl_to_ref": k3,
+        "kl_approx": -(math.log(1.2) + math.log(0.8)) / 2,
+        "clip_fraction": 1.0,
+    }
     wanted |= {"ESS": 1 / 1.04, "ratio_mean": 1.0, "zero_advantage_fraction": 0.0}
     wanted |= {"advantage_mean": 0.0, "advantage_std": 0.5}
     assert set(loss(data).keys()) == set(wanted) == set(loss.out_keys)
@@ -88,7 +110,9 @@ def test_sampled_by_hand() -> None:
 
 
 def test_exact_by_hand() -> None:
-    loss = GRPOLoss(certain_actor([0.6, 0.4]), objective="exact", clip_epsilon=0.1, advantage="centred")
+    loss = GRPOLoss(
+        certain_actor([0.6, 0.4]), objective="exact", clip_epsilon=0.1, advantage="centred"
+    )
     data = exact_context([0.75, 0.25], [1.0, 0.0])
     # mean ¾, A = ¼ and −¾, ρ = .8 and 1.6, neither is cut: −(¾·.8·¼ − ¼·1.6·¾)
     kl = -0.75 * math.log(0.8) - 0.25 * math.log(1.6)
@@ -103,8 +127,12 @@ def test_groups_that_teach_nothing_are_counted() -> None:
     assert GRPOLoss(linear_actor(4))(data)["zero_advantage_fraction"] == 0.25
     assert GRPOLoss(linear_actor(1))(drawn(linear_actor(1), 5, 1))["zero_advantage_fraction"] == 1
     loss, data = played("exact", holes=0.5)
-    data["reward_per_configuration"][:8] = torch.where(data["behaviour_log_probs"][:8] > -torch.inf, 0.3, torch.nan)
-    assert loss(data)["zero_advantage_fraction"] == 0.25  # what was not profiled does not count as a lesson
+    data["reward_per_configuration"][:8] = torch.where(
+        data["behaviour_log_probs"][:8] > -torch.inf, 0.3, torch.nan
+    )
+    assert (
+        loss(data)["zero_advantage_fraction"] == 0.25
+    )  # what was not profiled does not count as a lesson
 
 
 @pytest.mark.parametrize(
@@ -121,12 +149,19 @@ def test_settings_of_the_advantage_arrive(settings: dict[str, Any], advantage: f
 
 
 @pytest.mark.parametrize("advantage", ["zscore", "centred"])
-def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(advantage: str) -> None:
+def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(
+    advantage: str,
+) -> None:
     data = drawn(linear_actor(5, seed=1), 16, 5)
     ours = GRPOLoss(linear_actor(5), advantage=advantage, entropy_coeff=0.02, functional=False)
-    stock = ClipPPOLoss(linear_actor(None), None, critic_coeff=None, entropy_coeff=0.02, functional=False)
+    stock = ClipPPOLoss(
+        linear_actor(None), None, critic_coeff=None, entropy_coeff=0.02, functional=False
+    )
     flat = TensorDict({"observation": data["observation"].repeat_interleave(5, 0)}, [80])
-    flat["action"], flat["action_log_prob"] = data["action"].flatten(0, 1), data["action_log_prob"].flatten()
+    flat["action"], flat["action_log_prob"] = (
+        data["action"].flatten(0, 1),
+        data["action_log_prob"].flatten(),
+    )
     flat["advantage"] = grpo.group_advantage(data["next", "reward"], advantage).reshape(-1, 1)
     group, wanted = ours(data), stock(flat)
     assert 0 < group["clip_fraction"] < 1
@@ -145,11 +180,17 @@ def test_sampled_gradients_average_to_the_exact_one(moved: bool) -> None:
     contexts = drawn(behaviour, 3, group)
     settings: dict[str, Any] = {"advantage": "centred", "clip_epsilon": 1e6}
     exact = gradient(GRPOLoss(policy, objective="exact", **settings), contexts)
-    index = torch.multinomial(contexts["behaviour_log_probs"].exp(), group * repeats, replacement=True)
-    many = TensorDict({"observation": contexts["observation"].repeat_interleave(repeats, 0)}, [3 * repeats])
+    index = torch.multinomial(
+        contexts["behaviour_log_probs"].exp(), group * repeats, replacement=True
+    )
+    many = TensorDict(
+        {"observation": contexts["observation"].repeat_interleave(repeats, 0)}, [3 * repeats]
+    )
     many["action"] = GRID[index].reshape(-1, group, 2)
     many["action_log_prob"] = contexts["behaviour_log_probs"].gather(1, index).reshape(-1, group)
-    many["next", "reward"] = contexts["reward_per_configuration"].gather(1, index).reshape(-1, group)
+    many["next", "reward"] = (
+        contexts["reward_per_configuration"].gather(1, index).reshape(-1, group)
+    )
     sampled = gradient(GRPOLoss(policy, **settings), many) * group / (group - 1)
     assert torch.cosine_similarity(sampled, exact, dim=0) > 0.999
     torch.testing.assert_close(sampled.norm(), exact.norm(), rtol=0.02, atol=0)
@@ -193,14 +234,18 @@ def played(objective: str, holes: float) -> tuple[GRPOLoss, TensorDict]:
         data = env.rollout(1, actor).squeeze(-1)
     data["behaviour_log_probs"] = data["reference_log_probs"] = data.pop("log_probs")
     data["reference_log_prob"] = data["action_log_prob"]
-    loss = GRPOLoss(actor, objective=objective, kl_to_ref_coeff=0.1, entropy_coeff=0.01, functional=False)
+    loss = GRPOLoss(
+        actor, objective=objective, kl_to_ref_coeff=0.1, entropy_coeff=0.01, functional=False
+    )
     return loss, data
 
 
 @both_objectives
 def test_nothing_has_moved_at_the_first_step(objective: str) -> None:
     loss, data = played(objective, holes=0.5)
-    check(loss(data), kl_to_ref=0, kl_approx=0, clip_fraction=0, loss_kl_to_ref=0, ESS=1, ratio_mean=1)
+    check(
+        loss(data), kl_to_ref=0, kl_approx=0, clip_fraction=0, loss_kl_to_ref=0, ESS=1, ratio_mean=1
+    )
 
 
 @both_objectives
@@ -242,15 +287,21 @@ def test_the_index_of_a_draw_may_stand_in_for_its_action() -> None:
 def test_what_is_next_to_impossible_spoils_no_diagnostics() -> None:
     loss = GRPOLoss(certain_actor([1.0, math.exp(-60), 1e-3]), objective="exact", functional=False)
     with torch.no_grad():
-        loss.actor_network[0].module.weight[1] -= 200  # e⁻²⁶⁰ is 0 in float32, its logarithm is not −∞
-        behaviour = loss.actor_network.get_dist(TensorDict({"observation": torch.ones(1, 1)}, [1])).log_probs
+        loss.actor_network[0].module.weight[1] -= (
+            200  # e⁻²⁶⁰ is 0 in float32, its logarithm is not −∞
+        )
+        behaviour = loss.actor_network.get_dist(
+            TensorDict({"observation": torch.ones(1, 1)}, [1])
+        ).log_probs
     assert behaviour[0, 1] < -200
     out = loss(exact_context([1, 1, 1], [1.0, 0.5, 0.0]).set("behaviour_log_probs", behaviour))
     check(out, ESS=1, ratio_mean=1, kl_approx=0, clip_fraction=0)
 
 
 @both_objectives
-def test_leading_axes_are_free_and_without_diagnostics_the_losses_are_the_same(objective: str) -> None:
+def test_leading_axes_are_free_and_without_diagnostics_the_losses_are_the_same(
+    objective: str,
+) -> None:
     loss, data = played(objective, holes=0.3)
     wanted, folded = loss(data), loss(data.reshape(8, 4))
     for name, value in wanted.items():
@@ -268,7 +319,9 @@ def test_coefficients_may_be_set_between_steps() -> None:
     assert "reference_log_prob" in loss.in_keys
     before = loss(data)
     loss.clip_epsilon, loss.kl_to_ref_coeff, loss.entropy_coeff = 0.05, 0.7, 0.3
-    assert {type(loss._buffers[n]) for n in ("clip_epsilon", "kl_to_ref_coeff", "entropy_coeff")} == {Tensor}
+    assert {
+        type(loss._buffers[n]) for n in ("clip_epsilon", "kl_to_ref_coeff", "entropy_coeff")
+    } == {Tensor}
     after = loss(data)
     assert after["clip_fraction"] > before["clip_fraction"]
     torch.testing.assert_close(after["loss_kl_to_ref"].detach(), 0.7 * before["kl_to_ref"])
@@ -304,7 +357,9 @@ def test_the_example_in_the_docstring_runs() -> None:
 def test_rewards_without_the_group_of_the_draws_are_refused() -> None:
     data = drawn(linear_actor(4), 5, 4)
     data["next", "reward"] = data["next", "reward"][:, :1]
-    with pytest.raises(ValueError, match=r"rewards are \(5, 1\) and log-probs of draws \(5, 4\).*group_size"):
+    with pytest.raises(
+        ValueError, match=r"rewards are \(5, 1\) and log-probs of draws \(5, 4\).*group_size"
+    ):
         GRPOLoss(linear_actor(4))(data)
 
 
@@ -314,14 +369,17 @@ def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient() -> None:
     actor = actor_of(net, torch.arange(4).unsqueeze(1), 2)
     loss = GRPOLoss(actor, kl_to_ref_coeff=0.0, functional=False)
     data = {"observation": torch.zeros(1, 1), "action": torch.tensor([[[1], [2]]])}
-    data |= {"action_log_prob": torch.full((1, 2), -200.0), "reference_log_prob": torch.full((1, 2), -1.0)}
+    data |= {
+        "action_log_prob": torch.full((1, 2), -200.0),
+        "reference_log_prob": torch.full((1, 2), -1.0),
+    }
     out = loss(TensorDict({**data, "next": {"reward": torch.rand(1, 2)}}, [1]))
     sum(value for key, value in out.items() if key.startswith("loss_")).backward()
     assert out["loss_kl_to_ref"] == 0
     assert all(p.grad.isfinite().all() for p in actor.parameters())
 
 
-# -- parts of an action under keys of their own ------------------------------------------------------------------------
+# -- parts of an action under keys of their own ----------------------------------------------------
 
 KNOBS = ["crops", "blocks"]
 
@@ -362,7 +420,9 @@ def test_knobs_under_their_own_keys_have_the_losses_and_gradients_of_whole_actio
         whole = make(linear_actor(4), functional=functional, **options)
         loss = make(separate_actor(4), functional=functional, **options)
         if kind == "sampled":
-            wanted_keys = ["sample_log_prob"] if aggregate else [f"{name}_log_prob" for name in KNOBS]
+            wanted_keys = (
+                ["sample_log_prob"] if aggregate else [f"{name}_log_prob" for name in KNOBS]
+            )
             assert loss.tensor_keys.sample_log_prob == wanted_keys
             assert {*KNOBS, *wanted_keys} <= set(loss.in_keys)
             loss.set_keys(action=KNOBS[::-1])  # names say which is which, not their order
@@ -370,7 +430,9 @@ def test_knobs_under_their_own_keys_have_the_losses_and_gradients_of_whole_actio
     gradients = []
     for module, outcome in ((whole, wanted), (loss, out)):
         summed = sum(value for name, value in outcome.items() if name.startswith("loss_"))
-        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(summed, list(module.parameters()))]))
+        gradients.append(
+            torch.cat([g.flatten() for g in torch.autograd.grad(summed, list(module.parameters()))])
+        )
     for name, value in wanted.items():
         torch.testing.assert_close(out[name], value)
     torch.testing.assert_close(*gradients)
@@ -396,7 +458,9 @@ def test_a_composite_distribution_of_torchrl_gives_what_its_ppo_gives() -> None:
         distribution_kwargs={"distribution_map": dict.fromkeys(nested, Categorical)},
         return_log_prob=True,
     )
-    heads = TensorDictModule(Heads(), ["observation"], [("params", *name, "logits") for name in nested])
+    heads = TensorDictModule(
+        Heads(), ["observation"], [("params", *name, "logits") for name in nested]
+    )
     actor = ProbabilisticTensorDictSequential(heads, draw)
     flat = TensorDict({"observation": torch.randn(12, 3, dtype=torch.float64)}, [12])
     with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():

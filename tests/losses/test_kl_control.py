@@ -1,4 +1,5 @@
-"""A coefficient follows a measured KL: up by half, down by a third, a temperature by a tenth the other way."""
+"""A coefficient follows a measured KL: up by half, down by a third, a temperature by a tenth the
+other way."""
 
 import pytest
 import torch

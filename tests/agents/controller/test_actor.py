@@ -1,4 +1,5 @@
-"""What TorchRL asks of a loss module, for all of ours (as its own test suite asks it of the stock ones)."""
+"""What TorchRL asks of a loss module, for all of ours (as its own test suite asks it of the stock
+ones)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
 from tensordict.utils import unravel_key
 from torch import nn, vmap
 from torchrl.objectives import LossModule
@@ -44,7 +49,9 @@ def make_actor(seed: int = 0) -> ProbabilisticTensorDictSequential:
         distribution_class=ConfigurationCategorical,
         distribution_kwargs={"configurations": GRID, "group_size": 4},
     )
-    return ProbabilisticTensorDictSequential(TensorDictModule(net, ["observation"], ["log_probs"]), draw)
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(net, ["observation"], ["log_probs"]), draw
+    )
 
 
 def make_loss(kind: str, seed: int = 0, **settings: Any) -> LossModule:
@@ -63,7 +70,8 @@ def make_data(contexts: int = 5) -> TensorDict:
             "action": GRID[index],
             "action_log_prob": old.gather(1, index),
             "reference_log_prob": reference.gather(1, index),
-            "group_mask": torch.arange(4) < torch.arange(contexts).unsqueeze(1),  # the first group is empty
+            "group_mask": torch.arange(4)
+            < torch.arange(contexts).unsqueeze(1),  # the first group is empty
             "next": {"reward": reward.gather(1, index)},
             "reward_per_configuration": reward,
             "behaviour_log_probs": old,
@@ -115,7 +123,9 @@ def test_every_key_can_be_renamed(kind: str, functional: bool) -> None:
 
 @every_kind
 @either_way
-def test_functional_or_not_gives_the_same_loss_and_gradients_and_leaves_the_input(kind: str, functional: bool) -> None:
+def test_functional_or_not_gives_the_same_loss_and_gradients_and_leaves_the_input(
+    kind: str, functional: bool
+) -> None:
     stock, loss = make_loss(kind), make_loss(kind, functional=functional)
     assert loss.functional == functional
     data = make_data()
@@ -125,7 +135,10 @@ def test_functional_or_not_gives_the_same_loss_and_gradients_and_leaves_the_inpu
     total(wanted).backward()
     total(result).backward()
     assert len(list(loss.parameters())) == 4
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(loss.parameters(), stock.parameters(), strict=True))
+    assert all(
+        torch.equal(p.grad, q.grad)
+        for p, q in zip(loss.parameters(), stock.parameters(), strict=True)
+    )
 
 
 @every_kind
@@ -175,7 +188,10 @@ def test_it_can_be_called_without_a_tensordict(kind: str) -> None:
     named = keywords(loss, data)
     for result in (loss(**named), loss(*named.values())):
         assert len(result) == len(loss.out_keys)
-        assert all(torch.equal(value, wanted[name]) for name, value in zip(loss.out_keys, result, strict=True))
+        assert all(
+            torch.equal(value, wanted[name])
+            for name, value in zip(loss.out_keys, result, strict=True)
+        )
 
 
 @every_kind
@@ -220,7 +236,7 @@ def test_many_parameters_at_once_under_vmap(kind: str) -> None:
     assert len(result.unique()) == 3
 
 
-# -- torch.compile, as TorchRL's own losses allow it -------------------------------------------------------------------
+# -- torch.compile, as TorchRL's own losses allow it -----------------------------------------------
 
 
 def gradients(loss: LossModule, out: TensorDict) -> list[torch.Tensor]:
@@ -232,7 +248,9 @@ def in_one_graph(loss: LossModule) -> Callable[[TensorDict], TensorDict]:
     return torch.compile(loss, fullgraph=True, backend="eager")
 
 
-def assert_same_under_compile(compiled: Callable[[TensorDict], TensorDict], loss: LossModule, data: TensorDict) -> None:
+def assert_same_under_compile(
+    compiled: Callable[[TensorDict], TensorDict], loss: LossModule, data: TensorDict
+) -> None:
     wanted, result = loss(data.clone()), compiled(data.clone())
     assert set(result.keys()) == set(wanted.keys())
     for name, value in wanted.items():
@@ -241,7 +259,9 @@ def assert_same_under_compile(compiled: Callable[[TensorDict], TensorDict], loss
 
 
 @library_warning
-@pytest.mark.parametrize(("kind", "functional"), [*((kind, False) for kind in sorted(KINDS)), ("sampled", True)])
+@pytest.mark.parametrize(
+    ("kind", "functional"), [*((kind, False) for kind in sorted(KINDS)), ("sampled", True)]
+)
 def test_it_compiles(kind: str, functional: bool) -> None:
     loss = make_loss(kind, functional=functional)
     assert_same_under_compile(in_one_graph(loss), loss, make_data())

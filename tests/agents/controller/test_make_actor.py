@@ -61,12 +61,14 @@ def requests(table: ProfileTable, agent: DeployedController, rows: Tensor = ALL)
     return TensorDict(content, [len(rows)])
 
 
-# -- from a checkpoint -------------------------------------------------------------------------------------------------
+# -- from a checkpoint -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @both_ways
-def test_any_controller_of_a_checkpoint_becomes_a_policy(kind: str, how: ExplorationType, tmp_path: Path) -> None:
+def test_any_controller_of_a_checkpoint_becomes_a_policy(
+    kind: str, how: ExplorationType, tmp_path: Path
+) -> None:
     table, agent = agent_of(kind)
     save_checkpoint(tmp_path / "c.pt", agent, table, {})
     policy = make_actor(load_checkpoint(tmp_path / "c.pt").controller, group_size=3)
@@ -100,7 +102,9 @@ def test_whatever_holds_a_controller_gives_the_same_policy() -> None:
 @pytest.mark.parametrize("group_size", [None, 1, 3])
 @pytest.mark.parametrize("action", ["knobs", "configuration"])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_shapes_whatever_the_batch(kind: str, group_size: int | None, action: str, by_row: bool) -> None:
+def test_shapes_whatever_the_batch(
+    kind: str, group_size: int | None, action: str, by_row: bool
+) -> None:
     table, agent = agent_of(kind)
     policy = make_actor(agent, table if by_row else None, group_size, action=action)
     data, group = requests(table, agent), () if group_size is None else (group_size,)
@@ -118,7 +122,10 @@ def test_shapes_whatever_the_batch(kind: str, group_size: int | None, action: st
 
 def test_an_action_may_be_the_index_of_a_configuration() -> None:
     table, agent = agent_of("controller")
-    by_knobs, by_index = make_actor(agent, group_size=4), make_actor(agent, group_size=4, action="configuration")
+    by_knobs, by_index = (
+        make_actor(agent, group_size=4),
+        make_actor(agent, group_size=4, action="configuration"),
+    )
     data = requests(table, agent)
     with set_exploration_type(ExplorationType.RANDOM):
         out = by_index(data.clone())
@@ -126,20 +133,26 @@ def test_an_action_may_be_the_index_of_a_configuration() -> None:
     wanted = by_knobs.get_dist(data).log_prob(table.configurations[out["action"]])
     assert torch.equal(out["action_log_prob"], wanted)
     assert torch.equal(by_index.get_dist(data).log_prob(out["action"]), wanted)
-    assert torch.equal(table.configurations[by_index(data.clone())["action"]], by_knobs(data.clone())["action"])
-    assert by_index.get_dist(data).log_prob(torch.full((60, 4), 12)).isneginf().all()  # there are 12: 0 to 11
+    assert torch.equal(
+        table.configurations[by_index(data.clone())["action"]], by_knobs(data.clone())["action"]
+    )
+    assert (
+        by_index.get_dist(data).log_prob(torch.full((60, 4), 12)).isneginf().all()
+    )  # there are 12: 0 to 11
     with pytest.raises(InputError, match="action"):
         make_actor(agent, action="index")
 
 
-# -- each knob under its own key ---------------------------------------------------------------------------------------
+# -- each knob under its own key -------------------------------------------------------------------
 
 
 def by_hand(probabilities: list[float], group_size: int | None = None) -> KnobCategoricals:
     """Two knobs of two values each: (0, 0), (0, 1), (1, 0), (1, 1)."""
     grid = torch.cartesian_prod(torch.arange(2), torch.arange(2))
     log_probs = torch.tensor([probabilities]).log()
-    return KnobCategoricals(log_probs, ["a", "b"], group_size=group_size, configurations=grid, normalised=True)
+    return KnobCategoricals(
+        log_probs, ["a", "b"], group_size=group_size, configurations=grid, normalised=True
+    )
 
 
 def test_conditionals_by_hand() -> None:
@@ -195,11 +208,15 @@ def test_separate_knobs_are_the_masked_policy_over_configurations(
         dist = separate.get_dist(data)
         entropy = dist.entropy() if aggregate else sum(dist.entropy().values())
         torch.manual_seed(0)
-        assert torch.equal(torch.stack([out[name] for name in names], -1), together(data.clone())["action"])
+        assert torch.equal(
+            torch.stack([out[name] for name in names], -1), together(data.clone())["action"]
+        )
     action = torch.stack([out[name] for name in names], -1)
     assert table.mask.gather(1, table.find(action).view(60, -1)).all()
     wanted = together.get_dist(data)
-    torch.testing.assert_close(sum(out[f"{name}_log_prob"] for name in names), wanted.log_prob(action))
+    torch.testing.assert_close(
+        sum(out[f"{name}_log_prob"] for name in names), wanted.log_prob(action)
+    )
     if aggregate:
         torch.testing.assert_close(out["action_log_prob"], wanted.log_prob(action))
     torch.testing.assert_close(entropy.view(60, -1)[:, 0], wanted.entropy())
@@ -217,7 +234,7 @@ def test_what_cannot_be_a_policy_or_be_separate_is_refused() -> None:
         make_actor(agent_of("guarded")[1].teacher)
 
 
-# -- however the requests come -----------------------------------------------------------------------------------------
+# -- however the requests come ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["controller", "no features", *KINDS[1:]])
@@ -230,7 +247,12 @@ def test_what_cannot_be_a_policy_or_be_separate_is_refused() -> None:
     trailing=st.booleans(),
 )
 def test_other_types_and_a_trailing_axis_change_nothing(
-    kind: str, limit: torch.dtype, blocks: torch.dtype, mask: torch.dtype, batch: Any, trailing: bool
+    kind: str,
+    limit: torch.dtype,
+    blocks: torch.dtype,
+    mask: torch.dtype,
+    batch: Any,
+    trailing: bool,
 ) -> None:
     table, agent = agent_of(kind)
     data, policy = requests(table, agent), make_actor(agent)
@@ -264,12 +286,18 @@ def test_without_a_mask_every_configuration_is_possible_and_collectors_do_not_lo
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_in_the_environment_it_never_draws_what_was_not_profiled(kind: str, group_size: int, by_row: bool) -> None:
+def test_in_the_environment_it_never_draws_what_was_not_profiled(
+    kind: str, group_size: int, by_row: bool
+) -> None:
     table, agent = agent_of(kind)
     budget = BudgetConfig(sense="mean") if kind == "mean budgets" else None
-    env = ConfigBandit(table, batch_size=30, group_size=group_size, budget=budget, unprofiled="error", seed=0)
+    env = ConfigBandit(
+        table, batch_size=30, group_size=group_size, budget=budget, unprofiled="error", seed=0
+    )
     policy = make_actor(agent, table if by_row else None, group_size)
-    collector = Collector(env, policy, frames_per_batch=60, total_frames=120, auto_register_policy_transforms=False)
+    collector = Collector(
+        env, policy, frames_per_batch=60, total_frames=120, auto_register_policy_transforms=False
+    )
     collected = torch.cat([data.reshape(-1) for data in collector])
     collector.shutdown()
     assert collected["action"].shape == (120, group_size, 3)
@@ -280,7 +308,9 @@ def test_in_the_environment_it_never_draws_what_was_not_profiled(kind: str, grou
 def test_it_plays_in_the_environment_and_learns(by_row: bool) -> None:
     table = small_table()
     agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8)))
-    env = ConfigBandit(table, batch_size=64, group_size=4, full_information=True, unprofiled="error", seed=0)
+    env = ConfigBandit(
+        table, batch_size=64, group_size=4, full_information=True, unprofiled="error", seed=0
+    )
     policy = make_actor(agent, table if by_row else None, 4)
     loss = GRPOLoss(policy, functional=False)
     optimiser = torch.optim.Adam(loss.parameters(), lr=0.02)
@@ -296,7 +326,7 @@ def test_it_plays_in_the_environment_and_learns(by_row: bool) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05
 
 
-# -- three keys are the one tensor ------------------------------------------------------------------
+# -- three keys are the one tensor -----------------------------------------------------------------
 
 
 def collected(
@@ -309,7 +339,9 @@ def collected(
     env = ConfigBandit(table, **shape, action_keys=keys, unprofiled="error", lean=True, seed=0)
     policy = make_actor(agent, table, 8, separate=separate)
     buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=64)
-    collector = Collector(env, policy, frames_per_batch=32, total_frames=64, auto_register_policy_transforms=False)
+    collector = Collector(
+        env, policy, frames_per_batch=32, total_frames=64, auto_register_policy_transforms=False
+    )
     for batch in collector:
         buffer.extend(batch.flatten())
     collector.shutdown()
@@ -318,7 +350,9 @@ def collected(
 
 @pytest.mark.parametrize("kind", ["several networks", "guarded"])
 @pytest.mark.parametrize("aggregate", [False, True])
-def test_three_keys_give_the_losses_and_gradients_of_the_one_tensor(kind: str, aggregate: bool) -> None:
+def test_three_keys_give_the_losses_and_gradients_of_the_one_tensor(
+    kind: str, aggregate: bool
+) -> None:
     table, agent = agent_of(kind)
     names = [knob.name for knob in table.knobs]
     assert names == ["max_crops", "top_k", "num_active_blocks"]

@@ -29,7 +29,9 @@ NAN = math.nan
 CONFIGURATIONS = torch.arange(3).unsqueeze(1)
 
 
-def network(features: int = 2, members: int = 1, bins: bool = True, weighs: bool = False) -> OutcomeNetwork:
+def network(
+    features: int = 2, members: int = 1, bins: bool = True, weighs: bool = False
+) -> OutcomeNetwork:
     torch.manual_seed(0)
     config = PolicyConfig(teacher_hidden=16, members=members, teacher_dropout=0.3)
     return OutcomeNetwork(features, 3, config, bins, weighs).eval()
@@ -56,7 +58,8 @@ def test_it_starts_at_the_means_of_the_table_by_hand() -> None:
     x = torch.randn(2, 2)
     net.start_from(x, accuracy, log_latency.exp(), everyone(2, 2))
     out = net(x.expand(2, -1, -1))
-    # one more cell, half right, at the mean of all cells, ln ms = 2; what was never profiled is only that
+    # one more cell, half right, at the mean of all cells, ln ms = 2; what was never profiled is
+    # only that
     wanted = torch.tensor([(1.5 + 0.5) / 3, (1 + 0.5) / 3, 0.5])
     torch.testing.assert_close(out.predicted().accuracy, wanted.expand(2, 2, 3))
     torch.testing.assert_close(out.log_latency, torch.tensor([2.0, 2.0, 2.0]).expand(2, 2, 3))
@@ -79,7 +82,9 @@ def test_a_member_starts_at_the_means_of_its_own_samples() -> None:
 
 def test_certain_outcomes_stay_finite() -> None:
     net = network()
-    net.start_from(torch.randn(2000, 2), torch.ones(2000, 3), torch.full((2000, 3), 5.0), everyone(1, 2000))
+    net.start_from(
+        torch.randn(2000, 2), torch.ones(2000, 3), torch.full((2000, 3), 5.0), everyone(1, 2000)
+    )
     out = net(torch.randn(1, 4, 2))
     torch.testing.assert_close(out.predicted().accuracy, torch.full((1, 4, 3), 0.98))
     torch.testing.assert_close(out.spread, torch.full((1, 4, 3), 0.02))
@@ -95,7 +100,9 @@ def untrained(table: ProfileTable, members: int) -> Teacher:
 
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("holes", [0.0, 0.5])
-def test_the_first_greedy_choice_of_a_teacher_is_the_best_static_one(members: int, holes: float) -> None:
+def test_the_first_greedy_choice_of_a_teacher_is_the_best_static_one(
+    members: int, holes: float
+) -> None:
     # better means slower: .2 at 4 ms, .5 at 8 ms, .9 at 16 ms, give or take one percent
     table = small_table(300, holes=holes)
     generator = torch.Generator().manual_seed(0)
@@ -191,7 +198,9 @@ def test_without_its_bins_a_network_is_as_if_it_never_had_them() -> None:
     for name in ("layers.0.weight", "skip.weight"):
         state[name] = state[name][:, :4]
     plain.load_state_dict(state)
-    torch.testing.assert_close(net(x[None]).predicted().accuracy, plain(x[None]).predicted().accuracy)
+    torch.testing.assert_close(
+        net(x[None]).predicted().accuracy, plain(x[None]).predicted().accuracy
+    )
     torch.testing.assert_close(net(x[None]).log_latency, plain(x[None]).log_latency)
 
 
@@ -220,7 +229,7 @@ def test_a_pair_of_worths_is_encoded_number_by_number(sense: str, width: int) ->
     assert controller.network.layers[0].weight.shape[1] == controller.normaliser.width + width
 
 
-# -- heads -------------------------------------------------------------------------------------------------------------
+# -- heads -----------------------------------------------------------------------------------------
 
 
 GRID = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(2))
@@ -230,7 +239,8 @@ CORNER = torch.tensor([[0, 0], [0, 1], [1, 0]])  # (1, 1) does not exist
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Configurations with holes (every value occurs), hidden vectors [M, 6, 5], masks that leave something."""
+    """Configurations with holes (every value occurs), hidden vectors [M, 6, 5], masks that leave
+    something."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     members = draw(st.integers(1, 3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
@@ -240,15 +250,21 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
     kept = grid[order[:count]]
     # value indices without gaps, as a table's are
     configurations = torch.stack([column.unique(return_inverse=True)[1] for column in kept.T], 1)
-    mask = torch.rand(members, 6, count, generator=generator) < draw(st.sampled_from([0.1, 0.5, 1.0]))
+    mask = torch.rand(members, 6, count, generator=generator) < draw(
+        st.sampled_from([0.1, 0.5, 1.0])
+    )
     mask.scatter_(2, torch.randint(count, (members, 6, 1), generator=generator), True)
-    hidden = draw(st.sampled_from([0.1, 1.0, 30.0])) * torch.randn(members, 6, 5, generator=generator)
+    hidden = draw(st.sampled_from([0.1, 1.0, 30.0])) * torch.randn(
+        members, 6, 5, generator=generator
+    )
     return configurations, hidden, mask
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_a_head_is_a_distribution_over_what_the_mask_allows(case: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_a_head_is_a_distribution_over_what_the_mask_allows(
+    case: tuple[Tensor, Tensor, Tensor],
+) -> None:
     configurations, hidden, mask = case
     torch.manual_seed(0)
     head = KnobHeads(5, configurations, len(hidden)).double()
@@ -285,7 +301,9 @@ def test_rows_do_not_touch_one_another() -> None:
 def test_on_a_full_grid_a_head_is_the_product_of_the_knobs() -> None:
     torch.manual_seed(0)
     head, hidden = KnobHeads(5, GRID), torch.randn(1, 7, 5)
-    first, second, third = (part.softmax(-1)[0] for part in head.logits(hidden).split([3, 2, 2], -1))
+    first, second, third = (
+        part.softmax(-1)[0] for part in head.logits(hidden).split([3, 2, 2], -1)
+    )
     product = first[:, :, None, None] * second[:, None, :, None] * third[:, None, None, :]
     torch.testing.assert_close(head(hidden).exp()[0], product.reshape(7, 12))
 
@@ -296,14 +314,21 @@ KNOBS = [0.0, 0.0, 0.0, math.log(3)]  # of two knobs the first is ½ : ½, the s
 @pytest.mark.parametrize(
     ("configurations", "logits", "mask", "wanted"),
     [
-        (CORNER, [1.0, 2.0, 3.0, 4.0], [True] * 3, torch.tensor([1.0 + 3, 1 + 4, 2 + 3]).softmax(-1)),
+        (
+            CORNER,
+            [1.0, 2.0, 3.0, 4.0],
+            [True] * 3,
+            torch.tensor([1.0 + 3, 1 + 4, 2 + 3]).softmax(-1),
+        ),
         # ½·¼, ½·¾ and ½·¼ of draws that are repeated while they are (1, 1)
         (CORNER, KNOBS, [True] * 3, [0.2, 0.6, 0.2]),
         (SQUARE, KNOBS, [True, False, True, True], [0.2, 0.0, 0.2, 0.6]),
         (SQUARE, KNOBS, [False, False, True, True], [0.0, 0.0, 0.25, 0.75]),  # 1 is sure
     ],
 )
-def test_a_head_by_hand(configurations: Tensor, logits: list, mask: list[bool], wanted: list[float]) -> None:
+def test_a_head_by_hand(
+    configurations: Tensor, logits: list, mask: list[bool], wanted: list[float]
+) -> None:
     head = KnobHeads(5, configurations)
     nn.init.zeros_(head.logits.weight)
     head.logits.bias.data = torch.tensor(logits).reshape(1, 1, -1)  # whatever its input

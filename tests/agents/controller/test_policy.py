@@ -29,7 +29,9 @@ def table_with(by_knobs: bool, holes: float = 0.0, features: bool = True) -> Pro
     cells = {name: getattr(table, name)[:, kept] for name in ("accuracy", "latency_ms", "mask")}
     cells["mask"][~cells["mask"].any(1), 0] = True
     for name in ("accuracy", "latency_ms"):
-        cells[name] = cells[name].where(cells[name].isfinite(), 1.0).masked_fill(~cells["mask"], math.nan)
+        cells[name] = (
+            cells[name].where(cells[name].isfinite(), 1.0).masked_fill(~cells["mask"], math.nan)
+        )
     return replace(table, configurations=table.configurations[kept], **cells)
 
 
@@ -146,7 +148,9 @@ def test_the_last_network_is_the_one_that_decides(by_knobs: bool, holes: float) 
     chosen = chosen_by(controller, table, data)
     assert torch.equal(chosen, chosen_by(member_of(controller, 2), table, data))
     actor = make_actor(controller, table)
-    torch.testing.assert_close(actor.get_dist(data).log_probs, controller(features, data["budget_ms"], data["mask"]))
+    torch.testing.assert_close(
+        actor.get_dist(data).log_probs, controller(features, data["budget_ms"], data["mask"])
+    )
 
 
 @every_head
@@ -179,7 +183,9 @@ def test_a_gradient_touches_its_own_network_alone(by_knobs: bool) -> None:
 @every_head
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("features", [True, False])
-def test_the_forward_pass_takes_any_leading_axes(by_knobs: bool, members: int, features: bool) -> None:
+def test_the_forward_pass_takes_any_leading_axes(
+    by_knobs: bool, members: int, features: bool
+) -> None:
     table = table_with(by_knobs, 0.5, features)
     controller, data = side_by_side(table, members), contexts(table, 6)
     x, limits, mask = controller.features(data, 6), data["budget_ms"], data["mask"]
@@ -194,34 +200,44 @@ def test_the_forward_pass_takes_any_leading_axes(by_knobs: bool, members: int, f
 def test_under_a_price_the_limit_has_another_name(sense: str, key: str) -> None:
     table = small_table()
     table = replace(table, cost=60 / table.latency_ms, cost_name="energy_j")
-    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(hidden=16), sense).eval()
+    controller = Controller.for_table(
+        table, torch.arange(60), PolicyConfig(hidden=16), sense
+    ).eval()
     assert make_actor(controller, table).in_keys == ["row", key]
     assert make_actor(controller).in_keys == [key, "image_features", "language_features", "mask"]
     assert Controller.restored(controller.plain()).limit_key == key
 
 
-# -- the distribution --------------------------------------------------------------------------------------------------
+# -- the distribution ------------------------------------------------------------------------------
 
 
 SOME = torch.tensor([[0, 0], [0, 1], [2, 1]])  # (1, ·), (2, 0) and (0, 2) do not exist
 
 
-def distribution(*shape: int, group_size: int | None = None, configurations: Tensor = SOME) -> ConfigurationCategorical:
+def distribution(
+    *shape: int, group_size: int | None = None, configurations: Tensor = SOME
+) -> ConfigurationCategorical:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(*shape, len(configurations), generator=generator)
     return ConfigurationCategorical(logits, configurations, group_size)
 
 
-def test_probabilities_sum_to_one_whether_the_logits_did_or_not_and_the_entropy_is_that_of_torch() -> None:
+def test_probabilities_sum_to_one_whether_the_logits_did_or_not_and_the_entropy_is_that_of_torch() -> (
+    None
+):
     dist = distribution(4, 2)
     torch.testing.assert_close(dist.log_probs.exp().sum(-1), torch.ones(4, 2))
-    torch.testing.assert_close(dist.entropy(), torch.distributions.Categorical(logits=dist.log_probs).entropy())
+    torch.testing.assert_close(
+        dist.entropy(), torch.distributions.Categorical(logits=dist.log_probs).entropy()
+    )
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 5])
 @pytest.mark.parametrize("batch", [(), (4,), (4, 2)])
 @pytest.mark.parametrize("sample", [(), (3,), (3, 2)])
-def test_shapes_and_log_probs_of_draws(group_size: int | None, batch: tuple[int, ...], sample: tuple[int, ...]) -> None:
+def test_shapes_and_log_probs_of_draws(
+    group_size: int | None, batch: tuple[int, ...], sample: tuple[int, ...]
+) -> None:
     dist = distribution(*batch, group_size=group_size)
     group = () if group_size is None else (group_size,)
     drawn = dist.sample(sample)
@@ -229,8 +245,12 @@ def test_shapes_and_log_probs_of_draws(group_size: int | None, batch: tuple[int,
     result = dist.log_prob(drawn)
     assert result.shape == (*sample, *batch, *group)
     # what is drawn exists, and its log-prob is that of its own context
-    wanted = dist.log_probs.reshape(*([1] * len(sample)), *batch, *([1] * len(group)), 3).expand(*result.shape, 3)
-    torch.testing.assert_close(result, wanted.gather(-1, dist.index(drawn).unsqueeze(-1)).squeeze(-1))
+    wanted = dist.log_probs.reshape(*([1] * len(sample)), *batch, *([1] * len(group)), 3).expand(
+        *result.shape, 3
+    )
+    torch.testing.assert_close(
+        result, wanted.gather(-1, dist.index(drawn).unsqueeze(-1)).squeeze(-1)
+    )
     assert dist.entropy().shape == batch
     assert dist.mode.shape == (*batch, *group, 2)
 
@@ -245,7 +265,9 @@ def test_draws_have_the_frequencies_of_their_context(group_size: int | None) -> 
         torch.testing.assert_close(seen, dist.log_probs[context].exp(), atol=0.015, rtol=0)
 
 
-def test_actions_that_do_not_exist_have_log_prob_minus_infinity_and_others_may_come_in_any_order() -> None:
+def test_actions_that_do_not_exist_have_log_prob_minus_infinity_and_others_may_come_in_any_order() -> (
+    None
+):
     actions = torch.tensor([[1, 0], [2, 0], [0, 2], [-1, 0], [3, 1], [2, 1]])
     result = distribution().log_prob(actions)
     assert result[:5].tolist() == [-math.inf] * 5
@@ -271,4 +293,6 @@ def test_mode_is_the_most_probable_action() -> None:
 def test_gradient_of_a_log_prob_is_that_of_softmax() -> None:
     logits = torch.tensor([0.2, -0.1, 0.7], requires_grad=True)
     ConfigurationCategorical(logits, SOME).log_prob(torch.tensor([0, 1])).backward()
-    torch.testing.assert_close(logits.grad, torch.tensor([0.0, 1.0, 0.0]) - logits.detach().softmax(-1))
+    torch.testing.assert_close(
+        logits.grad, torch.tensor([0.0, 1.0, 0.0]) - logits.detach().softmax(-1)
+    )

@@ -1,4 +1,5 @@
-"""A controller that weighs two costs: the pair of worths is an input, and one network serves all."""
+"""A controller that weighs two costs: the pair of worths is an input, and one network serves
+all."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from knobwise.envs.configurations.budgets import worth_pairs
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses.settings import LossConfig
 
-TAUGHT = PolicyConfig(teacher=True, members=2, hidden=16, teacher_hidden=16, dropout=0.0, teacher_dropout=0.0)
+TAUGHT = PolicyConfig(
+    teacher=True, members=2, hidden=16, teacher_hidden=16, dropout=0.0, teacher_dropout=0.0
+)
 WEIGHTS = BudgetConfig(sense="weights")
 SHORT = OptimiserConfig(
     teacher_iterations=10,
@@ -113,7 +116,9 @@ def test_a_dearer_cost_is_spent_less_of() -> None:
 
 
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
-def test_training_judges_the_reward_over_a_grid_of_worths_and_predicts_the_cost(objective: str) -> None:
+def test_training_judges_the_reward_over_a_grid_of_worths_and_predicts_the_cost(
+    objective: str,
+) -> None:
     table = weighed_table(holes=0.2)
     student = trainer(table, loss=LossConfig(objective=objective))
     assert torch.equal(student.limits, worth_pairs(table, 4))
@@ -181,7 +186,9 @@ def test_resumed_it_ends_as_without_the_stop(tmp_path: Path) -> None:
     for name, value in again.run().state_dict().items():
         assert torch.equal(value, wanted[name]), name
     with pytest.raises(InputError, match="was trained on another profile or with another policy"):
-        trainer(weighed_table(), budget=BudgetConfig(sense="mean")).resume(tmp_path / "b" / "last.pt")
+        trainer(weighed_table(), budget=BudgetConfig(sense="mean")).resume(
+            tmp_path / "b" / "last.pt"
+        )
 
 
 def test_decide_takes_a_pair_or_many() -> None:

@@ -1,4 +1,5 @@
-"""Each rule on tables small enough to work out by hand; the fitted ones on tables where features do or do not help."""
+"""Each rule on tables small enough to work out by hand; the fitted ones on tables where features do
+or do not help."""
 
 from __future__ import annotations
 
@@ -32,27 +33,44 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split, median_of
 
 NAN = math.nan
 LEARNED = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
-NAMES = ["budget_aware_static", "best_static", "lookup_table", "latency_only", *LEARNED, "random", "oracle"]
+NAMES = [
+    "budget_aware_static",
+    "best_static",
+    "lookup_table",
+    "latency_only",
+    *LEARNED,
+    "random",
+    "oracle",
+]
 
 
-# mean accuracy .25, .75, 1 and mean latency 10, 20, 40; the middle one is slow on the second sample, where it is right
+# mean accuracy .25, .75, 1 and mean latency 10, 20, 40; the middle one is slow on the second
+# sample, where it is right
 BY_HAND = table_of([[0.5, 0.5, 1.0], [0.0, 1.0, 1.0]], [[10.0, 10.0, 30.0], [10.0, 30.0, 50.0]])
 ALL = torch.arange(2)
 
 
-def chosen(policy: Baseline, budgets_ms: list[float], allowed: tuple[int, ...] = (0, 1, 2)) -> list[int]:
+def chosen(
+    policy: Baseline, budgets_ms: list[float], allowed: tuple[int, ...] = (0, 1, 2)
+) -> list[int]:
     mask = np.tile(np.isin(np.arange(3), allowed), (len(budgets_ms), 1))
     return policy.choose({}, np.array(budgets_ms), mask).tolist()
 
 
-def asked(policy: Baseline, table: ProfileTable, rows: Tensor, budget_ms: float, masked: bool = True) -> np.ndarray:
+def asked(
+    policy: Baseline, table: ProfileTable, rows: Tensor, budget_ms: float, masked: bool = True
+) -> np.ndarray:
     """What it chooses for these rows of a table under one budget."""
     features, mask = requests_of(table, rows)
     return policy.choose(features, np.full(len(rows), budget_ms), mask if masked else None)
 
 
 def utility_of(policy: Baseline, table: ProfileTable, rows: Tensor) -> float:
-    return float(judge(policy, table, rows, default_budgets(table), RewardTable(table, RewardConfig())).utility.mean())
+    return float(
+        judge(
+            policy, table, rows, default_budgets(table), RewardTable(table, RewardConfig())
+        ).utility.mean()
+    )
 
 
 @functools.cache
@@ -61,14 +79,15 @@ def fitted_where_features_tell() -> tuple[ProfileTable, Split, list[Baseline]]:
     return table, table.split(), make_baselines(table, table.split(), seed=0)
 
 
-# -- the rules, by hand ------------------------------------------------------------------------------------------------
+# -- the rules, by hand ----------------------------------------------------------------------------
 
 
 def test_budget_aware_static() -> None:
     static = static_of(BY_HAND, ALL)
     expected = [[0, 0, 0], [0.25, 0.25, 0], [0.25, 0.75, 0.5], [0.25, 0.75, 1]]
     assert static.mean_utility(np.array([9.0, 10.0, 30.0, 50.0])).tolist() == expected
-    # nothing fits: the fastest; equal means at 10: the faster; then the middle one, and at last the largest
+    # nothing fits: the fastest; equal means at 10: the faster; then the middle one, and at last the
+    # largest
     assert chosen(static, [50.0, 9.0, 30.0, 10.0, 49.0, math.inf]) == [2, 0, 1, 0, 1, 2]
     assert chosen(static, [50.0, 30.0, 10.0], allowed=(0, 1)) == [1, 1, 0]
     assert chosen(static, [9.0, 50.0], allowed=(1, 2)) == [1, 2]
@@ -79,7 +98,8 @@ def test_budget_aware_static_averages_profiled_cells_of_the_given_rows_only() ->
     table = table_of(accuracy, [[5.0, NAN, NAN], [5.0, 8.0, NAN], [5.0, 8.0, 1.0]])
     static = static_of(table, ALL)
     np.testing.assert_allclose(static.mean_utility(np.array([8.0])), [[0.6, 0.8, 0.0]], rtol=1e-6)
-    # the last configuration was never profiled in these rows: known to be good only to whoever looks at the third
+    # the last configuration was never profiled in these rows: known to be good only to whoever
+    # looks at the third
     assert chosen(static, [8.0, 7.0, 0.0]) == [1, 0, 0]
     assert chosen(static, [8.0], allowed=(2,)) == [2]
 
@@ -133,7 +153,7 @@ def test_random_is_uniform_over_the_mask() -> None:
     assert (first != second).any()
 
 
-# -- the fitted ones ---------------------------------------------------------------------------------------------------
+# -- the fitted ones -------------------------------------------------------------------------------
 
 
 def test_the_names_are_those_of_the_contract_and_features_that_tell_are_used() -> None:
@@ -154,7 +174,9 @@ def test_latency_only_takes_the_mean_accuracy_for_every_sample() -> None:
     accuracy, log_latency, *_ = latency_only.predict(features, len(split.test))
     known = torch.cat([split.train, split.validation])
     torch.testing.assert_close(accuracy, table.accuracy[known].mean(0).expand_as(accuracy))
-    assert (log_latency - table.latency_ms[split.test].log()).abs().max() < 0.3  # 1 to 4 times as slow: ln 4 = 1.39
+    assert (
+        log_latency - table.latency_ms[split.test].log()
+    ).abs().max() < 0.3  # 1 to 4 times as slow: ln 4 = 1.39
 
 
 def test_features_that_tell_nothing_do_no_harm() -> None:
@@ -170,10 +192,15 @@ def test_the_test_rows_are_not_looked_at() -> None:
     split = table.split()
     budgets = default_budgets(table)
     budget = float(budgets[2])
-    fitted = (make_baselines(each, split, 0, budgets) for each in (table, otherwise(table, split.test)))
+    fitted = (
+        make_baselines(each, split, 0, budgets) for each in (table, otherwise(table, split.test))
+    )
     for first, second in zip(*fitted, strict=True):
         if first.name != "oracle":
-            chosen_by = asked(first, table, split.test, budget), asked(second, table, split.test, budget)
+            chosen_by = (
+                asked(first, table, split.test, budget),
+                asked(second, table, split.test, budget),
+            )
             assert (chosen_by[0] == chosen_by[1]).all(), first.name
 
 
@@ -185,7 +212,10 @@ def test_without_features_they_know_the_means_alone() -> None:
         for budget in default_budgets(table):
             alike = asked(chooser, table, split.test, float(budget), masked=False)
             assert len(set(alike.tolist())) == 1  # no sample can be told from another
-        assert abs(utility_of(chooser, table, split.test) - utility_of(static, table, split.test)) < 0.15
+        assert (
+            abs(utility_of(chooser, table, split.test) - utility_of(static, table, split.test))
+            < 0.15
+        )
 
 
 def test_a_latency_of_zero_is_fast_and_nothing_else() -> None:
@@ -193,7 +223,10 @@ def test_a_latency_of_zero_is_fast_and_nothing_else() -> None:
     table.latency_ms[:, 0] = 0.0
     rows = table.split().test
     for chooser in make_baselines(table, table.split(), seed=0):
-        if chooser.name not in ("best_static", "random"):  # at budget 0 only the one that takes no time fits
+        if chooser.name not in (
+            "best_static",
+            "random",
+        ):  # at budget 0 only the one that takes no time fits
             assert not asked(chooser, table, rows, 0.0).any(), chooser.name
 
 
@@ -243,17 +276,22 @@ def test_holes_do_not_hide_what_the_features_tell() -> None:
     table = two_kinds(300, shown=True)
     mask = torch.rand(300, 3, generator=torch.Generator().manual_seed(0)) > 0.4
     mask[torch.arange(300), torch.arange(300) % 3] = True
-    seen = {name: getattr(table, name).masked_fill(~mask, NAN) for name in ("accuracy", "latency_ms")}
+    seen = {
+        name: getattr(table, name).masked_fill(~mask, NAN) for name in ("accuracy", "latency_ms")
+    }
     holes = dataclasses.replace(table, **seen, mask=mask)
     split = holes.split()
     fitted = make_baselines(holes, split, seed=0)
     # judged where everything is known
-    static, best = utility_of(fitted[0], table, split.test), utility_of(Oracle(table, split.test), table, split.test)
+    static, best = (
+        utility_of(fitted[0], table, split.test),
+        utility_of(Oracle(table, split.test), table, split.test),
+    )
     for chooser in fitted[4:9]:
         assert utility_of(chooser, table, split.test) > static + 0.8 * (best - static), chooser.name
 
 
-# -- judging -----------------------------------------------------------------------------------------------------------
+# -- judging ---------------------------------------------------------------------------------------
 
 
 def test_judged_by_hand() -> None:
@@ -273,7 +311,9 @@ def test_judged_by_hand() -> None:
 
 
 def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds() -> None:
-    repeats = torch.tensor([[[10.0, 11.0, 12.0], [20.0, 22.0, 30.0]], [[5.0, NAN, NAN], [40.0, 41.0, 45.0]]])
+    repeats = torch.tensor(
+        [[[10.0, 11.0, 12.0], [20.0, 22.0, 30.0]], [[5.0, NAN, NAN], [40.0, 41.0, 45.0]]]
+    )
     table = table_of([[0.5, 0.75], [0.25, 1.0]], median_of(repeats).tolist())
     table = dataclasses.replace(table, repeats_ms=repeats)
     rows, budgets = torch.arange(2), torch.tensor([11.0, 25.0])
@@ -299,12 +339,16 @@ def test_a_policy_decides_for_what_its_own_cost_leaves() -> None:
     assert judge(static, table, rows, budgets).utility.tolist() == [[1.0]]
     charged = judge(static, table, rows, budgets, cost_ms=torch.full_like(budgets, 1.0))
     assert (charged.chosen.tolist(), charged.utility.tolist()) == ([[0]], [[0.5]])
-    assert judge(static, table, rows, budgets, cost_ms=torch.full_like(budgets, 30.0)).utility.tolist() == [[0.0]]
+    assert judge(
+        static, table, rows, budgets, cost_ms=torch.full_like(budgets, 30.0)
+    ).utility.tolist() == [[0.0]]
 
 
 def test_the_same_policy_scores_the_same_twice() -> None:
     table = small_table(40)
     rows, budgets = torch.arange(40), torch.tensor([9.0])
-    twice = [judge(Always(3), table, rows, budgets, RewardTable(table, RewardConfig())) for _ in range(2)]
+    twice = [
+        judge(Always(3), table, rows, budgets, RewardTable(table, RewardConfig())) for _ in range(2)
+    ]
     assert torch.equal(twice[0].utility, twice[1].utility)
     assert torch.equal(twice[0].reward, twice[1].reward)

@@ -23,11 +23,14 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 def looked_at(table: ProfileTable, first_look_ms: float = 3.0) -> ProfileTable:
-    """The table, as decisions by features meet it: every configuration but the first two pays for the look."""
+    """The table, as decisions by features meet it: every configuration but the first two pays for
+    the look."""
     paid = torch.full_like(table.latency_ms, first_look_ms).where(table.mask, 0.0)
     paid[:, :2] = 0.0
     repeats_ms = None if table.repeats_ms is None else table.repeats_ms + paid.unsqueeze(-1)
-    return replace(table, latency_ms=table.latency_ms + paid, repeats_ms=repeats_ms, first_look_ms=paid)
+    return replace(
+        table, latency_ms=table.latency_ms + paid, repeats_ms=repeats_ms, first_look_ms=paid
+    )
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -47,7 +50,10 @@ def test_a_table_keeps_its_first_look_on_disk(tmp_path: Path) -> None:
     again = ProfileTable.load(tmp_path / "t.safetensors")
     assert torch.equal(again.first_look_ms, table.first_look_ms)
     assert again.digest == table.digest
-    assert table.digest not in (table.without_first_look.digest, looked_at(small_table(20, holes=0.2), 2.0).digest)
+    assert table.digest not in (
+        table.without_first_look.digest,
+        looked_at(small_table(20, holes=0.2), 2.0).digest,
+    )
 
 
 def test_looks_that_cannot_be_are_refused() -> None:
@@ -83,7 +89,9 @@ def test_decisions_without_features_do_not_pay_for_it() -> None:
 
 def test_decisions_by_features_pay_where_the_answer_does_not_continue_from_it() -> None:
     table = table_of([[1.0, 1.0]], [[4.0, 4.0]], torch.zeros(1, 1))
-    paid = replace(table, latency_ms=torch.tensor([[4.0, 6.5]]), first_look_ms=torch.tensor([[0.0, 2.5]]))
+    paid = replace(
+        table, latency_ms=torch.tensor([[4.0, 6.5]]), first_look_ms=torch.tensor([[0.0, 2.5]])
+    )
     budgets, row = torch.tensor([5.0]), torch.tensor([0])
     for choice, in_time, took in ((0, 1.0, 4.0), (1, 0.0, 6.5)):
         reader = Always(choice)

@@ -10,7 +10,9 @@ from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
 
 
-def logged_outcomes(choice: list[int], propensity: list[list[float]], reward: list[float]) -> Logged:
+def logged_outcomes(
+    choice: list[int], propensity: list[list[float]], reward: list[float]
+) -> Logged:
     """Requests of which nothing else is known."""
     n = len(choice)
     ones, chances = np.ones(n), np.array(propensity)
@@ -18,7 +20,23 @@ def logged_outcomes(choice: list[int], propensity: list[list[float]], reward: li
     accuracy = np.array(reward, np.float64)
     ids = np.arange(n).astype(str)
     chosen, tried = np.array(choice), np.full(n, -1)
-    return Logged(ids, {}, met, ones, ones, offset, ones, chosen, chosen, tried, chances, 0 * ones, ones, met, accuracy)
+    return Logged(
+        ids,
+        {},
+        met,
+        ones,
+        ones,
+        offset,
+        ones,
+        chosen,
+        chosen,
+        tried,
+        chances,
+        0 * ones,
+        ones,
+        met,
+        accuracy,
+    )
 
 
 def test_every_estimate_by_hand() -> None:
@@ -33,9 +51,13 @@ def test_every_estimate_by_hand() -> None:
         1,
     )  # 2 cannot be drawn
     # doubly robust, old: 0.6 + (r − 0.6)/0.8 where 0 was drawn
-    assert judged.doubly_robust["old"].value == pytest.approx((1.1 + 0.6 + 0.475 + 1.1) / 4, abs=1e-6)
+    assert judged.doubly_robust["old"].value == pytest.approx(
+        (1.1 + 0.6 + 0.475 + 1.1) / 4, abs=1e-6
+    )
     # new: 0.4 without a draw, 0.4 + (0 − 0.4)/0.2, then as the old
-    assert judged.doubly_robust["new"].value == pytest.approx((0.4 - 1.6 + 0.475 + 1.1) / 4, abs=1e-6)
+    assert judged.doubly_robust["new"].value == pytest.approx(
+        (0.4 - 1.6 + 0.475 + 1.1) / 4, abs=1e-6
+    )
     assert judged.doubly_robust["difference"].value == pytest.approx((-0.7 - 2.2) / 4, abs=1e-6)
     assert judged.direct["difference"].value == pytest.approx(-0.1, abs=1e-6)
     assert judged.self_normalised["old"].value == pytest.approx(2.5 / 3)
@@ -66,24 +88,40 @@ def test_a_new_controller_is_better_only_where_the_log_shows_it() -> None:
 
 
 @pytest.mark.parametrize(("share", "requests"), [(0.1, 200), (0.1, 1000), (0.05, 1000)])
-def test_95_percent_intervals_hold_the_truth_in_at_least_90_of_100_replayed_logs(share: float, requests: int) -> None:
-    """The model is wrong, and the new policy, which trusts it, differs from the old one nearly everywhere."""
-    table = simulate(SimulatedConfig(("okvqa",), samples=400, grid="27", image_width=0, language_width=4))
+def test_95_percent_intervals_hold_the_truth_in_at_least_90_of_100_replayed_logs(
+    share: float, requests: int
+) -> None:
+    """The model is wrong, and the new policy, which trusts it, differs from the old one nearly
+    everywhere."""
+    table = simulate(
+        SimulatedConfig(("okvqa",), samples=400, grid="27", image_width=0, language_width=4)
+    )
     budgets = default_budgets(table)
-    utility = torch.stack([table.accuracy * (table.latency_ms <= b) for b in budgets], 1).double().flatten(0, 1)
+    utility = (
+        torch.stack([table.accuracy * (table.latency_ms <= b) for b in budgets], 1)
+        .double()
+        .flatten(0, 1)
+    )
     noise = torch.Generator().manual_seed(0)
     typical = utility.mean(0, keepdim=True)
     wrong = 0.6 * typical + 0.4 * utility
-    wrong = (wrong + 0.15 * torch.randn(utility.shape, generator=noise, dtype=torch.float64)).clamp(0, 1)
+    wrong = (wrong + 0.15 * torch.randn(utility.shape, generator=noise, dtype=torch.float64)).clamp(
+        0, 1
+    )
     old, new = typical.expand_as(utility).argmax(1), wrong.argmax(1)
     tried = (typical + 0.5 * wrong).topk(6, 1).indices
     chances = torch.zeros_like(utility).scatter_(1, tried, share / 6)
     chances[torch.arange(len(old)), old] += 1 - share
     chances /= chances.sum(1, keepdim=True)
     judged_as = torch.where(chances.gather(1, new.unsqueeze(1)).squeeze(1) > 0, new, old)
-    true = {name: utility.gather(1, c.unsqueeze(1)).mean().item() for name, c in (("old", old), ("new", judged_as))}
+    true = {
+        name: utility.gather(1, c.unsqueeze(1)).mean().item()
+        for name, c in (("old", old), ("new", judged_as))
+    }
     true["difference"] = true["new"] - true["old"]
-    held = dict.fromkeys(((kind, name) for kind in ("doubly_robust", "self_normalised") for name in true), 0)
+    held = dict.fromkeys(
+        ((kind, name) for kind in ("doubly_robust", "self_normalised") for name in true), 0
+    )
     for seed in range(100):
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randint(len(utility), (requests,), generator=generator)
@@ -99,7 +137,8 @@ def test_95_percent_intervals_hold_the_truth_in_at_least_90_of_100_replayed_logs
 
 
 def test_a_model_that_is_wrong_where_the_log_is_thin_shows_nothing() -> None:
-    """All answers are wrong. The model knows that of what the old policy chooses, and not of what the new one would."""
+    """All answers are wrong. The model knows that of what the old policy chooses, and not of what
+    the new one would."""
     requests = 1000
     expected = torch.tensor([[0.0, 0.2]]).expand(requests, -1)
     differs = np.arange(requests) % 5 == 0

@@ -29,12 +29,16 @@ def logged_requests(
 ) -> tuple[DeployedController, ProfileTable, Logged]:
     agent, table = small_stack(300)
     slower = slow_crops if drifts else (lambda values: 1.0)
-    model = logging_model(folder, agent, table, slower, explore=0.3, explore_loss=0.3, seed=0, tracker=tracker)
+    model = logging_model(
+        folder, agent, table, slower, explore=0.3, explore_loss=0.3, seed=0, tracker=tracker
+    )
     serve_requests(model, table, count, label)
     return agent, table, logged_of(read_log(folder).rows, 12, agent.controller.normaliser.sizes)
 
 
-def test_latencies_that_drifted_are_learned_and_the_new_controller_takes_over(tmp_path: Path) -> None:
+def test_latencies_that_drifted_are_learned_and_the_new_controller_takes_over(
+    tmp_path: Path,
+) -> None:
     agent, table, logged = logged_requests(tmp_path, 2800)
     result = update(agent, logged)
     true = np.array([slow_crops(table.configuration(c)) for c in range(12)])
@@ -91,7 +95,9 @@ def test_a_trial_shows_soon_what_little_exploration_cannot(tmp_path: Path) -> No
     assert "trial" not in first.steps
     out = tmp_path / "out"
     serve(out, add_version(out, lambda to: agent.export(to / "controller.npz") and None))
-    try_out(out, add_version(out, lambda to: first.candidate.export(to / "controller.npz") and None))
+    try_out(
+        out, add_version(out, lambda to: first.candidate.export(to / "controller.npz") and None)
+    )
     model.watch(out / "current", trial=0.5)
     serve_requests(model, table, 1000, seed=1)
     second = learned()
@@ -129,7 +135,9 @@ def test_a_trial_that_gains_nothing_ends(tmp_path: Path) -> None:
     choice = np.where(generator.random(300) < 0.5, best, tried)
     propensity = np.zeros((300, 12))
     propensity[:, [8, 11]] = 0.5
-    failed = worse_from(9, logged._replace(choice=choice, best=best, tried=tried, propensity=propensity))
+    failed = worse_from(
+        9, logged._replace(choice=choice, best=best, tried=tried, propensity=propensity)
+    )
     result = update(agent, failed, halves)
     assert result.steps["trial"].doubly_robust["difference"].value < 0
     assert not result.promising
@@ -143,7 +151,9 @@ def test_a_stream_without_drift_changes_next_to_nothing(tmp_path: Path) -> None:
 
     def worth(controller: DeployedController) -> float:
         chosen = controller.choose(arrays(table), np.full(300, 12.0))
-        return float((table.accuracy[rows, chosen] * (table.latency_ms[rows, chosen] <= 12.0)).mean())
+        return float(
+            (table.accuracy[rows, chosen] * (table.latency_ms[rows, chosen] <= 12.0)).mean()
+        )
 
     assert worth(result.agent) > worth(agent) - 0.005
 

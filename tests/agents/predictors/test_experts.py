@@ -1,4 +1,5 @@
-"""Against scikit-learn on the same folds, on tables where features tell, tell nothing, and are not there."""
+"""Against scikit-learn on the same folds, on tables where features tell, tell nothing, and are not
+there."""
 
 from __future__ import annotations
 
@@ -30,10 +31,15 @@ BOTH = torch.arange(2)
 
 
 def fit(
-    table: ProfileTable, names: tuple[str, ...], rows: Tensor | None = None, budgets_ms: Tensor | None = None
+    table: ProfileTable,
+    names: tuple[str, ...],
+    rows: Tensor | None = None,
+    budgets_ms: Tensor | None = None,
 ) -> dict[str, Fitted]:
     rows = torch.arange(table.num_samples) if rows is None else rows
-    measured = Measured.from_table(table, rows, default_budgets(table) if budgets_ms is None else budgets_ms, 0)
+    measured = Measured.from_table(
+        table, rows, default_budgets(table) if budgets_ms is None else budgets_ms, 0
+    )
     result = fit_experts(table, measured, FeatureNormaliser.fit(table, rows), names, 0)
     return {fitted.expert.name: fitted for fitted in result}
 
@@ -49,7 +55,7 @@ def every_family() -> tuple[ProfileTable, dict[str, Fitted]]:
     return table, fit(table, tuple(FAMILIES), torch.arange(80))
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def test_utility_of_scores_by_hand() -> None:
@@ -61,7 +67,9 @@ def test_utility_of_scores_by_hand() -> None:
     assert measured.utility([first, first], latency) == pytest.approx((0 + 0.5) / 2)
     assert measured.utility([second, second], latency) == pytest.approx(0.75)
     assert measured.utility([second, first], latency) == pytest.approx((0.75 + 0.5) / 2)
-    assert measured.utility([torch.zeros(2, 2)] * 2, latency) == pytest.approx(0.75)  # among equals the faster
+    assert measured.utility([torch.zeros(2, 2)] * 2, latency) == pytest.approx(
+        0.75
+    )  # among equals the faster
     # scores where nothing was profiled are never taken
     table = table_of([[1.0, NAN], [0.5, 0.25]], [[3.0, NAN], [3.0, 3.0]])
     measured = Measured.from_table(table, BOTH, torch.tensor([5.0]), 0)
@@ -78,7 +86,7 @@ def test_residual_spread_by_hand() -> None:
     torch.testing.assert_close(result, wanted)
 
 
-# -- fitted ------------------------------------------------------------------------------------------------------------
+# -- fitted ----------------------------------------------------------------------------------------
 
 
 def test_out_of_fold_and_final_are_those_of_scikit_learn_on_the_same_folds() -> None:
@@ -93,7 +101,9 @@ def test_out_of_fold_and_final_are_those_of_scikit_learn_on_the_same_folds() -> 
         for share in FAMILIES["ridge"].settings:
             held_out = np.zeros(y.shape)
             for rest, hold in folds_of(table, rows, 0):
-                held_out[hold] = Ridge(alpha=share * len(rest)).fit(x[rest], y[rest].numpy()).predict(x[hold])
+                held_out[hold] = (
+                    Ridge(alpha=share * len(rest)).fit(x[rest], y[rest].numpy()).predict(x[hold])
+                )
             errors[str(share)] = ((held_out - y.numpy()) ** 2).sum()
             if str(share) == best:
                 np.testing.assert_allclose(result, held_out, atol=1e-4)
@@ -170,7 +180,9 @@ def test_without_features_every_family_knows_the_means_alone() -> None:
         assert family.expert.settings == "accuracy constant, latency constant", name
         predicted = family.expert(inputs(table, torch.arange(3)))
         torch.testing.assert_close(predicted.accuracy[0], predicted.accuracy[2])
-        torch.testing.assert_close(predicted.accuracy[0], table.accuracy.nanmean(0), atol=0.05, rtol=0)
+        torch.testing.assert_close(
+            predicted.accuracy[0], table.accuracy.nanmean(0), atol=0.05, rtol=0
+        )
 
 
 def test_the_spread_is_trusted_as_far_as_it_pays() -> None:
@@ -203,7 +215,9 @@ def test_holes_and_few_samples(samples: int) -> None:
 def test_few_configurations(count: int) -> None:
     generator = torch.Generator().manual_seed(0)
     accuracy = torch.rand(20, count, generator=generator)
-    table = table_of(accuracy.tolist(), (1 + accuracy).tolist(), torch.randn(20, 2, generator=generator))
+    table = table_of(
+        accuracy.tolist(), (1 + accuracy).tolist(), torch.randn(20, 2, generator=generator)
+    )
     for name, fitted in fit(table, tuple(FAMILIES)).items():
         assert fitted.expert(inputs(table, torch.arange(20))).accuracy.shape == (20, count), name
 
@@ -213,11 +227,13 @@ def test_samples_outside_the_rows_do_not_matter() -> None:
     predicted = []
     for each in (table, otherwise(table, torch.arange(40, 60))):
         fitted = fit(each, FAST, rows, budgets).values()
-        predicted.append([part for family in fitted for part in family.expert(inputs(table, rows))[:3]])
+        predicted.append(
+            [part for family in fitted for part in family.expert(inputs(table, rows))[:3]]
+        )
     assert all(map(torch.equal, *predicted))
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -231,7 +247,7 @@ def test_plain_values_and_back(name: str, tmp_path: Path) -> None:
     assert (again.name, again.settings) == (name, expert.settings)
 
 
-# -- targets and folds -------------------------------------------------------------------------------------------------
+# -- targets and folds -----------------------------------------------------------------------------
 
 
 def outcomes_of(targets: Targets, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -241,11 +257,18 @@ def outcomes_of(targets: Targets, values: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def test_each_block_is_centred_per_configuration_and_scaled_as_a_whole() -> None:
-    accuracy = [[0.0, 0.5], [1.0, 0.5]]  # centres ½ and ½, deviations ∓½ and 0: root mean square ½/√2
-    table = table_of(accuracy, [[1.0, math.e], [1.0, math.e**3]])  # centres 0 and 2, deviations 0 and ∓1
+    accuracy = [
+        [0.0, 0.5],
+        [1.0, 0.5],
+    ]  # centres ½ and ½, deviations ∓½ and 0: root mean square ½/√2
+    table = table_of(
+        accuracy, [[1.0, math.e], [1.0, math.e**3]]
+    )  # centres 0 and 2, deviations 0 and ∓1
     targets = Targets(table, BOTH, np.zeros((2, 1)))
     root = math.sqrt(2)
-    np.testing.assert_allclose(targets.values, [[-root, 0, 0, -root], [root, 0, 0, root]], atol=1e-6)
+    np.testing.assert_allclose(
+        targets.values, [[-root, 0, 0, -root], [root, 0, 0, root]], atol=1e-6
+    )
     torch.testing.assert_close(targets.centre, torch.tensor([[0.5, 0.5], [0.0, 2.0]]))
     torch.testing.assert_close(targets.scale, torch.tensor([0.5 / root, 1 / root]))
 
@@ -262,10 +285,15 @@ def test_outcomes_come_back_from_what_regressors_say(varies: bool) -> None:
 
 def test_what_was_not_profiled_is_filled_by_configuration_and_by_sample() -> None:
     latency = [[math.e, math.e**2, NAN], [math.e**3, NAN, NAN], [1.0, 1.0, 1.0]]
-    targets = Targets(table_of([[0.2, 0.6, NAN], [0.6, NAN, NAN], [1.0, 1.0, 1.0]], latency), BOTH, np.zeros((2, 1)))
+    targets = Targets(
+        table_of([[0.2, 0.6, NAN], [0.6, NAN, NAN], [1.0, 1.0, 1.0]], latency),
+        BOTH,
+        np.zeros((2, 1)),
+    )
     accuracy, log_latency = outcomes_of(targets, torch.from_numpy(targets.values).float())
-    # the second sample is better by .4 and slower by 2 where both were profiled, so it is thought so elsewhere, with
-    # some doubt; the last configuration was never profiled in these rows: always wrong, and as slow as the slowest
+    # the second sample is better by .4 and slower by 2 where both were profiled, so it is thought
+    # so elsewhere, with some doubt; the last configuration was never profiled in these rows: always
+    # wrong, and as slow as the slowest
     filled = accuracy[1, 1].item(), log_latency[1, 1].item()
     assert 0.6 < filled[0] < 1.0
     assert 2.0 < filled[1] < 4.0
@@ -283,13 +311,17 @@ def test_holes_are_filled_with_what_the_features_say() -> None:
     table = table_of(seen.tolist(), torch.ones(200, 2).masked_fill(hole, NAN).tolist())
     targets = Targets(table, torch.arange(200), (2 * kind - 1).double().unsqueeze(1).numpy())
     filled, _ = outcomes_of(targets, torch.from_numpy(targets.values).float())
-    assert (filled - accuracy)[hole].abs().mean() < 0.15  # the mean of a configuration alone is off by .5
+    assert (filled - accuracy)[
+        hole
+    ].abs().mean() < 0.15  # the mean of a configuration alone is off by .5
     torch.testing.assert_close(filled[~hole], accuracy[~hole])
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(2, 7), st.integers(0, 99))
-def test_folds_hold_out_everything_once_and_keep_images_together(size: int, of: int, count: int, seed: int) -> None:
+def test_folds_hold_out_everything_once_and_keep_images_together(
+    size: int, of: int, count: int, seed: int
+) -> None:
     table = dataclasses.replace(small_table(44), image_ids=tuple(str(i // of) for i in range(44)))
     rows = torch.randperm(44, generator=torch.Generator().manual_seed(seed))[:size]
     division = folds_of(table, rows, seed, count)
@@ -305,7 +337,9 @@ def test_folds_hold_out_everything_once_and_keep_images_together(size: int, of: 
 
 
 def test_images_of_the_same_name_in_two_data_sets_are_two() -> None:
-    table = dataclasses.replace(small_table(4), image_ids=("a", "a", "a", "a"), datasets=("one", "one", "two", "two"))
+    table = dataclasses.replace(
+        small_table(4), image_ids=("a", "a", "a", "a"), datasets=("one", "one", "two", "two")
+    )
     held_out = [set(hold.tolist()) for _, hold in folds_of(table, torch.arange(4), seed=0)]
     assert sorted(map(sorted, held_out)) == [[0, 1], [2, 3]]
 
@@ -318,16 +352,20 @@ def test_folds_are_a_matter_of_the_seed_and_one_sample_is_its_own_fold() -> None
     assert fit.tolist() == hold.tolist() == [0]
 
 
-# -- predictions -------------------------------------------------------------------------------------------------------
+# -- predictions -----------------------------------------------------------------------------------
 
 
 # margins of +1 and −1 standard deviation and +2 of a smaller one under a budget of e²
-BY_HAND = Prediction(torch.tensor([[0.5, 2.0, -1.0]]), torch.tensor([[1.0, 3.0, 1.0]]), torch.tensor([1.0, 1.0, 0.5]))
+BY_HAND = Prediction(
+    torch.tensor([[0.5, 2.0, -1.0]]), torch.tensor([[1.0, 3.0, 1.0]]), torch.tensor([1.0, 1.0, 0.5])
+)
 BUDGET = torch.tensor([math.e**2])
 
 
 def test_the_probability_of_meeting_a_budget_and_expected_utility_by_hand() -> None:
-    torch.testing.assert_close(BY_HAND.meets(BUDGET), torch.tensor([[0.841345, 0.158655, 0.977250]]))
+    torch.testing.assert_close(
+        BY_HAND.meets(BUDGET), torch.tensor([[0.841345, 0.158655, 0.977250]])
+    )
     wide = BY_HAND._replace(spread=torch.tensor([[2.0, 1.0, 1.0]]))  # half a deviation, −1, +1
     torch.testing.assert_close(wide.meets(BUDGET), torch.tensor([[0.691462, 0.158655, 0.841345]]))
     # expected utility: accuracy is kept within [.001, 1]
@@ -356,7 +394,9 @@ def test_mean_latency_is_that_of_a_log_normal_variable() -> None:
 
 def test_pick_takes_the_faster_among_equals_and_stays_in_the_mask() -> None:
     scores, latency = torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([1.0, 9.0, 8.0, 1.0])
-    mask = torch.tensor([[True, True, True, False], [True, True, False, False], [True, False, False, False]])
+    mask = torch.tensor(
+        [[True, True, True, False], [True, True, False, False], [True, False, False, False]]
+    )
     assert pick(scores, latency, mask).tolist() == [2, 1, 0]
     with pytest.raises(ValueError, match="without any configuration"):
         pick(scores, latency, torch.zeros(1, 4, dtype=torch.bool))

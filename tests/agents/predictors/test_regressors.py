@@ -83,19 +83,25 @@ def test_kernel_ridge_is_that_of_scikit_learn() -> None:
     median = np.median(squares[~np.eye(len(x), dtype=bool)])
     settings = [(0.25, 0.03), (0.25, 1.0), (4.0, 0.3)]
     for (multiple, alpha), result in zip(settings, kernel_ridge(x, y, settings, 0), strict=True):
-        stock = KernelRidge(alpha=alpha, kernel="rbf", gamma=1 / (2 * multiple * median)).fit(x, y - y.mean(0))
+        stock = KernelRidge(alpha=alpha, kernel="rbf", gamma=1 / (2 * multiple * median)).fit(
+            x, y - y.mean(0)
+        )
         np.testing.assert_allclose(predict(result, NEW), stock.predict(NEW) + y.mean(0), atol=2e-3)
 
 
 def test_neighbours_are_those_of_scikit_learn() -> None:
     x, y = data()
-    for k, result in zip((1, 5, 20), neighbours(x, y, [(1, False), (5, False), (20, False)], 0), strict=True):
+    for k, result in zip(
+        (1, 5, 20), neighbours(x, y, [(1, False), (5, False), (20, False)], 0), strict=True
+    ):
         wanted = KNeighborsRegressor(k, algorithm="brute").fit(x, y).predict(NEW)
         np.testing.assert_allclose(predict(result, NEW), wanted, rtol=1e-4, atol=1e-5)
     # a feature counts by the length of its weights
     ruler = np.linalg.norm(Ridge(alpha=0.1 * len(x)).fit(x, y).coef_, axis=0)
     wanted = KNeighborsRegressor(5, algorithm="brute").fit(x * ruler, y).predict(NEW * ruler)
-    np.testing.assert_allclose(predict(neighbours(x, y, [(5, True)], 0)[0], NEW), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        predict(neighbours(x, y, [(5, True)], 0)[0], NEW), wanted, rtol=1e-4, atol=1e-5
+    )
     # no more of them than there are
     x, y = data(4)
     result = predict(neighbours(x, y, [(160, False)], 0)[0], NEW)
@@ -119,7 +125,8 @@ def test_the_largest_components_are_enough_where_outputs_go_together() -> None:
 
 
 def test_boosting_by_hand_with_one_tree() -> None:
-    # one tree of the samples drawn, of depth 4 with at least 8 in a leaf: each leaf is a mean, .05 of which is taken
+    # one tree of the samples drawn, of depth 4 with at least 8 in a leaf: each leaf is a mean, .05
+    # of which is taken
     x, y = data()
     (result,) = boosting(x, y, [1], 0)
     part = np.random.default_rng(0).permutation(70)[:42]
@@ -154,22 +161,30 @@ def test_predictions_follow_what_matters(name: str) -> None:
     middle = settings[len(settings) // 2]
     result = FAMILIES[name].fit(x[:200], y[:200], [middle], 0)[0]
     error = ((predict(result, x[200:]) - y[200:]) ** 2).mean()
-    assert error < (0.95 if name == "ridge" else 0.6) * y[200:].var(0).mean()  # a ridge sees one of the three
+    assert (
+        error < (0.95 if name == "ridge" else 0.6) * y[200:].var(0).mean()
+    )  # a ridge sees one of the three
 
 
-# -- trees together ----------------------------------------------------------------------------------------------------
+# -- trees together --------------------------------------------------------------------------------
 
 
 def test_averaged_is_the_mean_of_what_each_says_also_of_some_outputs() -> None:
     x, y = data()
     # of other data, of another number of components, of other depths
-    each = [*forest(x, y, [4], 0), *forest(*data(50, seed=5), [12], 1), *forest(*data(5, seed=6), [1], 2)]
+    each = [
+        *forest(x, y, [4], 0),
+        *forest(*data(50, seed=5), [12], 1),
+        *forest(*data(5, seed=6), [1], 2),
+    ]
     assert len({e.value.shape[1] for e in each}) > 1
     together = Trees.averaged(each)
     mean = np.mean([predict(e, NEW) for e in each], 0)
     np.testing.assert_allclose(predict(together, NEW), mean, rtol=1e-4, atol=1e-5)
     assert Trees.averaged(each[:1]).roots.tolist() == each[0].roots.tolist()
-    np.testing.assert_allclose(predict(together.outputs(slice(3, 7)), NEW), predict(together, NEW)[:, 3:7], rtol=1e-5)
+    np.testing.assert_allclose(
+        predict(together.outputs(slice(3, 7)), NEW), predict(together, NEW)[:, 3:7], rtol=1e-5
+    )
 
 
 def test_a_sample_on_the_threshold_goes_where_scikit_learn_sends_it() -> None:
@@ -179,7 +194,9 @@ def test_a_sample_on_the_threshold_goes_where_scikit_learn_sends_it() -> None:
     components = components_of(y)[:COMPONENTS]
     stock = RandomForestRegressor(40, min_samples_leaf=1, max_features=1 / 3, random_state=0)
     stock.fit(x, (y - y.mean(0)) @ components.T)
-    edges = np.unique(np.concatenate([t.tree_.threshold[t.tree_.feature >= 0] for t in stock.estimators_]))[:, None]
+    edges = np.unique(
+        np.concatenate([t.tree_.threshold[t.tree_.feature >= 0] for t in stock.estimators_])
+    )[:, None]
     wanted = stock.predict(edges) @ components + y.mean(0)
     np.testing.assert_allclose(predict(result, edges), wanted, rtol=1e-4, atol=1e-6)
 
@@ -190,10 +207,12 @@ def test_a_threshold_rounded_down_divides_float32_as_before(threshold: float, of
     x = np.float32(threshold)
     for _ in range(abs(off)):
         x = np.nextafter(x, np.float32(np.inf if off > 0 else -np.inf))
-    assert (x <= float(_rounded_down(torch.tensor([threshold], dtype=torch.float64)))) == (np.float64(x) <= threshold)
+    assert (x <= float(_rounded_down(torch.tensor([threshold], dtype=torch.float64)))) == (
+        np.float64(x) <= threshold
+    )
 
 
-# -- edges -------------------------------------------------------------------------------------------------------------
+# -- edges -----------------------------------------------------------------------------------------
 
 
 @every_family
@@ -209,18 +228,22 @@ def test_few_samples_and_few_outputs(name: str, n: int, outputs: int) -> None:
 
 @every_family
 def test_outputs_that_never_vary(name: str) -> None:
-    for result in FAMILIES[name].fit(data(20)[0], np.full((20, 4), 3.0), FAMILIES[name].settings[:2], 0):
+    for result in FAMILIES[name].fit(
+        data(20)[0], np.full((20, 4), 3.0), FAMILIES[name].settings[:2], 0
+    ):
         np.testing.assert_allclose(predict(result, NEW), 3.0, rtol=1e-5)
 
 
 @every_family
 def test_one_is_fitted_for_each_setting_and_the_same_by_the_same_seed(name: str) -> None:
-    assert len(FAMILIES[name].fit(*data(30), FAMILIES[name].settings, 0)) == len(FAMILIES[name].settings)
+    assert len(FAMILIES[name].fit(*data(30), FAMILIES[name].settings, 0)) == len(
+        FAMILIES[name].settings
+    )
     first, again = (FAMILIES[name].fit(*data(), FEW[name], 0)[0] for _ in range(2))
     np.testing.assert_array_equal(predict(first, NEW), predict(again, NEW))
 
 
-# -- the one vector that policies and baselines read, by hand ----------------------------------------------------------
+# -- the one vector that policies and baselines read, by hand --------------------------------------
 
 
 def test_blocks_are_joined_standardised_and_clipped() -> None:
@@ -228,7 +251,8 @@ def test_blocks_are_joined_standardised_and_clipped() -> None:
     normaliser = FeatureNormaliser(blocks)
     assert normaliser.width == 3
     assert normaliser(blocks).tolist() == [[-1, -1, 0], [1, 1, 0]]
-    # order of the fit, not of the request; mean 2 ± 1 and 20 ± 10; a column that never varied says nothing
+    # order of the fit, not of the request; mean 2 ± 1 and 20 ± 10; a column that never varied says
+    # nothing
     far = {"b": torch.tensor([[40.0, 900.0]]), "a": torch.tensor([[-100.0]])}
     assert normaliser(far).tolist() == [[-5, 2, 0]]
     assert FeatureNormaliser(blocks, clip=0.5)(blocks).tolist() == [[-0.5, -0.5, 0], [0.5, 0.5, 0]]
@@ -237,7 +261,8 @@ def test_blocks_are_joined_standardised_and_clipped() -> None:
 def test_missing_values_become_the_median_and_an_indicator() -> None:
     blocks = {"a": torch.tensor([[0.0, 1.0], [0.0, NAN], [6.0, 5.0], [NAN, 3.0]])}
     normaliser = FeatureNormaliser({"a": blocks["a"][:3]})
-    # the first column is 0, 0, 6 (2 ± √8), complete where fitted; the second 1, median 1 (the lower of two), 5 (7/3)
+    # the first column is 0, 0, 6 (2 ± √8), complete where fitted; the second 1, median 1 (the lower
+    # of two), 5 (7/3)
     got = normaliser(blocks)
     assert normaliser.width == got.shape[1] == 3
     torch.testing.assert_close(got[:, 0], torch.tensor([-2.0, -2.0, 4.0, -2.0]) / math.sqrt(8))
@@ -249,10 +274,15 @@ def test_missing_values_become_the_median_and_an_indicator() -> None:
 @pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
 def test_units_do_not_matter(unit: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    values = torch.stack([torch.randn(400, generator=generator), torch.randn(400, generator=generator).mul(2).exp()], 1)
+    values = torch.stack(
+        [torch.randn(400, generator=generator), torch.randn(400, generator=generator).mul(2).exp()],
+        1,
+    )
     normaliser = FeatureNormaliser({"a": values * unit})
     assert normaliser.heavy.tolist() == [False, True]
-    torch.testing.assert_close(normaliser({"a": values * unit}), FeatureNormaliser({"a": values})({"a": values}))
+    torch.testing.assert_close(
+        normaliser({"a": values * unit}), FeatureNormaliser({"a": values})({"a": values})
+    )
 
 
 def test_heavy_tails_are_drawn_in() -> None:
@@ -283,7 +313,10 @@ def test_other_blocks_are_not_read_and_a_missing_or_misshapen_one_is_named() -> 
 
 
 def test_a_restored_one_takes_the_buffers_of_a_saved_one() -> None:
-    blocks = {"a": torch.tensor([[1.0, NAN], [2.0, 5.0], [9.0, 5.0]]), "b": torch.tensor([[1.0], [1.0], [1e9]])}
+    blocks = {
+        "a": torch.tensor([[1.0, NAN], [2.0, 5.0], [9.0, 5.0]]),
+        "b": torch.tensor([[1.0], [1.0], [1e9]]),
+    }
     saved = FeatureNormaliser(blocks)
     state = {f"normaliser.{name}": buffer for name, buffer in saved.state_dict().items()}
     restored = FeatureNormaliser.restored({"features": saved.sizes, "state": state})
@@ -310,10 +343,14 @@ def test_the_projection_is_onto_the_directions_of_most_variance_scaled_to_one() 
 
 
 @pytest.mark.parametrize(("rows", "project", "most"), [(3, 3, 2), (50, 3, 2), (50, 9, 2)])
-def test_more_components_than_samples_or_features_are_refused(rows: int, project: int, most: int) -> None:
+def test_more_components_than_samples_or_features_are_refused(
+    rows: int, project: int, most: int
+) -> None:
     x = torch.cat([torch.randn(50, 2), torch.ones(50, 1)], 1)  # a column that does not vary is none
     table = table_of(torch.ones(50, 2), torch.ones(50, 2), x)
-    with pytest.raises(InputError, match=f"policy.project={project}: profile 'by hand' has at most {most} "):
+    with pytest.raises(
+        InputError, match=f"policy.project={project}: profile 'by hand' has at most {most} "
+    ):
         FeatureNormaliser.fit(table, torch.arange(rows), project)
     assert FeatureNormaliser.fit(table, torch.arange(rows), most).width == most
 

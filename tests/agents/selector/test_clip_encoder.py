@@ -120,7 +120,9 @@ def test_a_copy_shares_what_is_large_and_nothing_that_learns(source: str, items:
 
 def selector_of(table: BeamTable, encoder: ClipEncoder) -> Selector:
     torch.manual_seed(1)
-    return Selector.fitted(SelectorConfig(width=8, heads=2), table.queries, table.candidates, encoder)
+    return Selector.fitted(
+        SelectorConfig(width=8, heads=2), table.queries, table.candidates, encoder
+    )
 
 
 def test_a_checkpoint_holds_the_models_name_and_gives_the_same_log_probs(
@@ -149,7 +151,8 @@ def test_a_checkpoint_holds_the_models_name_and_gives_the_same_log_probs(
 def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(
     stage: str, source: str, beams: tuple[BeamTable, MatchScorer, ClipItems], tmp_path: Path
 ) -> None:
-    """Both learn, what they start from stays, the first KL of GRPO is 0, and an interruption changes nothing."""
+    """Both learn, what they start from stays, the first KL of GRPO is 0, and an interruption
+    changes nothing."""
     table, scorer, items = beams
     start = selector_of(table, changed(source, items))
     before = {name: value.clone() for name, value in start.state_dict().items()}
@@ -157,7 +160,9 @@ def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(
     options = {"scorer": scorer, "live": stage == "grpo", "config": config}
 
     def trainer(folder: str) -> SelectorTrainer:
-        made = SelectorTrainer(stage, table, table.split(0.7, 0.2), start, folder=tmp_path / folder, **options)
+        made = SelectorTrainer(
+            stage, table, table.split(0.7, 0.2), start, folder=tmp_path / folder, **options
+        )
         made.resume(tmp_path / folder / "last.pt")
         return made
 
@@ -169,11 +174,15 @@ def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(
         whole = trainer("whole")
     trained = whole.run()
     assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
-    moved = {name for name, value in trained.state_dict().items() if not torch.equal(value, before[name])}
+    moved = {
+        name for name, value in trained.state_dict().items() if not torch.equal(value, before[name])
+    }
     assert any("encoder" in name and "lora" in name for name in moved)
     assert any(name.startswith("network.") for name in moved)
     kept = load_checkpoint(tmp_path / "whole" / "last.pt").extra["training"]["agent"]
-    assert {name for name in kept if ".encoder." in name} == {f"selector.{name}" for name in before if "lora" in name}
+    assert {name for name in kept if ".encoder." in name} == {
+        f"selector.{name}" for name in before if "lora" in name
+    }
 
     with ctrl_c(lambda student: student.iteration == 3), pytest.raises(KeyboardInterrupt):
         trainer("parts").run()
@@ -191,11 +200,19 @@ def test_a_moved_model_and_missing_packages_are_named(
 ) -> None:
     table, _, items = beams
     shutil.copytree(source, tmp_path / "moved")
-    save_checkpoint(tmp_path / "c.pt", selector_of(table, changed(str(tmp_path / "moved"), items)), table, {})
+    save_checkpoint(
+        tmp_path / "c.pt", selector_of(table, changed(str(tmp_path / "moved"), items)), table, {}
+    )
     shutil.rmtree(tmp_path / "moved")
-    with pytest.raises(InputError, match=r"c\.pt: encoder\.model=.*moved: .*moved: no such folder$"):
+    with pytest.raises(
+        InputError, match=r"c\.pt: encoder\.model=.*moved: .*moved: no such folder$"
+    ):
         load_checkpoint(tmp_path / "c.pt")
-    config = Path(source, "config.json").read_text().replace('"model_type": "clip"', '"model_type": "siglip"')
+    config = (
+        Path(source, "config.json")
+        .read_text()
+        .replace('"model_type": "clip"', '"model_type": "siglip"')
+    )
     shutil.copytree(source, tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text(config)
     with pytest.raises(InputError, match=r"encoder\.model="):

@@ -1,4 +1,5 @@
-"""The learned reward: its penalty, what it learns from, and that it reads demonstrations in their order."""
+"""The learned reward: its penalty, what it learns from, and that it reads demonstrations in their
+order."""
 
 from __future__ import annotations
 
@@ -35,23 +36,30 @@ def test_members_are_computed_as_each_would_be_alone() -> None:
     model = fresh(table)
     rows, sequences = torch.arange(6), table.pool[:6, :2]
     every = model.probabilities(table, rows, sequences)
-    query, items = ((x - model.mean) / model.scale for x in (table.queries[rows], table.candidates[sequences]))
+    query, items = (
+        (x - model.mean) / model.scale for x in (table.queries[rows], table.candidates[sequences])
+    )
     for number in range(TINY.members):
-        model.network.load_state_dict({name: weight[number] for name, weight in model.weights.items()})
+        model.network.load_state_dict(
+            {name: weight[number] for name, weight in model.weights.items()}
+        )
         alone = model.network.eval()(query, items, sequences >= 0).sigmoid()
         torch.testing.assert_close(every[number], alone)
     assert every.std(0).min() > 0
 
 
 def test_the_order_counts() -> None:
-    """Where only the first demonstration decides, the reversed sequence has another answer, and it learns that."""
+    """Where only the first demonstration decides, the reversed sequence has another answer, and it
+    learns that."""
     table, _ = small_beams(100)
     model, rows, sequences = fresh(table), torch.arange(100), table.pool[:, :2]
     first, second = table.candidates[sequences][..., 0].unbind(1)
     model.learn(table, Answered(rows, sequences, first), 150)
     apart = (first > 0) & (second == 0)
     assert apart.sum() > 10
-    expected, reversed_ = (model.probabilities(table, rows, x).mean(0)[apart] for x in (sequences, sequences.flip(1)))
+    expected, reversed_ = (
+        model.probabilities(table, rows, x).mean(0)[apart] for x in (sequences, sequences.flip(1))
+    )
     assert (expected - reversed_).mean() > 0.8
 
 
@@ -59,7 +67,9 @@ def test_padding_changes_nothing() -> None:
     table, _ = small_beams()
     model, rows, sequences = fresh(table), torch.arange(6), table.pool[:6, :2]
     padded = torch.nn.functional.pad(sequences, (0, 2), value=-1)
-    torch.testing.assert_close(model.probabilities(table, rows, padded), model.probabilities(table, rows, sequences))
+    torch.testing.assert_close(
+        model.probabilities(table, rows, padded), model.probabilities(table, rows, sequences)
+    )
     longer = Answered(rows, sequences, torch.ones(6)).joined(Answered(rows, padded, torch.zeros(6)))
     assert longer.sequences.shape == (12, 4)
     assert longer.sequences[:6, 2:].eq(-1).all()
@@ -79,12 +89,16 @@ def test_it_predicts_right_answers_of_queries_that_it_never_saw() -> None:
 
 
 def test_it_learns_first_from_what_was_found_without_looking_at_the_answer() -> None:
-    """Beams that were found with the answer in view are right more often than what a policy draws."""
+    """Beams that were found with the answer in view are right more often than what a policy
+    draws."""
     table, _ = small_beams(20)
     rows = torch.tensor([3, 7])
     answered = recorded_answers(table, rows, "without_beams")
     assert answered.rows.tolist() == [3] * 4 + [7] * 4
-    assert torch.equal(answered.sequences, table.pool[answered.rows].gather(1, table.sequences[rows, 2:].flatten(0, 1)))
+    assert torch.equal(
+        answered.sequences,
+        table.pool[answered.rows].gather(1, table.sequences[rows, 2:].flatten(0, 1)),
+    )
     assert torch.equal(answered.right, table.fields["vqa_correct"][rows, 2:].flatten())
     assert len(recorded_answers(table, rows, "all").rows) == 12
 
@@ -94,7 +108,9 @@ def test_each_true_call_is_answered_once_and_learned_from() -> None:
     model, rows, answered_by_scorer = fresh(table, TINY), torch.tensor([1, 4, 4]), []
     model.learn(table, recorded_answers(table, torch.arange(20), "without_beams"), 1)
     drawn = table.pool[rows][:, torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4]])]
-    predicted = model.probabilities(table, rows.repeat_interleave(4), drawn.flatten(0, 1)).view(3, 3, 4)
+    predicted = model.probabilities(table, rows.repeat_interleave(4), drawn.flatten(0, 1)).view(
+        3, 3, 4
+    )
 
     def answer(queries: torch.Tensor, sequences: torch.Tensor) -> dict[str, torch.Tensor]:
         answered_by_scorer.append((queries, sequences))
@@ -106,7 +122,9 @@ def test_each_true_call_is_answered_once_and_learned_from() -> None:
     assert model.answered is not None
     assert len(model.answered.rows) == 80 + 3
     assert torch.equal(model.answered.sequences[-3:], sequences)
-    assert metrics["Asked_Right"] == pytest.approx(float(scorer(queries, sequences)["vqa_correct"].mean()))
+    assert metrics["Asked_Right"] == pytest.approx(
+        float(scorer(queries, sequences)["vqa_correct"].mean())
+    )
     most_disagreed = predicted.std(0, correction=0).argmax(1)
     assert torch.equal(sequences, drawn[torch.arange(3), most_disagreed])
 
@@ -116,10 +134,14 @@ def test_beams_without_right_and_wrong_are_refused() -> None:
     scores = {name: values for name, values in table.fields.items() if name != "vqa_correct"}
     unknown = table.fields | {"vqa_correct": torch.full((20, 6), torch.nan)}
     for fields in (scores, unknown):
-        with pytest.raises(InputError, match="sequences recorded as right or wrong; record vqa_correct"):
+        with pytest.raises(
+            InputError, match="sequences recorded as right or wrong; record vqa_correct"
+        ):
             recorded_answers(replace(table, fields=fields), torch.arange(20), "all")
     fields = table.fields | {
-        "vqa_correct": table.fields["vqa_correct"].clone().index_fill_(1, torch.arange(2, 6), torch.nan)
+        "vqa_correct": table.fields["vqa_correct"]
+        .clone()
+        .index_fill_(1, torch.arange(2, 6), torch.nan)
     }
     with pytest.raises(InputError, match=r"reward_model\.recorded=without_beams"):
         recorded_answers(replace(table, fields=fields), torch.arange(20), "without_beams")

@@ -9,14 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.selector.networks import NETWORKS, BiEncoder, CrossAttention, PointerNetwork, StateUpdate
+from knobwise.agents.selector.networks import (
+    NETWORKS,
+    BiEncoder,
+    CrossAttention,
+    PointerNetwork,
+    StateUpdate,
+)
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 
 CONFIGS = [SelectorConfig(width=8, heads=2, update=update) for update in ("additive", "convex")]
 VERSIONS = [SelectorConfig(width=8, version=version) for version in ("v0", "v1", "v3")]
-every_config = pytest.mark.parametrize("config", CONFIGS + VERSIONS, ids=lambda c: f"{c.version}-{c.update}")
+every_config = pytest.mark.parametrize(
+    "config", CONFIGS + VERSIONS, ids=lambda c: f"{c.version}-{c.update}"
+)
 
 
 def embeddings() -> StoredEmbeddings:
@@ -28,7 +36,9 @@ def embeddings() -> StoredEmbeddings:
 
 
 def pools() -> Tensor:
-    pool = torch.stack([torch.randperm(20, generator=torch.Generator().manual_seed(q))[:5] for q in range(6)])
+    pool = torch.stack(
+        [torch.randperm(20, generator=torch.Generator().manual_seed(q))[:5] for q in range(6)]
+    )
     pool[1, 2:] = -1
     pool[2] = -1
     return pool
@@ -56,7 +66,7 @@ def test_stored_embeddings_are_looked_up_and_padding_is_zero() -> None:
     assert not stored.state_dict()
 
 
-# -- the selector ------------------------------------------------------------------------------------------------------
+# -- the selector ----------------------------------------------------------------------------------
 
 
 def test_embeddings_are_standardised_by_queries_and_candidates_together() -> None:
@@ -64,7 +74,9 @@ def test_embeddings_are_standardised_by_queries_and_candidates_together() -> Non
     both = torch.cat([stored.query_table, stored.candidate_table])
     normal = (both - made.mean) / made.scale
     torch.testing.assert_close(normal.mean(0), torch.zeros(4), atol=1e-4, rtol=0)
-    torch.testing.assert_close(normal.std(0, correction=0), torch.tensor([1.0, 1.0, 1.0, 0.0]), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        normal.std(0, correction=0), torch.tensor([1.0, 1.0, 1.0, 0.0]), atol=1e-3, rtol=0
+    )
 
 
 def test_the_scale_of_the_embeddings_does_not_matter() -> None:
@@ -77,7 +89,9 @@ def test_the_scale_of_the_embeddings_does_not_matter() -> None:
         scaled.distribution(7 * query - 1, 7 * pool - 1, mask, 2),
     )
     assert torch.equal(first.mode, second.mode)
-    torch.testing.assert_close(first.log_prob(first.mode), second.log_prob(first.mode), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        first.log_prob(first.mode), second.log_prob(first.mode), atol=1e-3, rtol=0
+    )
 
 
 @every_config
@@ -116,7 +130,7 @@ def test_mistakes_are_told(changed: dict[str, Any], message: str) -> None:
         selector().choose(**{"query": query, "pool": pool, "mask": mask, "shots": 2} | changed)
 
 
-# -- saved and restored ------------------------------------------------------------------------------------------------
+# -- saved and restored ----------------------------------------------------------------------------
 
 
 @every_config
@@ -135,15 +149,22 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
 
 def test_a_selector_of_an_earlier_version_is_still_read() -> None:
     plain = selector(CONFIGS[0]).plain()
-    older = {name: value for name, value in plain["selector"].items() if name != "version"} | {"layers": 1}
-    restored = Selector.restored({key: plain[key] for key in ("features", "stage", "state")} | {"selector": older})
+    older = {name: value for name, value in plain["selector"].items() if name != "version"} | {
+        "layers": 1
+    }
+    restored = Selector.restored(
+        {key: plain[key] for key in ("features", "stage", "state")} | {"selector": older}
+    )
     assert torch.equal(restored.choose(*batch(), 3), selector(CONFIGS[0]).choose(*batch(), 3))
     assert restored.config.version == "v2"
 
 
 def test_weights_of_another_network_are_refused() -> None:
     plain = selector(CONFIGS[0]).plain()
-    for state in ({**plain["state"], "other": torch.ones(1)}, dict(list(plain["state"].items())[1:])):
+    for state in (
+        {**plain["state"], "other": torch.ones(1)},
+        dict(list(plain["state"].items())[1:]),
+    ):
         with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key"):
             Selector.restored(plain | {"state": state})
     for changed in ({"features": 5}, {"selector": plain["selector"] | {"update": "convex"}}):
@@ -151,12 +172,18 @@ def test_weights_of_another_network_are_refused() -> None:
             Selector.restored(plain | changed)
 
 
-# -- the networks behind it --------------------------------------------------------------------------------------------
+# -- the networks behind it ------------------------------------------------------------------------
 
 
 every_network = pytest.mark.parametrize(
     "settings",
-    [{"update": "additive"}, {"update": "convex"}, {"version": "v0"}, {"version": "v1"}, {"version": "v3"}],
+    [
+        {"update": "additive"},
+        {"update": "convex"},
+        {"version": "v0"},
+        {"version": "v1"},
+        {"version": "v3"},
+    ],
     ids=lambda settings: "-".join(settings.values()),
 )
 
@@ -195,7 +222,10 @@ def size_of(module: nn.Module) -> int:
         ({"version": "v3", "layers": 0}, "selector.layers=0: must be at least 1"),
         ({"version": "v1", "layers": 2}, "selector.layers=2: selector.version=v1 does not read it"),
         ({"version": "v1", "heads": 2}, "selector.heads=2: selector.version=v1 does not read it"),
-        ({"version": "v0", "update": "convex"}, "selector.update=convex: selector.version=v0 does not read it"),
+        (
+            {"version": "v0", "update": "convex"},
+            "selector.update=convex: selector.version=v0 does not read it",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
@@ -210,11 +240,12 @@ def test_the_network_has_the_originals_number_of_parameters_and_the_default_is_s
     assert size_of(second) - gates == 525_824
     # two linear layers and two norms for the query, the same for the candidates, and the gate
     assert size_of(BiEncoder(SelectorConfig(version="v1", width=512), 512)) == 1_054_721
-    # input 137·128; attention 4·128·129 + 256; projections 2·(128·256 + 256 + 512 + 256·128); gate and U 2·257·128
+    # input 137·128; attention 4·128·129 + 256; projections 2·(128·256 + 256 + 512 + 256·128); gate
+    # and U 2·257·128
     assert size_of(PointerNetwork(SelectorConfig(), 137)) == 17_536 + 66_304 + 132_608 + 65_792
 
 
-# -- the network -------------------------------------------------------------------------------------------------------
+# -- the network -----------------------------------------------------------------------------------
 
 
 @every_network
@@ -301,7 +332,7 @@ def test_dropout_is_for_train_mode_alone() -> None:
     assert not torch.equal(first, second)
 
 
-# -- the parts ---------------------------------------------------------------------------------------------------------
+# -- the parts -------------------------------------------------------------------------------------
 
 
 def test_cross_attention_is_that_of_torch_and_finite_over_nothing() -> None:
@@ -333,11 +364,15 @@ def test_updates_by_hand() -> None:
         for update in (convex, additive):
             update.linear.weight.zero_()
             update.linear.bias.zero_()
-        convex.linear.weight[0, 2] = additive.linear.weight[0, 3] = 1.0  # g₀ reads c₀ = 0; g₀ reads c₁ = 1
+        convex.linear.weight[0, 2] = additive.linear.weight[0, 3] = (
+            1.0  # g₀ reads c₀ = 0; g₀ reads c₁ = 1
+        )
         additive.linear.weight[3, 3] = -2.0  # U₁ reads c₁
     torch.testing.assert_close(convex(state, chosen), torch.tensor([0.5, 0.5]) * math.sqrt(2))
     gate = 1 / (1 + math.exp(-1))
-    wanted = torch.tensor([gate, 0.5 * math.tanh(-2)])  # turned away from what was chosen: no convex update can
+    wanted = torch.tensor(
+        [gate, 0.5 * math.tanh(-2)]
+    )  # turned away from what was chosen: no convex update can
     torch.testing.assert_close(additive(state, chosen), wanted / wanted.norm())
 
 

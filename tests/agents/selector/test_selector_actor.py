@@ -1,4 +1,5 @@
-"""A selector's policy runs on every form of its bandit, and on each draws what the trainer's policy draws."""
+"""A selector's policy runs on every form of its bandit, and on each draws what the trainer's policy
+draws."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,10 +31,14 @@ def wrapped(env: Any) -> EnvBase:
 
 FORMS: dict[str, Callable[..., EnvBase]] = {
     "native": lambda **words: DemonstrationBandit(TABLE, batch_size=3, **words),
-    "serial": lambda **words: SerialEnv(2, lambda: DemonstrationBandit(TABLE, batch_size=3, **words)),
+    "serial": lambda **words: SerialEnv(
+        2, lambda: DemonstrationBandit(TABLE, batch_size=3, **words)
+    ),
     "wrapped": lambda **words: wrapped(gymnasium.make(ID, table=TABLE, **words)),
     "by id": lambda **words: GymEnv(ID, table=TABLE, categorical_action_encoding=True, **words),
-    "vector": lambda **words: wrapped(gymnasium.make_vec(ID, 3, "sync", vector_kwargs=SAME_STEP, table=TABLE, **words)),
+    "vector": lambda **words: wrapped(
+        gymnasium.make_vec(ID, 3, "sync", vector_kwargs=SAME_STEP, table=TABLE, **words)
+    ),
 }
 
 
@@ -43,7 +48,9 @@ def test_the_policy_runs_on_every_form_recorded_and_scored(form: str, live: bool
     env = FORMS[form](scorer=SCORER if live else None)
     shots = env.action_spec.shape[-1]
     counts = {"frames_per_batch": 12, "total_frames": 24}
-    collector = Collector(env, make_selector_actor(SELECTOR, shots), **counts, auto_register_policy_transforms=False)
+    collector = Collector(
+        env, make_selector_actor(SELECTOR, shots), **counts, auto_register_policy_transforms=False
+    )
     for data in collector:
         assert data["next", "reward"].isfinite().all()
         assert data["action_log_prob"].isfinite().all()
@@ -65,7 +72,9 @@ def test_the_end_of_a_shorter_pool_passes_through_the_wrapper() -> None:
 @pytest.mark.parametrize("group_size", [None, 1, 4])
 def test_what_is_observed_and_what_is_looked_up_are_the_same(group_size: int | None) -> None:
     env = DemonstrationBandit(TABLE, batch_size=6, group_size=group_size, scorer=SCORER)
-    stored = SelectorActor(SELECTOR, StoredEmbeddings(TABLE.queries, TABLE.candidates), TABLE.pool, 2, group_size)
+    stored = SelectorActor(
+        SELECTOR, StoredEmbeddings(TABLE.queries, TABLE.candidates), TABLE.pool, 2, group_size
+    )
     observing, context = make_selector_actor(SELECTOR, 2, group_size), env.reset()
     actions = []
     for actor in (stored, observing):
@@ -73,7 +82,9 @@ def test_what_is_observed_and_what_is_looked_up_are_the_same(group_size: int | N
         drawn = actor(context.select(*actor.in_keys))
         assert drawn["action"].shape == env.action_spec.shape
         assert drawn["action_log_prob"].shape == env.action_spec.shape[:-1]
-        torch.testing.assert_close(actor.get_dist(context).log_prob(drawn["action"]), drawn["action_log_prob"])
+        torch.testing.assert_close(
+            actor.get_dist(context).log_prob(drawn["action"]), drawn["action_log_prob"]
+        )
         actions.append(drawn["action"])
     assert torch.equal(*actions)
 

@@ -1,4 +1,5 @@
-"""Judging: choices go to the scorer as rows of the query's own pool, records are looked up, unknown stays unknown."""
+"""Judging: choices go to the scorer as rows of the query's own pool, records are looked up, unknown
+stays unknown."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ KNOWN = [q for q in range(QUERIES - 1) if q != 3]  # those with records of two d
 
 
 class Sums:
-    """A scorer that anyone can follow: right where the rows of the demonstrations and of the query sum to a multiple
-    of three; the vote is right where the number of voters is even."""
+    """A scorer that anyone can follow: right where the rows of the demonstrations and of the query
+    sum to a multiple of three; the vote is right where the number of voters is even."""
 
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
         return {"vqa_correct": ((queries + demonstrations.clamp_min(0).sum(1)) % 3 == 0).double()}
@@ -49,11 +50,14 @@ class Sums:
 
 
 def table(fields: dict[str, Tensor] | None = None) -> BeamTable:
-    """Pools of different length; sequences of one and two demonstrations; the last query has no beam."""
+    """Pools of different length; sequences of one and two demonstrations; the last query has no
+    beam."""
     generator = torch.Generator().manual_seed(0)
     pool = torch.stack([torch.randperm(BANK, generator=generator)[:PLACES] for _ in range(QUERIES)])
     pool[3, 1:] = -1
-    draws = torch.stack([torch.randperm(PLACES, generator=generator)[:2] for _ in range(QUERIES * BEAMS)])
+    draws = torch.stack(
+        [torch.randperm(PLACES, generator=generator)[:2] for _ in range(QUERIES * BEAMS)]
+    )
     sequences = draws.view(QUERIES, BEAMS, 2)
     sequences[:, 3:, 1] = -1
     sequences[3] = -1
@@ -62,7 +66,10 @@ def table(fields: dict[str, Tensor] | None = None) -> BeamTable:
     exists = sequences[..., 0] >= 0
     if fields is None:
         names = ("beam_score", "vqa_correct")
-        fields = {name: torch.rand(QUERIES, BEAMS, generator=generator).round(decimals=1) for name in names}
+        fields = {
+            name: torch.rand(QUERIES, BEAMS, generator=generator).round(decimals=1)
+            for name in names
+        }
         fields["vqa_correct"] = fields["vqa_correct"].round()
     return BeamTable(
         name="small",
@@ -81,10 +88,12 @@ def table(fields: dict[str, Tensor] | None = None) -> BeamTable:
 def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
     torch.manual_seed(0)
     config = SelectorConfig(width=8, heads=2)
-    return Selector.fitted(config, data.queries, data.candidates), StoredEmbeddings(data.queries, data.candidates)
+    return Selector.fitted(config, data.queries, data.candidates), StoredEmbeddings(
+        data.queries, data.candidates
+    )
 
 
-# -- with a scorer -----------------------------------------------------------------------------------------------------
+# -- with a scorer ---------------------------------------------------------------------------------
 
 
 def correct(results: dict[str, Decided]) -> dict[str, Tensor]:
@@ -107,7 +116,11 @@ def test_each_query_is_judged_on_its_own_pool() -> None:
     places = torch.tensor([[4, 1], [0, -1], [2, 0]])
     demonstrations = bank_rows(data.pool[rows], places)
     pool = data.pool.tolist()
-    assert demonstrations.tolist() == [[pool[5][4], pool[5][1]], [pool[3][0], -1], [pool[0][2], pool[0][0]]]
+    assert demonstrations.tolist() == [
+        [pool[5][4], pool[5][1]],
+        [pool[3][0], -1],
+        [pool[0][2], pool[0][0]],
+    ]
     right = judge(data, Sums(), places, rows)
     assert right.dtype == torch.float32
     assert right.tolist() == ((rows + demonstrations.clamp_min(0).sum(1)) % 3 == 0).tolist()
@@ -126,14 +139,29 @@ def test_a_selector_is_judged_by_what_it_chose() -> None:
 def test_simple_ways_are_judged_beside_it() -> None:
     data, rows = table(), torch.tensor([8, 0, 5])
     results = correct(decide_simple(data, Sums(), 2, seeds=(0, 1, 2), rows=rows))
-    names = ("image_similarity", "question_similarity", "similarity", "vote", "best_recorded", "oracle")
-    assert {name: len(values) for name, values in results.items()} == {"random": 3} | dict.fromkeys(names, 1)
-    assert all(values.shape[1] == 3 and values.dtype == torch.float32 for values in results.values())
+    names = (
+        "image_similarity",
+        "question_similarity",
+        "similarity",
+        "vote",
+        "best_recorded",
+        "oracle",
+    )
+    assert {name: len(values) for name, values in results.items()} == {"random": 3} | dict.fromkeys(
+        names, 1
+    )
+    assert all(
+        values.shape[1] == 3 and values.dtype == torch.float32 for values in results.values()
+    )
     assert results["vote"].tolist() == [[0.0, 0.0, 0.0]]  # five voters
     everyone = correct(decide_simple(data, Sums(), 2))
     for name in ("image_similarity", "similarity", "oracle"):
         assert torch.equal(everyone[name][:, rows].nan_to_num(-1), results[name].nan_to_num(-1))
-    nearest = torch.cosine_similarity(data.queries[8, :2], data.candidates[data.pool[8], :2], dim=-1).topk(2).indices
+    nearest = (
+        torch.cosine_similarity(data.queries[8, :2], data.candidates[data.pool[8], :2], dim=-1)
+        .topk(2)
+        .indices
+    )
     assert results["image_similarity"][0, 0] == float((8 + data.pool[8][nearest].sum()) % 3 == 0)
 
 
@@ -152,11 +180,17 @@ def test_what_was_shown_is_said_with_what_came_of_it() -> None:
     oracle = results["oracle"]
     assert oracle.demonstrations[0, 1].tolist() == [-1, -1]  # no sequence of two
     beams = [[int(data.pool[8, place]) for place in beam] for beam in data.sequences[8, :3]]
-    assert data.fields["vqa_correct"][8, beams.index(oracle.demonstrations[0, 0].tolist())] == oracle.correct[0, 0]
+    assert (
+        data.fields["vqa_correct"][8, beams.index(oracle.demonstrations[0, 0].tolist())]
+        == oracle.correct[0, 0]
+    )
 
     policy, stored = selector(data)
     selected = decide_selectors([policy], [stored], data, Sums(), 2, rows)
-    assert torch.equal(selected.demonstrations[0], bank_rows(data.pool[rows], choose(policy, stored, data, rows, 2)))
+    assert torch.equal(
+        selected.demonstrations[0],
+        bank_rows(data.pool[rows], choose(policy, stored, data, rows, 2)),
+    )
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
@@ -170,7 +204,7 @@ def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
     assert policy.training
 
 
-# -- on what was recorded ----------------------------------------------------------------------------------------------
+# -- on what was recorded --------------------------------------------------------------------------
 
 
 def recorded(data: BeamTable, shots: int, preference: Tensor) -> Tensor:
@@ -198,7 +232,9 @@ def test_the_oracle_is_right_wherever_any_record_is() -> None:
     some = data.fields["vqa_correct"][:, :3].nan_to_num(0).amax(1)
     assert torch.equal(results["oracle"][0, KNOWN], some[KNOWN])
     best = data.fields["beam_score"][:, :3].argmax(1)
-    assert torch.equal(results["best_recorded"][0, KNOWN], data.fields["vqa_correct"][KNOWN, best[KNOWN]])
+    assert torch.equal(
+        results["best_recorded"][0, KNOWN], data.fields["vqa_correct"][KNOWN, best[KNOWN]]
+    )
 
 
 def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
@@ -244,7 +280,7 @@ def test_simple_ways_without_a_scorer() -> None:
         assert (values[:, known] <= results["oracle"][:, known]).all()
 
 
-# -- simple ways to choose, by hand ------------------------------------------------------------------------------------
+# -- simple ways to choose, by hand ----------------------------------------------------------------
 
 
 BLOCKS = {"image": (0, 2), "question": (2, 4), "annotator": (4, 5)}
@@ -256,18 +292,40 @@ def image(degrees: float) -> list[float]:
 
 
 # how far the image is turned from that of the query, what the demonstration answers, its annotator
-ITEMS = [(10, "a", 1), (20, "b", 0), (0, "a", 0), (80, "b", 1), (30, "a", 1), (40, "b", 0), (60, "a", 0)]
-CANDIDATES = torch.tensor([[*image(turn), answers == "a", answers == "b", who] for turn, answers, who in ITEMS])
-# the first asks both, the second a, the third b of a short pool, the fourth has nothing to choose from
+ITEMS = [
+    (10, "a", 1),
+    (20, "b", 0),
+    (0, "a", 0),
+    (80, "b", 1),
+    (30, "a", 1),
+    (40, "b", 0),
+    (60, "a", 0),
+]
+CANDIDATES = torch.tensor(
+    [[*image(turn), answers == "a", answers == "b", who] for turn, answers, who in ITEMS]
+)
+# the first asks both, the second a, the third b of a short pool, the fourth has nothing to choose
+# from
 BY_HAND = torch.tensor([[*image(0), a, b, 0] for a, b in ((1, 1), (1, 0), (0, 1), (1, 1))])
-POOL = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], [3, 0, -1, -1, -1, -1, -1], [-1] * 7])
+POOL = torch.tensor(
+    [[0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], [3, 0, -1, -1, -1, -1, -1], [-1] * 7]
+)
 
 
-def by_hand(queries: Tensor = BY_HAND, pool: Tensor = POOL, blocks: dict[str, tuple[int, int]] = BLOCKS) -> BeamTable:
+def by_hand(
+    queries: Tensor = BY_HAND, pool: Tensor = POOL, blocks: dict[str, tuple[int, int]] = BLOCKS
+) -> BeamTable:
     none = torch.full((len(queries), 0), -1)
-    recorded = {"sequences": none.unsqueeze(2).expand(-1, -1, 2), "fields": {}, "found_by": none, "round": none}
+    recorded = {
+        "sequences": none.unsqueeze(2).expand(-1, -1, 2),
+        "fields": {},
+        "found_by": none,
+        "round": none,
+    }
     ids = tuple(map(str, range(len(queries))))
-    return BeamTable("by hand", ids, pool, **recorded, queries=queries, candidates=CANDIDATES, blocks=blocks)
+    return BeamTable(
+        "by hand", ids, pool, **recorded, queries=queries, candidates=CANDIDATES, blocks=blocks
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +333,8 @@ def by_hand(queries: Tensor = BY_HAND, pool: Tensor = POOL, blocks: dict[str, tu
     [
         ("image_similarity", 3, [[2, 0, 1], [2, 0, 1], [0, 3, -1], [-1] * 3]),
         ("question_similarity", 2, [[0, 1], [6, 4], [3, 0], [-1] * 2]),  # of equals the first
-        # the mean of both cosines; b of the third query: cos 80° + 1 = 1.17 against cos 10° + 0 = .98
+        # the mean of both cosines; b of the third query: cos 80° + 1 = 1.17 against cos 10° + 0 =
+        # .98
         ("similarity", 2, [[2, 0], [2, 0], [3, 0], [-1] * 2]),
         # the parts in turn; a is answered four times, then what has the most similar image
         ("part_similarity", 4, [[2, 1, 0, 5], [2, 0, 4, 6], [3, 0, -1, -1], [-1] * 4]),
@@ -333,7 +392,8 @@ def test_every_way_takes_each_candidate_once_and_no_padding(shots: int, seed: in
 
 def test_random_follows_its_seed_and_is_uniform() -> None:
     many = dataclasses.replace(
-        by_hand(BY_HAND[:1].expand(3500, -1), POOL[:1].expand(3500, -1)), query_ids=tuple(map(str, range(3500)))
+        by_hand(BY_HAND[:1].expand(3500, -1), POOL[:1].expand(3500, -1)),
+        query_ids=tuple(map(str, range(3500))),
     )
     places = random_places(many, 2, seed=1)
     assert torch.equal(places, random_places(many, 2, seed=1))

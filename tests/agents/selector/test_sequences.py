@@ -17,7 +17,12 @@ from knobwise.agents.selector.settings import SelectorConfig
 NETWORK = {"additive": {"update": "additive"}, "convex": {"update": "convex"}}
 NETWORK |= {version: {"version": version} for version in ("v0", "v1", "v3")}
 every_network = pytest.mark.parametrize("kind", NETWORK)
-SIZES = (4, 2, 1, 0)  # candidates of the four queries, in pools of four places; those of query 1 do not stand first
+SIZES = (
+    4,
+    2,
+    1,
+    0,
+)  # candidates of the four queries, in pools of four places; those of query 1 do not stand first
 
 
 def network(kind: str = "additive") -> PointerNetwork:
@@ -34,7 +39,9 @@ def features() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(4, 5, generator=generator), pool, mask
 
 
-def distribution(shots: int = 3, kind: str = "additive", **settings: int | None) -> SequenceDistribution:
+def distribution(
+    shots: int = 3, kind: str = "additive", **settings: int | None
+) -> SequenceDistribution:
     net = network(kind)
     return SequenceDistribution(net, net.encode(*features()), shots, **settings)
 
@@ -46,16 +53,22 @@ def everything(mask: Tensor, shots: int) -> list[tuple[int, ...]]:
     return [(*s, *[-1] * (shots - length)) for s in itertools.permutations(places, length)]
 
 
-def log_probs_of(dist: SequenceDistribution, sequences: list[tuple[int, ...]], query: int) -> Tensor:
-    """Of a query's sequences, [n]: as draws of shape [n], in which other queries' log-probs are not read."""
+def log_probs_of(
+    dist: SequenceDistribution, sequences: list[tuple[int, ...]], query: int
+) -> Tensor:
+    """Of a query's sequences, [n]: as draws of shape [n], in which other queries' log-probs are not
+    read."""
     return dist.log_prob(torch.tensor(sequences).unsqueeze(1).expand(-1, 4, -1))[:, query]
 
 
 @torch.no_grad()
 def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int]) -> float:
-    """The log-prob of one sequence of one query: everything encoded for it alone, one candidate after the other."""
+    """The log-prob of one sequence of one query: everything encoded for it alone, one candidate
+    after the other."""
     all_queries, pool, mask = features()
-    encoded = net.encode(all_queries[query : query + 1], pool[query : query + 1], mask[query : query + 1])
+    encoded = net.encode(
+        all_queries[query : query + 1], pool[query : query + 1], mask[query : query + 1]
+    )
     state, total, left = net.start(encoded, 1), 0.0, mask[query].nonzero().flatten().tolist()
     for place in sequence:
         if place < 0:
@@ -68,7 +81,7 @@ def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int]) -> fl
     return total
 
 
-# -- probabilities -----------------------------------------------------------------------------------------------------
+# -- probabilities ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shots", [1, 2, 3])
@@ -143,7 +156,9 @@ def test_shapes(sample: tuple[int, ...], group_size: int | None) -> None:
 
 @every_network
 @pytest.mark.parametrize("group_size", [None, 4])
-def test_draws_carry_the_log_probs_that_log_prob_gives_them_and_never_repeat(kind: str, group_size: int | None) -> None:
+def test_draws_carry_the_log_probs_that_log_prob_gives_them_and_never_repeat(
+    kind: str, group_size: int | None
+) -> None:
     torch.manual_seed(0)
     dist = distribution(kind=kind, group_size=group_size)
     drawn, log_prob = dist.sample_with_log_prob((20,))
@@ -156,7 +171,7 @@ def test_draws_carry_the_log_probs_that_log_prob_gives_them_and_never_repeat(kin
     assert (greedy >= 0).sum(-1).tolist() == [3, 2, 1, 0]
 
 
-# -- draws -------------------------------------------------------------------------------------------------------------
+# -- draws -----------------------------------------------------------------------------------------
 
 
 def test_draws_have_the_frequencies_of_their_probabilities() -> None:
@@ -178,7 +193,7 @@ def test_draws_end_where_nothing_is_left_and_never_repeat() -> None:
         assert (drawn[query, :, :size].sort(-1).values == wanted).all()
 
 
-# -- the greedy sequence -----------------------------------------------------------------------------------------------
+# -- the greedy sequence ---------------------------------------------------------------------------
 
 
 def test_greedy_takes_the_best_place_at_every_step() -> None:
@@ -192,13 +207,17 @@ def test_greedy_takes_the_best_place_at_every_step() -> None:
         assert tuple(dist.mode[query].tolist()) == wanted
 
 
-# -- entropy -----------------------------------------------------------------------------------------------------------
+# -- entropy ---------------------------------------------------------------------------------------
 
 
 def test_entropy_is_unbiased() -> None:
     net = network()
     query, pool, mask = (x[:2].repeat_interleave(4000, 0) for x in features())
-    estimates = SequenceDistribution(net, net.encode(query, pool, mask), 3).entropy().unflatten(0, (2, 4000))
+    estimates = (
+        SequenceDistribution(net, net.encode(query, pool, mask), 3)
+        .entropy()
+        .unflatten(0, (2, 4000))
+    )
     exact = distribution()
     for row in range(2):
         log_probs = log_probs_of(exact, everything(features()[2][row], 3), row)
@@ -221,7 +240,7 @@ def test_entropy_of_one_shot_is_exact_of_no_choice_zero_and_changes_no_draws() -
     assert torch.equal(dist.sample(), wanted)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing() -> None:

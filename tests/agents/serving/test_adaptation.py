@@ -42,13 +42,15 @@ def certain(mean: torch.Tensor) -> Offsets:
     return Offsets(mean.double(), torch.zeros(len(mean), dtype=torch.float64), 0.0)
 
 
-# -- what timed cells tell ---------------------------------------------------------------------------------------------
+# -- what timed cells tell -------------------------------------------------------------------------
 
 
 def test_the_posterior_by_hand() -> None:
     """One configuration of two timed twice; the other shares only what all share."""
     scales = Scales(knob=0.5, configuration=0.2, noise=0.1)
-    offsets = posterior(torch.tensor([[0], [1]]), torch.tensor([0, 0]), torch.tensor([0.5, 0.7]), scales)
+    offsets = posterior(
+        torch.tensor([[0], [1]]), torch.tensor([0, 0]), torch.tensor([0.5, 0.7]), scales
+    )
     variance, shared = FREE**2 + 0.5**2 + 0.2**2, FREE**2
     shrunk = 0.6 / (variance + 0.1**2 / 2)
     assert offsets.mean.tolist() == pytest.approx([variance * shrunk, shared * shrunk], rel=1e-6)
@@ -57,7 +59,8 @@ def test_the_posterior_by_hand() -> None:
 
 
 def test_offsets_that_are_additive_over_knobs_are_known_for_combinations_never_timed() -> None:
-    """ln 2 for all, and ln 3 more for the second value of the second knob; the fourth combination was not timed."""
+    """ln 2 for all, and ln 3 more for the second value of the second knob; the fourth combination
+    was not timed."""
     truth = math.log(2) + math.log(3) * (GRID[:, 1] == 1)
     chosen = torch.tensor([0, 1, 2]).repeat(4)
     offsets = fit_offsets(GRID, chosen, truth[chosen])
@@ -66,23 +69,31 @@ def test_offsets_that_are_additive_over_knobs_are_known_for_combinations_never_t
 
 
 def test_the_evidence_is_that_of_a_normal_density() -> None:
-    """Up to a constant that is the same for all scales: the number of each configuration's cells."""
+    """Up to a constant that is the same for all scales: the number of each configuration's
+    cells."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(4, (9,), generator=generator)
     differences = torch.randn(9, generator=generator, dtype=torch.float64)
     constants = []
     for scales in TRIED:
-        covariance = prior_covariance(GRID, scales)[chosen][:, chosen] + scales.noise**2 * torch.eye(
-            9, dtype=torch.float64
+        covariance = prior_covariance(GRID, scales)[chosen][
+            :, chosen
+        ] + scales.noise**2 * torch.eye(9, dtype=torch.float64)
+        density = torch.distributions.MultivariateNormal(
+            torch.zeros(9, dtype=torch.float64), covariance
         )
-        density = torch.distributions.MultivariateNormal(torch.zeros(9, dtype=torch.float64), covariance)
-        constants.append(float(density.log_prob(differences)) - posterior(GRID, chosen, differences, scales).evidence)
+        constants.append(
+            float(density.log_prob(differences))
+            - posterior(GRID, chosen, differences, scales).evidence
+        )
     assert constants == pytest.approx([constants[0]] * len(TRIED), abs=1e-6)
 
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), factor=st.floats(-2, 2))
-def test_few_cells_recover_the_offsets_of_a_machine_and_a_stall_does_no_harm(seed: int, factor: float) -> None:
+def test_few_cells_recover_the_offsets_of_a_machine_and_a_stall_does_no_harm(
+    seed: int, factor: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     grid = torch.cartesian_prod(*[torch.arange(4)] * 3)
     truth = factor + sum(0.25 * torch.randn(4, generator=generator)[values] for values in grid.T)
@@ -97,11 +108,13 @@ def test_few_cells_recover_the_offsets_of_a_machine_and_a_stall_does_no_harm(see
 def test_cells_that_scatter_make_the_controller_less_sure() -> None:
     chosen = torch.arange(4).repeat(200)
     scatter = 0.2 * torch.randn(800, generator=torch.Generator().manual_seed(0))
-    assert fit_offsets(GRID, chosen, scatter).variance.tolist() == pytest.approx([0.04] * 4, rel=0.2)
+    assert fit_offsets(GRID, chosen, scatter).variance.tolist() == pytest.approx(
+        [0.04] * 4, rel=0.2
+    )
     assert fit_offsets(GRID, chosen, 0 * scatter).variance.max() < 0.001
 
 
-# -- cells of two profiles ---------------------------------------------------------------------------------------------
+# -- cells of two profiles -------------------------------------------------------------------------
 
 
 def test_cells_of_both_profiles_are_matched_by_name() -> None:
@@ -110,7 +123,10 @@ def test_cells_of_both_profiles_are_matched_by_name() -> None:
     new = replace(
         old,
         configurations=old.configurations[columns],
-        **{name: getattr(old, name)[rows][:, columns].clone() for name in ("accuracy", "mask", "latency_ms")},
+        **{
+            name: getattr(old, name)[rows][:, columns].clone()
+            for name in ("accuracy", "mask", "latency_ms")
+        },
         sample_ids=("7", "3", "of no profile"),
         features={},
     )
@@ -127,7 +143,9 @@ def test_profiles_without_enough_in_common_are_refused() -> None:
         log_ratios(old, few)
     with pytest.raises(InputError, match="0 of its cells"):
         log_ratios(old, replace(old, sample_ids=tuple("abcdef")))
-    with pytest.raises(InputError, match="1 of its configurations are not in 'by hand', such as size=2"):
+    with pytest.raises(
+        InputError, match="1 of its configurations are not in 'by hand', such as size=2"
+    ):
         log_ratios(old, table_of([[1.0] * 3] * 6, [[1.0, 2.0, 3.0]] * 6))
     twice = replace(old, sample_ids=("0", "1", "2") * 2, datasets=("a",) * 3 + ("b",) * 3)
     with pytest.raises(InputError, match="add a column `dataset`, since ids of"):
@@ -135,7 +153,7 @@ def test_profiles_without_enough_in_common_are_refused() -> None:
     assert len(log_ratios(twice, replace(twice, datasets=("a",) * 3 + ("c",) * 3))[0]) == 6
 
 
-# -- the controller ----------------------------------------------------------------------------------------------------
+# -- the controller --------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""What a policy says about one decision: the flips really flip, a drift is allowed for, the guard is quoted."""
+"""What a policy says about one decision: the flips really flip, a drift is allowed for, the guard
+is quoted."""
 
 from __future__ import annotations
 
@@ -62,10 +63,19 @@ def blocks_of(row: int) -> dict[str, torch.Tensor]:
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.sampled_from(["heads", "teacher", "guard"]), st.integers(0, 39), st.floats(4, 40), st.floats(1.5, 20))
-def test_the_choice_flips_at_each_budget_that_is_listed(kind: str, row: int, low: float, factor: float) -> None:
+@given(
+    st.sampled_from(["heads", "teacher", "guard"]),
+    st.integers(0, 39),
+    st.floats(4, 40),
+    st.floats(1.5, 20),
+)
+def test_the_choice_flips_at_each_budget_that_is_listed(
+    kind: str, row: int, low: float, factor: float
+) -> None:
     policy, high = policy_of(kind), low * factor
-    explanation = policy.decide(blocks_of(row), (low * high) ** 0.5, explain=True, between_ms=(low, high))
+    explanation = policy.decide(
+        blocks_of(row), (low * high) ** 0.5, explain=True, between_ms=(low, high)
+    )
     first, *flips = explanation.by_budget
     assert first[0] == pytest.approx(low)
     assert [budget for budget, _ in flips] == sorted(budget for budget, _ in flips)
@@ -74,11 +84,15 @@ def test_the_choice_flips_at_each_budget_that_is_listed(kind: str, row: int, low
         assert low < budget <= high * 1.001
         assert policy.decide(blocks_of(row), budget * (1 + 1e-6)) == configuration != before
         # unless something else is chosen in an interval that is narrower than that
-        assert policy.decide(blocks_of(row), budget * (1 - 1.01 * EXACT)) in [c for _, c in explanation.by_budget]
+        assert policy.decide(blocks_of(row), budget * (1 - 1.01 * EXACT)) in [
+            c for _, c in explanation.by_budget
+        ]
         before = configuration
     # between flips nothing changes, unless it changes back before the next budget that is looked at
     starts = np.array([budget for budget, _ in explanation.by_budget])
-    tried = [b for b in np.geomspace(low, high, 50)[1:] if np.abs(np.log(b / starts)).min() > 2 * EXACT]
+    tried = [
+        b for b in np.geomspace(low, high, 50)[1:] if np.abs(np.log(b / starts)).min() > 2 * EXACT
+    ]
     held = [explanation.by_budget[np.searchsorted(starts, b) - 1][1] for b in tried]
     decided = policy.decide(blocks_of(row), np.array(tried, np.float32)) if tried else []
     assert sum(a != b for a, b in zip(decided, held, strict=True)) <= 1
@@ -182,7 +196,9 @@ def test_what_is_expected_is_what_the_policy_and_its_teacher_say() -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.sampled_from(["teacher", "guard"]), st.floats(-0.5, 0.5), st.floats(6, 30), st.floats(0.5, 2))
+@given(
+    st.sampled_from(["teacher", "guard"]), st.floats(-0.5, 0.5), st.floats(6, 30), st.floats(0.5, 2)
+)
 def test_a_drift_slows_what_is_expected_and_is_decided_as_it_is_served(
     kind: str, level: float, budget: float, scale: float
 ) -> None:
@@ -195,7 +211,9 @@ def test_a_drift_slows_what_is_expected_and_is_decided_as_it_is_served(
     place = {str(configuration): c for c, configuration in enumerate(policy.configurations)}
     for row in explanation.expected:
         if scale == 1:
-            assert row["slower"] == pytest.approx(np.exp(offset[place[str(row["configuration"])]]), rel=1e-5)
+            assert row["slower"] == pytest.approx(
+                np.exp(offset[place[str(row["configuration"])]]), rel=1e-5
+            )
     guard = policy.agent.decider.guard
     if guard is None or guard.single(budget * float(np.exp(-offset.mean())))[1]:
         assert explanation.decision == explanation.expected[0]["configuration"]
@@ -210,7 +228,9 @@ def test_a_drift_by_a_factor_is_a_budget_divided_by_it() -> None:
     assert (moved.decision, moved.guard) == (plain.decision, plain.guard)
     for row, same in zip(moved.expected, plain.expected, strict=True):
         assert row["configuration"] == same["configuration"]
-        assert (row["on_time"], row["utility"]) == pytest.approx((same["on_time"], same["utility"]), abs=1e-6)
+        assert (row["on_time"], row["utility"]) == pytest.approx(
+            (same["on_time"], same["utility"]), abs=1e-6
+        )
         assert row["latency_ms"] == pytest.approx(np.exp(0.2) * same["latency_ms"], rel=1e-5)
         assert row["slower"] == pytest.approx(np.exp(0.2), rel=1e-5)
 

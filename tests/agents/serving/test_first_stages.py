@@ -26,7 +26,9 @@ class Counting(ByFeatures):
 
     decisions = 0
 
-    def decide_expected(self, features: Mapping[str, Any], limit: float, drift: Any) -> tuple[int, float, float]:
+    def decide_expected(
+        self, features: Mapping[str, Any], limit: float, drift: Any
+    ) -> tuple[int, float, float]:
         self.decisions += 1
         return super().decide_expected(features, limit, drift)
 
@@ -36,10 +38,12 @@ def counts(recent: Recent) -> tuple[float, float]:
     return summary["hits"], summary["misses"]
 
 
-# -- the cache ---------------------------------------------------------------------------------------------------------
+# -- the cache -------------------------------------------------------------------------------------
 
 
-def test_equal_requests_share_features_and_decisions_and_get_the_same_answers(vlm: ElasticAdaptive) -> None:
+def test_equal_requests_share_features_and_decisions_and_get_the_same_answers(
+    vlm: ElasticAdaptive,
+) -> None:
     controller = Counting()
     model = AdaptiveModel(vlm, controller, tracker=False, cache=3)
     plain = AdaptiveModel(vlm, ByFeatures(), tracker=False)
@@ -97,7 +101,9 @@ def test_kept_features_cost_less_than_those_that_are_computed() -> None:
     assert again.overhead_ms < 20
     assert first.limit_ms < 70 < again.limit_ms
     together = model.generate(requests_of("a", "b"), 90.0)
-    assert together[0].overhead_ms + 15 < together[1].overhead_ms  # the kept features serve batches too
+    assert (
+        together[0].overhead_ms + 15 < together[1].overhead_ms
+    )  # the kept features serve batches too
 
 
 def test_content_tells_requests_apart() -> None:
@@ -121,7 +127,7 @@ def test_content_tells_requests_apart() -> None:
         AdaptiveModel(Noting(), ByLimit(), cache=-1)
 
 
-# -- in the background -------------------------------------------------------------------------------------------------
+# -- in the background -----------------------------------------------------------------------------
 
 
 def test_answers_from_prepared_stages_are_those_without(vlm: ElasticAdaptive) -> None:
@@ -133,7 +139,10 @@ def test_answers_from_prepared_stages_are_those_without(vlm: ElasticAdaptive) ->
                 if number + 1 < len(REQUESTS):
                     model.prefetch(REQUESTS[number + 1])  # its first stage runs beside this answer
                 result = model.answer(request, 9e3)
-                assert (result.choice, result.answer.text) == (wanted[number].choice, wanted[number].answer.text)
+                assert (result.choice, result.answer.text) == (
+                    wanted[number].choice,
+                    wanted[number].answer.text,
+                )
         assert not any(thread.is_alive() for thread in model._worker._threads)
 
 

@@ -1,4 +1,5 @@
-"""What a policy itself costs: the decisions of what is deployed, and the features that they read."""
+"""What a policy itself costs: the decisions of what is deployed, and the features that they
+read."""
 
 import dataclasses
 
@@ -48,7 +49,9 @@ def test_controllers_are_timed_in_turn_and_the_quickest_round_counts(
 
     def timed(controller: object, *about: object) -> torch.Tensor:
         order.append(controller)
-        return torch.full((2, 5), slow[(len(order) - 1) // 2] * (1 if controller == "a" else 3)).double()
+        return torch.full(
+            (2, 5), slow[(len(order) - 1) // 2] * (1 if controller == "a" else 3)
+        ).double()
 
     monkeypatch.setattr(own_cost, "_round", timed)
     both: list[object] = ["a", "b"]

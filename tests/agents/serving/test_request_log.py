@@ -27,7 +27,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of 40 requests, a third of them explored, all labelled."""
     folder = tmp_path_factory.mktemp("log")
     agent, table = small_stack()
-    serve_requests(logging_model(folder, agent, table, explore=0.3, explore_loss=0.2, seed=0), table, 40)
+    serve_requests(
+        logging_model(folder, agent, table, explore=0.3, explore_loss=0.2, seed=0), table, 40
+    )
     return folder
 
 
@@ -50,7 +52,10 @@ def test_a_row_holds_what_the_decision_saw_and_what_came_of_it(tmp_path: Path) -
     assert (logged.offset[0] == 0).all()
     assert results[5].drift is not None
     assert logged.offset[5].tolist() == results[5].drift[0].tolist()
-    rows = [table.features["image_features"].numpy() == block for block in logged.features["image_features"]]
+    rows = [
+        table.features["image_features"].numpy() == block
+        for block in logged.features["image_features"]
+    ]
     assert all(each.all(1).any() for each in rows)
 
 
@@ -115,7 +120,9 @@ def test_rows_that_cannot_be_used_are_set_aside(
     assert len(log.rows) == 39
 
 
-def test_rows_of_earlier_versions_with_a_column_for_a_price_are_read(written: Path, tmp_path: Path) -> None:
+def test_rows_of_earlier_versions_with_a_column_for_a_price_are_read(
+    written: Path, tmp_path: Path
+) -> None:
     agent, _ = small_stack()
     log = read_log(changed(written, tmp_path / "now"))
     earlier = read_log(changed(written, tmp_path / "then", price=None))
@@ -129,7 +136,13 @@ def test_labels_that_cannot_be_joined_are_set_aside(written: Path, tmp_path: Pat
     changed(written, tmp_path)
     first = json.loads((tmp_path / "requests-000000.jsonl").read_text().splitlines()[0])["id"]
     log = RequestLog(tmp_path)
-    for request_id, accuracy in (("nobody", 1.0), (first, 1.5), (first, float("nan")), (first, 0.0), (first, 0.25)):
+    for request_id, accuracy in (
+        ("nobody", 1.0),
+        (first, 1.5),
+        (first, float("nan")),
+        (first, 0.0),
+        (first, 0.25),
+    ):
         log.label(request_id, accuracy)
     read = read_log(tmp_path)
     assert dict(read.aside) == {"a label of an unknown request": 1, "a label outside [0, 1]": 2}
@@ -138,8 +151,13 @@ def test_labels_that_cannot_be_joined_are_set_aside(written: Path, tmp_path: Pat
         read_log(tmp_path / "nothing")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cut=st.integers(0, 20_000), noise=st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 255)), max_size=4))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    cut=st.integers(0, 20_000),
+    noise=st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 255)), max_size=4),
+)
 def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(
     written: Path, tmp_path: Path, cut: int, noise: list[tuple[int, int]]
 ) -> None:
@@ -150,7 +168,9 @@ def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(
             content[place] = byte
     (tmp_path / "requests-000000.jsonl").write_bytes(content)
     log = read_log(tmp_path, configurations_of(agent), None, agent.controller.normaliser.sizes)
-    assert len(log.rows) + sum(log.aside.values()) == content.count(b"\n") + (bool(content) and content[-1] != 10)
+    assert len(log.rows) + sum(log.aside.values()) == content.count(b"\n") + (
+        bool(content) and content[-1] != 10
+    )
     logged = logged_of(log.rows, 12, agent.controller.normaliser.sizes)
     assert ((logged.probability > 0) & (logged.probability <= 1)).all()
     assert np.isfinite(logged.offset).all()
@@ -192,7 +212,9 @@ def test_kill_9_while_logging_loses_no_answered_request(written: Path, tmp_path:
     assert len(again.rows) == len(log.rows) + 3
 
 
-def test_a_full_disk_loses_rows_and_no_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_rows_and_no_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent, table = small_stack()
     model = logging_model(tmp_path, agent, table)
     write = os.write
@@ -209,9 +231,12 @@ def test_a_full_disk_loses_rows_and_no_answers(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("together", [False, True])
 def test_the_logged_probability_is_that_of_the_draws(tmp_path: Path, together: bool) -> None:
-    """The same request, again and again: the shares of the configurations are the logged chances."""
+    """The same request, again and again: the shares of the configurations are the logged
+    chances."""
     agent, table = small_stack()
-    model = logging_model(tmp_path, agent, table, explore=0.4, explore_loss=0.3, seed=2, tracker=False)
+    model = logging_model(
+        tmp_path, agent, table, explore=0.4, explore_loss=0.3, seed=2, tracker=False
+    )
     request, budget = Request(3, ""), 60_000.0
     if together:
         model.generate([request] * 400, budget)
@@ -226,7 +251,9 @@ def test_the_logged_probability_is_that_of_the_draws(tmp_path: Path, together: b
     assert (logged.choice == chances.argmax()).mean() < 0.95
 
 
-def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_features(tmp_path: Path) -> None:
+def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_features(
+    tmp_path: Path,
+) -> None:
     agent, table = small_stack(falls_back=True)
     model = logging_model(tmp_path, agent, table, explore=0.3, explore_loss=0.2, seed=0)
     serve_requests(model, table, 150)
@@ -242,7 +269,9 @@ def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_featur
 
 def test_exploration_stays_within_its_loss_and_wrong_options_are_refused(tmp_path: Path) -> None:
     agent, table = small_stack()
-    model = logging_model(tmp_path, agent, table, explore=1.0, explore_loss=0.1, seed=0, tracker=False)
+    model = logging_model(
+        tmp_path, agent, table, explore=1.0, explore_loss=0.1, seed=0, tracker=False
+    )
     controller = model.controller
     counts = []
     for result in serve_requests(model, table, 60, label=False):
@@ -263,13 +292,20 @@ def test_exploration_stays_within_its_loss_and_wrong_options_are_refused(tmp_pat
             AdaptiveModel(ReplayedModel(table), agent, **options)
 
 
-def test_logging_and_exploration_are_not_touched_where_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_and_exploration_are_not_touched_where_they_are_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def touched(*_: Any, **__: Any) -> None:
         raise AssertionError("called")
 
     for where, name in ((Exploration, "draw"), (Exploration, "turn"), (RequestLog, "add")):
         monkeypatch.setattr(where, name, touched)
     agent, table = small_stack()
-    assert len(serve_requests(AdaptiveModel(ReplayedModel(table), agent), table, 20, label=False)) == 20
+    assert (
+        len(serve_requests(AdaptiveModel(ReplayedModel(table), agent), table, 20, label=False))
+        == 20
+    )
     with pytest.raises(AssertionError, match="called"):
-        serve_requests(AdaptiveModel(ReplayedModel(table), agent, explore=0.5), table, 1, label=False)
+        serve_requests(
+            AdaptiveModel(ReplayedModel(table), agent, explore=0.5), table, 1, label=False
+        )

@@ -36,12 +36,15 @@ REQUESTS = [request_of(scene) for scene in draw_samples(16, seed=4)]
 @pytest.fixture(scope="module")
 def vlm() -> ElasticAdaptive:
     torch.manual_seed(0)
-    size = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6)
+    size = ElasticSize(
+        width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6
+    )
     return ElasticAdaptive(ElasticVLM(size).eval(), "tiny")
 
 
 class ByFeatures:
-    """Any of eight configurations, by a sum of what it sees; notes the limits that it was given, and expects 3 ms."""
+    """Any of eight configurations, by a sum of what it sees; notes the limits that it was given,
+    and expects 3 ms."""
 
     knobs: tuple[Knob, ...] = KNOBS
     digest = "by features"
@@ -63,13 +66,23 @@ class ByFeatures:
         seen = np.concatenate(list(features.values()), 1).astype(np.float64).sum(1)
         return (np.floor(seen * 1e3).astype(np.int64) % 8).astype(np.int64)
 
-    def choose_expected(self, features: Mapping[str, Any], limits: Any, mask: Any, drift: Any) -> Any:
+    def choose_expected(
+        self, features: Mapping[str, Any], limits: Any, mask: Any, drift: Any
+    ) -> Any:
         limits = limits if drift is None else limits * math.exp(-drift[0].mean())
-        return self.choose(features, limits), np.full(len(limits), math.log(3)), np.full(len(limits), 0.05)
+        return (
+            self.choose(features, limits),
+            np.full(len(limits), math.log(3)),
+            np.full(len(limits), 0.05),
+        )
 
-    def decide_expected(self, features: Mapping[str, Any], limit: float, drift: Any) -> tuple[int, float, float]:
+    def decide_expected(
+        self, features: Mapping[str, Any], limit: float, drift: Any
+    ) -> tuple[int, float, float]:
         blocks = {name: block[None] for name, block in features.items()}
-        choice, mean, spread = self.choose_expected(blocks, np.array([limit], np.float32), None, drift)
+        choice, mean, spread = self.choose_expected(
+            blocks, np.array([limit], np.float32), None, drift
+        )
         return int(choice[0]), float(mean[0]), float(spread[0])
 
 
@@ -112,10 +125,15 @@ class Noting:
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         if not features:
             return FirstStage(request, {}, None, total_ms=1.0, extra_ms=0.0)
-        blocks = {"image_features": np.zeros(32, np.float32), "language_features": np.zeros(16, np.float32)}
+        blocks = {
+            "image_features": np.zeros(32, np.float32),
+            "language_features": np.zeros(16, np.float32),
+        }
         return FirstStage(request, blocks, None, total_ms=2.0, extra_ms=1.0)
 
-    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
+    def answer(
+        self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
+    ) -> list[Answer]:
         with self.set_knobs(configuration):
             questions = [stage.request.question for stage in stages]
             if "fail" in questions:
@@ -126,22 +144,30 @@ class Noting:
 
 
 class Later(Noting):
-    """A first stage of 500 ms by its own account, however busy the machine, and knobs that take 20 ms to set."""
+    """A first stage of 500 ms by its own account, however busy the machine, and knobs that take 20
+    ms to set."""
 
     def __init__(self, extra_ms: float = 1.0) -> None:
         super().__init__()
         self.extra_ms = extra_ms
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        return replace(super().first_stage(request, features), total_ms=499 + self.extra_ms, extra_ms=self.extra_ms)
+        return replace(
+            super().first_stage(request, features),
+            total_ms=499 + self.extra_ms,
+            extra_ms=self.extra_ms,
+        )
 
-    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
+    def answer(
+        self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
+    ) -> list[Answer]:
         time.sleep(0.02)
         return [replace(answer, total_ms=502.0) for answer in super().answer(stages, configuration)]
 
 
 class Looking(Noting):
-    """A first look of 1 ms beside 1 ms of pooling, which only configurations with one crop continue from."""
+    """A first look of 1 ms beside 1 ms of pooling, which only configurations with one crop continue
+    from."""
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         stage = super().first_stage(request, features)
@@ -244,7 +270,9 @@ def test_a_fall_back_needs_no_features_and_does_not_pay_for_them() -> None:
 
     noting, controller = Noting(), FallingBack()
     model = AdaptiveModel(noting, controller)
-    cheap, dear = (model.answer(Request("the same image", "the same question"), ms) for ms in (9.0, 90.0))
+    cheap, dear = (
+        model.answer(Request("the same image", "the same question"), ms) for ms in (9.0, 90.0)
+    )
     assert (cheap.choice, dear.choice) == (0, 7)
     assert 8.0 < cheap.limit_ms <= 9.0
     assert cheap.decision_us < 1e3
@@ -253,7 +281,11 @@ def test_a_fall_back_needs_no_features_and_does_not_pay_for_them() -> None:
     assert model.answer(requests_of("a")[0], 90.0).limit_ms == pytest.approx(89.0)
     assert model.answer(requests_of("a")[0], 9.0).limit_ms == pytest.approx(9.0)
     later = [model.answer(requests_of("a")[0], ms) for ms in (9.0, 90.0) for _ in range(3)]
-    assert min(result.overhead_ms for result in later[:3]) < 1.0 < min(result.overhead_ms for result in later[3:])
+    assert (
+        min(result.overhead_ms for result in later[:3])
+        < 1.0
+        < min(result.overhead_ms for result in later[3:])
+    )
 
 
 def test_waiting_counts_from_the_arrival_on() -> None:
@@ -263,33 +295,52 @@ def test_waiting_counts_from_the_arrival_on() -> None:
     assert waited.waited_ms > 58_900
     assert waited.limit_ms < 1_100
     assert fresh.limit_ms > 2_000
-    assert waited.total_ms == pytest.approx(waited.waited_ms + waited.overhead_ms + waited.answer.total_ms)
+    assert waited.total_ms == pytest.approx(
+        waited.waited_ms + waited.overhead_ms + waited.answer.total_ms
+    )
     assert model.generate(requests_of("c"), 10.0)[0].waited_ms == 0
 
 
-def table_like(accuracy: torch.Tensor, latency_ms: torch.Tensor, **blocks: torch.Tensor) -> ProfileTable:
+def table_like(
+    accuracy: torch.Tensor, latency_ms: torch.Tensor, **blocks: torch.Tensor
+) -> ProfileTable:
     """Of the eight configurations; without the cells whose latency is NaN."""
     ids = tuple(map(str, range(len(latency_ms))))
     return ProfileTable(
-        "noted", KNOBS, ByFeatures.configurations, accuracy, latency_ms, ~latency_ms.isnan(), ids, blocks
+        "noted",
+        KNOBS,
+        ByFeatures.configurations,
+        accuracy,
+        latency_ms,
+        ~latency_ms.isnan(),
+        ids,
+        blocks,
     )
 
 
 def test_calibration_finds_the_ratio_of_two_machines() -> None:
     noting = Noting()
     model, requests = AdaptiveModel(noting, ByLimit()), requests_of(*"abcdef")
-    latency_ms = torch.full((6, 8), 12.0)  # of a machine that is four times as slow as the one in `Noting`
+    latency_ms = torch.full(
+        (6, 8), 12.0
+    )  # of a machine that is four times as slow as the one in `Noting`
     latency_ms[0, 0] = torch.nan
     table = table_like(latency_ms * 0, latency_ms)
-    assert model.calibrate(table, dict(enumerate(requests)), cells=5, warm_up=2) == pytest.approx(0.25)
+    assert model.calibrate(table, dict(enumerate(requests)), cells=5, warm_up=2) == pytest.approx(
+        0.25
+    )
     assert model.tracker.factors()["level"] == pytest.approx(0.25)
     assert len(noting.groups) == 7
     assert all(len(questions) == 1 for _, questions in noting.groups)
     times = iter([100.0] * 5 + [3.0] * 5)
     slow_at_first = AdaptiveModel(noting, ByLimit())
     answer = noting.answer
-    noting.answer = lambda *arguments: [replace(a, total_ms=next(times)) for a in answer(*arguments)]  # type: ignore[method-assign]
-    assert slow_at_first.calibrate(table, dict(enumerate(requests)), cells=5, warm_up=5) == pytest.approx(0.25)
+    noting.answer = lambda *arguments: [
+        replace(a, total_ms=next(times)) for a in answer(*arguments)
+    ]  # type: ignore[method-assign]
+    assert slow_at_first.calibrate(
+        table, dict(enumerate(requests)), cells=5, warm_up=5
+    ) == pytest.approx(0.25)
     with pytest.raises(InputError, match="nothing to calibrate on"):
         model.calibrate(table, {})
     with pytest.raises(InputError, match="other configurations"):
@@ -297,49 +348,75 @@ def test_calibration_finds_the_ratio_of_two_machines() -> None:
 
 
 def test_threads_share_a_model_without_mixing_knobs(vlm: ElasticAdaptive) -> None:
-    serial = [result.answer.text for result in AdaptiveModel(vlm, ByFeatures()).generate(REQUESTS, 10.0)]
+    serial = [
+        result.answer.text for result in AdaptiveModel(vlm, ByFeatures()).generate(REQUESTS, 10.0)
+    ]
     model = AdaptiveModel(vlm, ByFeatures())
-    order = [i for worker in range(4) for i in np.random.default_rng(worker).permutation(len(REQUESTS)).tolist()]
+    order = [
+        i
+        for worker in range(4)
+        for i in np.random.default_rng(worker).permutation(len(REQUESTS)).tolist()
+    ]
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda i: model.generate([REQUESTS[i]], 10.0)[0].answer.text, order))
+        answers = list(
+            pool.map(lambda i: model.generate([REQUESTS[i]], 10.0)[0].answer.text, order)
+        )
     assert answers == [serial[i] for i in order]
     assert vlm.configuration == vlm.model.full
 
-    noting = AdaptiveModel(Noting(), ByLimit())  # which sees for itself that knobs are set by one thread at a time
+    noting = AdaptiveModel(
+        Noting(), ByLimit()
+    )  # which sees for itself that knobs are set by one thread at a time
     with ThreadPoolExecutor(8) as pool:
         groups = list(pool.map(lambda a: noting.generate(requests_of(a, a), 9.0), "abcdefgh"))
-    assert [result.answer.text for group in groups for result in group] == [f"to {a}" for a in "aabbccddeeffgghh"]
+    assert [result.answer.text for group in groups for result in group] == [
+        f"to {a}" for a in "aabbccddeeffgghh"
+    ]
 
 
-def test_a_model_that_fails_leaves_the_runtime_usable_whatever_kind_of_number_the_budget_is() -> None:
+def test_a_model_that_fails_leaves_the_runtime_usable_whatever_kind_of_number_the_budget_is() -> (
+    None
+):
     model = AdaptiveModel(Noting(), ByLimit())
     with pytest.raises(RuntimeError, match="out of memory"):
         model.generate(requests_of("fail"), 9.0)
     assert not model.model.running  # type: ignore[attr-defined]
     for budget in (9, 9.0, np.float32(9), np.array(9.0), torch.tensor(9.0)):
         results = model.generate(requests_of("a", "b"), budget)  # type: ignore[arg-type]
-        assert [(result.answer.text, result.budget_ms) for result in results] == [("to a", 9.0), ("to b", 9.0)]
+        assert [(result.answer.text, result.budget_ms) for result in results] == [
+            ("to a", 9.0),
+            ("to b", 9.0),
+        ]
 
 
 def test_the_median_of_the_latest_decisions_is_charged() -> None:
     model = AdaptiveModel(Noting(), Slow())
     results = [model.answer(request, 50.0) for request in requests_of(*"abcdefg")]
     assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results))
-    assert model.decision_us < results[0].decision_us  # which slept; the median is not the mean nor the most
+    assert (
+        model.decision_us < results[0].decision_us
+    )  # which slept; the median is not the mean nor the most
     results += [model.answer(request, 50.0) for request in requests_of(*["h"] * 121)]
-    assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results[64:]))
+    assert model.decision_us == pytest.approx(
+        statistics.median(r.decision_us for r in results[64:])
+    )
 
 
 def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stages_twice() -> None:
     now = time.perf_counter()
-    for result in AdaptiveModel(Later(), ByLimit()).generate(requests_of("a", "b"), 60_000.0, arrived=[now, now]):
+    for result in AdaptiveModel(Later(), ByLimit()).generate(
+        requests_of("a", "b"), 60_000.0, arrived=[now, now]
+    ):
         assert result.overhead_ms > 15
         assert 60_300 < result.limit_ms < 60_499  # as if the first stage had begun 500 ms before
 
 
 def test_a_trained_controller_decides_alike_in_every_form(vlm: ElasticAdaptive) -> None:
     stages = [vlm.first_stage(request) for request in REQUESTS]
-    blocks = {name: torch.tensor(np.stack([stage.features[name] for stage in stages])) for name in stages[0].features}
+    blocks = {
+        name: torch.tensor(np.stack([stage.features[name] for stage in stages]))
+        for name in stages[0].features
+    }
     generator, n = torch.Generator().manual_seed(0), len(REQUESTS)
     latency = (1 + ByFeatures.configurations.sum(1)) * (1 + torch.rand(n, 8, generator=generator))
     table = table_like((torch.rand(n, 8, generator=generator) < 0.5).float(), latency, **blocks)
@@ -377,7 +454,11 @@ def test_what_cannot_work_is_refused_at_once(vlm: ElasticAdaptive) -> None:
 
 
 def test_configurations_are_read_from_either_form() -> None:
-    by_name = SimpleNamespace(knobs={"a": (1, 2), "b": (5,)}, configurations=np.array([[0, 0], [1, 0]]))
+    by_name = SimpleNamespace(
+        knobs={"a": (1, 2), "b": (5,)}, configurations=np.array([[0, 0], [1, 0]])
+    )
     assert configurations_of(by_name) == [{"a": 1, "b": 5}, {"a": 2, "b": 5}]
     table = small_table(5)
-    assert configurations_of(table) == [table.configuration(c) for c in range(table.num_configurations)]
+    assert configurations_of(table) == [
+        table.configuration(c) for c in range(table.num_configurations)
+    ]

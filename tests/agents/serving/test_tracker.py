@@ -1,4 +1,5 @@
-"""The tracker of drifting latencies: its formulae by hand, what it follows and what it withstands."""
+"""The tracker of drifting latencies: its formulae by hand, what it follows and what it
+withstands."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ from knobwise.profiling.elastic.scenes import draw_samples
 from knobwise.profiling.elastic.settings import ElasticSize
 from knobwise.profiling.measuring.adaptive_model import Answer, Request
 
-GRID = [dict(zip("abc", values, strict=True)) for values in itertools.product((1, 2), (1, 2, 3), (5, 6))]
+GRID = [
+    dict(zip("abc", values, strict=True)) for values in itertools.product((1, 2), (1, 2, 3), (5, 6))
+]
 SPREAD = 0.05
 
 
@@ -63,7 +66,7 @@ def noise(n: int, seed: int = 1) -> Any:
     return SPREAD * np.random.default_rng(seed).normal(size=n)
 
 
-# -- the formulae ------------------------------------------------------------------------------------------------------
+# -- the formulae ----------------------------------------------------------------------------------
 
 
 def test_a_level_alone_is_updated_as_by_hand() -> None:
@@ -103,7 +106,7 @@ def test_the_constant_is_the_mean_of_a_clipped_square() -> None:
     assert np.minimum(draws**2, CLIP**2).mean() == pytest.approx(CLIPPED_SQUARE, abs=2e-3)
 
 
-# -- what it follows ---------------------------------------------------------------------------------------------------
+# -- what it follows -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factor", [1.4, 1 / 1.4, 5.0])
@@ -127,7 +130,9 @@ def test_a_knob_value_that_is_slower_gets_an_offset_that_fades_without_it() -> N
     tracker, rng, jitter = LatencyTracker(GRID), np.random.default_rng(0), noise(3000)
     for residual in jitter[:1500]:
         place = int(rng.integers(len(GRID)))
-        tracker.update(place, 1.0, SPREAD, math.exp(1.1 + residual + 0.15 * (GRID[place]["b"] == 3)))
+        tracker.update(
+            place, 1.0, SPREAD, math.exp(1.1 + residual + 0.15 * (GRID[place]["b"] == 3))
+        )
     offset, _ = tracker.drift or (np.zeros(0), 0.0)
     slow = np.array([values["b"] == 3 for values in GRID])
     assert offset[slow].mean() - offset[~slow].mean() == pytest.approx(0.15, abs=0.03)
@@ -140,7 +145,7 @@ def test_a_knob_value_that_is_slower_gets_an_offset_that_fades_without_it() -> N
     assert abs(offset[slow].mean() - offset[~slow].mean()) < 0.03
 
 
-# -- what it withstands ------------------------------------------------------------------------------------------------
+# -- what it withstands ----------------------------------------------------------------------------
 
 
 def test_one_stall_does_no_harm_and_a_burst_no_lasting_one() -> None:
@@ -163,12 +168,18 @@ def test_times_that_are_none_are_counted_and_logged_once(caplog: pytest.LogCaptu
     assert len(caplog.text.splitlines()) == 1
 
 
-times = st.one_of(st.floats(), st.sampled_from([0.0, -1.0, math.nan, math.inf, 1e-300, 1e300]), st.floats(0.1, 10.0))
+times = st.one_of(
+    st.floats(),
+    st.sampled_from([0.0, -1.0, math.nan, math.inf, 1e-300, 1e300]),
+    st.floats(0.1, 10.0),
+)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, len(GRID) - 1), times, st.floats(0.0, 5.0)), max_size=200))
-def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(cells: list[Any]) -> None:
+def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(
+    cells: list[Any],
+) -> None:
     logging.disable(logging.WARNING)
     try:
         tracker = LatencyTracker(GRID)
@@ -183,7 +194,7 @@ def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(cel
     LatencyTracker(GRID).restore(json.loads(json.dumps(tracker.state())))  # which checks the rest
 
 
-# -- its state ---------------------------------------------------------------------------------------------------------
+# -- its state -------------------------------------------------------------------------------------
 
 
 def test_a_state_goes_through_json_and_on_as_before() -> None:
@@ -209,7 +220,8 @@ def test_states_of_others_are_refused_in_one_line() -> None:
     for number, each in enumerate(wrong):
         tracker = LatencyTracker(GRID)
         with pytest.raises(
-            InputError, match="another controller" if number < 2 else "is not the state of a tracker"
+            InputError,
+            match="another controller" if number < 2 else "is not the state of a tracker",
         ) as refused:
             tracker.restore(each)
         assert len(str(refused.value).splitlines()) == 1
@@ -232,7 +244,7 @@ def test_digests_are_those_of_what_decides(tmp_path: Any) -> None:
     assert len(digests) == 5
 
 
-# -- timed cells -------------------------------------------------------------------------------------------------------
+# -- timed cells -----------------------------------------------------------------------------------
 
 
 def test_timed_cells_start_it_at_their_median_and_learn_values() -> None:
@@ -251,7 +263,7 @@ def test_timed_cells_start_it_at_their_median_and_learn_values() -> None:
     assert tracker.drift is None
 
 
-# -- static ------------------------------------------------------------------------------------------------------------
+# -- static ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -261,22 +273,30 @@ def table() -> ProfileTable:
     latency[1:, 0] = torch.nan  # not profiled in the rows that are fitted on
     latency[3, 1] = torch.nan
     mask = ~latency.isnan()
-    return replace(table, latency_ms=latency, accuracy=table.accuracy.where(mask, torch.nan), mask=mask)
+    return replace(
+        table, latency_ms=latency, accuracy=table.accuracy.where(mask, torch.nan), mask=mask
+    )
 
 
-def test_tracked_static_decides_by_the_part_of_a_budget_that_the_level_leaves(table: ProfileTable) -> None:
+def test_tracked_static_decides_by_the_part_of_a_budget_that_the_level_leaves(
+    table: ProfileTable,
+) -> None:
     static = static_of(table, torch.arange(1, 60))
     configurations = [table.configuration(c) for c in range(table.num_configurations)]
     tracked = TrackedStatic(static, LatencyTracker(configurations))
     budgets = np.linspace(0.5, 60, 300)
-    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose({}, budgets).tolist()
+    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose(
+        {}, budgets
+    ).tolist()
     # twice as slow here, and half of the configurations a little more
     tracked.tracker.warm_start(range(12), np.log(2) + 0.02 * (np.arange(12) % 2))
     offset, _ = tracked.tracker.drift or (np.zeros(0), 0.0)
     assert np.ptp(offset) > 0.001
     assert tracked.tracker.level == pytest.approx(offset.mean(), abs=1e-6)
     limits = budgets * math.exp(-tracked.tracker.level)
-    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose({}, limits).tolist()
+    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose(
+        {}, limits
+    ).tolist()
 
 
 def test_static_learns_from_its_own_answers(table: ProfileTable) -> None:
@@ -292,7 +312,7 @@ def test_static_learns_from_its_own_answers(table: ProfileTable) -> None:
     assert static.log_latency[tracked.decide(budget)] < static.log_latency[before]
 
 
-# -- in front of a model -----------------------------------------------------------------------------------------------
+# -- in front of a model ---------------------------------------------------------------------------
 
 
 class Slower(ElasticAdaptive):
@@ -311,7 +331,9 @@ class Slower(ElasticAdaptive):
 @pytest.fixture(scope="module")
 def served() -> tuple[Slower, DeployedController, list[Request]]:
     torch.manual_seed(0)
-    size = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6)
+    size = ElasticSize(
+        width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6
+    )
     vlm = Slower(ElasticVLM(size).eval(), "tiny")
     requests = [request_of(scene) for scene in draw_samples(16, seed=4)]
     table = small_table(16)
@@ -325,17 +347,26 @@ def served() -> tuple[Slower, DeployedController, list[Request]]:
         )
     )
     configurations = torch.cartesian_prod(*[torch.arange(2)] * 3)
-    sums = torch.tensor([sum(knobs[k].values[i] for k, i in enumerate(row)) for row in configurations.tolist()])
+    sums = torch.tensor(
+        [sum(knobs[k].values[i] for k, i in enumerate(row)) for row in configurations.tolist()]
+    )
     latency = (0.2 * sums).exp().expand(16, -1).clone()
     stages = [vlm.first_stage(request) for request in requests]
-    blocks = {name: torch.tensor(np.stack([stage.features[name] for stage in stages])) for name in stages[0].features}
+    blocks = {
+        name: torch.tensor(np.stack([stage.features[name] for stage in stages]))
+        for name in stages[0].features
+    }
     mask = torch.ones_like(latency, dtype=torch.bool)
     accuracy = sums.expand(16, -1) / 20
-    profile = ProfileTable("timed", knobs, configurations, accuracy, latency, mask, tuple(map(str, range(16))), blocks)
+    profile = ProfileTable(
+        "timed", knobs, configurations, accuracy, latency, mask, tuple(map(str, range(16))), blocks
+    )
     return vlm, untrained(profile, PolicyConfig(hidden=8, layers=1)), requests
 
 
-def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not(served: Any) -> None:
+def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not(
+    served: Any,
+) -> None:
     vlm, controller, requests = served
     vlm.factor, vlm.took = 1.0, None
     model, frozen = (AdaptiveModel(vlm, controller, tracker=tracker) for tracker in (True, False))
@@ -352,7 +383,10 @@ def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not(
     assert model.tracker.answers == 57
     limits = [result.limit_ms for result in batch]
     blocks = [vlm.first_stage(request).features for request in requests]
-    alone = [model.controller.decide_index(*each, batch[0].drift) for each in zip(blocks, limits, strict=True)]
+    alone = [
+        model.controller.decide_index(*each, batch[0].drift)
+        for each in zip(blocks, limits, strict=True)
+    ]
     assert [result.choice for result in batch] == alone
 
 
@@ -403,9 +437,13 @@ def test_following_the_drift_pays_and_costs_little_without() -> None:
 
     def utility(factor: float, drift: Any, tracker: LatencyTracker | None = None) -> float:
         rng, worth = np.random.default_rng(0), []
-        for row, budget in zip(rng.integers(300, size=1000).tolist(), rng.choice(budgets, 1000), strict=True):
+        for row, budget in zip(
+            rng.integers(300, size=1000).tolist(), rng.choice(budgets, 1000), strict=True
+        ):
             features = {name: block[row].numpy() for name, block in table.features.items()}
-            expected = controller.decide_expected(features, budget, tracker.drift if tracker else drift)
+            expected = controller.decide_expected(
+                features, budget, tracker.drift if tracker else drift
+            )
             took_ms = factor * float(table.latency_ms[row, expected[0]])
             worth.append(float(table.accuracy[row, expected[0]]) * (took_ms <= budget))
             if tracker:

@@ -1,4 +1,5 @@
-"""Versions of a deployed controller: one serves, whatever is killed, and a process follows it between two requests."""
+"""Versions of a deployed controller: one serves, whatever is killed, and a process follows it
+between two requests."""
 
 import copy
 import os

@@ -1,4 +1,5 @@
-"""What a run deploys: the last network in NumPy, with the margin and the fall-back of each budget."""
+"""What a run deploys: the last network in NumPy, with the margin and the fall-back of each
+budget."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def test_it_decides_as_the_network_under_its_guard(name: str) -> None:
     wanted = np.where(decides, log_probs.argmax(1), static.choose({}, limits, mask))
     chosen = agent.choose(arrays(table), limits, mask)
     assert chosen.tolist() == wanted.tolist()
-    np.testing.assert_allclose(agent.decider.log_probs(arrays(table), limits, mask), log_probs, atol=1e-4)
+    np.testing.assert_allclose(
+        agent.decider.log_probs(arrays(table), limits, mask), log_probs, atol=1e-4
+    )
     assert agent.reads_features(limits).tolist() == decides.tolist()
     assert not decides.all()
 
@@ -117,7 +120,9 @@ def test_only_the_network_of_all_samples_is_exported() -> None:
     assert weights.shape[0] == 4
     np.testing.assert_array_equal(content["network.layers.0.weight"], weights[3].detach())
     alone = DeployedController(driven_apart(table, PolicyConfig(hidden=8))).arrays()
-    shapes = {name: array.shape for name, array in content.items() if name not in ("header", "digest")}
+    shapes = {
+        name: array.shape for name, array in content.items() if name not in ("header", "digest")
+    }
     assert shapes == {name: array.shape for name, array in alone.items() if name in shapes}
 
 

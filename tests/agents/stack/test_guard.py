@@ -153,12 +153,15 @@ def test_a_level_that_only_caution_breaks_is_kept_without_it() -> None:
     assert "; " not in reason
 
 
-def test_a_share_above_the_level_that_few_requests_do_not_guarantee_is_not_called_unattainable() -> None:
+def test_a_share_above_the_level_that_few_requests_do_not_guarantee_is_not_called_unattainable() -> (
+    None
+):
     # 23 of 24 are 95.8 %, but (1 + 1) / 25 > .05
     flags = {"unattainable": False, "too_dear": False, "unshown": True}
     reason = ruling(misled(late=1, level=0.95), margin=1, **flags)
     assert reason.endswith(
-        "; too few requests to guarantee 95% on time: at best 95.8% are (23 of 24 feasible requests, 24 are needed)"
+        "; too few requests to guarantee 95% on time: at best 95.8% are (23 of 24 feasible "
+        "requests, 24 are needed)"
     )
 
 
@@ -169,7 +172,9 @@ def test_a_share_above_the_level_that_few_requests_do_not_guarantee_is_not_calle
     st.sampled_from([0.5, 0.8, 0.9, 0.95]),
     st.sampled_from([0.1, 1.0]),
 )
-def test_what_is_said_of_the_level_agrees_with_the_shares(seed: int, n: int, level: float, level_cost: float) -> None:
+def test_what_is_said_of_the_level_agrees_with_the_shares(
+    seed: int, n: int, level: float, level_cost: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     accuracy, latency_ms = torch.rand(2, n, 3, generator=generator)
     often_late = latency_ms.gt(torch.rand(1, generator=generator))
@@ -204,7 +209,9 @@ def costly(level_cost: float, static_right: float = 0.4) -> Row:
     )
 
 
-def test_a_level_that_is_too_dear_is_not_enforced_and_nothing_is_lost_where_nothing_is_gained() -> None:
+def test_a_level_that_is_too_dear_is_not_enforced_and_nothing_is_lost_where_nothing_is_gained() -> (
+    None
+):
     # the gain over static falls from .9 − .4 to .8 − .4, by a fifth of it
     enforced = {"margin": widest_below(0.9), "satisfaction_deployed": 1, "too_dear": False}
     dear = {"margin": 1, "satisfaction_deployed": 0.9, "too_dear": True}
@@ -235,7 +242,9 @@ def test_a_level_that_is_too_dear_is_not_enforced_and_nothing_is_lost_where_noth
         (9, 1.0, True),  # at any cost
     ],
 )
-def test_where_static_misses_the_level_no_worse_is_enough(static_right: int, level_cost: float, deployed: bool) -> None:
+def test_where_static_misses_the_level_no_worse_is_enough(
+    static_right: int, level_cost: float, deployed: bool
+) -> None:
     # static is late for one of ten; the policy never is, and right for eight, partly others: no
     # gain is certain
     row = calibrated(
@@ -312,7 +321,9 @@ def test_no_feasible_request_asks_for_nothing() -> None:
         ([-1.0, -1.0, -1.0, -1.0], 0.5, False),  # worse by the same everywhere
     ],
 )
-def test_deployed_where_better_by_more_than_chance(policy: list[float], confidence: float, deployed: bool) -> None:
+def test_deployed_where_better_by_more_than_chance(
+    policy: list[float], confidence: float, deployed: bool
+) -> None:
     n = len(policy)
     accuracy = [[0.0, value] for value in policy]
     cells = accuracy, [[5.0, 5.0]] * n, [0] * n

@@ -1,4 +1,5 @@
-"""Prices, mixtures and the oracle by hand; then what must hold of them on drawn tables, ties and holes included."""
+"""Prices, mixtures and the oracle by hand; then what must hold of them on drawn tables, ties and
+holes included."""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ from knobwise.agents.stack.prices import (
 )
 
 NAN = math.nan
-# the first sample gains .5 for its first unit of cost and .125 for each of the next two; the second .25 for each of two
+# the first sample gains .5 for its first unit of cost and .125 for each of the next two; the second
+# .25 for each of two
 ACCURACY = torch.tensor([[0.25, 0.75, 1.0], [0.0, 0.25, 0.5]])
 COST = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 3.0]])
 EVERY = torch.ones(2, 3, dtype=torch.bool)
 
 
-def drawn(seed: int, n: int, c: int, holes: float = 0.0, levels: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(
+    seed: int, n: int, c: int, holes: float = 0.0, levels: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Accuracy, cost and mask; with `levels` the values are coarse, so that there are ties."""
     generator = torch.Generator().manual_seed(seed)
     accuracy, cost = torch.rand(2, n, c, generator=generator)
@@ -45,7 +49,7 @@ def mean_of(values: Tensor, chosen: Tensor) -> Tensor:
     return values.double().gather(1, chosen).mean(0)
 
 
-# -- by hand -----------------------------------------------------------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------------------------
 
 
 def test_mean_budgets_are_quantiles_of_the_mean_latencies() -> None:
@@ -74,8 +78,11 @@ def test_the_lowest_price_that_keeps_the_budget() -> None:
     # mean cost 1 from .5 on, 1.5 from .25 on, 2.5 from .125 on, 3.5 at lower prices
     budgets = torch.tensor([0.5, 1, 1.4, 1.5, 2.4, 2.5, 3.4, 3.5, 9])
     prices = calibrate_prices(ACCURACY, COST, COST, EVERY, budgets)
-    assert prices.tolist() == pytest.approx([0.5, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0, 0], rel=1e-6)
-    # the cost really paid counts: predicted 1, 2, 4 but paid 5, 2, 4: 5 from .5 on, 2 from .125 on, 4 below
+    assert prices.tolist() == pytest.approx(
+        [0.5, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0, 0], rel=1e-6
+    )
+    # the cost really paid counts: predicted 1, 2, 4 but paid 5, 2, 4: 5 from .5 on, 2 from .125 on,
+    # 4 below
     paid = torch.tensor([[5.0, 2.0, 4.0]])
     budgets = torch.tensor([1.0, 3.0, 4.0, 5.0])
     prices = calibrate_prices(ACCURACY[:1], COST[:1], paid, EVERY[:1], budgets)
@@ -86,13 +93,19 @@ def test_with_one_configuration_there_is_nothing_to_price() -> None:
     cell = torch.ones(3, 1)
     assert calibrate_prices(cell, cell, cell, cell > 0, torch.tensor([0.5, 2.0])).tolist() == [0, 0]
     assert oracle_at_mean(cell, cell, cell > 0, torch.tensor([0.5, 2.0])).tolist() == [[0, 0]] * 3
-    assert [x.tolist() for x in static_mix(cell[0], cell[0], torch.tensor([0.5, 2.0]))] == [[0, 0], [0, 0], [0, 0]]
+    assert [x.tolist() for x in static_mix(cell[0], cell[0], torch.tensor([0.5, 2.0]))] == [
+        [0, 0],
+        [0, 0],
+        [0, 0],
+    ]
 
 
 def test_the_best_single_configuration() -> None:
     accuracy, cost = torch.tensor([0.2, 0.8, 0.6, 0.8]), torch.tensor([10.0, 40, 20, 30])
     budgets = torch.tensor([5.0, 10, 19, 20, 30, 99])
-    assert best_single_at(accuracy, cost, budgets, torch.ones(1, 4, dtype=torch.bool)).tolist() == [[0, 0, 0, 2, 3, 3]]
+    assert best_single_at(accuracy, cost, budgets, torch.ones(1, 4, dtype=torch.bool)).tolist() == [
+        [0, 0, 0, 2, 3, 3]
+    ]
     without_3 = torch.tensor([[True, True, True, False]])
     assert best_single_at(accuracy, cost, budgets, without_3).tolist() == [[0, 0, 0, 2, 2, 1]]
 
@@ -112,23 +125,41 @@ def test_the_expected_outcome_of_a_mixture() -> None:
     cells = [
         ([0.5, 0.5, 1.0, 0.25], [10.0, 10.0, 30.0, 12.0]),
         ([0.0, 1.0, 1.0, 0.375], [10.0, 30.0, 50.0, 12.0]),
-        ([1.0, NAN, NAN, 0.5], [8.0, NAN, NAN, 9.0]),  # the dearer is missing, then both: the best single one in budget
+        (
+            [1.0, NAN, NAN, 0.5],
+            [8.0, NAN, NAN, 9.0],
+        ),  # the dearer is missing, then both: the best single one in budget
         ([NAN, 0.5, 0.25, 1.0], [NAN, 16.0, 44.0, 9.0]),  # the cheaper is missing
-        ([NAN, NAN, 0.5, NAN], [NAN, NAN, 64.0, NAN]),  # both are missing, and nothing keeps the budget
+        (
+            [NAN, NAN, 0.5, NAN],
+            [NAN, NAN, 64.0, NAN],
+        ),  # both are missing, and nothing keeps the budget
         ([0.0, NAN, 0.25, 1.0], [8.0, NAN, 44.0, 9.0]),
     ]
     table = table_of(*(list(block) for block in zip(*cells, strict=True)))
     mix = StaticMix.of_table(
         table, torch.tensor([0, 1]), torch.tensor([15.0, 25.0])
     )  # half 0 and 1; three quarters 1, else 2
-    assert (mix.first.tolist(), mix.second.tolist(), mix.share.tolist()) == ([0, 1], [1, 2], [0.5, 0.25])
+    assert (mix.first.tolist(), mix.second.tolist(), mix.share.tolist()) == (
+        [0, 1],
+        [1, 2],
+        [0.5, 0.25],
+    )
     accuracy, cost = mix.expected(table, torch.arange(6))
-    assert accuracy.tolist() == [[0.5, 0.625], [0.5, 1], [1, 0.5], [0.5, 0.4375], [0.5, 0.5], [0, 0.25]]
+    assert accuracy.tolist() == [
+        [0.5, 0.625],
+        [0.5, 1],
+        [1, 0.5],
+        [0.5, 0.4375],
+        [0.5, 0.5],
+        [0, 0.25],
+    ]
     assert cost.tolist() == [[10, 15], [20, 35], [8, 9], [16, 23], [64, 64], [8, 44]]
 
 
 def test_the_oracle_spends_the_mean_budget_where_it_brings_most() -> None:
-    # the steps: .5 for 1, then .5 for 2 (the second sample skips its middle, which is no better per cost), .25 for 2
+    # the steps: .5 for 1, then .5 for 2 (the second sample skips its middle, which is no better per
+    # cost), .25 for 2
     budgets = torch.tensor([0.5, 1, 1.5, 2.4, 2.5, 3.4, 3.5, 9])
     chosen = oracle_at_mean(ACCURACY, COST, EVERY, budgets)
     assert chosen.T.tolist() == [[0, 0], [0, 0], [1, 0], [1, 0], [1, 2], [1, 2], [2, 2], [2, 2]]
@@ -137,7 +168,7 @@ def test_the_oracle_spends_the_mean_budget_where_it_brings_most() -> None:
     assert oracle_at_mean(accuracy, cost, ~cost.isnan(), torch.tensor([1.0])).tolist() == [[1], [1]]
 
 
-# -- on drawn tables ---------------------------------------------------------------------------------------------------
+# -- on drawn tables -------------------------------------------------------------------------------
 
 SIZES = {"n": st.integers(1, 12), "c": st.integers(1, 6), "levels": st.sampled_from([0, 3, 10])}
 TABLES = {"seed": st.integers(0, 10**6), "holes": st.sampled_from([0.0, 0.4]), **SIZES}
@@ -145,7 +176,9 @@ TABLES = {"seed": st.integers(0, 10**6), "holes": st.sampled_from([0.0, 0.4]), *
 
 @settings(max_examples=40, deadline=None)
 @given(**TABLES)
-def test_the_mean_cost_falls_as_the_price_rises(seed: int, n: int, c: int, holes: float, levels: int) -> None:
+def test_the_mean_cost_falls_as_the_price_rises(
+    seed: int, n: int, c: int, holes: float, levels: int
+) -> None:
     accuracy, cost, mask = drawn(seed, n, c, holes, levels)
     prices = [0.0, *torch.logspace(-4, 4, 40).tolist()]
     chosen = torch.stack([choose_at_price(accuracy, cost, price, mask) for price in prices], 1)
@@ -155,7 +188,9 @@ def test_the_mean_cost_falls_as_the_price_rises(seed: int, n: int, c: int, holes
 
 @settings(max_examples=60, deadline=None)
 @given(**TABLES, wrong=st.booleans())
-def test_calibrated_prices(seed: int, n: int, c: int, holes: float, levels: int, wrong: bool) -> None:
+def test_calibrated_prices(
+    seed: int, n: int, c: int, holes: float, levels: int, wrong: bool
+) -> None:
     """They keep every budget that a price keeps."""
     _, cost, mask = drawn(seed, n, c, holes, levels)
     accuracy_hat, cost_hat, _ = drawn(seed + 1 if wrong else seed, n, c, 0.0, levels)
@@ -164,7 +199,10 @@ def test_calibrated_prices(seed: int, n: int, c: int, holes: float, levels: int,
     assert (prices.diff() <= 0).all()
 
     def paid_at(at: list[float]) -> Tensor:
-        return mean_of(cost, torch.stack([choose_at_price(accuracy_hat, cost_hat, price, mask) for price in at], 1))
+        return mean_of(
+            cost,
+            torch.stack([choose_at_price(accuracy_hat, cost_hat, price, mask) for price in at], 1),
+        )
 
     paid = paid_at(prices.tolist())
     others = [0.0, *torch.logspace(-4, 4, 200).tolist(), 1e12]
@@ -179,7 +217,9 @@ def test_calibrated_prices(seed: int, n: int, c: int, holes: float, levels: int,
 
 @settings(max_examples=40, deadline=None)
 @given(**TABLES | {"n": st.integers(1, 60)})
-def test_a_budget_that_is_just_kept_is_kept(seed: int, n: int, c: int, holes: float, levels: int) -> None:
+def test_a_budget_that_is_just_kept_is_kept(
+    seed: int, n: int, c: int, holes: float, levels: int
+) -> None:
     accuracy, cost, mask = drawn(seed, n, c, holes, levels)
     cost = cost.double() / 3  # so that sums depend on their order
     dearest = choose_at_price(accuracy, cost, 0.0, mask).unsqueeze(1)
@@ -190,7 +230,9 @@ def test_a_budget_that_is_just_kept_is_kept(seed: int, n: int, c: int, holes: fl
 
 @settings(max_examples=60, deadline=None)
 @given(**TABLES)
-def test_oracle_over_mixture_over_single(seed: int, n: int, c: int, holes: float, levels: int) -> None:
+def test_oracle_over_mixture_over_single(
+    seed: int, n: int, c: int, holes: float, levels: int
+) -> None:
     accuracy, cost, mask = drawn(seed, n, c, 0.0, levels)
     means, costs = accuracy.double().mean(0), cost.double().mean(0)
     budgets = torch.cat([costs, torch.linspace(1, 11, 11)])
@@ -207,8 +249,12 @@ def test_oracle_over_mixture_over_single(seed: int, n: int, c: int, holes: float
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6), holes=st.sampled_from([0.0, 0.4]), levels=st.sampled_from([0, 3]))
-def test_the_oracle_is_within_one_exchange_of_every_choice(seed: int, holes: float, levels: int) -> None:
+@given(
+    seed=st.integers(0, 10**6), holes=st.sampled_from([0.0, 0.4]), levels=st.sampled_from([0, 3])
+)
+def test_the_oracle_is_within_one_exchange_of_every_choice(
+    seed: int, holes: float, levels: int
+) -> None:
     accuracy, cost, mask = drawn(seed, 4, 3, holes, levels)
     every = torch.tensor(list(itertools.product(range(3), repeat=4))).T
     allowed = mask.gather(1, every).all(0)
@@ -221,7 +267,10 @@ def test_the_oracle_is_within_one_exchange_of_every_choice(seed: int, holes: flo
         affordable = right[allowed & (totals <= budget)]
         if len(affordable):
             assert float(mean_of(cost, chosen)[b]) <= budget + 1e-6
-            assert float(mean_of(accuracy, chosen)[b]) >= float(affordable.max() - exchange.max() / 4) - 1e-9
+            assert (
+                float(mean_of(accuracy, chosen)[b])
+                >= float(affordable.max() - exchange.max() / 4) - 1e-9
+            )
 
 
 def test_a_mixture_keeps_its_budget_on_the_rows_it_was_fitted_on() -> None:

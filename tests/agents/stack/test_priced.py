@@ -1,4 +1,5 @@
-"""Worths, guard and mixtures for mean budgets: by hand where there is a formula, then on a trained one."""
+"""Worths, guard and mixtures for mean budgets: by hand where there is a formula, then on a trained
+one."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def fitted_rows(table: ProfileTable) -> Tensor:
 
 def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance() -> None:
     mixed = torch.full((4, 3), 0.5)
-    # gains of all three .25 on average; standard errors .25/√3 (0, 0, .5, .5 → deviation .2887/2), 0 and 0
+    # gains of all three .25 on average; standard errors .25/√3 (0, 0, .5, .5 → deviation .2887/2),
+    # 0 and 0
     right = [[0.5, 0.75, 0.75], [0.5, 0.75, 0.75], [1.0, 0.75, 0.75], [1.0, 0.75, 0.75]]
     accuracy = torch.tensor(right)
     cost = torch.tensor([2.0, 2.0, 3.0]).expand(4, -1)
@@ -125,7 +127,8 @@ def test_a_mixture_takes_its_dearer_side_for_its_share_and_stays_in_the_mask() -
     mixed = mean.or_mix(chosen, group, None)
     assert (mixed[::2] == 7).all()  # there the policy decides
     assert np.mean(mixed[1::2]) == pytest.approx(0.25, abs=0.01)
-    # the dearer is forbidden, the cheaper, and both, where the best that the budget affords is taken
+    # the dearer is forbidden, the cheaper, and both, where the best that the budget affords is
+    # taken
     masks = np.array([[True, False, True], [False, True, True], [False, False, True]])
     for _ in range(9):
         assert mean.or_mix(np.full(3, 7), np.ones(3, np.int64), masks).tolist() == [0, 1, 2]
@@ -164,7 +167,9 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
 
 @pytest.mark.parametrize("features", [True, False])
 @pytest.mark.parametrize("cost_ms", [0.0, 0.5])
-def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features: bool, cost_ms: float) -> None:
+def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(
+    features: bool, cost_ms: float
+) -> None:
     table = small_table(120, holes=0.2, features=features)
     budgets_ms = mean_budgets(table, fitted_rows(table))
     trainer = ControllerTrainer(
@@ -219,7 +224,9 @@ def test_without_a_guard_the_policy_decides_at_every_mean_budget() -> None:
 def test_a_taught_policy_spends_more_where_it_may() -> None:
     table = small_table(300)
     budgets_ms = mean_budgets(table, fitted_rows(table))
-    optimiser = OptimiserConfig(teacher_iterations=30, warmup_iterations=150, iterations=0, evaluate_every=30)
+    optimiser = OptimiserConfig(
+        teacher_iterations=30, warmup_iterations=150, iterations=0, evaluate_every=30
+    )
     settings = {"optimiser": optimiser}
     policy = PolicyConfig(teacher=True, members=2, experts=("ridge",), hidden=16, dropout=0.0)
     agent = deployed(table, policy, budgets_ms, "mean", **settings)

@@ -31,7 +31,9 @@ def config_of(**options: object) -> PolicyConfig:
     return PolicyConfig(teacher=True, **small | options)  # type: ignore[arg-type]
 
 
-def network_of(table: ProfileTable, rows: Tensor, config: PolicyConfig, sense: str = "deadline") -> Teacher:
+def network_of(
+    table: ProfileTable, rows: Tensor, config: PolicyConfig, sense: str = "deadline"
+) -> Teacher:
     """A teacher without experts that was not trained, whose members differ."""
     mine = torch.ones(config.members, len(rows), dtype=torch.bool)
     for member, (_, hold) in enumerate(folds_of(table, rows, 0, config.members)):
@@ -107,12 +109,14 @@ def test_a_member_decides_alone_where_it_is_worth_more_by_more_than_chance() -> 
     held_out = HeldOut([torch.rand(worth.shape, generator=generator), perfect], worth, mask)
     assert held_out.better_alone(-worth) == 1
     assert held_out.better_alone(perfect) is None  # the same everywhere
-    # by hand: in one of 100 samples it is right by 1 where the stack is wrong: mean .01, standard error .01, z = 1
+    # by hand: in one of 100 samples it is right by 1 where the stack is wrong: mean .01, standard
+    # error .01, z = 1
     worth = torch.tensor([1.0, 0.0]).repeat(1, 100, 1)
     joined = worth.clone()
     joined[0, 0] = torch.tensor([0.0, 1.0])
     assert HeldOut([worth], worth, mask[:, :2]).better_alone(joined) is None
-    # in four mean .04, standard error .0197, z = 2.03: above the 1.64 of one member, below the 2.13 of three
+    # in four mean .04, standard error .0197, z = 2.03: above the 1.64 of one member, below the 2.13
+    # of three
     joined[0, :4] = torch.tensor([0.0, 1.0])
     assert HeldOut([worth], worth, mask[:, :2]).better_alone(joined) == 0
     assert HeldOut([worth] * 3, worth, mask[:, :2]).better_alone(joined) is None
@@ -375,7 +379,9 @@ def test_a_teacher_of_a_fold_does_not_know_its_fold() -> None:
     changed = dataclasses.replace(table, accuracy=table.accuracy.clone())
     changed.accuracy[hold[:2]] = 1 - changed.accuracy[hold[:2]]
     x = normal(network, table, rows)
-    before, after = (fit_teacher(each, rows, network, config, budgets_ms, 0) for each in (table, changed))
+    before, after = (
+        fit_teacher(each, rows, network, config, budgets_ms, 0) for each in (table, changed)
+    )
     assert before.teacher.chosen()["settings"] == after.teacher.chosen()["settings"]
     same = []
     for first, second in zip(before.of_folds, after.of_folds, strict=True):
@@ -490,11 +496,14 @@ def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
     assert abs(float(torch.cat(got_of_members).mean()) - 0.5) < 0.11
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
-def tiny(n: int = 40, configurations: int = 3, limits: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """What was really got, [B, n, C], a member that knows nothing of it, and a mask that allows everything."""
+def tiny(
+    n: int = 40, configurations: int = 3, limits: int = 2, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What was really got, [B, n, C], a member that knows nothing of it, and a mask that allows
+    everything."""
     generator = torch.Generator().manual_seed(seed)
     worth, noise = torch.rand(2, limits, n, configurations, generator=generator)
     return worth, noise, torch.ones(n, configurations, dtype=torch.bool)
@@ -506,7 +515,9 @@ def test_a_perfect_member_beside_a_useless_one_and_beside_a_wrong_one() -> None:
         weights = stack_weights(HeldOut(scores, worth, mask))
         assert weights[best] > 0.99
         assert weights.sum().item() == pytest.approx(1)
-    assert stack_weights(HeldOut([-worth, worth], worth, mask)).tolist() == pytest.approx([0.0, 1.0])
+    assert stack_weights(HeldOut([-worth, worth], worth, mask)).tolist() == pytest.approx(
+        [0.0, 1.0]
+    )
 
 
 def test_least_squares_by_hand() -> None:
@@ -518,8 +529,9 @@ def test_least_squares_by_hand() -> None:
 
 
 def test_greedy_takes_what_betters_the_decision_by_hand() -> None:
-    # two samples: the first member is right of the first and undecided, by a little wrong, of the second; the second
-    # member the other way round. Alone each gets ½; one of each gets 1, and so half the weight each
+    # two samples: the first member is right of the first and undecided, by a little wrong, of the
+    # second; the second member the other way round. Alone each gets ½; one of each gets 1, and so
+    # half the weight each
     first = torch.tensor([[[1.0, 0.0], [0.4, 0.5]]])
     second = first.flip(1)
     worth = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
@@ -533,7 +545,9 @@ def test_what_is_the_same_for_all_configurations_of_a_sample_does_not_matter() -
     worth, noise, mask = tiny()
     member = worth + 0.3 * noise
     level = 100 * torch.rand(2, 40, 1, generator=torch.Generator().manual_seed(9))
-    result = [stack_weights(HeldOut([score, noise], worth, mask)) for score in (member, member + level)]
+    result = [
+        stack_weights(HeldOut([score, noise], worth, mask)) for score in (member, member + level)
+    ]
     torch.testing.assert_close(*result, atol=1e-3, rtol=0)
 
 
@@ -542,7 +556,9 @@ def test_what_was_not_profiled_does_not_matter() -> None:
     mask = torch.rand(40, 3, generator=torch.Generator().manual_seed(3)) < 0.6
     mask[torch.arange(40), torch.arange(40) % 3] = True
     members = [worth + 0.5 * noise, noise]
-    wanted = stack_weights(HeldOut([m.masked_fill(~mask, 0.0) for m in members], worth.masked_fill(~mask, 0.0), mask))
+    wanted = stack_weights(
+        HeldOut([m.masked_fill(~mask, 0.0) for m in members], worth.masked_fill(~mask, 0.0), mask)
+    )
     for nonsense in (50.0, -50.0):
         spoiled = [m.masked_fill(~mask, nonsense) for m in members]
         result = stack_weights(HeldOut(spoiled, worth.masked_fill(~mask, nonsense), mask))
@@ -563,7 +579,9 @@ def test_members_that_agree_or_are_alone_are_no_trouble() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 4), st.integers(0, 999), st.booleans())
-def test_weights_are_not_negative_and_sum_to_one(k: int, n: int, c: int, seed: int, equal: bool) -> None:
+def test_weights_are_not_negative_and_sum_to_one(
+    k: int, n: int, c: int, seed: int, equal: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = list(torch.randn(k, 2, n, c, generator=generator))
     if equal:
@@ -588,6 +606,9 @@ def test_mean_worth_and_some_of_the_samples() -> None:
 
 def test_weighted_leaves_members_of_no_weight_out() -> None:
     spoiled = torch.full((2,), torch.nan)
-    result = weighted([torch.tensor([1.0, 2.0]), spoiled, torch.tensor([3.0, 4.0])], torch.tensor([0.25, 0.0, 0.75]))
+    result = weighted(
+        [torch.tensor([1.0, 2.0]), spoiled, torch.tensor([3.0, 4.0])],
+        torch.tensor([0.25, 0.0, 0.75]),
+    )
     assert result.tolist() == [2.5, 3.5]
     assert weighted([spoiled, torch.ones(2)], torch.tensor([0.0, 1.0])).tolist() == [1.0, 1.0]

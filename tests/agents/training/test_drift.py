@@ -151,7 +151,9 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift() -> None:
         still = teacher.mixture(x)
         wanted = []
         for place in range(limits.shape[1]):
-            moved = [p._replace(log_latency=p.log_latency + offsets[:, place]) for p in still.predictions]
+            moved = [
+                p._replace(log_latency=p.log_latency + offsets[:, place]) for p in still.predictions
+            ]
             wanted.append(still._replace(predictions=moved).score(limits[:, place]))
     # but where nothing is likely to be on time
     worths = lessons.worths[-1, :40]

@@ -82,8 +82,8 @@ def test_requests_are_composed_of_samples_block_by_block() -> None:
     assert made.min() >= 0
     assert made.max() <= n - 1
     whole = (made == made[:, :1]).all(1) & (made[:, 0] == made[:, 0].round())
-    # as they are: of one sample (half), not a mean with another (half), no column of a second: half,
-    # and where a share of half of a uniform number is drawn for each of five, ∫(1 − u/2)⁵ du
+    # as they are: of one sample (half), not a mean with another (half), no column of a second:
+    # half, and where a share of half of a uniform number is drawn for each of five, ∫(1 − u/2)⁵ du
     none_drawn = (1 - 2**-6) / 3
     wanted = (1 + none_drawn) / 8
     assert float(whole.double().mean()) == pytest.approx(wanted, abs=0.02)

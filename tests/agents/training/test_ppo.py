@@ -21,17 +21,22 @@ from knobwise.common.errors import InputError
 from knobwise.losses.settings import LossConfig
 
 PPO = LossConfig(objective="ppo", group_size=4)
-SHORT = OptimiserConfig(warmup_iterations=4, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=4)
+SHORT = OptimiserConfig(
+    warmup_iterations=4, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=4
+)
 POLICY = PolicyConfig(hidden=16, dropout=0.0)
 
 
 def trainer(samples: int = 60, **settings: Any) -> ControllerTrainer:
     table = small_table(samples, holes=0.2)
-    return ControllerTrainer(table, table.split(), **{"policy": POLICY, "loss": PPO, "optimiser": SHORT, **settings})
+    return ControllerTrainer(
+        table, table.split(), **{"policy": POLICY, "loss": PPO, "optimiser": SHORT, **settings}
+    )
 
 
 def collected(student: ControllerTrainer) -> TensorDict:
-    """The contexts of one iteration of PPO, after which weights are no longer those that they were drawn with."""
+    """The contexts of one iteration of PPO, after which weights are no longer those that they were
+    drawn with."""
     student._prepare_grpo(0.5, True)
     next(iter(student.collector))
     data = student.buffer[:]
@@ -43,7 +48,9 @@ def collected(student: ControllerTrainer) -> TensorDict:
 
 @pytest.mark.parametrize("advantage", ["centred", "zscore"])
 @pytest.mark.parametrize("members", [1, 3])
-def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(members: int, advantage: str) -> None:
+def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(
+    members: int, advantage: str
+) -> None:
     loss = dataclasses.replace(PPO, value_coeff=0.7, entropy_coeff=0.01, advantage=advantage)
     student = trainer(policy=dataclasses.replace(POLICY, members=members), loss=loss)
     assert student.critic is not None
@@ -69,7 +76,9 @@ def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(mem
     assert float(out["loss_objective"]) == pytest.approx(-float(surrogate.mean()), rel=1e-4)
     error = (now - reward.mean(-1, keepdim=True)).square().mean()
     assert float(out["loss_critic"]) == pytest.approx(0.7 * float(error), rel=1e-4)
-    assert float(out["loss_entropy"]) == pytest.approx(-0.01 * float(dist.entropy().mean()), rel=1e-4)
+    assert float(out["loss_entropy"]) == pytest.approx(
+        -0.01 * float(dist.entropy().mean()), rel=1e-4
+    )
     assert (data["state_value"] == 0).all()
 
 
@@ -88,7 +97,9 @@ def test_a_group_of_draws_teaches_what_torchrl_learns_from_single_rows() -> None
     rows["value_target"] = draws.unsqueeze(-1)
     rows["advantage"] = rows["value_target"] - rows["state_value"]
     actor = make_actor(student.agent, student.table)
-    loss = ClipPPOLoss(actor, student.critic, entropy_coeff=0.0, loss_critic_type="l2", functional=False)
+    loss = ClipPPOLoss(
+        actor, student.critic, entropy_coeff=0.0, loss_critic_type="l2", functional=False
+    )
     out = loss(rows)
     (out["loss_objective"] + out["loss_critic"]).backward()
     single = [p.grad for p in student.learned.parameters() if p.grad is not None]
@@ -105,7 +116,17 @@ def test_the_value_network_learns_and_is_not_deployed(tmp_path: Path) -> None:
     explained = lines.values("Train/Explained_Variance")
     assert explained[0] == pytest.approx(0, abs=1e-4)
     assert explained[-1] > 0.05
-    names = ("Loss", "Policy_Loss", "Value_Loss", "Entropy", "Clip_Fraction", "ESS", "Ratio_Mean", "Grad_Norm", "LR")
+    names = (
+        "Loss",
+        "Policy_Loss",
+        "Value_Loss",
+        "Entropy",
+        "Clip_Fraction",
+        "ESS",
+        "Ratio_Mean",
+        "Grad_Norm",
+        "LR",
+    )
     assert all(len(lines.values(f"Train/{name}")) == 4 for name in names)
     assert lines.values("Train/Reward_Mean")[-1] > lines.values("Train/Reward_Mean")[0]
     plain = trainer(400, loss=LossConfig()).agent
@@ -147,7 +168,10 @@ def test_a_stopped_training_ends_as_without_the_stop(tmp_path: Path, stopped: in
     ("settings", "message"),
     [
         ({"kl_to_ref_coeff": 0.1}, r"loss\.kl_to_ref_coeff=0\.1: PPO has no reference policy"),
-        ({"advantage": "unnormalised"}, r"loss\.advantage='unnormalised': must be one of centred, zscore"),
+        (
+            {"advantage": "unnormalised"},
+            r"loss\.advantage='unnormalised': must be one of centred, zscore",
+        ),
         ({"value_coeff": 0.0}, r"loss\.value_coeff"),
     ],
 )

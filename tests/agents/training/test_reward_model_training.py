@@ -1,4 +1,5 @@
-"""GRPO on a learned reward: true calls are counted, a control gains nothing, a stop changes nothing."""
+"""GRPO on a learned reward: true calls are counted, a control gains nothing, a stop changes
+nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ SHORT = StageConfig(epochs=3, lr=3e-3, queries=8, keep="last")
 
 
 def trainer(
-    data: tuple[BeamTable, MatchScorer], reward: RewardModelConfig = TINY, shuffled: bool = False, **settings: Any
+    data: tuple[BeamTable, MatchScorer],
+    reward: RewardModelConfig = TINY,
+    shuffled: bool = False,
+    **settings: Any,
 ) -> SelectorTrainer:
     table, scorer = data
     split = table.split(0.8, 0.1)
@@ -41,7 +45,8 @@ def trainer(
 
 @pytest.mark.parametrize("calls", [0, 1, 50])
 def test_true_calls_are_counted_exactly(calls: int) -> None:
-    """The scorer answers what training asks, and judges the validation queries after each epoch; nothing else."""
+    """The scorer answers what training asks, and judges the validation queries after each epoch;
+    nothing else."""
     table, scorer = small_beams()
     answered, log = [], Lines()
 
@@ -67,7 +72,9 @@ def test_live_draws_are_counted_too(tmp_path: Path) -> None:
     log = Lines()
     student = trainer((table, scorer), reward_model=None, live=True, log=log, folder=tmp_path)
     student.run()
-    draws = SHORT.epochs * 4 * 8 * student.loss.group_size  # at most, since the same sequence is answered once
+    draws = (
+        SHORT.epochs * 4 * 8 * student.loss.group_size
+    )  # at most, since the same sequence is answered once
     assert 0 < student.calls <= draws
     assert log.values("Train/True_Calls") == sorted(log.values("Train/True_Calls"))
     assert load_checkpoint(tmp_path / "last.pt").extra["training"]["calls"] == student.calls
@@ -98,7 +105,10 @@ def test_a_stop_changes_nothing(stop: int, tmp_path: Path) -> None:
     assert again.resume(tmp_path / "stopped" / "last.pt")
     again.run()
     assert equal_states(whole.agent, again.agent)
-    states = [load_checkpoint(tmp_path / name / "last.pt").extra["training"] for name in ("whole", "stopped")]
+    states = [
+        load_checkpoint(tmp_path / name / "last.pt").extra["training"]
+        for name in ("whole", "stopped")
+    ]
     assert states[0]["calls"] == states[1]["calls"] == TINY.calls
     assert same(*(state["reward_model"] for state in states))
 

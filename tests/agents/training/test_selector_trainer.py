@@ -49,7 +49,9 @@ def distribution_of(
 ) -> SequenceDistribution:
     """Of sequences of two, with the embeddings of the table."""
     pool = table.pool[rows]
-    return selector.distribution(table.queries[rows], table.candidates[pool], pool >= 0, 2, 1, temperature)
+    return selector.distribution(
+        table.queries[rows], table.candidates[pool], pool >= 0, 2, 1, temperature
+    )
 
 
 def one_batch(student: SelectorTrainer) -> TensorDict:
@@ -77,7 +79,8 @@ def test_kl_and_ratio_at_the_first_step_of_grpo(live: bool) -> None:
 
 
 def test_the_behaviour_is_that_of_the_start_and_the_reference_that_of_sft(tmp_path: Path) -> None:
-    """Trap 3: old log-probs are not those from before RCE, and the KL is not to what GRPO starts from."""
+    """Trap 3: old log-probs are not those from before RCE, and the KL is not to what GRPO starts
+    from."""
     data = table, _ = small_beams()
     sft = fresh(table).eval()
     warm = trainer("rce", data, sft, folder=tmp_path)
@@ -87,7 +90,9 @@ def test_the_behaviour_is_that_of_the_start_and_the_reference_that_of_sft(tmp_pa
     batch = one_batch(student)
     rows, action = batch["row"], batch["action"]
     for selector, key in ((rce, "action_log_prob"), (sft, "reference_log_prob")):
-        torch.testing.assert_close(distribution_of(selector, table, rows).log_prob(action), batch[key])
+        torch.testing.assert_close(
+            distribution_of(selector, table, rows).log_prob(action), batch[key]
+        )
     assert (batch["action_log_prob"] - batch["reference_log_prob"]).abs().max() > 1e-3
 
 
@@ -104,7 +109,9 @@ def test_groups_without_a_sequence_or_with_one_teach_nothing_and_break_nothing()
     holed = replace(table, sequences=sequences, found_by=found_by, fields=fields, pool=pool)
     split = Split(torch.arange(10), torch.arange(10, 12), torch.arange(0))
     for stage, live in (("sft", False), ("rce", False), ("grpo", False), ("grpo", True)):
-        student = SelectorTrainer(stage, holed, split, fresh(holed), scorer=scorer, live=live, config=SHORT)
+        student = SelectorTrainer(
+            stage, holed, split, fresh(holed), scorer=scorer, live=live, config=SHORT
+        )
         assert all(p.isfinite().all() for p in student.run().parameters())
     only_poor = SelectorTrainer("grpo", holed, split, fresh(holed), config=SHORT)
     before = copy.deepcopy(only_poor.agent)
@@ -124,7 +131,9 @@ def test_every_reward_trains(mode: str, tmp_path: Path) -> None:
     data = small_beams(16)
     reward = DemonstrationRewardConfig(mode=mode)
     for live in (False, True):
-        student = trainer("grpo", data, reward=reward, live=live, config=replace(SHORT, epochs=1), folder=tmp_path)
+        student = trainer(
+            "grpo", data, reward=reward, live=live, config=replace(SHORT, epochs=1), folder=tmp_path
+        )
         student.run()
         last = load_checkpoint(tmp_path / "last.pt").selector
         assert all(p.isfinite().all() for p in last.parameters())
@@ -135,7 +144,13 @@ def test_every_reward_trains(mode: str, tmp_path: Path) -> None:
 def test_every_network_learns_to_choose(update: str) -> None:
     data = small_beams(200)
     config = SelectorConfig(width=32, heads=2, update=update)
-    student = trainer("sft", data, fresh(data[0], config), groups=GroupConfig("beams"), config=replace(SHORT, epochs=8))
+    student = trainer(
+        "sft",
+        data,
+        fresh(data[0], config),
+        groups=GroupConfig("beams"),
+        config=replace(SHORT, epochs=8),
+    )
     before, _ = student._judge()
     student.run()
     # the convex update only moves towards what was chosen, and does not look for what is missing
@@ -143,7 +158,8 @@ def test_every_network_learns_to_choose(update: str) -> None:
 
 
 def test_post_training_adds_what_imitation_gets_wrong() -> None:
-    """Beams found by looking at the answer are right by luck as often as not; live draws tell who lies."""
+    """Beams found by looking at the answer are right by luck as often as not; live draws tell who
+    lies."""
     data = small_beams(400, seed=1)
     sft = trainer("sft", data, groups=GroupConfig("beams"), config=replace(SHORT, epochs=2)).run()
     config = replace(SHORT, epochs=5, queries=16)
@@ -152,7 +168,9 @@ def test_post_training_adds_what_imitation_gets_wrong() -> None:
     live.run()
     assert live.best["score"] > before + 0.1
     reward = DemonstrationRewardConfig(shuffled=True)
-    shuffled = trainer("grpo", data, sft, live=True, reward=reward, config=replace(config, epochs=2))
+    shuffled = trainer(
+        "grpo", data, sft, live=True, reward=reward, config=replace(config, epochs=2)
+    )
     shuffled.run()
     last, _ = trainer("grpo", data, shuffled.selector, config=replace(SHORT, epochs=0))._judge()
     assert last < live.best["score"] - 0.1
@@ -161,14 +179,21 @@ def test_post_training_adds_what_imitation_gets_wrong() -> None:
 def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite() -> None:
     data = small_beams()
     rce, sft = trainer("rce", data), trainer("sft", data, groups=GroupConfig("beams"))
-    for student, share, wanted in ((rce, 0.0, 2.0), (rce, 0.5, 1.25), (rce, 1.0, 0.5), (sft, 0.0, torch.inf)):
+    for student, share, wanted in (
+        (rce, 0.0, 2.0),
+        (rce, 0.5, 1.25),
+        (rce, 1.0, 0.5),
+        (sft, 0.0, torch.inf),
+    ):
         prepared(student, share)
         assert float(student.imitation.temperature) == pytest.approx(wanted)
 
 
 def test_sft_is_the_mean_cross_entropy_of_the_beams() -> None:
     data = table, _ = small_beams()
-    student = trainer("sft", data, fresh(table, SelectorConfig(width=16, heads=2)), groups=GroupConfig("beams"))
+    student = trainer(
+        "sft", data, fresh(table, SelectorConfig(width=16, heads=2)), groups=GroupConfig("beams")
+    )
     batch = one_batch(student)
     dist = distribution_of(student.selector, table, batch["row"])
     by_hand = -dist.log_prob(table.sequences[batch["row"]][:, :2]).mean()
@@ -187,7 +212,9 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
 def test_without_a_scorer_recorded_sequences_judge() -> None:
     table, _ = small_beams(60)
     log = Lines()
-    student = SelectorTrainer("grpo", table, table.split(0.8, 0.1), fresh(table), config=SHORT, log=log)
+    student = SelectorTrainer(
+        "grpo", table, table.split(0.8, 0.1), fresh(table), config=SHORT, log=log
+    )
     student.run()
     rows = student.split.validation
     highest = student.env.rewards[rows].amax(1).mean()
@@ -202,7 +229,9 @@ def test_own_draws_and_rounds_of_them_form_the_group() -> None:
     rows = torch.arange(20).repeat_interleave(3)
     fields = scorer(rows, table.pool[rows].gather(1, draws.reshape(-1, 2)))
     for number in (1, 2):
-        table = table.with_beams(draws, {k: v.view(20, 3) for k, v in fields.items()}, POLICY, number)
+        table = table.with_beams(
+            draws, {k: v.view(20, 3) for k, v in fields.items()}, POLICY, number
+        )
     student = trainer("grpo", (table, scorer), groups=GroupConfig("own", rounds=1))
     assert one_batch(student)["group_mask"].sum(-1).tolist() == [3] * 8
     student = trainer("grpo", (table, scorer), groups=GroupConfig("without_beams"))
@@ -232,7 +261,9 @@ def test_query_and_pool_are_encoded_once_for_all_sequences(monkeypatch: pytest.M
 
 
 def test_the_last_epoch_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
-    student = trainer("rce", small_beams(), config=replace(SHORT, epochs=3, keep="last"), folder=tmp_path)
+    student = trainer(
+        "rce", small_beams(), config=replace(SHORT, epochs=3, keep="last"), folder=tmp_path
+    )
     student.run()
     assert student.best["iteration"] == student.total
     assert load_checkpoint(tmp_path / "best.pt").extra["epoch"] == 3
@@ -252,9 +283,17 @@ def test_the_trained_epoch_closest_to_sft_is_kept_where_that_is_asked_for(tmp_pa
     data, log = small_beams(), Lines()
     sft = trainer("sft", data, config=replace(SHORT, epochs=4)).run()
     away = trainer("sft", data, sft, config=replace(SHORT, epochs=1, lr=3e-2, keep="last")).run()
-    # it starts far from SFT and is pulled back, so that neither the first nor any epoch is the closest by itself
-    options = {"reference": sft, "loss": SelectorLossConfig(kl_to_ref_coeff=5.0), "folder": tmp_path, "log": log}
-    student = trainer("grpo", data, away, config=replace(SHORT, epochs=5, keep="best_kl"), **options)
+    # it starts far from SFT and is pulled back, so that neither the first nor any epoch is the
+    # closest by itself
+    options = {
+        "reference": sft,
+        "loss": SelectorLossConfig(kl_to_ref_coeff=5.0),
+        "folder": tmp_path,
+        "log": log,
+    }
+    student = trainer(
+        "grpo", data, away, config=replace(SHORT, epochs=5, keep="best_kl"), **options
+    )
     student.run()
     kls = log.values("Val/KL")
     assert len(kls) == 6
@@ -274,12 +313,15 @@ def test_the_start_is_not_closest_to_itself() -> None:
         trainer("sft", small_beams(), config=replace(SHORT, keep="best_kl"))
 
 
-# -- which sequences teach, and how far the policy may go -------------------------------------------------------------
+# -- which sequences teach, and how far the policy may go ------------------------------------------
 
 
 def test_advantages_are_those_of_the_whole_group_when_few_of_it_are_learned_from() -> None:
-    """Trap 4: of the best two of 0/1 rewards both may be 1; taken over the whole group their advantages are not 0."""
-    student = trainer("grpo", small_beams(40), loss=SelectorLossConfig(curriculum=0.95, curriculum_top=2))
+    """Trap 4: of the best two of 0/1 rewards both may be 1; taken over the whole group their
+    advantages are not 0."""
+    student = trainer(
+        "grpo", small_beams(40), loss=SelectorLossConfig(curriculum=0.95, curriculum_top=2)
+    )
     batch = one_batch(student)
     out = prepared(student, 0.9).loss(batch)
     assert student.grpo.top == 2
@@ -292,17 +334,23 @@ def test_advantages_are_those_of_the_whole_group_when_few_of_it_are_learned_from
 
 
 def test_only_the_best_get_a_gradient_under_the_curriculum() -> None:
-    student = trainer("grpo", small_beams(40), loss=SelectorLossConfig(curriculum=0.5, curriculum_top=1))
+    student = trainer(
+        "grpo", small_beams(40), loss=SelectorLossConfig(curriculum=0.5, curriculum_top=1)
+    )
     student.grpo.kl_to_ref_coeff.zero_()
     batch = one_batch(student)
     stage = prepared(student)
     stage.loss(batch)["loss_objective"].backward()
-    learned = torch.cat([p.grad.flatten() for p in student.agent.parameters() if p.grad is not None])
+    learned = torch.cat(
+        [p.grad.flatten() for p in student.agent.parameters() if p.grad is not None]
+    )
     # by hand: −ln π of the best of each group times its advantage in the whole group
     student.agent.zero_grad()
     reward = batch["next", "reward"]
     best = reward.argmax(-1, keepdim=True)
-    advantage = (reward - reward.mean(-1, keepdim=True)) / reward.std(-1, keepdim=True, correction=0).clamp_min(0.1)
+    advantage = (reward - reward.mean(-1, keepdim=True)) / reward.std(
+        -1, keepdim=True, correction=0
+    ).clamp_min(0.1)
     log_prob = student.agent.get_dist(batch).log_prob(batch["action"])
     (-(advantage * log_prob).gather(-1, best)).mean().backward()
     wanted = torch.cat([p.grad.flatten() for p in student.agent.parameters() if p.grad is not None])
@@ -310,7 +358,9 @@ def test_only_the_best_get_a_gradient_under_the_curriculum() -> None:
 
 
 def test_conditional_training_leaves_out_groups_with_few_right_sequences() -> None:
-    student = trainer("grpo", small_beams(40), loss=SelectorLossConfig(min_positive=0.5, kl_to_ref_coeff=0.0))
+    student = trainer(
+        "grpo", small_beams(40), loss=SelectorLossConfig(min_positive=0.5, kl_to_ref_coeff=0.0)
+    )
     batch = one_batch(student)
     right = (batch["next", "vqa_correct"] > 0.5).float().mean(-1)
     few = batch[right < 0.5]
@@ -352,18 +402,22 @@ def test_the_temperature_is_that_of_draws_and_log_probs() -> None:
     torch.testing.assert_close(flat, dist.log_prob(batch["action"]))
 
 
-# -- what is logged ----------------------------------------------------------------------------------------------------
+# -- what is logged --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("live", [False, True])
 def test_policy_loss_kl_loss_and_advantages_are_logged_apart(live: bool) -> None:
     data, log = small_beams(), Lines()
     loss = SelectorLossConfig(kl_to_ref_coeff=0.5)
-    student = trainer("grpo", data, live=live, log=log, loss=loss, config=replace(SHORT, collected=32))
+    student = trainer(
+        "grpo", data, live=live, log=log, loss=loss, config=replace(SHORT, collected=32)
+    )
     student.run()
     for _, line in log:
         if "Train/Loss" in line:
-            assert line["Train/Policy_Loss"] + line["Train/KL_Loss"] == pytest.approx(line["Train/Loss"], abs=1e-6)
+            assert line["Train/Policy_Loss"] + line["Train/KL_Loss"] == pytest.approx(
+                line["Train/Loss"], abs=1e-6
+            )
             assert line["Train/KL_Loss"] == pytest.approx(0.5 * line["Train/KL"], abs=1e-6)
             assert line["Train/Advantage_Mean"] == pytest.approx(0, abs=1e-5)
             assert 0 < line["Train/Advantage_Std"] <= 1 + 1e-5
@@ -377,16 +431,22 @@ PAIRS = torch.tensor(list(itertools.permutations(range(8), 2)))
 @torch.no_grad()
 def exact_kl(policy: Selector, reference: Selector, table: BeamTable, rows: torch.Tensor) -> float:
     every = PAIRS.expand(len(rows), -1, -1)
-    ours, theirs = (distribution_of(selector, table, rows).log_prob(every) for selector in (policy, reference))
+    ours, theirs = (
+        distribution_of(selector, table, rows).log_prob(every) for selector in (policy, reference)
+    )
     return float((ours.exp() * (ours - theirs)).sum(-1).mean())
 
 
 @pytest.mark.parametrize(("stage", "temperature"), [("sft", torch.inf), ("rce", 0.5)])
-def test_validation_loss_of_imitation_is_its_cross_entropy_on_held_out_queries(stage: str, temperature: float) -> None:
+def test_validation_loss_of_imitation_is_its_cross_entropy_on_held_out_queries(
+    stage: str, temperature: float
+) -> None:
     data, log = small_beams(), Lines()
     table, _ = data
     start, sft = fresh(table).eval(), trainer("sft", data).run()
-    student = trainer(stage, data, start, reference=sft, log=log, loss=SelectorLossConfig(group_size=400))
+    student = trainer(
+        stage, data, start, reference=sft, log=log, loss=SelectorLossConfig(group_size=400)
+    )
     student.run()
     rows = student.split.validation
     sequences, rewards = student.env.sequences[rows], student.env.rewards[rows]
@@ -408,20 +468,31 @@ def test_validation_loss_of_grpo_is_minus_the_reward_that_the_policy_expects() -
     student = trainer("grpo", data, start, log=log)
     student.run()
     rows = student.split.validation
-    weight = distribution_of(start, table, rows).log_prob(student.env.sequences[rows]).softmax(-1).detach()
+    weight = (
+        distribution_of(start, table, rows)
+        .log_prob(student.env.sequences[rows])
+        .softmax(-1)
+        .detach()
+    )
     wanted = -float((weight * student.env.rewards[rows]).sum(-1).mean())
     assert log.values("Val/Loss")[0] == pytest.approx(wanted, abs=1e-5)
     assert log.values("Val/KL")[0] == pytest.approx(0, abs=1e-6)
     assert log.values("Val/KL")[-1] > 0
 
-    many = SelectorLossConfig(group_size=400)  # draws of the policy: their mean reward is near the exact one
-    student = trainer("grpo", data, start, live=True, log=live, loss=many, config=replace(SHORT, epochs=0))
+    many = SelectorLossConfig(
+        group_size=400
+    )  # draws of the policy: their mean reward is near the exact one
+    student = trainer(
+        "grpo", data, start, live=True, log=live, loss=many, config=replace(SHORT, epochs=0)
+    )
     student.run()
     every = PAIRS.expand(len(rows), -1, -1)
     pairs = table.pool[rows].gather(1, every.flatten(1)).view(-1, 2)
     fields = scorer(rows.repeat_interleave(every.shape[1]), pairs)
     reward = (2 * fields["vqa_correct"] + fields["vqa_acc_score"]).view(len(rows), -1)
-    wanted = -float((distribution_of(start, table, rows).log_prob(every).detach().exp() * reward).sum(-1).mean())
+    wanted = -float(
+        (distribution_of(start, table, rows).log_prob(every).detach().exp() * reward).sum(-1).mean()
+    )
     assert live.values("Val/Loss") == pytest.approx([wanted], abs=0.1)
     assert live.values("Val/KL") == pytest.approx([0], abs=1e-6)
 

@@ -57,7 +57,9 @@ def watch(student: ControllerTrainer, inspect: Callable[[Any], object]) -> Contr
     return student
 
 
-def trainer(table: ProfileTable, folder: Path | None = None, **settings: object) -> ControllerTrainer:
+def trainer(
+    table: ProfileTable, folder: Path | None = None, **settings: object
+) -> ControllerTrainer:
     options = {"optimiser": SHORT, "reward": UTILITY, "policy": POLICIES["one"], **settings}
     return ControllerTrainer(table, table.split(), folder=folder, **options)  # type: ignore[arg-type]
 
@@ -118,7 +120,9 @@ def test_the_same_seed_gives_the_same_controller_and_another_seed_another(
     policy: PolicyConfig,
 ) -> None:
     about = {"policy": policy}
-    first, second, other = (trainer(small_table(80), seed=seed, **about).run() for seed in (3, 3, 4))
+    first, second, other = (
+        trainer(small_table(80), seed=seed, **about).run() for seed in (3, 3, 4)
+    )
     assert equal_states(first, second)
     assert not equal_states(first.controller, other.controller)
 
@@ -146,7 +150,9 @@ def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_pa
         trainer(table, tmp_path, policy=HEADS).resume(tmp_path / "last.pt")
 
 
-@pytest.mark.parametrize(("name", "stages"), [("one", {"RCE"}), ("taught", {"Regression", "Imitation"})])
+@pytest.mark.parametrize(
+    ("name", "stages"), [("one", {"RCE"}), ("taught", {"Regression", "Imitation"})]
+)
 def test_logs_every_name_of_the_contract(name: str, stages: set[str]) -> None:
     lines = Lines()
     loss = LossConfig(kl_to_ref_coeff=0.1)
@@ -178,7 +184,9 @@ def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout(name: str
 
 
 def test_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
-    optimiser = OptimiserConfig(warmup_iterations=0, iterations=4000, contexts=16, minibatch=16, lr=0.03, patience=2)
+    optimiser = OptimiserConfig(
+        warmup_iterations=0, iterations=4000, contexts=16, minibatch=16, lr=0.03, patience=2
+    )
     student = trainer(small_table(60), tmp_path, optimiser=optimiser)
     assert equal_states(student.run(), load_checkpoint(tmp_path / "best.pt").controller)
     assert student.iteration < 4000
@@ -188,7 +196,9 @@ def test_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
 
 
 def test_a_stage_past_its_peak_gives_way_to_the_next() -> None:
-    optimiser = dataclasses.replace(SHORT, teacher_iterations=32, warmup_iterations=20, warmup_patience=2, patience=2)
+    optimiser = dataclasses.replace(
+        SHORT, teacher_iterations=32, warmup_iterations=20, warmup_patience=2, patience=2
+    )
     student = trainer(small_table(80), optimiser=optimiser, policy=TAUGHT)
     # without bins, at 0, 4 … 28, the patience of a teacher is 6; with bins at 36, 40 … 60
     scores = [0.1, 0.9, 0.4, 0.3, 0.2, 0.2, 0.2, 0.2, 0.35, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3]
@@ -208,7 +218,9 @@ def test_a_stage_past_its_peak_gives_way_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("stage", ["regression", "imitation"])
-def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(stage: str, tmp_path: Path) -> None:
+def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(
+    stage: str, tmp_path: Path
+) -> None:
     optimiser = dataclasses.replace(SHORT, teacher_iterations=40, warmup_iterations=16)
     begins = 80
     if stage == "imitation":
@@ -241,7 +253,9 @@ def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(stage: str, tm
     assert again.scores == whole.scores
 
 
-def test_after_evaluations_below_the_best_grpo_goes_back_to_the_best_and_learns_half_as_fast() -> None:
+def test_after_evaluations_below_the_best_grpo_goes_back_to_the_best_and_learns_half_as_fast() -> (
+    None
+):
     changes = {"iterations": 24, "patience": 0, "retreat": 2, "schedule": "constant", "lr": 1e-3}
     optimiser = dataclasses.replace(SHORT, **changes)
     student = trainer(small_table(80), optimiser=optimiser, policy=TAUGHT)
@@ -393,7 +407,9 @@ def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone() -> None:
     # at 0, 4 … 36: the teacher was best at 12
     scored(student, 0.1, 0.2, 0.3, 0.5, 0.4, 0.1, 0.2, 0.1, 0.3, 0.2)
     kept: dict[int, Any] = {}
-    watch(student, lambda data: kept.update({student.iteration: copy.deepcopy(student.agent.teacher)}))
+    watch(
+        student, lambda data: kept.update({student.iteration: copy.deepcopy(student.agent.teacher)})
+    )
     agent = student.run()
     assert agent.teacher is not None
     assert equal_states(kept[12], kept[16])
@@ -438,7 +454,9 @@ def test_heads_are_taught_by_the_better_of_two_regressions_with_bins_and_without
     table = table_of(torch.cat([~hard, hard], 1).float(), torch.full((300, 2), 5.0), features)
     changes = {"teacher_iterations": 80, "warmup_iterations": 4, "iterations": 1}
     brief = dataclasses.replace(SHORT, **changes, contexts=128, minibatch=64, evaluate_every=8)
-    policy = PolicyConfig(teacher=True, members=2, hidden=4, teacher_hidden=4, layers=1, teacher_dropout=0.0)
+    policy = PolicyConfig(
+        teacher=True, members=2, hidden=4, teacher_hidden=4, layers=1, teacher_dropout=0.0
+    )
     student = trainer(table, policy=policy, optimiser=brief)
     agent = student.run()
     names = [stage.name for stage in student.stages]
@@ -679,14 +697,19 @@ def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(
     table = photographed(holes=0.0)
     # as the teacher starts at the means of its table, that is the same for both
     first, second = ends_of(table, policy, torch.tensor([8.0, 15.0]))
-    networks = [[member_of(student.agent.controller, number) for number in range(4)] for student in (first, second)]
+    networks = [
+        [member_of(student.agent.controller, number) for number in range(4)]
+        for student in (first, second)
+    ]
     same = [equal_states(a, b) for a, b in zip(*networks, strict=True)]
     # the second, and not the last, which learns from all
     assert same == [False, True, False, False]
     if name == "taught":
         lessons = first.lessons, second.lessons
         assert torch.equal(lessons[0].x, lessons[1].x)
-        known = [torch.equal(a, b) for a, b in zip(lessons[0].worths, lessons[1].worths, strict=True)]
+        known = [
+            torch.equal(a, b) for a, b in zip(lessons[0].worths, lessons[1].worths, strict=True)
+        ]
         assert known == [False, True, False, False]
 
 
@@ -718,13 +741,17 @@ def test_bad_settings(group: Any, key: str, value: object) -> None:
 
 
 def test_settings_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(InputError, match=r"policy\.members=1: policy\.teacher=true needs at least 2"):
+    with pytest.raises(
+        InputError, match=r"policy\.members=1: policy\.teacher=true needs at least 2"
+    ):
         PolicyConfig(teacher=True)
     with pytest.raises(InputError, match=r"policy\.experts \(ridge\): need policy\.teacher=true"):
         PolicyConfig(members=2, experts=("ridge",))
 
 
-def test_validation_is_on_the_budgets_asked_for_and_the_kl_is_logged_also_when_it_costs_nothing() -> None:
+def test_validation_is_on_the_budgets_asked_for_and_the_kl_is_logged_also_when_it_costs_nothing() -> (
+    None
+):
     lines = Lines()
     loss = LossConfig(kl_to_ref_coeff=0.0)
     trainer(small_table(60), log=lines, loss=loss, budgets_ms=torch.tensor([1e-3])).run()

@@ -1,14 +1,16 @@
-"""The mathematics of training has not changed: losses and gradient norms, step by step, are those that were committed.
+"""The mathematics of training has not changed: losses and gradient norms, step by step, are those
+that were committed.
 
-The tolerance is some eight times what rounding does to these runs and far below what a change of a formula does.
-Rounding: on one machine with PyTorch's kernels for AVX-512, for AVX2 and for neither, MKL's for every processor alike,
-and with noise of one unit in the last place on the weights and of three on every gradient, losses differ by up to
-2e-6 and norms by up to 1.3e-5 of themselves. A formula: two hundredths on one coefficient, below, is the smallest
-change that anybody would make, and is ten times the tolerance or more. Of fifty changes by hand in a
-copy of the code (signs, sums for means, clip, KL and its estimator, baseline and scale of advantages, temperatures,
-entropy, regression, optimiser and schedule, which policy is the old one or the reference) forty-eight were seen, nearly
-all by a hundred times the tolerance; the other two, a `detach` where there is no gradient and < for ≤ where nothing is
-equal, change no number here.
+The tolerance is some eight times what rounding does to these runs and far below what a change of a
+formula does. Rounding: on one machine with PyTorch's kernels for AVX-512, for AVX2 and for neither,
+MKL's for every processor alike, and with noise of one unit in the last place on the weights and of
+three on every gradient, losses differ by up to 2e-6 and norms by up to 1.3e-5 of themselves. A
+formula: two hundredths on one coefficient, below, is the smallest change that anybody would make,
+and is ten times the tolerance or more. Of fifty changes by hand in a copy of the code (signs, sums
+for means, clip, KL and its estimator, baseline and scale of advantages, temperatures, entropy,
+regression, optimiser and schedule, which policy is the old one or the reference) forty-eight were
+seen, nearly all by a hundred times the tolerance; the other two, a `detach` where there is no
+gradient and < for ≤ where nothing is equal, change no number here.
 """
 
 from __future__ import annotations
@@ -22,9 +24,15 @@ from torch import Tensor
 from trajectories import FILE, RUNS, SETTINGS, trajectory
 
 RELATIVE, ABSOLUTE = 1e-4, 2e-5
-COMMITTED = {name: torch.tensor(steps, dtype=torch.float64) for name, steps in json.loads(FILE.read_text()).items()}
+COMMITTED = {
+    name: torch.tensor(steps, dtype=torch.float64)
+    for name, steps in json.loads(FILE.read_text()).items()
+}
 COEFFICIENTS = {
-    ("controller sampled", "loss"): "temperature_start temperature_end advantage_std_floor advantage_clip "
+    (
+        "controller sampled",
+        "loss",
+    ): "temperature_start temperature_end advantage_std_floor advantage_clip "
     "clip_epsilon kl_to_ref_coeff entropy_coeff",
     ("controller sampled", "reward"): "miss",
     ("controller exact", "loss"): "clip_epsilon kl_to_ref_coeff entropy_coeff",
@@ -45,25 +53,34 @@ def off(result: Tensor, committed: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", RUNS)
 def test_every_step_is_the_committed_one(name: str) -> None:
     result, committed = trajectory(name), COMMITTED[name]
-    assert result.shape == committed.shape, f"{name}: {len(result)} steps, committed are {len(committed)}"
+    assert result.shape == committed.shape, (
+        f"{name}: {len(result)} steps, committed are {len(committed)}"
+    )
     wrong = (off(result, committed) > 1).any(1).nonzero().flatten().tolist()
     if wrong:
         step = wrong[0]
         (loss, norm), (old_loss, old_norm) = result[step].tolist(), committed[step].tolist()
         pytest.fail(
-            f"{name}: the training takes another course from step {step} of {len(result)} on: loss {loss:.7g} "
-            f"(committed {old_loss:.7g}), gradient norm {norm:.7g} (committed {old_norm:.7g}). If that is meant, make "
-            f"the trajectories anew with `PYTHONPATH=. python tests/{FILE.with_suffix('.py').name}` and commit "
-            f"tests/{FILE.name} together with the change and its reason; if not, a change of the mathematics slipped "
+            f"{name}: the training takes another course from step {step} of {len(result)} on: "
+            f"loss {loss:.7g} "
+            f"(committed {old_loss:.7g}), gradient norm {norm:.7g} (committed {old_norm:.7g}). If "
+            "that is meant, make "
+            "the trajectories anew with `PYTHONPATH=. python "
+            f"tests/{FILE.with_suffix('.py').name}` and commit "
+            f"tests/{FILE.name} together with the change and its reason; if not, a change of the "
+            "mathematics slipped "
             "in.",
             pytrace=False,
         )
 
 
 @pytest.mark.parametrize(
-    ("name", "group", "key"), [(*place, key) for place, keys in COEFFICIENTS.items() for key in keys.split()]
+    ("name", "group", "key"),
+    [(*place, key) for place, keys in COEFFICIENTS.items() for key in keys.split()],
 )
-def test_two_hundredths_more_on_a_coefficient_would_be_seen(name: str, group: str, key: str) -> None:
+def test_two_hundredths_more_on_a_coefficient_would_be_seen(
+    name: str, group: str, key: str
+) -> None:
     settings = copy.deepcopy(SETTINGS[name])
     settings[group][key] *= 1.02
     assert off(trajectory(name, settings), COMMITTED[name]).max() > 10

@@ -21,7 +21,9 @@ from knobwise.envs.tables.profile_table import Knob, ProfileTable
 NOTHING = RewardConfig(alpha=0, beta=0, gamma=0, delta=0, epsilon=0)
 
 
-def one(config: RewardConfig, accuracy: float = 0.8, latency: float = 150.0, budget: float = 100.0) -> float:
+def one(
+    config: RewardConfig, accuracy: float = 0.8, latency: float = 150.0, budget: float = 100.0
+) -> float:
     values = (torch.tensor(v, dtype=torch.float64) for v in (accuracy, latency, budget, 0.4))
     return reward(*values, config).item()
 
@@ -49,8 +51,12 @@ def sigmoid(x: float) -> float:
     ],
 )
 def test_each_term_by_hand(term: str, latency: float, wanted: float) -> None:
-    assert one(dataclasses.replace(NOTHING, **{term: 1.0}), latency=latency) == pytest.approx(wanted)
-    assert one(dataclasses.replace(NOTHING, **{term: 3.0}), latency=latency) == pytest.approx(3 * wanted)
+    assert one(dataclasses.replace(NOTHING, **{term: 1.0}), latency=latency) == pytest.approx(
+        wanted
+    )
+    assert one(dataclasses.replace(NOTHING, **{term: 3.0}), latency=latency) == pytest.approx(
+        3 * wanted
+    )
 
 
 def test_the_whole_by_hand_with_the_default_coefficients() -> None:
@@ -69,17 +75,23 @@ def test_utility_kind_by_hand() -> None:
     # the utility that everything is judged by counts accuracy only inside the budget
     latency = torch.tensor([9.0, 10.0, 10.0001, math.nan])
     accuracy = torch.tensor([0.5, 0.7, 0.9, math.nan])
-    torch.testing.assert_close(utility(accuracy, latency, torch.tensor(10.0)), torch.tensor([0.5, 0.7, 0.0, 0.0]))
+    torch.testing.assert_close(
+        utility(accuracy, latency, torch.tensor(10.0)), torch.tensor([0.5, 0.7, 0.0, 0.0])
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(2**-10, 2**17, width=32), st.integers(-2, 2))
-def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(budget: float, steps: int) -> None:
+def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(
+    budget: float, steps: int
+) -> None:
     limit = torch.tensor(budget)
     latency = limit
     for _ in range(abs(steps)):
         latency = latency.nextafter(torch.tensor(math.copysign(math.inf, steps)))
-    in_time = reward(torch.tensor(1.0), latency, limit, torch.tensor(0.0), RewardConfig(kind="utility"))
+    in_time = reward(
+        torch.tensor(1.0), latency, limit, torch.tensor(0.0), RewardConfig(kind="utility")
+    )
     assert in_time == utility(torch.tensor(1.0), latency, limit)
 
 
@@ -87,7 +99,9 @@ def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(budget: float,
 def test_what_was_not_profiled_has_reward_nan(kind: str) -> None:
     table = small_table(holes=0.5)
     budgets = torch.full((table.num_samples,), 12.0)
-    result = RewardTable(table, RewardConfig(kind=kind)).all(torch.arange(table.num_samples), budgets)
+    result = RewardTable(table, RewardConfig(kind=kind)).all(
+        torch.arange(table.num_samples), budgets
+    )
     assert (result.isnan() == ~table.mask).all()
 
 
@@ -101,14 +115,19 @@ def test_complexity_by_hand() -> None:
 
 @pytest.mark.parametrize("values", [("fast", "good"), (-1, 4), (0, 0.0)])
 def test_a_knob_without_a_size_counts_nothing(values: tuple[int | str, ...]) -> None:
-    knobs, table = (Knob("top_k", (2, 4)), Knob("other", values)), table_of([[1.0, 1.0]], [[1.0, 1.0]])
+    knobs, table = (
+        (Knob("top_k", (2, 4)), Knob("other", values)),
+        table_of([[1.0, 1.0]], [[1.0, 1.0]]),
+    )
     table = dataclasses.replace(table, knobs=knobs, configurations=torch.tensor([[0, 0], [1, 1]]))
     assert complexity(table).tolist() == [0.25, 0.5]
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(["shaped", "utility"]), st.floats(2.0, 40.0, width=32))
-def test_all_and_of_say_the_same_of_every_configuration(seed: int, kind: str, budget: float) -> None:
+def test_all_and_of_say_the_same_of_every_configuration(
+    seed: int, kind: str, budget: float
+) -> None:
     table = small_table(samples=15, seed=seed, holes=0.3)
     rewards = RewardTable(table, RewardConfig(kind=kind, miss=0.1))
     rows = torch.randint(15, (9,), generator=torch.Generator().manual_seed(seed))
@@ -118,19 +137,27 @@ def test_all_and_of_say_the_same_of_every_configuration(seed: int, kind: str, bu
     torch.testing.assert_close(rewards.all(rows, budgets), chosen, rtol=0, atol=0, equal_nan=True)
 
 
-ONE_KNOB = table_of([[0.1, 0.5, 1.0], [0.2, torch.nan, 0.8]], [[1.0, 2.0, 4.0], [1.5, torch.nan, 6.0]])
+ONE_KNOB = table_of(
+    [[0.1, 0.5, 1.0], [0.2, torch.nan, 0.8]], [[1.0, 2.0, 4.0], [1.5, torch.nan, 6.0]]
+)
 
 
 @pytest.mark.parametrize(("lean", "full_information"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("table", [small_table(), small_table(holes=0.6, features=False), ONE_KNOB])
 def test_specs_hold(lean: bool, full_information: bool, table: ProfileTable) -> None:
-    env = ConfigBandit(table, batch_size=4, group_size=3, lean=lean, full_information=full_information)
+    env = ConfigBandit(
+        table, batch_size=4, group_size=3, lean=lean, full_information=full_information
+    )
     check_env_specs(env, seed=0)
 
 
 def test_shapes_of_everything() -> None:
     table = small_table()
-    out = ConfigBandit(table, batch_size=4, group_size=3, full_information=True).rollout(1).squeeze(-1)
+    out = (
+        ConfigBandit(table, batch_size=4, group_size=3, full_information=True)
+        .rollout(1)
+        .squeeze(-1)
+    )
     result = {key: tuple(value.shape) for key, value in out.items() if key != "next"}
     assert result == {
         **dict.fromkeys(("row", "budget_ms"), (4,)),
@@ -167,14 +194,18 @@ def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind: str)
     cells = out["row"][:, None], chosen
     assert torch.equal(out["next", "accuracy"], table.accuracy[cells])
     assert torch.equal(out["next", "latency_ms"], table.latency_ms[cells])
-    # where a number stands in a tensor decides whether torch's sigmoid rounds its last bit up or down
+    # where a number stands in a tensor decides whether torch's sigmoid rounds its last bit up or
+    # down
     last_bit = 1e-7 if kind == "shaped" else 0
     wanted = out["reward_per_configuration"].gather(1, chosen)
     torch.testing.assert_close(out["next", "reward"], wanted, rtol=0, atol=last_bit)
     assert torch.equal(out["mask"], table.mask[out["row"]])
     assert torch.equal(out["image_features"], table.features["image_features"][out["row"]])
     assert (out["reward_per_configuration"].isnan() == ~out["mask"]).all()
-    assert torch.equal(out["next", "reward"], RewardTable(table, config).chosen(out["row"], chosen, out["budget_ms"]))
+    assert torch.equal(
+        out["next", "reward"],
+        RewardTable(table, config).chosen(out["row"], chosen, out["budget_ms"]),
+    )
 
 
 def test_random_actions_are_drawn_evenly_among_what_was_profiled() -> None:
@@ -183,8 +214,13 @@ def test_random_actions_are_drawn_evenly_among_what_was_profiled() -> None:
     torch.manual_seed(0)
     for row in range(3):
         context = env.reset().set("row", torch.tensor([row]))
-        share = torch.bincount(table.find(env.rand_action(context)["action"]).flatten(), minlength=12) / 8_000
-        torch.testing.assert_close(share, table.mask[row] / table.mask[row].sum(), rtol=0, atol=0.02)
+        share = (
+            torch.bincount(table.find(env.rand_action(context)["action"]).flatten(), minlength=12)
+            / 8_000
+        )
+        torch.testing.assert_close(
+            share, table.mask[row] / table.mask[row].sum(), rtol=0, atol=0.02
+        )
         assert torch.equal(share > 0, table.mask[row])
 
 
@@ -205,7 +241,10 @@ def test_the_reward_of_a_draw_depends_on_this_draw_alone() -> None:
 
 def test_a_group_is_the_same_as_flat_rows_with_repeated_contexts() -> None:
     table = small_table()
-    grouped, flat = ConfigBandit(table, batch_size=5, group_size=3), ConfigBandit(table, batch_size=15)
+    grouped, flat = (
+        ConfigBandit(table, batch_size=5, group_size=3),
+        ConfigBandit(table, batch_size=15),
+    )
     context = grouped.rand_action(grouped.reset())
     repeated = TensorDict({k: context[k].repeat_interleave(3) for k in ("row", "budget_ms")}, [15])
     repeated["action"] = context["action"].reshape(15, 1, 3)

@@ -49,14 +49,18 @@ def test_relative_is_a_profiled_latency_of_the_same_sample_times_a_factor() -> N
 
 
 def test_fixed_draws_each_value() -> None:
-    drawn = draw(small_table(), torch.zeros(3000, dtype=torch.int64), strategy="fixed", values_ms=(5.0, 7.0))
+    drawn = draw(
+        small_table(), torch.zeros(3000, dtype=torch.int64), strategy="fixed", values_ms=(5.0, 7.0)
+    )
     assert sorted(set(drawn.tolist())) == [5.0, 7.0]
     assert drawn.mean().item() == pytest.approx(6.0, abs=0.1)
 
 
 def test_quantiles_follows_the_latencies_between_its_ends() -> None:
     table = of_latencies(torch.linspace(0, 10, 1001).square().reshape(1001, 1))
-    drawn = draw(table, torch.zeros(20_000, dtype=torch.int64), strategy="quantiles", low=0.2, high=0.8)
+    drawn = draw(
+        table, torch.zeros(20_000, dtype=torch.int64), strategy="quantiles", low=0.2, high=0.8
+    )
     assert drawn.min() >= 4 - 1e-4
     assert drawn.max() <= 64 + 1e-4
     quarters = drawn.quantile(torch.tensor([0.25, 0.5, 0.75]))  # at ranks .35, .5, .65
@@ -97,7 +101,9 @@ def test_the_range_of_worths_and_those_that_are_judged_by_hand() -> None:
     assert worths_range(latency.flatten()).tolist() == pytest.approx([4, 30 * 98])
     # five, evenly apart in logarithm, the ends left out
     step = (30 * 98 / 4) ** (1 / 6)
-    assert judged_worths(of_latencies(latency)).tolist() == pytest.approx([4 * step**k for k in range(1, 6)], rel=1e-4)
+    assert judged_worths(of_latencies(latency)).tolist() == pytest.approx(
+        [4 * step**k for k in range(1, 6)], rel=1e-4
+    )
     # what costs nothing is left out
     paid = torch.arange(101.0) + 1
     assert torch.equal(worths_range(torch.cat([paid, torch.zeros(50)])), worths_range(paid))
@@ -118,8 +124,14 @@ def test_worths_are_drawn_evenly_in_logarithm() -> None:
     [
         ({"sense": "median"}, "budget.sense='median': must be one of deadline, mean"),
         ({"strategy": "best"}, "relative, quantiles, uniform, fixed"),
-        ({"strategy": "relative", "factors": ()}, "factors must hold at least one number, all positive, not"),
-        ({"strategy": "relative", "factors": (1.0, 0.0)}, "factors must hold at least one number, all positive, not"),
+        (
+            {"strategy": "relative", "factors": ()},
+            "factors must hold at least one number, all positive, not",
+        ),
+        (
+            {"strategy": "relative", "factors": (1.0, 0.0)},
+            "factors must hold at least one number, all positive, not",
+        ),
         (
             {"strategy": "relative", "factors": (1.0, math.nan)},
             "factors must hold at least one number, all positive, not",
@@ -129,7 +141,10 @@ def test_worths_are_drawn_evenly_in_logarithm() -> None:
             {"strategy": "fixed", "values_ms": (3.0, -1.0)},
             r"values_ms must hold at least one number, all positive.*-1\.0",
         ),
-        ({"strategy": "fixed", "values_ms": (math.inf,)}, "values_ms must hold at least one number, all positive, not"),
+        (
+            {"strategy": "fixed", "values_ms": (math.inf,)},
+            "values_ms must hold at least one number, all positive, not",
+        ),
         ({"strategy": "quantiles", "low": 0.9, "high": 0.1}, "0 ≤ low ≤ high ≤ 1"),
         ({"strategy": "quantiles", "high": 97.0}, "0 ≤ low ≤ high ≤ 1"),
     ],
@@ -145,13 +160,15 @@ def numbered(samples: int, configurations: int) -> torch.Tensor:
 
 
 FROM_38_UP = [44.0, 53.0, 69.0, 85.0, 94.0]
-"""The 63 numbers from 38 to 100 at places .1·63 = 6.3, 15.75, 31.5, 47.25 and 56.7, rounded down."""
+"""The 63 numbers from 38 to 100 at places .1·63 = 6.3, 15.75, 31.5, 47.25 and 56.7, rounded
+down."""
 
 
 @pytest.mark.parametrize(
     ("latency_ms", "wanted"),
     [
-        # 1 … 100 at places .1·99 = 9.9, 24.75, 49.5, 74.25, 89.1; fastest 1 … 10: place 6.75, upward: 8
+        # 1 … 100 at places .1·99 = 9.9, 24.75, 49.5, 74.25, 89.1; fastest 1 … 10: place 6.75,
+        # upward: 8
         (numbered(10, 10), [10.9, 25.75, 50.5, 75.25, 90.1]),
         # fastest 1 … 50: place 36.75, upward: 38, above two of the quantiles
         (numbered(50, 2), FROM_38_UP),
@@ -167,19 +184,32 @@ FROM_38_UP = [44.0, 53.0, 69.0, 85.0, 94.0]
 def test_default_budgets_by_hand(latency_ms: torch.Tensor, wanted: list[float]) -> None:
     budgets = default_budgets(of_latencies(latency_ms))
     assert budgets.tolist() == pytest.approx(wanted, rel=1e-6)
-    note = f"budgets: only {len(wanted)} of 5 are distinct, because many latencies are equal; budgets_ms sets others"
+    note = (
+        f"budgets: only {len(wanted)} of 5 are distinct, because many latencies "
+        "are equal; budgets_ms sets others"
+    )
     assert few_budgets(budgets) == ([note] if len(wanted) < 5 else [])
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 6), st.sampled_from([0.0, 0.1, 4.0]), st.booleans())
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 40),
+    st.integers(1, 6),
+    st.sampled_from([0.0, 0.1, 4.0]),
+    st.booleans(),
+)
 def test_default_budgets_are_distinct_feasible_and_below_time_outs(
     seed: int, samples: int, configurations: int, rounded_to: float, timed_out: bool
 ) -> None:
-    measured = (torch.randn(samples, configurations, generator=torch.Generator().manual_seed(seed)) + 1).exp()
+    measured = (
+        torch.randn(samples, configurations, generator=torch.Generator().manual_seed(seed)) + 1
+    ).exp()
     measured = (measured / rounded_to).ceil() * rounded_to if rounded_to else measured
     out = torch.full((samples, 5 * configurations + 1), 1e4)
-    budgets = default_budgets(of_latencies(torch.cat([measured, out], 1) if timed_out else measured))
+    budgets = default_budgets(
+        of_latencies(torch.cat([measured, out], 1) if timed_out else measured)
+    )
     assert 1 <= len(budgets) <= 5
     assert budgets[0] > 0
     assert (measured.flatten() <= budgets.unsqueeze(1)).sum(1).diff().gt(0).all()
@@ -201,7 +231,9 @@ def test_encodings_by_hand() -> None:
     encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), 1)  # ln: 0 and 2, so μ = 1, σ = 1
     assert encoding.width == 1
     result = encoding(torch.tensor([[math.e, math.e**3], [1e-9, 1e9]]))
-    torch.testing.assert_close(result, torch.tensor([[[0.0], [2.0]], [[-4.0], [4.0]]]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        result, torch.tensor([[[0.0], [2.0]], [[-4.0], [4.0]]]), atol=1e-6, rtol=0
+    )
     encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), 5)
     result = encoding(torch.tensor(math.e**2))  # z = 1: angles π/4 and π/2
     half = math.sqrt(0.5)
@@ -209,7 +241,9 @@ def test_encodings_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "width"), [(1, 1), (9, 9), (17, 17)])
-def test_encodings_have_the_width_they_say_and_rise_with_the_budget(wanted: int, width: int) -> None:
+def test_encodings_have_the_width_they_say_and_rise_with_the_budget(
+    wanted: int, width: int
+) -> None:
     table = small_table()
     encoding = BudgetEncoding(table.latency_ms[table.mask], wanted)
     result = encoding(torch.linspace(2, 40, 200).reshape(4, 50))
@@ -229,7 +263,9 @@ def test_an_even_width_is_pairs_of_sine_and_cosine_without_the_number() -> None:
     assert encoding(torch.ones(3)).shape == (3, 32)
     octaves = encoding.frequencies.log2().diff()  # 16 pairs divide seven octaves evenly
     torch.testing.assert_close(octaves, torch.full((15,), 7 / 15), atol=1e-5, rtol=0)
-    torch.testing.assert_close(encoding.frequencies[[0, -1]], math.pi / 4 * torch.tensor([1.0, 128.0]))
+    torch.testing.assert_close(
+        encoding.frequencies[[0, -1]], math.pi / 4 * torch.tensor([1.0, 128.0])
+    )
 
 
 def test_encoding_survives_latencies_that_never_vary_and_zeros() -> None:
@@ -240,7 +276,9 @@ def test_encoding_survives_latencies_that_never_vary_and_zeros() -> None:
 LISTS = [torch.tensor([3, 5, 7, 9, 11]), torch.tensor([0]), torch.tensor([2, 4])]
 
 
-def sampler(rows: torch.Tensor | list[torch.Tensor] | None, seed: int = 0, **budget: object) -> ContextSampler:
+def sampler(
+    rows: torch.Tensor | list[torch.Tensor] | None, seed: int = 0, **budget: object
+) -> ContextSampler:
     return ContextSampler(small_table(), BudgetConfig(**budget), rows, seed)  # type: ignore[arg-type]
 
 
@@ -248,12 +286,20 @@ def shares_drawn(table: ProfileTable, by: str, rows: list[torch.Tensor]) -> torc
     """Of the samples of a table, [N], for each list of rows."""
     contexts = ContextSampler(table, BudgetConfig(), rows, 0, by)
     drawn, _ = contexts(6000 * len(rows))
-    return torch.stack([drawn[m :: len(rows)].bincount(minlength=table.num_samples) / 6000 for m in range(len(rows))])
+    return torch.stack(
+        [
+            drawn[m :: len(rows)].bincount(minlength=table.num_samples) / 6000
+            for m in range(len(rows))
+        ]
+    )
 
 
 def test_balanced_groups_are_drawn_as_often_as_each_other() -> None:
-    # a, a, a, b, and another a that is not drawn from; each list is balanced by the sizes of both together
-    table = replace(small_table(5), datasets=("a", "a", "a", "b", "a"), question_types=tuple("xyyyx"))
+    # a, a, a, b, and another a that is not drawn from; each list is balanced by the sizes of both
+    # together
+    table = replace(
+        small_table(5), datasets=("a", "a", "a", "b", "a"), question_types=tuple("xyyyx")
+    )
     shares = shares_drawn(table, "dataset", [torch.tensor([0, 1, 2, 3])])
     expected = torch.tensor([[1 / 6, 1 / 6, 1 / 6, 1 / 2, 0]])
     torch.testing.assert_close(shares, expected, atol=0.025, rtol=0)
@@ -320,7 +366,9 @@ def test_under_a_mean_budget_worths_are_drawn() -> None:
 
 @pytest.mark.parametrize("rows", [torch.arange(20), LISTS])
 def test_contexts_come_from_the_seed_and_come_again(rows: Any) -> None:
-    one, same, other = (ContextSampler(small_table(), BudgetConfig(), rows, seed) for seed in (0, 0, 1))
+    one, same, other = (
+        ContextSampler(small_table(), BudgetConfig(), rows, seed) for seed in (0, 0, 1)
+    )
     first = one(40)
     assert all(map(torch.equal, first, same(40)))
     assert not torch.equal(first[0], other(40)[0])
@@ -334,6 +382,10 @@ def test_equal_seeds_draw_what_they_always_drew() -> None:
 
 
 def test_nothing_to_draw_from_is_refused() -> None:
-    for rows in (torch.tensor([], dtype=torch.int64), [], [torch.arange(3), torch.tensor([], dtype=torch.int64)]):
+    for rows in (
+        torch.tensor([], dtype=torch.int64),
+        [],
+        [torch.arange(3), torch.tensor([], dtype=torch.int64)],
+    ):
         with pytest.raises(InputError, match="no samples to draw from"):
             sampler(rows)

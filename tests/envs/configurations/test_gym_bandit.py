@@ -18,7 +18,11 @@ from torchrl.envs import GymEnv, GymWrapper, check_env_specs
 
 import knobwise  # noqa: F401  (registers the environment)
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBanditVectorEnv, oracle
+from knobwise.envs.configurations.gymnasium_env import (
+    ConfigBanditEnv,
+    ConfigBanditVectorEnv,
+    oracle,
+)
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -34,7 +38,9 @@ TABLES = {
     "full": small_table(),
     "sparse": small_table(holes=0.68),
     "no features": small_table(features=False),
-    "one knob": table_of([[0.25, 0.75, 1.0], [0.5, 0.5, torch.nan]], [[1.0, 2.0, 4.0], [3.0, 2.0, torch.nan]]),
+    "one knob": table_of(
+        [[0.25, 0.75, 1.0], [0.5, 0.5, torch.nan]], [[1.0, 2.0, 4.0], [3.0, 2.0, torch.nan]]
+    ),
 }
 FORMS = [(table, action) for table in TABLES for action in ("knobs", "configuration")]
 PRICED = BudgetConfig(sense="mean")
@@ -47,7 +53,9 @@ def test_gymnasium_checks_it(table: str, action: str, budget: BudgetConfig | Non
     check_env(env.unwrapped, skip_render_check=True)
 
 
-@pytest.mark.parametrize(("table", "action"), FORMS[:-2])  # TorchRL takes no MultiDiscrete of one number
+@pytest.mark.parametrize(
+    ("table", "action"), FORMS[:-2]
+)  # TorchRL takes no MultiDiscrete of one number
 def test_torchrl_checks_it(table: str, action: str) -> None:
     arguments = {"table": TABLES[table], "action": action}
     check_env_specs(GymWrapper(gymnasium.make(ID, **arguments)))
@@ -55,7 +63,10 @@ def test_torchrl_checks_it(table: str, action: str) -> None:
     check_env_specs(env)
     played = env.rollout(5, break_when_any_done=False)
     assert played["action"].shape == ((5, 3) if action == "knobs" else (5,))
-    assert played["budget_ms"].shape == (5, 1)  # TorchRL has no numbers: it reads a Box of shape () as [1]
+    assert played["budget_ms"].shape == (
+        5,
+        1,
+    )  # TorchRL has no numbers: it reads a Box of shape () as [1]
     assert played["mask"].shape == (5, 12)
 
 
@@ -74,7 +85,11 @@ def test_torchrl_wraps_many_at_once_and_sees_the_right_contexts(
     env.set_seed(0)
     played = env.rollout(4, break_when_any_done=False)
     assert played["next", "done"].all()
-    for name in ("budget_ms", "mask", *profile.features):  # after the decision the context is still the same one
+    for name in (
+        "budget_ms",
+        "mask",
+        *profile.features,
+    ):  # after the decision the context is still the same one
         assert torch.equal(played["next", name], played[name])
     assert len(played["budget_ms"].unique()) >= 8
     if mode == AutoresetMode.SAME_STEP:
@@ -85,7 +100,9 @@ def test_torchrl_wraps_many_at_once_and_sees_the_right_contexts(
 
 def test_torchrl_takes_the_reset_modes_that_it_takes_of_cartpole() -> None:
     for make in (
-        lambda: gymnasium.make_vec("CartPole-v1", 2, "sync", {"autoreset_mode": AutoresetMode.NEXT_STEP}),
+        lambda: gymnasium.make_vec(
+            "CartPole-v1", 2, "sync", {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        ),
         lambda: ConfigBanditVectorEnv(2, small_table(), autoreset_mode=AutoresetMode.NEXT_STEP),
     ):
         with pytest.raises(RuntimeError, match="must be one of SAME_STEP or DISABLED"):
@@ -117,14 +134,20 @@ def test_all_three_environments_give_the_same_contexts_and_rewards(
         assert info["sample_id"] == table.sample_ids[info["row"]]
         assert info[limit] == seen[limit] == seen_by_many[limit][0] == context[limit].item()
         for name in ("image_features", "language_features", "mask"):
-            assert seen[name].tolist() == seen_by_many[name][0].tolist() == context[name][0].tolist()
+            assert (
+                seen[name].tolist() == seen_by_many[name][0].tolist() == context[name][0].tolist()
+            )
         out = native.step(context.set("action", torch.from_numpy(action)[None, None]))["next"]
         _, got, _, _, told = one.step(action)
         seen_by_many, rewards, _, _, infos = many.step(action[None])
         assert got == rewards[0] == out["reward"].item()
-        assert told["latency_ms"] == infos["final_info"]["latency_ms"][0] == out["latency_ms"].item()
+        assert (
+            told["latency_ms"] == infos["final_info"]["latency_ms"][0] == out["latency_ms"].item()
+        )
         if limit == "worth_ms":
-            assert got == pytest.approx(told["accuracy"] - told["latency_ms"] / told["worth_ms"], rel=1e-6)
+            assert got == pytest.approx(
+                told["accuracy"] - told["latency_ms"] / told["worth_ms"], rel=1e-6
+            )
             assert not {"budget_ms", "violation"} & {*info, *infos, *told, *context.keys()}
         seen, info = one.reset()
     observed, infos = ConfigBanditVectorEnv(7, table, budget, reward).reset(seed=3)
@@ -153,7 +176,9 @@ def test_infos_tell_the_outcome_by_hand() -> None:
 @pytest.mark.parametrize("holes", [0.0, 0.7])
 def test_the_oracle_is_the_best_by_brute_force(holes: float) -> None:
     table = small_table(holes=holes)
-    budgets = torch.linspace(2, 30, 60)[torch.randperm(60, generator=torch.Generator().manual_seed(0))]
+    budgets = torch.linspace(2, 30, 60)[
+        torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    ]
     result = oracle(table, torch.arange(60), budgets)
     for row in range(60):
         candidates = []
@@ -181,7 +206,9 @@ def test_actions_that_are_refused_and_never_rewarded() -> None:
     # nor is an action before a context is drawn
     for mode in AutoresetMode:
         with pytest.raises(gymnasium.error.ResetNeeded):
-            ConfigBanditVectorEnv(2, small_table(), autoreset_mode=mode).step(np.zeros((2, 3), dtype=np.int64))
+            ConfigBanditVectorEnv(2, small_table(), autoreset_mode=mode).step(
+                np.zeros((2, 3), dtype=np.int64)
+            )
     with pytest.raises(gymnasium.error.ResetNeeded):
         ConfigBanditEnv(small_table()).step([0, 0, 0])
 
@@ -189,17 +216,28 @@ def test_actions_that_are_refused_and_never_rewarded() -> None:
 @pytest.mark.parametrize(
     ("action", "wrong", "message"),
     [
-        ("knobs", [1], r"action: is torch.int64 \[1\]; must be int64 \[1, 1, 3\]: 3 indices, one for each knob$"),
+        (
+            "knobs",
+            [1],
+            r"action: is torch.int64 \[1\]; must be int64 \[1, 1, 3\]: 3 indices, one for each "
+            r"knob$",
+        ),
         ("knobs", [[0, 0, 0]] * 2, r"action: is torch.int64 \[2, 3\]; must be int64 \[1, 1, 3\]"),
         ("knobs", [0.0, 1.0, 0.0], "action: is torch.float64"),
         ("knobs", [0, 2, 0], "knob top_k has no index 2; its 2 values have indices 0 to 1"),
         ("knobs", [0, 0, -1], "knob num_active_blocks has no index -1"),
-        ("configuration", [0, 1], r"action: is torch.int64 \[2\]; must be int64 \[1, 1\]: one index"),
+        (
+            "configuration",
+            [0, 1],
+            r"action: is torch.int64 \[2\]; must be int64 \[1, 1\]: one index",
+        ),
         ("configuration", 12, "the configuration has no index 12; its 12 values"),
         ("configuration", -1, "the configuration has no index -1"),
     ],
 )
-def test_an_action_that_cannot_be_is_refused_and_can_be_corrected(action: str, wrong: object, message: str) -> None:
+def test_an_action_that_cannot_be_is_refused_and_can_be_corrected(
+    action: str, wrong: object, message: str
+) -> None:
     env = ConfigBanditEnv(small_table(), action=action)
     env.reset(seed=0)
     with pytest.raises(InputError, match=message):
@@ -213,15 +251,20 @@ def test_an_action_that_cannot_be_is_refused_and_can_be_corrected(action: str, w
 
 @pytest.mark.parametrize("unprofiled", ["nearest", "penalty"])
 def test_an_unprofiled_action_replays_the_nearest_configuration_by_hand(unprofiled: str) -> None:
-    # three values of one knob: the middle one of sample 0 was never profiled; the lower neighbour comes first
-    table = table_of([[0.5, torch.nan, 1.0], [1.0, 1.0, 1.0]], [[2.0, torch.nan, 4.0], [1.0, 2.0, 3.0]])
+    # three values of one knob: the middle one of sample 0 was never profiled; the lower neighbour
+    # comes first
+    table = table_of(
+        [[0.5, torch.nan, 1.0], [1.0, 1.0, 1.0]], [[2.0, torch.nan, 4.0], [1.0, 2.0, 3.0]]
+    )
     env = ConfigBanditEnv(table, unprofiled=unprofiled)
     env.reset(seed=0, options={"row": 0, "budget_ms": 3.0})
     _, reward, *_, info = env.step([1])
     assert info["configuration"] == {"size": 0}
     assert info["latency_ms"] == 2
     # the worst of sample 0 is the one that is late, -0.2
-    assert (info["accuracy"], reward) == ((0.5, 0.5) if unprofiled == "nearest" else (0.0, pytest.approx(-1.2)))
+    assert (info["accuracy"], reward) == (
+        (0.5, 0.5) if unprofiled == "nearest" else (0.0, pytest.approx(-1.2))
+    )
 
 
 def test_both_kinds_of_action_do_the_same() -> None:
@@ -229,10 +272,20 @@ def test_both_kinds_of_action_do_the_same() -> None:
     by_knobs, by_number = ConfigBanditEnv(table), ConfigBanditEnv(table, action="configuration")
     for number, knobs in enumerate(table.configurations.tolist()):
         infos = []
-        for env, action in (by_knobs, knobs), (by_knobs, [knobs]), (by_number, number), (by_number, [number]):
+        for env, action in (
+            (by_knobs, knobs),
+            (by_knobs, [knobs]),
+            (by_number, number),
+            (by_number, [number]),
+        ):
             env.reset(seed=number)
             *_, info = env.step(action)
-            infos.append({name: info[name] for name in ("row", "budget_ms", "accuracy", "latency_ms", "configuration")})
+            infos.append(
+                {
+                    name: info[name]
+                    for name in ("row", "budget_ms", "accuracy", "latency_ms", "configuration")
+                }
+            )
             assert info["configuration"] == table.configuration(number)
         assert all(info == infos[0] for info in infos)
     grouped = ConfigBanditVectorEnv(2, table)
@@ -247,7 +300,9 @@ def test_action_masks_draw_profiled_actions_only() -> None:
     for seed in range(30):
         _, info = env.reset(seed=seed)
         assert info["action_mask"].dtype == np.int8
-        env.step(env.action_space.sample(info["action_mask"]))  # an unprofiled one would be an error
+        env.step(
+            env.action_space.sample(info["action_mask"])
+        )  # an unprofiled one would be an error
     many = ConfigBanditVectorEnv(5, table, action="configuration", unprofiled="error")
     observations, infos = many.reset(seed=0)
     assert many.action_space.nvec.tolist() == [12] * 5
@@ -273,7 +328,10 @@ def test_under_knobs_there_is_a_mask_where_the_profiled_configurations_are_a_pro
     mask = table.mask.clone()
     mask[0] = False
     mask[0, table.find(torch.tensor(profiled))] = True
-    cells = {name: getattr(table, name).masked_fill(~mask, torch.nan) for name in ("accuracy", "latency_ms")}
+    cells = {
+        name: getattr(table, name).masked_fill(~mask, torch.nan)
+        for name in ("accuracy", "latency_ms")
+    }
     env = ConfigBanditEnv(replace(table, mask=mask, **cells), unprofiled="error")
     _, info = env.reset(seed=0, options={"row": 0})
     if masks is None:
@@ -302,7 +360,9 @@ def test_observations_share_no_memory() -> None:
     before, _ = many.reset(seed=0)
     after, _, _, _, infos = many.step(np.zeros((3, 3), dtype=np.int64))
     for key, value in before.items():
-        assert not any(np.shares_memory(value, other[key]) for other in (after, *infos["final_obs"]))
+        assert not any(
+            np.shares_memory(value, other[key]) for other in (after, *infos["final_obs"])
+        )
 
 
 def test_a_missing_feature_shows_as_the_median_of_its_column() -> None:
@@ -318,7 +378,12 @@ def test_a_missing_feature_shows_as_the_median_of_its_column() -> None:
 def test_the_observation_space_fits_on_a_screen_and_holds_what_is_observed() -> None:
     env = gymnasium.make(ID)
     assert len(str(env.observation_space)) < 800
-    assert list(env.observation_space) == ["budget_ms", "image_features", "language_features", "mask"]
+    assert list(env.observation_space) == [
+        "budget_ms",
+        "image_features",
+        "language_features",
+        "mask",
+    ]
     assert env.observation_space["budget_ms"].shape == ()
     assert env.observation_space["budget_ms"].is_bounded()
     assert env.observation_space["mask"].shape == (64,)
@@ -326,18 +391,32 @@ def test_the_observation_space_fits_on_a_screen_and_holds_what_is_observed() -> 
     assert env.observation_space["image_features"].low.max() == features.min()
     assert env.observation_space["image_features"].high.min() == features.max()
     # of constant features too
-    space = ConfigBanditEnv(replace(small_table(), features={"x": torch.zeros(60, 2)})).observation_space["x"]
+    space = ConfigBanditEnv(
+        replace(small_table(), features={"x": torch.zeros(60, 2)})
+    ).observation_space["x"]
     assert (space.low < space.high).all()
     priced = ConfigBanditEnv(small_table(features=False), BudgetConfig(sense="mean"))
     assert list(priced.observation_space) == ["mask", "worth_ms"]
 
 
 def test_under_a_mean_budget_the_oracle_weighs_accuracy_against_latency_by_hand() -> None:
-    table = table_of([[0.25, 0.75, 1.0], [0.5, 0.5, torch.nan]], [[1.0, 2.0, 4.0], [3.0, 2.0, torch.nan]])
+    table = table_of(
+        [[0.25, 0.75, 1.0], [0.5, 0.5, torch.nan]], [[1.0, 2.0, 4.0], [3.0, 2.0, torch.nan]]
+    )
     # the first gains .5 for one ms more, .25 for two more; the second loses nothing by the faster
     worths = torch.tensor([1.0, 3.0, 7.9, 8.1])
-    assert oracle(table, torch.zeros(4, dtype=torch.int64), worths, priced=True).tolist() == [0, 1, 1, 2]
-    assert oracle(table, torch.ones(4, dtype=torch.int64), worths, priced=True).tolist() == [1, 1, 1, 1]
+    assert oracle(table, torch.zeros(4, dtype=torch.int64), worths, priced=True).tolist() == [
+        0,
+        1,
+        1,
+        2,
+    ]
+    assert oracle(table, torch.ones(4, dtype=torch.int64), worths, priced=True).tolist() == [
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("make", [ConfigBanditEnv, ConfigBandit])
@@ -356,7 +435,9 @@ NO_NUMBERS = {"sample_id", "action_mask"}
 def test_every_reset_mode_goes_as_gymnasium_goes(mode: AutoresetMode) -> None:
     table, budget = small_table(), BudgetConfig(strategy="fixed", values_ms=(12.0,))
     rows = torch.arange(7, 8)  # one sample and one budget, so that values can be compared too
-    stock: VectorEnv = SyncVectorEnv([lambda: ConfigBanditEnv(table, budget, rows=rows)] * 4, autoreset_mode=mode)
+    stock: VectorEnv = SyncVectorEnv(
+        [lambda: ConfigBanditEnv(table, budget, rows=rows)] * 4, autoreset_mode=mode
+    )
     ours = ConfigBanditVectorEnv(4, table, budget, rows=rows, autoreset_mode=mode.value)
     assert ours.metadata["autoreset_mode"] == ours.autoreset_mode == mode
     results = {}
@@ -388,7 +469,10 @@ def compare(theirs: dict, mine: dict) -> None:
 def compare_infos(theirs: dict, mine: dict) -> None:
     """Vector infos hold numbers only, and nothing twice; `configuration` is indices of values."""
     public = {name for name in theirs if not name.startswith("_")}
-    assert public - NO_NUMBERS - {"mask", "budget_ms"} == {n for n in mine if n[0] != "_"} - IN_THE_OBSERVATION
+    assert (
+        public - NO_NUMBERS - {"mask", "budget_ms"}
+        == {n for n in mine if n[0] != "_"} - IN_THE_OBSERVATION
+    )
     for name in public & mine.keys():
         expected, value = theirs[name], mine[name]
         if f"_{name}" in theirs:
@@ -407,7 +491,10 @@ def compare_infos(theirs: dict, mine: dict) -> None:
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
 def test_contexts_are_kept_or_drawn_at_the_right_step(mode: AutoresetMode) -> None:
     table = small_table()
-    env, ahead = ConfigBanditVectorEnv(3, table, autoreset_mode=mode), ConfigBanditVectorEnv(3, table)
+    env, ahead = (
+        ConfigBanditVectorEnv(3, table, autoreset_mode=mode),
+        ConfigBanditVectorEnv(3, table),
+    )
     drawn = [ahead.reset(seed=1)[0], *(ahead.reset()[0] for _ in range(3))]
     compare(env.reset(seed=1)[0], drawn[0])
     actions = np.zeros((3, 3), dtype=np.int64)
@@ -434,11 +521,16 @@ def test_a_reset_mask_that_makes_no_sense_is_refused() -> None:
             )
     for mask in (np.array([1, 0]), np.array([True]), [True, 0]):
         with pytest.raises(InputError, match=r"reset_mask is bool \[2\]"):
-            ConfigBanditVectorEnv(2, small_table(), autoreset_mode="Disabled").reset(options={"reset_mask": mask})
+            ConfigBanditVectorEnv(2, small_table(), autoreset_mode="Disabled").reset(
+                options={"reset_mask": mask}
+            )
 
 
 def test_with_reset_mode_disabled_no_context_is_decided_twice() -> None:
-    env, actions = ConfigBanditVectorEnv(2, small_table(), autoreset_mode="Disabled"), np.zeros((2, 3), dtype=int)
+    env, actions = (
+        ConfigBanditVectorEnv(2, small_table(), autoreset_mode="Disabled"),
+        np.zeros((2, 3), dtype=int),
+    )
     first = {"reset_mask": np.array([True, False])}
     before, _ = env.reset(seed=0, options=first)  # the first one draws all
     env.step(actions)
@@ -462,15 +554,23 @@ def test_rows_may_be_any_whole_numbers(rows: object) -> None:
 
 
 def test_a_path_instead_of_a_table_says_how_to_read_it() -> None:
-    with pytest.raises(InputError, match=r"table='measured.csv': must be a ProfileTable; knobwise.read\(FILE\)"):
+    with pytest.raises(
+        InputError, match=r"table='measured.csv': must be a ProfileTable; knobwise.read\(FILE\)"
+    ):
         gymnasium.make(ID, table="measured.csv")
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("vectorization", ["sync", "vector_entry_point"])
 def test_make_vec_takes_every_reset_mode(mode: AutoresetMode, vectorization: str) -> None:
-    arguments = {"vector_kwargs": {"autoreset_mode": mode}} if vectorization == "sync" else {"autoreset_mode": mode}
-    env = gymnasium.make_vec(ID, num_envs=2, vectorization_mode=vectorization, table=small_table(), **arguments)
+    arguments = (
+        {"vector_kwargs": {"autoreset_mode": mode}}
+        if vectorization == "sync"
+        else {"autoreset_mode": mode}
+    )
+    env = gymnasium.make_vec(
+        ID, num_envs=2, vectorization_mode=vectorization, table=small_table(), **arguments
+    )
     assert isinstance(env, SyncVectorEnv if vectorization == "sync" else ConfigBanditVectorEnv)
     assert env.metadata["autoreset_mode"] == mode
     observations, _ = env.reset(seed=0)
@@ -482,7 +582,11 @@ def test_make_vec_takes_every_reset_mode(mode: AutoresetMode, vectorization: str
 
 def play_in_processes(context: str, count: int) -> None:
     """The built-in profile in some processes, where whatever hangs is an error."""
-    options = {"num_envs": count, "vectorization_mode": "async", "vector_kwargs": {"context": context}}
+    options = {
+        "num_envs": count,
+        "vectorization_mode": "async",
+        "vector_kwargs": {"context": context},
+    }
     env = gymnasium.make_vec("knobwise/ConfigBandit-v0", **options)
     env.reset_async(seed=0, options={"row": 3})
     observations, _ = env.reset_wait(timeout=60)
@@ -496,7 +600,8 @@ def play_in_processes(context: str, count: int) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
 def test_make_vec_in_forked_processes() -> None:
-    # from a process of its own, with threads: a fork of this one may keep a lock of one of its threads for ever
+    # from a process of its own, with threads: a fork of this one may keep a lock of one of its
+    # threads for ever
     code = "import gymnasium, knobwise, torch; torch.set_num_threads(2)"
     code = f"{code}\n{inspect.getsource(play_in_processes)}\nplay_in_processes('fork', 2)"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -513,14 +618,20 @@ def test_make_vec_in_a_spawned_process() -> None:
 
 @pytest.mark.parametrize("action", ["knobs", "configuration"])
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
-def test_torchrl_wraps_several_single_environments_whose_infos_are_numbers(mode: AutoresetMode, action: str) -> None:
+def test_torchrl_wraps_several_single_environments_whose_infos_are_numbers(
+    mode: AutoresetMode, action: str
+) -> None:
     table = TABLES["sparse"]
     options = {"table": table, "numeric_infos": True, "action": action}
     many = SyncVectorEnv([lambda: gymnasium.make(ID, **options)] * 3, autoreset_mode=mode)
     env = GymWrapper(many, categorical_action_encoding=True)
     check_env_specs(env)
     played = env.rollout(4, break_when_any_done=False)
-    for name in ("budget_ms", "mask", *table.features):  # after the decision the context is still the same one
+    for name in (
+        "budget_ms",
+        "mask",
+        *table.features,
+    ):  # after the decision the context is still the same one
         assert torch.equal(played["next", name], played[name])
     assert len(played["budget_ms"].unique()) >= 8
     many.reset(seed=0)
@@ -531,7 +642,9 @@ def test_torchrl_wraps_several_single_environments_whose_infos_are_numbers(mode:
 def test_knobs_under_their_own_keys_are_a_dict_of_actions() -> None:
     table = TABLES["full"]
     env = gymnasium.make(ID, table=table, action_keys="knobs")
-    assert env.action_space == spaces.Dict({knob.name: spaces.Discrete(len(knob.values)) for knob in table.knobs})
+    assert env.action_space == spaces.Dict(
+        {knob.name: spaces.Discrete(len(knob.values)) for knob in table.knobs}
+    )
     check_env(env.unwrapped, skip_render_check=True)
     wrapped = GymWrapper(env, categorical_action_encoding=True)
     check_env_specs(wrapped)
@@ -539,10 +652,14 @@ def test_knobs_under_their_own_keys_are_a_dict_of_actions() -> None:
     _, info = env.reset(seed=0)
     chosen = env.action_space.sample(info["action_mask"])
     *_, info = env.step(chosen)
-    assert info["configuration"] == {knob.name: knob.values[chosen[knob.name]] for knob in table.knobs}
+    assert info["configuration"] == {
+        knob.name: knob.values[chosen[knob.name]] for knob in table.knobs
+    }
     env.reset()
     for wrong in ([0, 0, 0], {"max_crops": 0}, {**chosen, "top_k": [0, 1]}):
-        with pytest.raises(InputError, match="action: must have max_crops, top_k, num_active_blocks"):
+        with pytest.raises(
+            InputError, match="action: must have max_crops, top_k, num_active_blocks"
+        ):
             env.unwrapped.step(wrong)
     many = ConfigBanditVectorEnv(3, table, action_keys="knobs")
     many.reset(seed=0)
@@ -554,7 +671,9 @@ def test_knobs_under_their_own_keys_are_a_dict_of_actions() -> None:
 
 
 def test_a_vector_wrapper_of_gymnasium_works_on_it() -> None:
-    many = gymnasium.wrappers.vector.RecordEpisodeStatistics(ConfigBanditVectorEnv(3, small_table()))
+    many = gymnasium.wrappers.vector.RecordEpisodeStatistics(
+        ConfigBanditVectorEnv(3, small_table())
+    )
     many.reset(seed=0)
     for _ in range(2):
         _, rewards, _, _, infos = many.step(np.zeros((3, 3), dtype=np.int64))

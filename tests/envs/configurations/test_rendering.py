@@ -31,10 +31,19 @@ def pixels(picture: np.ndarray, colour: str) -> int:
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
 def test_words_say_what_can_be_set_and_what_happened(sense: str) -> None:
     budget = BudgetConfig(strategy="fixed", values_ms=(12.0,), sense=sense)
-    env = ConfigBanditEnv(TABLE, budget, render_mode="ansi", inputs=lambda sample_id: (f"Is it {sample_id}?", None))
+    env = ConfigBanditEnv(
+        TABLE, budget, render_mode="ansi", inputs=lambda sample_id: (f"Is it {sample_id}?", None)
+    )
     _, info = env.reset(seed=0)
-    limit = f"a right answer is worth {info['worth_ms']:.2f} ms" if sense == "mean" else "budget 12.00 ms"
-    request, question = f"Sample {info['sample_id']}, {limit}", f"Question: Is it {info['sample_id']}?"
+    limit = (
+        f"a right answer is worth {info['worth_ms']:.2f} ms"
+        if sense == "mean"
+        else "budget 12.00 ms"
+    )
+    request, question = (
+        f"Sample {info['sample_id']}, {limit}",
+        f"Question: Is it {info['sample_id']}?",
+    )
     assert env.render().splitlines() == [
         f"{request}: what will you set?",
         question,
@@ -47,7 +56,8 @@ def test_words_say_what_can_be_set_and_what_happened(sense: str) -> None:
     assert first == [f"{request}.", question]
     kept = {None: "", True: ", over budget", False: ", within budget"}[info.get("violation")]
     assert chosen == (
-        f"Chosen: max_crops = 10, top_k = 8, num_active_blocks = 12: accuracy {info['accuracy']:.2f}, "
+        "Chosen: max_crops = 10, top_k = 8, num_active_blocks = 12: accuracy "
+        f"{info['accuracy']:.2f}, "
         f"{info['latency_ms']:.2f} ms{kept}; reward {reward:+.3f}."
     )
     assert best.startswith("Oracle: max_crops = ")
@@ -57,14 +67,19 @@ def test_words_say_what_can_be_set_and_what_happened(sense: str) -> None:
 
 
 def test_a_picture_shows_the_input_the_choice_and_the_outcome() -> None:
-    env = ConfigBanditEnv(TABLE, render_mode="rgb_array", inputs=lambda _: ("What colour is it?", RED))
+    env = ConfigBanditEnv(
+        TABLE, render_mode="rgb_array", inputs=lambda _: ("What colour is it?", RED)
+    )
     with pytest.raises(gymnasium.error.ResetNeeded):
         env.render()
     env.reset(seed=0, options={"row": 3, "budget_ms": 1000.0})
     before = env.render()
     assert (before.shape, before.dtype) == ((520, 900, 3), np.uint8)
     assert pixels(before, "#ff0000") > 200**2  # the input
-    assert not any(pixels(before, colour) for colour in (rendering._CHOSEN, rendering._ON_TIME, rendering._LATE))
+    assert not any(
+        pixels(before, colour)
+        for colour in (rendering._CHOSEN, rendering._ON_TIME, rendering._LATE)
+    )
     env.step([2, 1, 0])
     on_time = env.render()
     assert pixels(on_time, rendering._CHOSEN) > 3 * 500  # a value of each knob
@@ -81,11 +96,21 @@ def test_a_picture_shows_the_input_the_choice_and_the_outcome() -> None:
 
 @pytest.mark.parametrize(
     "picture",
-    [RED, RED / 255, RED[..., 0], Image.fromarray(RED), Image.fromarray(RED).convert("P"), RED.repeat(300, 0), None],
+    [
+        RED,
+        RED / 255,
+        RED[..., 0],
+        Image.fromarray(RED),
+        Image.fromarray(RED).convert("P"),
+        RED.repeat(300, 0),
+        None,
+    ],
     ids=["uint8", "float", "grey", "PIL", "palette", "tall", "none"],
 )
 def test_pictures_of_every_kind_are_drawn(picture: object) -> None:
-    env = ConfigBanditEnv(TABLE, BudgetConfig(sense="mean"), render_mode="rgb_array", inputs=lambda _: ("", picture))
+    env = ConfigBanditEnv(
+        TABLE, BudgetConfig(sense="mean"), render_mode="rgb_array", inputs=lambda _: ("", picture)
+    )
     env.reset(seed=0)
     env.step([0, 0, 0])
     assert env.render().shape == (520, 900, 3)
@@ -102,10 +127,17 @@ values = st.one_of(st.integers(0, 10**9), st.floats(0, 1e6), st.text(max_size=60
     text=st.one_of(st.text(max_size=400), st.just("W" * 50 + " WWWW" * 40)),
 )
 @example(number=0.0, budget=1.0, knobs=[[0]], text=";")  # reaches to the left of where it begins
-def test_whatever_is_drawn_nothing_runs_over(number: float, budget: float, knobs: list[list], text: str) -> None:
+def test_whatever_is_drawn_nothing_runs_over(
+    number: float, budget: float, knobs: list[list], text: str
+) -> None:
     made = tuple(Knob(f"{i} {text}", tuple(row)) for i, row in enumerate(knobs))
     outcome = {"accuracy": 0.5, "latency_ms": number, "violation": number > budget}
-    info = {"sample_id": "x" * 99, "budget_ms": budget, **outcome, **{f"oracle_{k}": v for k, v in outcome.items()}}
+    info = {
+        "sample_id": "x" * 99,
+        "budget_ms": budget,
+        **outcome,
+        **{f"oracle_{k}": v for k, v in outcome.items()},
+    }
     info["configuration"] = {knob.name: knob.values[-1] for knob in made}
     info["oracle_configuration"] = {knob.name: knob.values[0] for knob in made}
     view = rendering.View(made, "ms", info, reward=-0.2, question=text)

@@ -1,4 +1,5 @@
-"""Decisions for cells that were measured repeatedly: rewards by hand, seeded draws, what environments show."""
+"""Decisions for cells that were measured repeatedly: rewards by hand, seeded draws, what
+environments show."""
 
 import math
 from dataclasses import replace
@@ -15,9 +16,18 @@ from torchrl.envs import GymWrapper, check_env_specs
 
 import knobwise  # noqa: F401  (registers the environment)
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBanditVectorEnv, oracle
+from knobwise.envs.configurations.gymnasium_env import (
+    ConfigBanditEnv,
+    ConfigBanditVectorEnv,
+    oracle,
+)
 from knobwise.envs.configurations.replay import Replay
-from knobwise.envs.configurations.reward import RewardTable, expected_utility, share_in_time, utility
+from knobwise.envs.configurations.reward import (
+    RewardTable,
+    expected_utility,
+    share_in_time,
+    utility,
+)
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 
@@ -44,7 +54,9 @@ def test_of_single_measurements_it_is_the_utility_bit_for_bit(seed: int, budget:
     expected = expected_utility(table.accuracy, table.measurements_ms, limit)
     assert torch.equal(expected, utility(table.accuracy, table.latency_ms, limit))
     several = repeated(table, seed=seed)
-    each = utility(several.accuracy.unsqueeze(-1), several.repeats_ms, limit).where(~several.repeats_ms.isnan(), NAN)
+    each = utility(several.accuracy.unsqueeze(-1), several.repeats_ms, limit).where(
+        ~several.repeats_ms.isnan(), NAN
+    )
     expected = expected_utility(several.accuracy, several.repeats_ms, limit)
     torch.testing.assert_close(expected, each.nanmean(-1).nan_to_num())
 
@@ -62,34 +74,55 @@ def test_rewards_by_hand() -> None:
     assert torch.equal(accuracy, TABLE.accuracy.gather(1, chosen))
     wanted = torch.tensor([[-0.3, 1.0, -0.3], [0.5, -0.3, 0.9]])
     torch.testing.assert_close(rewards.chosen(ROWS, chosen, budgets, repeats), wanted)
-    assert rewards.outcome(ROWS, chosen)[1].tolist() == [[2.0, 4.0, 4.0], [6.0, 8.0, 8.0]]  # medians
+    assert rewards.outcome(ROWS, chosen)[1].tolist() == [
+        [2.0, 4.0, 4.0],
+        [6.0, 8.0, 8.0],
+    ]  # medians
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(KINDS))
 def test_all_is_the_mean_of_each_measurement_and_of_what_is_chosen(seed: int, kind: str) -> None:
     table = repeated(small_table(9, seed, holes=0.3), most=3, seed=seed)
-    rewards, rows, budgets = RewardTable(table, RewardConfig(kind=kind)), torch.arange(9), torch.linspace(4, 30, 9)
+    rewards, rows, budgets = (
+        RewardTable(table, RewardConfig(kind=kind)),
+        torch.arange(9),
+        torch.linspace(4, 30, 9),
+    )
     every = torch.arange(12).expand(9, -1)
-    torch.testing.assert_close(rewards.all(rows, budgets), rewards.chosen(rows, every, budgets), equal_nan=True)
+    torch.testing.assert_close(
+        rewards.all(rows, budgets), rewards.chosen(rows, every, budgets), equal_nan=True
+    )
     # six numbers meet each of 1, 2 or 3 measurements equally often
-    each = [rewards.chosen(rows, every, budgets, torch.full((9, 12), number)) for number in range(6)]
-    torch.testing.assert_close(torch.stack(each).mean(0), rewards.all(rows, budgets), equal_nan=True)
+    each = [
+        rewards.chosen(rows, every, budgets, torch.full((9, 12), number)) for number in range(6)
+    ]
+    torch.testing.assert_close(
+        torch.stack(each).mean(0), rewards.all(rows, budgets), equal_nan=True
+    )
 
 
 def test_the_median_and_single_measurements_are_rewarded_as_ever() -> None:
-    table, rows, budgets = repeated(small_table(holes=0.3)), torch.arange(60), torch.linspace(4, 30, 60)
+    table, rows, budgets = (
+        repeated(small_table(holes=0.3)),
+        torch.arange(60),
+        torch.linspace(4, 30, 60),
+    )
     once = RewardTable(replace(table, repeats_ms=None), UTILITY)
     median = RewardTable(table, UTILITY, repeats="median")
     assert median.repeats_ms is None
     assert once.repeats_ms is None
-    assert torch.equal(median.all(rows, budgets).nan_to_num(-9), once.all(rows, budgets).nan_to_num(-9))
+    assert torch.equal(
+        median.all(rows, budgets).nan_to_num(-9), once.all(rows, budgets).nan_to_num(-9)
+    )
 
 
 @pytest.mark.parametrize("unprofiled", ["nearest", "penalty"])
 def test_what_is_shown_is_what_is_rewarded(unprofiled: str) -> None:
     table = repeated(small_table(holes=0.5), jitter=0.5)
-    env = ConfigBandit(table, batch_size=200, group_size=3, reward="utility", unprofiled=unprofiled, seed=0)
+    env = ConfigBandit(
+        table, batch_size=200, group_size=3, reward="utility", unprofiled=unprofiled, seed=0
+    )
     replay = Replay(table, unprofiled=unprofiled)
     out = env.rollout(1)
     rows, action = out["row"].squeeze(1), out["action"].squeeze(1)
@@ -100,7 +133,11 @@ def test_what_is_shown_is_what_is_rewarded(unprofiled: str) -> None:
     assert (latency_ms != table.latency_ms[rows.unsqueeze(1), configuration]).any()
     in_time = latency_ms <= out["budget_ms"]
     wanted = torch.where(in_time, out["next", "accuracy"].squeeze(1), -0.2)
-    shown = slice(None) if unprofiled == "nearest" else table.mask[rows.unsqueeze(1), table.find(action)]
+    shown = (
+        slice(None)
+        if unprofiled == "nearest"
+        else table.mask[rows.unsqueeze(1), table.find(action)]
+    )
     assert torch.equal(out["next", "reward"].squeeze(1)[shown], wanted[shown])
 
 
@@ -167,16 +204,29 @@ def test_torchrl_and_gymnasium_check_it(action: str, repeats: str) -> None:
     choices = {"action": action, "repeats": repeats}
     for lean, full in ((True, True), (False, False)):
         check_env_specs(
-            ConfigBandit(table, batch_size=3, group_size=2, lean=lean, full_information=full, seed=0, **choices)
+            ConfigBandit(
+                table,
+                batch_size=3,
+                group_size=2,
+                lean=lean,
+                full_information=full,
+                seed=0,
+                **choices,
+            )
         )
-    check_env(gymnasium.make("knobwise/ConfigBandit-v0", table=table, **choices).unwrapped, skip_render_check=True)
+    check_env(
+        gymnasium.make("knobwise/ConfigBandit-v0", table=table, **choices).unwrapped,
+        skip_render_check=True,
+    )
     check_env_specs(GymWrapper(ConfigBanditVectorEnv(3, table, **choices)))
 
 
 def test_the_observed_rewards_are_means_over_the_measurements() -> None:
     env = ConfigBandit(TABLE, batch_size=40, budget=LIMITS, full_information=True, seed=0)
     context = env.reset()
-    every = torch.stack([reward.nanmean(-1) for reward in _rewards_of_each(context["row"], context["budget_ms"])])
+    every = torch.stack(
+        [reward.nanmean(-1) for reward in _rewards_of_each(context["row"], context["budget_ms"])]
+    )
     torch.testing.assert_close(context["reward_per_configuration"], every, equal_nan=True)
 
 
@@ -191,7 +241,8 @@ def _rewards_of_each(rows: torch.Tensor, budgets: torch.Tensor) -> list[torch.Te
 
 
 def test_the_oracle_weighs_all_measurements_by_hand() -> None:
-    # at 2.5 ms the first is in time twice of three times, and so is its median; the second once of three times
+    # at 2.5 ms the first is in time twice of three times, and so is its median; the second once of
+    # three times
     table = table_of([[0.6, 1.0, 0.5]], [[[1.0, 2.0, 9.0], [2.0, 3.0, 4.0], [1.0, 2.0, 2.0]]])
     row, budget = torch.tensor([0]), torch.tensor([2.5])
     assert oracle(table, row, budget).item() == 2  # .4, .333, .5
@@ -199,6 +250,8 @@ def test_the_oracle_weighs_all_measurements_by_hand() -> None:
     # mean latencies 4, 3 and 1.67
     worth = torch.tensor([4.0])
     assert oracle(table, row, worth, priced=True).item() == 1  # -.4, .25, .083
-    _, info = (env := ConfigBanditEnv(table, BudgetConfig(strategy="fixed", values_ms=(2.5,)))).reset(seed=0)
+    _, info = (
+        env := ConfigBanditEnv(table, BudgetConfig(strategy="fixed", values_ms=(2.5,)))
+    ).reset(seed=0)
     info = env.step(np.array([1]))[4]
     assert (info["oracle_configuration"], info["oracle_latency_ms"]) == ({"size": 2}, 2.0)

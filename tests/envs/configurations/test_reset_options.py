@@ -17,7 +17,9 @@ from knobwise.envs.configurations.settings import BudgetConfig
 
 ID = "knobwise/ConfigBandit-v0"
 TABLE = small_table()
-TWO_SETS = replace(TABLE, sample_ids=(*map(str, range(30)),) * 2, datasets=("a",) * 30 + ("b",) * 30)
+TWO_SETS = replace(
+    TABLE, sample_ids=(*map(str, range(30)),) * 2, datasets=("a",) * 30 + ("b",) * 30
+)
 
 
 @given(row=st.integers(0, 59), budget=st.floats(2**-20, 2**20, width=32), by_id=st.booleans())
@@ -25,7 +27,11 @@ def test_the_person_chooses_the_sample_and_its_budget(row: int, budget: float, b
     env = gymnasium.make(ID, table=TABLE)
     sample = {"sample_id": TABLE.sample_ids[row]} if by_id else {"row": row}
     observation, info = env.reset(options={"budget_ms": budget, **sample})
-    assert (info["row"], info["sample_id"], info["budget_ms"]) == (row, TABLE.sample_ids[row], budget)
+    assert (info["row"], info["sample_id"], info["budget_ms"]) == (
+        row,
+        TABLE.sample_ids[row],
+        budget,
+    )
     assert observation["budget_ms"] == budget
     assert np.array_equal(observation["image_features"], TABLE.features["image_features"][row])
     *_, info = env.step([0, 0, 0])
@@ -57,7 +63,9 @@ def test_under_a_mean_budget_the_worth_is_chosen() -> None:
     assert info["worth_ms"] == 40
     _, reward, *_, info = env.step([0, 0, 0])
     assert reward == pytest.approx(info["accuracy"] - info["latency_ms"] / 40)
-    with pytest.raises(InputError, match="'budget_ms' is unknown; known are row, sample_id, dataset, worth_ms"):
+    with pytest.raises(
+        InputError, match="'budget_ms' is unknown; known are row, sample_id, dataset, worth_ms"
+    ):
         env.reset(options={"budget_ms": 40})
 
 
@@ -71,16 +79,28 @@ def test_under_a_mean_budget_the_worth_is_chosen() -> None:
         ({"row": True}, "row=True: must be a row"),
         ({"row": [1, 2]}, r"row=\[1, 2\]: must be a row"),
         ({"row": [[1]]}, "give one for all environments, or 1$"),
-        ({"sample_id": "x"}, r"0 samples of 'small' have sample_id='x' .*; the first ids are \('0', '1', '2'\)"),
+        (
+            {"sample_id": "x"},
+            r"0 samples of 'small' have sample_id='x' .*; the first ids are \('0', '1', '2'\)",
+        ),
         ({"sample_id": "7"}, "2 samples of 'small' have sample_id='7' and dataset=None"),
-        ({"sample_id": "7", "dataset": "c"}, "0 samples of 'small' have sample_id='7' and dataset='c'"),
-        ({"dataset": "a"}, r"name the sample by row, or by sample_id \(with dataset where ids repeat\)"),
+        (
+            {"sample_id": "7", "dataset": "c"},
+            "0 samples of 'small' have sample_id='7' and dataset='c'",
+        ),
+        (
+            {"dataset": "a"},
+            r"name the sample by row, or by sample_id \(with dataset where ids repeat\)",
+        ),
         ({"row": 3, "sample_id": "7", "dataset": "a"}, "name the sample by row, or by sample_id"),
         *(
             ({"budget_ms": wrong}, "must be a positive, finite number; give one for all")
             for wrong in (0, -1.0, 1e39, 1e-50)
         ),
-        *(({"budget_ms": wrong}, "budget_ms=") for wrong in (float("nan"), float("inf"), "fast", True)),
+        *(
+            ({"budget_ms": wrong}, "budget_ms=")
+            for wrong in (float("nan"), float("inf"), "fast", True)
+        ),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(options: dict, message: str) -> None:
@@ -96,7 +116,9 @@ def test_many_at_once_take_a_single_value_or_each_their_own() -> None:
     observations, infos = env.reset(options={"row": np.array([4, 5, 6]), "budget_ms": 2.0})
     assert infos["row"].tolist() == [4, 5, 6]
     assert observations["budget_ms"].tolist() == [2.0, 2.0, 2.0]
-    observations, infos = env.reset(options={"sample_id": "7", "dataset": "b", "budget_ms": [1.0, 2.5, 3.0]})
+    observations, infos = env.reset(
+        options={"sample_id": "7", "dataset": "b", "budget_ms": [1.0, 2.5, 3.0]}
+    )
     assert infos["row"].tolist() == [37, 37, 37]
     assert observations["budget_ms"].tolist() == [1.0, 2.5, 3.0]
     with pytest.raises(InputError, match=r"row=\[1, 2\]: .*; give one for all environments, or 3$"):

@@ -1,4 +1,5 @@
-"""A reward that the user wrote: what it gets, where it counts, and every way in which it is refused."""
+"""A reward that the user wrote: what it gets, where it counts, and every way in which it is
+refused."""
 
 import itertools
 import math
@@ -32,15 +33,22 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
 
     def write(body: str, before: str = "") -> RewardConfig:
         module = f"mine_{next(NUMBERS)}"
-        head = f"import random, torch\nfrom pathlib import Path\n{before}\ndef f(accuracy, latency_ms, "
-        Path(f"{module}.py").write_text(head + "budget_ms, knobs):\n" + textwrap.indent(body, "    "))
+        head = (
+            "import random, torch\nfrom pathlib import "
+            f"Path\n{before}\ndef f(accuracy, latency_ms, "
+        )
+        Path(f"{module}.py").write_text(
+            head + "budget_ms, knobs):\n" + textwrap.indent(body, "    ")
+        )
         return RewardConfig(kind="function", function=f"{module}:f")
 
     return write
 
 
 def test_rewards_by_hand_of_each_measurement_and_their_mean(written: Written) -> None:
-    rewards = RewardTable(TABLE, written("return accuracy - latency_ms / budget_ms + 10 * knobs['size']"))
+    rewards = RewardTable(
+        TABLE, written("return accuracy - latency_ms / budget_ms + 10 * knobs['size']")
+    )
     rows, budgets = torch.tensor([0, 1]), torch.tensor([10.0, 20.0])
     wanted = torch.tensor([[0.6 - 0.2, 1.0 - 0.3 + 10], [0.5 - 0.3, NAN]])
     torch.testing.assert_close(rewards.all(rows, budgets), wanted, equal_nan=True)
@@ -52,24 +60,39 @@ def test_rewards_by_hand_of_each_measurement_and_their_mean(written: Written) ->
 
 
 @pytest.mark.parametrize("holes", [0.0, 0.4])
-def test_a_formula_written_as_a_function_gives_the_same_rewards(holes: float, written: Written) -> None:
+def test_a_formula_written_as_a_function_gives_the_same_rewards(
+    holes: float, written: Written
+) -> None:
     table = repeated(small_table(20, holes=holes))
     config = written("return torch.where(latency_ms <= budget_ms, accuracy, -0.2)")
-    budget, formula = BudgetConfig("fixed", values_ms=(9.0, 14.0)), RewardConfig(kind="utility", miss=0.2)
-    options = {"batch_size": 50, "group_size": 3, "budget": budget, "full_information": True, "seed": 0}
+    budget, formula = (
+        BudgetConfig("fixed", values_ms=(9.0, 14.0)),
+        RewardConfig(kind="utility", miss=0.2),
+    )
+    options = {
+        "batch_size": 50,
+        "group_size": 3,
+        "budget": budget,
+        "full_information": True,
+        "seed": 0,
+    }
     ours, known = (ConfigBandit(table, reward=reward, **options) for reward in (config, formula))
     torch.manual_seed(0)
     first = ours.rollout(1).squeeze(-1)
     torch.manual_seed(0)
     second = known.rollout(1).squeeze(-1)
     assert torch.equal(first["next", "reward"], second["next", "reward"])
-    torch.testing.assert_close(first["reward_per_configuration"], second["reward_per_configuration"], equal_nan=True)
+    torch.testing.assert_close(
+        first["reward_per_configuration"], second["reward_per_configuration"], equal_nan=True
+    )
 
 
 def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written: Written) -> None:
     knobs = (Knob("tier", ("low", "high")), Knob("crops", (0.5, 4)))
     table = replace(TABLE, knobs=knobs, configurations=torch.tensor([[0, 1], [1, 0]]))
-    rewards = RewardTable(table, written("return 10.0 * knobs['tier'] + knobs['crops'] + 0 * latency_ms"))
+    rewards = RewardTable(
+        table, written("return 10.0 * knobs['tier'] + knobs['crops'] + 0 * latency_ms")
+    )
     assert rewards.all(torch.tensor([0]), torch.ones(1)).tolist() == [[4.0, 10.5]]
 
 
@@ -81,10 +104,12 @@ BODIES = {
     "return 1.0": "returns float; must return a torch.Tensor",
     "return accuracy.mean()": "returns shape []; must be that of its arguments, [2, 2]",
     "return accuracy[:, :1]": "returns shape [2, 1]; must be",
-    "return accuracy / (latency_ms - 2)": "returns inf in 1 of 3 profiled cells, the first with accuracy 0.6, lat",
+    "return accuracy / (latency_ms - 2)": "returns inf in 1 of 3 profiled cells, the first "
+    "with accuracy 0.6, lat",
     "return (budget_ms - latency_ms).log()": "returns -inf in ",
     "return accuracy + random.random()": "returns different rewards when it is called again",
-    "return accuracy + torch.rand_like(accuracy)": "returns different rewards when it is called again",
+    "return accuracy + torch.rand_like(accuracy)": "returns different rewards when it "
+    "is called again",
     "return accuracy - accuracy.nanmean()": "depends on the other decisions in the batch",
     "return latency_ms.nan_to_num().softmax(-1)": "depends on the other decisions in the batch",
 }
@@ -102,14 +127,18 @@ def test_a_function_that_cannot_be_used_is_refused_in_a_line(body: str, written:
 
 def test_its_module_may_read_a_file(written: Written) -> None:
     Path("weight.txt").write_text("3")
-    config = written("return weight * accuracy", before="weight = float(Path('weight.txt').read_text())")
+    config = written(
+        "return weight * accuracy", before="weight = float(Path('weight.txt').read_text())"
+    )
     assert RewardTable(TABLE, config).all(torch.tensor([1]), torch.ones(1))[0, 0] == 1.5
     assert Path("weight.txt").read_text() == "3"  # files can be opened again
 
 
 @pytest.mark.parametrize("before", ["import no_such_package", "raise SystemExit(3)", "1 +"])
 def test_a_module_that_cannot_be_imported(before: str, written: Written) -> None:
-    with pytest.raises(InputError, match=r"importing mine_.* raises (ModuleNotFound|SystemExit|Syntax)"):
+    with pytest.raises(
+        InputError, match=r"importing mine_.* raises (ModuleNotFound|SystemExit|Syntax)"
+    ):
         RewardTable(TABLE, written("return accuracy", before))
 
 

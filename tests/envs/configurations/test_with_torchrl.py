@@ -1,4 +1,5 @@
-"""The native bandit as TorchRL people use it: workers, wrappers, transforms, steps by hand, sparse profiles."""
+"""The native bandit as TorchRL people use it: workers, wrappers, transforms, steps by hand, sparse
+profiles."""
 
 import functools
 import subprocess
@@ -44,7 +45,9 @@ from knobwise.envs.configurations.torchrl_env import ConfigBandit
 
 FULL, SPARSE = small_table(), small_table(holes=0.68)
 FORMS: list[dict[str, Any]] = [
-    {"action": action, "group_size": group} for action in ("knobs", "configuration") for group in (None, 1, 3)
+    {"action": action, "group_size": group}
+    for action in ("knobs", "configuration")
+    for group in (None, 1, 3)
 ]
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
@@ -56,15 +59,23 @@ def make(**options: Any) -> ConfigBandit:
 
 def contexts(tensordict: TensorDictBase) -> list[tuple[int, float]]:
     """Rows with their budgets."""
-    return list(zip(tensordict["row"].flatten().tolist(), tensordict["budget_ms"].flatten().tolist(), strict=True))
+    return list(
+        zip(
+            tensordict["row"].flatten().tolist(),
+            tensordict["budget_ms"].flatten().tolist(),
+            strict=True,
+        )
+    )
 
 
 def reward_of(rows: Tensor, action: Tensor, budgets_ms: Tensor) -> Tensor:
     """By the formula, [P, 1], of knob actions [P, K] in the full table."""
-    return RewardTable(FULL, TRAINING_REWARD).chosen(rows, FULL.find(action.unsqueeze(1)), budgets_ms)
+    return RewardTable(FULL, TRAINING_REWARD).chosen(
+        rows, FULL.find(action.unsqueeze(1)), budgets_ms
+    )
 
 
-# -- seeds -------------------------------------------------------------------------------------------------------------
+# -- seeds -----------------------------------------------------------------------------------------
 
 
 def test_without_a_seed_environments_draw_different_contexts_which_manual_seed_fixes() -> None:
@@ -98,8 +109,11 @@ print(queue.get(), queue.get(), fresh_seed())
 
 
 def test_forked_processes_which_share_torchs_generator_draw_different_seeds() -> None:
-    """In a process of its own, because threads of this one may hold locks that a fork would keep for ever."""
-    printed = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=120)
+    """In a process of its own, because threads of this one may hold locks that a fork would keep
+    for ever."""
+    printed = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=120
+    )
     seeds = {int(seed) for seed in printed.stdout.split()}
     assert len(seeds) == 3
     assert min(seeds) >= 0
@@ -122,12 +136,16 @@ def test_workers_of_serial_draw_different_contexts_and_take_seeds(workers: Any) 
 
 
 def test_parallel_workers_draw_different_contexts_and_replay_them() -> None:
-    env = ParallelEnv(2, functools.partial(ConfigBandit, FULL, batch_size=4), mp_start_method="spawn")
+    env = ParallelEnv(
+        2, functools.partial(ConfigBandit, FULL, batch_size=4), mp_start_method="spawn"
+    )
     try:
         out = env.rollout(3, break_when_any_done=False)
         assert len(set(contexts(out))) == 24
         flat = out.flatten()
-        assert torch.equal(flat["next", "reward"], reward_of(flat["row"], flat["action"], flat["budget_ms"]))
+        assert torch.equal(
+            flat["next", "reward"], reward_of(flat["row"], flat["action"], flat["budget_ms"])
+        )
         assert torch.equal(out["row"], out["next", "row"])
         runs = []
         for _ in range(2):
@@ -150,7 +168,7 @@ def test_workers_of_a_collector_draw_different_contexts() -> None:
     assert len(set(drawn)) == 32
 
 
-# -- state -------------------------------------------------------------------------------------------------------------
+# -- state -----------------------------------------------------------------------------------------
 
 
 def test_the_state_of_an_environment_carries_its_generator() -> None:
@@ -177,7 +195,11 @@ class Slowest(nn.Module):
 
 def test_the_state_of_a_collector_is_loaded() -> None:
     def collector(env: EnvBase) -> Collector:
-        options = {"frames_per_batch": 8, "reset_at_each_iter": True, "auto_register_policy_transforms": False}
+        options = {
+            "frames_per_batch": 8,
+            "reset_at_each_iter": True,
+            "auto_register_policy_transforms": False,
+        }
         return Collector(env, TensorDictModule(Slowest(), ["row"], ["action"]), **options)
 
     plain = collector(make())  # of an environment without workers TorchRL saves nothing
@@ -188,7 +210,7 @@ def test_the_state_of_a_collector_is_loaded() -> None:
     assert contexts(next(iter(second))) == contexts(next(iter(first)))
 
 
-# -- steps by hand -----------------------------------------------------------------------------------------------------
+# -- steps by hand ---------------------------------------------------------------------------------
 
 
 @every_form
@@ -196,9 +218,12 @@ def test_the_state_of_a_collector_is_loaded() -> None:
 def test_specs_hold_in_every_form(form: dict[str, Any], contiguous: bool) -> None:
     for batch_size, lean in ((1, False), (4, True)):
         env = ConfigBandit(SPARSE, batch_size=batch_size, lean=lean, **form)
-        # without this TorchRL compares three steps with one, also of other environments whose episodes are one step
+        # without this TorchRL compares three steps with one, also of other environments whose
+        # episodes are one step
         check_env_specs(env, return_contiguous=contiguous, break_when_any_done=False)
-    check_env_specs(SerialEnv(2, lambda: make(**form)), return_contiguous=contiguous, break_when_any_done=False)
+    check_env_specs(
+        SerialEnv(2, lambda: make(**form)), return_contiguous=contiguous, break_when_any_done=False
+    )
 
 
 @pytest.mark.parametrize("group", [None, 1, 3])
@@ -231,20 +256,31 @@ def test_a_rollout_goes_on_unless_it_is_told_to_stop_when_an_episode_ends() -> N
     for contiguous in (True, False):
         check_env_specs(env, return_contiguous=contiguous)
     assert env.rollout(3).shape == (4, 3)
-    assert env.rollout(3, break_when_any_done=True).shape == env.rollout(3, break_when_all_done=True).shape == (4, 1)
+    assert (
+        env.rollout(3, break_when_any_done=True).shape
+        == env.rollout(3, break_when_all_done=True).shape
+        == (4, 1)
+    )
 
 
 def test_an_environment_prints_its_table_and_settings_on_a_line() -> None:
     size = "'small': 60 samples × 12 configurations"
-    assert repr(make(group_size=3)) == f"ConfigBandit({size}, budget quantiles, reward utility, batch 4, group 3)"
+    assert (
+        repr(make(group_size=3))
+        == f"ConfigBandit({size}, budget quantiles, reward utility, batch 4, group 3)"
+    )
     priced = make(budget=BudgetConfig(sense="mean"))
     assert repr(priced) == f"ConfigBandit({size}, budget mean, reward priced, batch 4, group 1)"
 
 
 @pytest.mark.parametrize("reset", [True, False])
 @pytest.mark.parametrize("lean", [True, False])
-@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TransformedEnv(env, DoubleToFloat())])
-def test_a_step_from_row_budget_and_action_alone(reset: bool, lean: bool, wrap: Callable[..., EnvBase]) -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda env: env, lambda env: TransformedEnv(env, DoubleToFloat())]
+)
+def test_a_step_from_row_budget_and_action_alone(
+    reset: bool, lean: bool, wrap: Callable[..., EnvBase]
+) -> None:
     env = wrap(ConfigBandit(FULL, batch_size=2, lean=lean, seed=0))
     rows, budgets = torch.tensor([17, 3]), torch.tensor([12.0, 30.0])
     if reset:
@@ -278,9 +314,13 @@ def test_what_a_person_changes_in_a_context_holds(lean: bool) -> None:
     context["row"][:] = 5  # in place
     context["budget_ms"] *= 2
     out = env.step(context)
-    assert torch.equal(out["next", "reward"], reward_of(context["row"], action, context["budget_ms"]))
+    assert torch.equal(
+        out["next", "reward"], reward_of(context["row"], action, context["budget_ms"])
+    )
     if not lean:
-        assert torch.equal(out["next", "image_features"], FULL.features["image_features"][context["row"]])
+        assert torch.equal(
+            out["next", "image_features"], FULL.features["image_features"][context["row"]]
+        )
 
 
 @every_form
@@ -292,7 +332,9 @@ def test_what_is_missing_is_as_in_the_last_reset(form: dict[str, Any]) -> None:
         alone = env.rand_action()
         assert set(alone.keys()) == {"action"}
         full = env.step(context.clone().update(alone))
-        torch.testing.assert_close(env.step(alone)["next"].to_dict(), full["next"].to_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(
+            env.step(alone)["next"].to_dict(), full["next"].to_dict(), rtol=0, atol=0
+        )
 
 
 def test_a_step_does_not_depend_on_what_others_did_to_the_features() -> None:
@@ -308,24 +350,31 @@ def test_a_step_does_not_depend_on_what_others_did_to_the_features() -> None:
 def test_a_partial_reset_leaves_the_other_contexts() -> None:
     env = ConfigBandit(FULL, batch_size=4, seed=0)
     before = env.reset()
-    after = env.reset(before.clone().set("_reset", torch.tensor([[True], [False], [False], [True]])))
-    assert torch.equal(after["budget_ms"] == before["budget_ms"], torch.tensor([False, True, True, False]))
+    after = env.reset(
+        before.clone().set("_reset", torch.tensor([[True], [False], [False], [True]]))
+    )
+    assert torch.equal(
+        after["budget_ms"] == before["budget_ms"], torch.tensor([False, True, True, False])
+    )
     action = torch.zeros(4, 3, dtype=torch.int64)
     reward = env.step(TensorDict({"action": action}, [4]))["next", "reward"]
     assert torch.equal(reward, reward_of(after["row"], action, after["budget_ms"]))
 
 
-# -- transforms --------------------------------------------------------------------------------------------------------
+# -- transforms ------------------------------------------------------------------------------------
 
 BLOCKS = ["image_features", "language_features"]
 TRANSFORMS: dict[str, Callable[[], Transform]] = {
     "ObservationNorm": lambda: ObservationNorm(0.0, 2.0, in_keys=["budget_ms", *BLOCKS]),
     "CatTensors": lambda: Compose(
-        UnsqueezeTransform(-1, in_keys=["budget_ms"]), CatTensors(["budget_ms", *BLOCKS], "observation")
+        UnsqueezeTransform(-1, in_keys=["budget_ms"]),
+        CatTensors(["budget_ms", *BLOCKS], "observation"),
     ),
     "RewardSum": RewardSum,
     "StepCounter": StepCounter,
-    "DTypeCastTransform": lambda: DTypeCastTransform(torch.float32, torch.float64, in_keys=["budget_ms", *BLOCKS]),
+    "DTypeCastTransform": lambda: DTypeCastTransform(
+        torch.float32, torch.float64, in_keys=["budget_ms", *BLOCKS]
+    ),
     "DoubleToFloat": DoubleToFloat,
 }
 
@@ -347,12 +396,16 @@ def test_transforms_see_each_observation_once(name: str, collect: bool) -> None:
         context = plain.reset()
         action, following = step["action"], step["next"]
         wanted = plain.step(context.clone().set("action", action))["next"]
-        assert torch.equal(following["reward"], reward_of(context["row"], action, context["budget_ms"]))
+        assert torch.equal(
+            following["reward"], reward_of(context["row"], action, context["budget_ms"])
+        )
         for result, raw in ((step, context), (following, wanted)):
             assert torch.equal(result["row"], raw["row"])
             assert torch.equal(result["accuracy"], raw["accuracy"])
             if name == "CatTensors":
-                joined = torch.cat([raw["budget_ms"][:, None], *(raw[block] for block in BLOCKS)], 1)
+                joined = torch.cat(
+                    [raw["budget_ms"][:, None], *(raw[block] for block in BLOCKS)], 1
+                )
                 assert torch.equal(result["observation"], joined)
                 continue
             for key in ("budget_ms", *BLOCKS):
@@ -365,7 +418,9 @@ def test_transforms_see_each_observation_once(name: str, collect: bool) -> None:
 
 
 def test_transforms_take_rewards_of_groups() -> None:
-    env = TransformedEnv(make(group_size=3), Compose(RewardSum(), StepCounter(), TRANSFORMS["CatTensors"]()))
+    env = TransformedEnv(
+        make(group_size=3), Compose(RewardSum(), StepCounter(), TRANSFORMS["CatTensors"]())
+    )
     check_env_specs(env)
     out = env.rollout(2, break_when_any_done=False)
     assert out["next", "episode_reward"].shape == (4, 2, 3)
@@ -382,11 +437,16 @@ def test_transforms_around_workers_and_in_them(outside: bool) -> None:
     env = normalised(SerialEnv(2, plain)) if outside else SerialEnv(2, lambda: normalised(plain()))
     out = env.rollout(3, break_when_any_done=False).flatten()
     assert torch.equal(out["next", "budget_ms"], out["budget_ms"])
-    assert torch.equal(out["next", "reward"], reward_of(out["row"], out["action"], out["budget_ms"] / 2))
+    assert torch.equal(
+        out["next", "reward"], reward_of(out["row"], out["action"], out["budget_ms"] / 2)
+    )
 
 
 def test_limits_that_a_transform_hides_are_never_guessed() -> None:
-    for transform in (ObservationNorm(0.0, 2.0, in_keys=["budget_ms"]), ExcludeTransform("budget_ms")):
+    for transform in (
+        ObservationNorm(0.0, 2.0, in_keys=["budget_ms"]),
+        ExcludeTransform("budget_ms"),
+    ):
         env = TransformedEnv(ConfigBandit(FULL, batch_size=4, seed=0), transform)
         context = env.reset()
         env.rand_step(context)
@@ -400,16 +460,21 @@ def test_two_loops_may_share_an_environment_whose_limits_no_transform_changes() 
     context = env.reset()
     env.rollout(1)
     out = env.rand_step(context)
-    assert torch.equal(out["next", "reward"], reward_of(out["row"], out["action"], out["budget_ms"]))
+    assert torch.equal(
+        out["next", "reward"], reward_of(out["row"], out["action"], out["budget_ms"])
+    )
 
 
-# -- actions -----------------------------------------------------------------------------------------------------------
+# -- actions ---------------------------------------------------------------------------------------
 
 
 @every_form
 @pytest.mark.parametrize("unprofiled", ["nearest", "penalty"])
 def test_random_policies_live_on_a_sparse_profile(form: dict[str, Any], unprofiled: str) -> None:
-    for env in (make(unprofiled=unprofiled, **form), SerialEnv(2, lambda: make(unprofiled=unprofiled, **form))):
+    for env in (
+        make(unprofiled=unprofiled, **form),
+        SerialEnv(2, lambda: make(unprofiled=unprofiled, **form)),
+    ):
         collector = Collector(env, None, frames_per_batch=64, total_frames=64)
         batch = next(iter(collector))
         collector.shutdown()
@@ -418,7 +483,9 @@ def test_random_policies_live_on_a_sparse_profile(form: dict[str, Any], unprofil
 
 
 def test_configurations_as_actions_get_what_their_knobs_get() -> None:
-    knobs, whole = (ConfigBandit(SPARSE, batch_size=50, action=action) for action in ("knobs", "configuration"))
+    knobs, whole = (
+        ConfigBandit(SPARSE, batch_size=50, action=action) for action in ("knobs", "configuration")
+    )
     context = knobs.reset()
     index = torch.randint(12, (50,))
     by_knobs = knobs.step(context.clone().set("action", SPARSE.configurations[index]))["next"]
@@ -439,12 +506,18 @@ def test_the_mask_keeps_random_policies_to_profiled_configurations() -> None:
 
 @pytest.mark.parametrize("unprofiled", ["nearest", "penalty", "error"])
 def test_actions_outside_their_range_are_refused(unprofiled: str) -> None:
-    knobs, whole = (make(unprofiled=unprofiled, action=action) for action in ("knobs", "configuration"))
+    knobs, whole = (
+        make(unprofiled=unprofiled, action=action) for action in ("knobs", "configuration")
+    )
     for wrong in (-1, 2):
-        with pytest.raises(InputError, match=rf"knob top_k has no index {wrong}; its 2 values have indices 0 to 1"):
+        with pytest.raises(
+            InputError, match=rf"knob top_k has no index {wrong}; its 2 values have indices 0 to 1"
+        ):
             knobs.step(TensorDict({"action": torch.tensor([[0, wrong, 0]]).expand(4, 3)}, [4]))
     for wrong in (-1, 12):
-        with pytest.raises(InputError, match=rf"the configuration has no index {wrong}; its 12 values"):
+        with pytest.raises(
+            InputError, match=rf"the configuration has no index {wrong}; its 12 values"
+        ):
             whole.step(TensorDict({"action": torch.tensor([0, wrong, 0, 0])}, [4]))
 
 
@@ -455,23 +528,33 @@ def test_the_group_axis_of_one_decision_may_be_missing(form: dict[str, Any]) -> 
     wanted = env.step(context.clone().set("action", action))["next", "reward"]
     wide, group = (env.rand_action()["action"].ndim, form["group_size"])
     if group == 3:
-        with pytest.raises(InputError, match=r"action: is torch\.int64 \[4.*; must be int64 \[4, 3"):
+        with pytest.raises(
+            InputError, match=r"action: is torch\.int64 \[4.*; must be int64 \[4, 3"
+        ):
             env.step(context.clone().set("action", action[:, 0]))
     else:
         other = action.unsqueeze(1) if group is None else action.squeeze(1)
         assert other.ndim != wide
         for same in (other, action.int()):
-            assert torch.equal(env.step(context.clone().set("action", same))["next", "reward"], wanted)
+            assert torch.equal(
+                env.step(context.clone().set("action", same))["next", "reward"], wanted
+            )
     with pytest.raises(InputError, match=r"action: is torch\.float32"):
         env.step(context.clone().set("action", action.float()))
 
 
-# -- what was not profiled ---------------------------------------------------------------------------------------------
+# -- what was not profiled -------------------------------------------------------------------------
 
 
 def test_each_answer_to_an_unprofiled_action_by_hand() -> None:
-    table = table_of([[0.1, torch.nan, torch.nan, 0.9], [0.5] * 4], [[1.0, torch.nan, torch.nan, 4.0], [1.0] * 4])
-    rows, action, limits = torch.tensor([0]), torch.tensor([[[0], [1], [2], [3]]]), torch.tensor([2.0])
+    table = table_of(
+        [[0.1, torch.nan, torch.nan, 0.9], [0.5] * 4], [[1.0, torch.nan, torch.nan, 4.0], [1.0] * 4]
+    )
+    rows, action, limits = (
+        torch.tensor([0]),
+        torch.tensor([[[0], [1], [2], [3]]]),
+        torch.tensor([2.0]),
+    )
     nearest = Replay(table)
     out = nearest(rows, action, limits)
     assert out.configuration.tolist() == [[0, 0, 3, 3]]
@@ -481,7 +564,9 @@ def test_each_answer_to_an_unprofiled_action_by_hand() -> None:
     assert nearest.outcome(rows, out)[0].tolist() == [pytest.approx([0.1, 0.1, 0.9, 0.9])]
     penalty = Replay(table, unprofiled="penalty")
     out = penalty(rows, action, limits)
-    assert out.reward.tolist() == [pytest.approx([0.1, -1.2, -1.2, -0.2])]  # the worst is late: −0.2
+    assert out.reward.tolist() == [
+        pytest.approx([0.1, -1.2, -1.2, -0.2])
+    ]  # the worst is late: −0.2
     accuracy, latency_ms = penalty.outcome(rows, out)
     assert accuracy.tolist() == [pytest.approx([0.1, 0.0, 0.0, 0.9])]
     assert latency_ms.tolist() == [[1.0, 1.0, 4.0, 4.0]]
@@ -493,10 +578,15 @@ def test_each_answer_to_an_unprofiled_action_by_hand() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.1, 0.95), st.booleans())
-def test_the_nearest_profiled_configuration_is_replayed(seed: int, holes: float, named: bool) -> None:
+def test_the_nearest_profiled_configuration_is_replayed(
+    seed: int, holes: float, named: bool
+) -> None:
     table = small_table(samples=20, seed=seed, holes=holes)
     generator = torch.Generator().manual_seed(seed)
-    rows, index = torch.randint(20, (8,), generator=generator), torch.randint(12, (8, 3), generator=generator)
+    rows, index = (
+        torch.randint(20, (8,), generator=generator),
+        torch.randint(12, (8, 3), generator=generator),
+    )
     action = table.configurations[index]
     replay = Replay(table, action="knobs" if named else "configuration")
     out = replay(rows, action if named else index, torch.full((8,), 10.0))
@@ -504,5 +594,7 @@ def test_the_nearest_profiled_configuration_is_replayed(seed: int, holes: float,
     steps = (action.unsqueeze(2) - table.configurations).abs().sum(-1)  # [8, 3, C]
     least = steps.where(table.mask[rows][:, None], 99).amin(-1)
     assert torch.equal(steps.gather(2, out.configuration[..., None]).squeeze(2), least)
-    assert torch.equal(out.reward, replay.rewards.chosen(rows, out.configuration, torch.full((8,), 10.0)))
+    assert torch.equal(
+        out.reward, replay.rewards.chosen(rows, out.configuration, torch.full((8,), 10.0))
+    )
     assert torch.equal(out.configuration == index, table.mask[rows[:, None], index])

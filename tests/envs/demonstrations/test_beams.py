@@ -1,4 +1,5 @@
-"""BeamTable: what it refuses, what it makes of itself, how it splits, what its digest depends on, and the disk."""
+"""BeamTable: what it refuses, what it makes of itself, how it splits, what its digest depends on,
+and the disk."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,8 @@ TINY = BeamTable(
     queries=torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
     candidates=torch.arange(10.0).reshape(5, 2),
 )
-"""Three queries with two beams, one, and none; pools of three, two and no candidates out of five."""
+"""Three queries with two beams, one, and none; pools of three, two and no candidates out of
+five."""
 
 
 def test_sizes_and_masks() -> None:
@@ -48,10 +50,15 @@ def test_sizes_and_masks() -> None:
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0), (0, 0)])
 def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
     none = torch.full((3, shape[0]), X)
-    table = replace(TINY, sequences=torch.full((3, *shape), X), fields={}, found_by=none, round=0 * none)
+    table = replace(
+        TINY, sequences=torch.full((3, *shape), X), fields={}, found_by=none, round=0 * none
+    )
     assert not table.beam_mask.any()
     none = torch.full((3, 0), X)
-    assert table.digest == replace(TINY, sequences=none[..., None], fields={}, found_by=none, round=none).digest
+    assert (
+        table.digest
+        == replace(TINY, sequences=none[..., None], fields={}, found_by=none, round=none).digest
+    )
     again = table.with_beams(TINY.sequences, TINY.fields, TINY.found_by, TINY.round)
     assert again.digest == TINY.digest
 
@@ -68,32 +75,32 @@ def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
         ({"query_ids": ("1", "1", "2")}, "query ids are not unique"),
         ({"round": torch.zeros(3, 1)}, r"round has shape \(3, 1\), expected \(3, 2\)"),
         ({"fields": {"beam_score": torch.zeros(3)}}, r"fields\[beam_score\] has shape \(3,\)"),
-        ({"fields": {"beam_score": torch.zeros(3, 2).double()}}, r"fields\[beam_score\] holds torch.float64"),
-        ({"fields": {"luck": torch.full((3, 2), NAN)}}, "unknown fields luck; known are beam_score, logprob_score"),
+        ({"fields": {"beam_score": torch.zeros(3, 2).double()}}, r"fields\[beam_score\] holds " r"torch.float64"),
+        ({"fields": {"luck": torch.full((3, 2), NAN)}}, "unknown fields luck; known " "are " "beam_score, logprob_score"),
         ({"round": torch.zeros(3, 2)}, "round holds torch.float32, expected torch.int64"),
         ({"query_images": ("a",)}, r"query_images has shape \(1,\), expected \(3,\)"),
-        ({"blocks": {"image": (0, 3)}}, "block 'image' is columns 0 to 3, but embeddings are 2 wide"),
+        ({"blocks": {"image": (0, 3)}}, "block 'image' is columns 0 to " "3, but " "embeddings are 2 wide"),
         ({"blocks": {"image": (1, 1)}}, "block 'image' is columns 1 to 1"),
         ({"blocks": {"image": (-1, 1)}}, "block 'image' is columns -1 to 1"),
         ({"candidate_images": ("a",)}, r"candidate_images has shape \(1,\), expected \(5,\)"),
-        ({"pool": torch.tensor([[4, 0, 5], [1, 3, X], [X, X, X]])}, "1 × pool entries beyond the 5 candidates"),
-        ({"pool": torch.tensor([[4, 0, 4], [1, 3, X], [X, X, X]])}, "1 × candidates that occur twice in a pool"),
+        ({"pool": torch.tensor([[4, 0, 5], [1, 3, X], [X, X, X]])}, "1 × pool entries beyond the 5 " "candidates"),
+        ({"pool": torch.tensor([[4, 0, 4], [1, 3, X], [X, X, X]])}, "1 × candidates that occur " "twice in a pool"),
         ({"pool": torch.tensor([[4, 0, 2], [1, 3, -2], [X, X, X]])}, "1 × numbers below −1"),
         ({"pool": torch.tensor([[4, 0, 2], [1, X, 3], [X, X, X]])}, "1 × padding inside a pool"),
-        ({"sequences": torch.tensor([[[2, 0], [X, 1]], [[1, 0], [X, X]], [[X, X], [X, X]]])}, "padding inside a seq"),
-        ({"sequences": torch.tensor([[[2, 0], [1, X]], [[X, X], [1, 0]], [[X, X], [X, X]]])}, "padding between the"),
-        ({"sequences": torch.tensor([[[2, 0], [1, X]], [[2, 0], [X, X]], [[X, X], [X, X]]])}, "indices outside the"),
-        ({"sequences": torch.tensor([[[0, 0], [1, X]], [[1, 0], [X, X]], [[X, X], [X, X]]])}, "indices that occur tw"),
+        ({"sequences": torch.tensor([[[2, 0], [X, 1]], [[1, 0], [X, X]], [[X, X], [X, X]]])}, "padding inside a " "seq"),
+        ({"sequences": torch.tensor([[[2, 0], [1, X]], [[X, X], [1, 0]], [[X, X], [X, X]]])}, "padding between " "the"),
+        ({"sequences": torch.tensor([[[2, 0], [1, X]], [[2, 0], [X, X]], [[X, X], [X, X]]])}, "indices outside " "the"),
+        ({"sequences": torch.tensor([[[0, 0], [1, X]], [[1, 0], [X, X]], [[X, X], [X, X]]])}, "indices that occur " "tw"),
         ({"found_by": torch.tensor([[0, 5], [3, X], [X, X]])}, "1 × found_by that does not index"),
         ({"found_by": torch.tensor([[0, 4], [X, X], [X, X]])}, "1 × found_by that does not index"),
-        ({"found_by": torch.tensor([[0, 4], [3, 3], [X, X]])}, "1 × outcomes, found_by or round where"),
+        ({"found_by": torch.tensor([[0, 4], [3, 3], [X, X]])}, "1 × outcomes, found_by or " "round where"),
         ({"round": torch.tensor([[0, 0], [0, 0], [0, 0]])}, "1 × rounds that do not fit found_by"),
         ({"round": torch.tensor([[1, 2], [0, 0], [0, 0]])}, "1 × rounds that do not fit found_by"),
-        ({"round": torch.tensor([[0, 2], [0, 1], [0, 0]])}, "1 × outcomes, found_by or round where"),
-        ({"fields": {"beam_score": torch.tensor([[1, 2], [3, 4], [NAN, NAN]])}}, "1 × outcomes, found_by"),
-        ({"fields": {"beam_score": torch.tensor([[torch.inf, 2], [3, NAN], [NAN, NAN]])}}, r"1 × infinite fields\[b"),
-        ({"queries": torch.tensor([[NAN, 0], [0, 1], [NAN, NAN]])}, "2 × query embeddings that are NaN"),
-        ({"candidates": torch.full((5, 2), torch.inf)}, "5 × candidate embeddings that are NaN or infinite"),
+        ({"round": torch.tensor([[0, 2], [0, 1], [0, 0]])}, "1 × outcomes, found_by or " "round where"),
+        ({"fields": {"beam_score": torch.tensor([[1, 2], [3, 4], [NAN, NAN]])}}, "1 × outcomes, " "found_by"),
+        ({"fields": {"beam_score": torch.tensor([[torch.inf, 2], [3, NAN], [NAN, NAN]])}}, r"1 × infinite " r"fields\[b"),
+        ({"queries": torch.tensor([[NAN, 0], [0, 1], [NAN, NAN]])}, "2 × query embeddings that are " "NaN"),
+        ({"candidates": torch.full((5, 2), torch.inf)}, "5 × candidate embeddings that " "are " "NaN or infinite"),
     ],
 )  # fmt: skip
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -128,7 +135,10 @@ def test_select_keeps_order_shape_and_candidates() -> None:
 def test_beams_are_added_and_closed_up() -> None:
     added = TINY.with_beams(
         torch.tensor([[[X, X, X], [0, 1, 2]], [[0, X, X], [1, X, X]], [[X, X, X], [X, X, X]]]),
-        {"vqa_correct": torch.tensor([[9, 1], [0, 1], [9, 9]]), "vqa_rel_score": torch.full((3, 2), 0.5)},
+        {
+            "vqa_correct": torch.tensor([[9, 1], [0, 1], [9, 9]]),
+            "vqa_rel_score": torch.full((3, 2), 0.5),
+        },
         found_by=4,
         round=torch.tensor([[9, 3], [3, 3], [9, 9]]),
     )
@@ -136,9 +146,21 @@ def test_beams_are_added_and_closed_up() -> None:
     assert added.sequences.tolist() == [first, second, [[X, X, X]] * 3]
     assert added.found_by.tolist() == [[0, 4, 4], [3, 4, 4], [X, X, X]]
     assert added.round.tolist() == [[0, 2, 3], [0, 3, 3], [0, 0, 0]]
-    assert added.fields["vqa_correct"].nan_to_num(-9).tolist() == [[1, 0, 1], [1, 0, 1], [-9, -9, -9]]
-    assert added.fields["beam_score"].nan_to_num(-9).tolist() == [[0.5, 0.25, -9], [-9, -9, -9], [-9, -9, -9]]
-    assert added.fields["vqa_rel_score"].nan_to_num(-9).tolist() == [[-9, -9, 0.5], [-9, 0.5, 0.5], [-9, -9, -9]]
+    assert added.fields["vqa_correct"].nan_to_num(-9).tolist() == [
+        [1, 0, 1],
+        [1, 0, 1],
+        [-9, -9, -9],
+    ]
+    assert added.fields["beam_score"].nan_to_num(-9).tolist() == [
+        [0.5, 0.25, -9],
+        [-9, -9, -9],
+        [-9, -9, -9],
+    ]
+    assert added.fields["vqa_rel_score"].nan_to_num(-9).tolist() == [
+        [-9, -9, 0.5],
+        [-9, 0.5, 0.5],
+        [-9, -9, -9],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -146,11 +168,21 @@ def test_beams_are_added_and_closed_up() -> None:
     [
         (torch.zeros(2, 1, 1, dtype=torch.int64), {}, r"shape \(2, 1, 1\), expected \[3, B, T\]"),
         (torch.tensor([[[0]], [[0]], [[0]]]), {}, "indices outside the query's own pool"),
-        (torch.tensor([[[0]], [[0]], [[X]]]), {"round": torch.zeros(3, 2)}, r"have shape \(3, 2\), expected \(3, 1\)"),
-        (torch.tensor([[[0]], [[0]], [[X]]]), {"fields": {"luck": torch.zeros(3, 1)}}, "unknown fields luck"),
+        (
+            torch.tensor([[[0]], [[0]], [[X]]]),
+            {"round": torch.zeros(3, 2)},
+            r"have shape \(3, 2\), expected \(3, 1\)",
+        ),
+        (
+            torch.tensor([[[0]], [[0]], [[X]]]),
+            {"fields": {"luck": torch.zeros(3, 1)}},
+            "unknown fields luck",
+        ),
     ],
 )
-def test_beams_that_do_not_fit_are_not_added(sequences: torch.Tensor, words: dict[str, Any], message: str) -> None:
+def test_beams_that_do_not_fit_are_not_added(
+    sequences: torch.Tensor, words: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         TINY.with_beams(sequences, **({"fields": {}, "found_by": 1} | words))
 
@@ -169,9 +201,17 @@ def test_digest_tells_content_apart_and_nothing_else() -> None:
     changed = [
         replace(table, query_ids=("10", "11", "13")),
         replace(table, pool=torch.tensor([[4, 0, 1], [1, 3, X], [X, X, X]])),
-        replace(table, sequences=torch.tensor([[[2, 0], [0, X]], [[1, 0], [X, X]], [[X, X], [X, X]]])),
+        replace(
+            table, sequences=torch.tensor([[[2, 0], [0, X]], [[1, 0], [X, X]], [[X, X], [X, X]]])
+        ),
         replace(table, fields={"beam_score": table.fields["beam_score"]}),
-        replace(table, fields={"beam_score": table.fields["beam_score"], "logprob_score": table.fields["vqa_correct"]}),
+        replace(
+            table,
+            fields={
+                "beam_score": table.fields["beam_score"],
+                "logprob_score": table.fields["vqa_correct"],
+            },
+        ),
         replace(table, found_by=torch.tensor([[1, 4], [3, X], [X, X]])),
         replace(table, round=torch.tensor([[0, 3], [0, 0], [0, 0]])),
         replace(table, queries=table.queries + 1),
@@ -189,7 +229,9 @@ def test_digest_tells_content_apart_and_nothing_else() -> None:
 
 def test_a_saved_table_loads_the_same(tmp_path) -> None:
     images = {"query_images": ("a", "b", ""), "candidate_images": ("x", "", "", "", "")}
-    table = replace(TINY, **images, blocks={"image": (0, 1), "question": (1, 2)}, notes=("2 rows dropped",))
+    table = replace(
+        TINY, **images, blocks={"image": (0, 1), "question": (1, 2)}, notes=("2 rows dropped",)
+    )
     table.save(tmp_path / "deep" / "t.safetensors")
     again = BeamTable.load(tmp_path / "deep" / "t.safetensors")
     assert again.digest == table.digest
@@ -198,7 +240,11 @@ def test_a_saved_table_loads_the_same(tmp_path) -> None:
     assert again.pool.dtype == torch.int64
     tensors = load_file(tmp_path / "deep" / "t.safetensors")
     assert {tensors[k].dtype for k in ("pool", "sequences", "found_by", "round")} == {torch.int8}
-    table = replace(TINY, candidates=torch.zeros(40_000, 2), pool=torch.tensor([[39_999, 0, 2], [1, 3, X], [X, X, X]]))
+    table = replace(
+        TINY,
+        candidates=torch.zeros(40_000, 2),
+        pool=torch.tensor([[39_999, 0, 2], [1, 3, X], [X, X, X]]),
+    )
     table.save(tmp_path / "t.safetensors")
     assert load_file(tmp_path / "t.safetensors")["pool"].dtype == torch.int32
     assert BeamTable.load(tmp_path / "t.safetensors").pool[0, 0] == 39_999
@@ -212,5 +258,7 @@ def test_files_that_are_no_saved_beam_table(tmp_path) -> None:
     TINY.save(path)
     tensors = load_file(path)
     save_file(tensors | {"pool": tensors["pool"] + 1}, path)
-    with pytest.raises(InputError, match=r"t\.safetensors: not a beam table.*beyond the 5 candidates"):
+    with pytest.raises(
+        InputError, match=r"t\.safetensors: not a beam table.*beyond the 5 candidates"
+    ):
         BeamTable.load(path)

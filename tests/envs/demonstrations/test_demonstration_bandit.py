@@ -1,4 +1,5 @@
-"""The selector's bandit: groups of recorded sequences, rewards looked up and scored, contexts in passes."""
+"""The selector's bandit: groups of recorded sequences, rewards looked up and scored, contexts in
+passes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,12 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.reward import demonstration_reward
-from knobwise.envs.demonstrations.settings import FIELDS, MODES, DemonstrationRewardConfig, GroupConfig
+from knobwise.envs.demonstrations.settings import (
+    FIELDS,
+    MODES,
+    DemonstrationRewardConfig,
+    GroupConfig,
+)
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Passes, recorded_groups
 from knobwise.envs.single_step import SingleStepEnv
 
@@ -47,13 +53,20 @@ SEQUENCES = torch.tensor(
 
 
 def beams() -> BeamTable:
-    """Five queries; the outcomes count up, so that each reward tells which sequence it belongs to."""
+    """Five queries; the outcomes count up, so that each reward tells which sequence it belongs
+    to."""
     there = SEQUENCES[..., 0] >= 0
     fields = {
-        name: torch.arange(1.0, 21.0).reshape(5, 4).add(20 * number).div(200).masked_fill(~there, torch.nan)
+        name: torch.arange(1.0, 21.0)
+        .reshape(5, 4)
+        .add(20 * number)
+        .div(200)
+        .masked_fill(~there, torch.nan)
         for number, name in enumerate(FIELDS)
     }
-    fields["vqa_correct"] = torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(5, 4).masked_fill(~there, torch.nan)
+    fields["vqa_correct"] = (
+        torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(5, 4).masked_fill(~there, torch.nan)
+    )
     return BeamTable(
         name="five",
         query_ids=tuple("abcde"),
@@ -74,7 +87,9 @@ class CountingScorer:
         self.asked: list[tuple[int, ...]] = []
 
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        self.asked += [tuple(row) for row in torch.cat([queries[:, None], demonstrations], 1).tolist()]
+        self.asked += [
+            tuple(row) for row in torch.cat([queries[:, None], demonstrations], 1).tolist()
+        ]
         scale = torch.tensor([1.0, 3.0, 7.0])[: demonstrations.shape[1]]
         probability = torch.sigmoid(((demonstrations + 1) * scale).sum(1).sin() + queries)
         return {
@@ -97,16 +112,23 @@ def bandit(live: bool = False, **words: Any) -> DemonstrationBandit:
 
 
 def bandit_of(kind: str, **words: Any) -> SingleStepEnv:
-    """Each of the three TorchRL bandits: of configurations, and of recorded and scored demonstrations."""
+    """Each of the three TorchRL bandits: of configurations, and of recorded and scored
+    demonstrations."""
     if kind == "configurations":
         return ConfigBandit(small_table(holes=0.3), full_information=True, **words)
-    return bandit(kind == "scored", reward=DemonstrationRewardConfig("hard_plus_soft_v2", shuffled=True), **words)
+    return bandit(
+        kind == "scored",
+        reward=DemonstrationRewardConfig("hard_plus_soft_v2", shuffled=True),
+        **words,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("control", [False, True])
-def test_specs_hold_and_rewards_are_finite_in_every_mode(mode: str, live: bool, control: bool) -> None:
+def test_specs_hold_and_rewards_are_finite_in_every_mode(
+    mode: str, live: bool, control: bool
+) -> None:
     reward = DemonstrationRewardConfig(mode, shuffled=control)
     check_env_specs(env := bandit(live, batch_size=4, group_size=3, reward=reward), seed=0)
     out = env.rollout(5, break_when_any_done=False)
@@ -121,7 +143,11 @@ def test_specs_hold_and_rewards_are_finite_in_every_mode(mode: str, live: bool, 
 @pytest.mark.parametrize("live", [False, True])
 def test_shapes_of_everything(live: bool) -> None:
     env = bandit(live, batch_size=2, group_size=6)
-    result = {key: tuple(value.shape) for key, value in env.rollout(1).squeeze(-1).items() if key != "next"}
+    result = {
+        key: tuple(value.shape)
+        for key, value in env.rollout(1).squeeze(-1).items()
+        if key != "next"
+    }
     g = 6 if live else 4
     wanted: dict[str, tuple[int, ...]] = {"row": (2,), "vqa_correct": (2, g), "action": (2, g, 3)}
     wanted |= {} if live else {"sequences": (2, g, 3), "group_mask": (2, g)}
@@ -132,24 +158,33 @@ def test_shapes_of_everything(live: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["configurations", "recorded", "scored"])
 def test_what_all_bandits_keep(kind: str) -> None:
-    """`step_and_maybe_reset` steps and resets, and a seed gives the same on a device that is named."""
-    one, two, named = (bandit_of(kind, batch_size=5, group_size=3, seed=3, device=d) for d in (None, None, "cpu"))
+    """`step_and_maybe_reset` steps and resets, and a seed gives the same on a device that is
+    named."""
+    one, two, named = (
+        bandit_of(kind, batch_size=5, group_size=3, seed=3, device=d) for d in (None, None, "cpu")
+    )
     reseeded = bandit_of(kind, batch_size=5, group_size=3, seed=0)
     reseeded.set_seed(3)
     context = one.rand_action(one.reset())
     for reset in (two.reset(), named.reset(), reseeded.reset()):
-        assert all(torch.equal(reset[key], context[key]) for key in ("row", "budget_ms") if key in context)
+        assert all(
+            torch.equal(reset[key], context[key]) for key in ("row", "budget_ms") if key in context
+        )
     rewards = [env.step(context.clone())["next", "reward"] for env in (one, named)]
     assert torch.equal(*rewards)
     stepped, following = one.step_and_maybe_reset(context.clone())
     for result, wanted in ((stepped, two.step(context.clone())), (following, two.reset())):
-        torch.testing.assert_close(result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("live", [False, True])
 def test_the_collector_passes_over_the_queries(live: bool) -> None:
     env = bandit(live, batch_size=5, group_size=2)
-    collector = Collector(env, env.rand_action, frames_per_batch=5, total_frames=15, reset_at_each_iter=True)
+    collector = Collector(
+        env, env.rand_action, frames_per_batch=5, total_frames=15, reset_at_each_iter=True
+    )
     rows = [batch["row"].flatten().sort().values.tolist() for batch in collector]
     collector.shutdown()
     assert rows == [[0, 1, 2, 3, 4]] * 3
@@ -176,7 +211,9 @@ def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
         context = env.reset()
         action = context["sequences"].clone()
         action[0, 1] = torch.tensor(wrong)
-        message = rf"1 of the sequences were never recorded.*query {'abcde'[row]} of 'five', indices \["
+        message = (
+            rf"1 of the sequences were never recorded.*query {'abcde'[row]} of 'five', indices \["
+        )
         with pytest.raises(InputError, match=message):
             env.step(context.set("action", action))
 
@@ -187,9 +224,13 @@ def test_of_two_equal_recordings_each_keeps_its_own_place() -> None:
     rewards = env.rewards[0]
     context = env.reset()
     assert torch.equal(context["sequences"][0, 0], context["sequences"][0, 4])
-    assert torch.equal(env.step(context.clone().set("action", context["sequences"]))["next", "reward"][0], rewards)
+    assert torch.equal(
+        env.step(context.clone().set("action", context["sequences"]))["next", "reward"][0], rewards
+    )
     action = context["sequences"][:, [0, 2, 1, 3, 4]]
-    assert torch.equal(env.step(context.set("action", action))["next", "reward"][0], rewards[[0, 2, 1, 3, 4]])
+    assert torch.equal(
+        env.step(context.set("action", action))["next", "reward"][0], rewards[[0, 2, 1, 3, 4]]
+    )
 
 
 def test_random_actions_are_recorded_sequences_and_reach_all_of_them() -> None:
@@ -201,7 +242,9 @@ def test_random_actions_are_recorded_sequences_and_reach_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("live", [False, True])
-@pytest.mark.parametrize("words", [{}, {"batch_size": 4, "lean": True}, {"batch_size": 4, "group_size": 3}])
+@pytest.mark.parametrize(
+    "words", [{}, {"batch_size": 4, "lean": True}, {"batch_size": 4, "group_size": 3}]
+)
 def test_the_environment_makes_its_observation_itself(live: bool, words: dict[str, Any]) -> None:
     env = DemonstrationBandit(beams(), scorer=CountingScorer() if live else None, **words)
     assert env.rand_step()["next", "done"].all()  # before any reset it is for new queries
@@ -210,9 +253,14 @@ def test_the_environment_makes_its_observation_itself(live: bool, words: dict[st
     whole = env.step(context.clone().set("action", action))["next"]
     assert set(whole.keys()) == {*env.observation_spec.keys(), "reward", "done", "terminated"}
     assert whole["reward"].shape == (*env.batch_size, words.get("group_size", 1))
-    for kept in (["row", "action"], ["action"]):  # without `row` the queries are those of the last reset
+    for kept in (
+        ["row", "action"],
+        ["action"],
+    ):  # without `row` the queries are those of the last reset
         result = env.step(context.clone().set("action", action).select(*kept))["next"]
-        torch.testing.assert_close(result.to_dict(), whole.to_dict(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            result.to_dict(), whole.to_dict(), rtol=0, atol=0, equal_nan=True
+        )
     assert torch.equal(env.rand_step()["next", "row"], context["row"])
     for contiguous in (False, True):
         check_env_specs(env, return_contiguous=contiguous)
@@ -223,10 +271,14 @@ def test_transforms_and_a_random_policy_of_torchrl(live: bool) -> None:
     def made() -> DemonstrationBandit:
         return bandit(live, batch_size=4, group_size=2, seed=0)
 
-    doubled = TransformedEnv(made(), ObservationNorm(0.0, 2.0, in_keys=["query"])).rollout(3, break_when_any_done=False)
+    doubled = TransformedEnv(made(), ObservationNorm(0.0, 2.0, in_keys=["query"])).rollout(
+        3, break_when_any_done=False
+    )
     for part in (doubled, doubled["next"]):
         assert torch.equal(part["query"], 2 * beams().queries[part["row"]])
-    joined = TransformedEnv(made(), Compose(CatTensors(["query", "mask"], "joined"), ExcludeTransform("row")))
+    joined = TransformedEnv(
+        made(), Compose(CatTensors(["query", "mask"], "joined"), ExcludeTransform("row"))
+    )
     check_env_specs(joined)
     for env in (made(), joined, SerialEnv(2, made)):
         collector = Collector(env, None, frames_per_batch=40, total_frames=80)
@@ -287,7 +339,9 @@ def test_the_state_of_the_passes_can_be_saved(serial: bool) -> None:
         ([X, 9, 2], [2, X, X], True),  # nor does one without a candidate
     ],
 )
-def test_the_nearest_recorded_sequence_by_hand(action: list[int], wanted: list[int], known: bool) -> None:
+def test_the_nearest_recorded_sequence_by_hand(
+    action: list[int], wanted: list[int], known: bool
+) -> None:
     start = torch.full((5, 1, 3), X)
     start[0, 0, 0] = 0
     half = torch.where(start[..., 0] == 0, 0.5, torch.nan)
@@ -299,7 +353,10 @@ def test_the_nearest_recorded_sequence_by_hand(action: list[int], wanted: list[i
         assert outcome.sequences[0, 0].tolist() == wanted
         result = (float(outcome.reward), float(outcome.correct))
         if known or unprofiled == "nearest":
-            assert result == (float(env.rewards[0, place]), float(table.fields["vqa_correct"][0, place]))
+            assert result == (
+                float(env.rewards[0, place]),
+                float(table.fields["vqa_correct"][0, place]),
+            )
         else:
             assert result == (float(env.rewards[0].min()) - 1, 0.0)
 
@@ -307,7 +364,9 @@ def test_the_nearest_recorded_sequence_by_hand(action: list[int], wanted: list[i
 NEAREST = DemonstrationBandit(beams(), batch_size=5, seed=0)
 
 
-@given(action=st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=5, max_size=5))
+@given(
+    action=st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=5, max_size=5)
+)
 @settings(max_examples=60, deadline=None)
 def test_the_nearest_is_the_longest_common_start(action: list[list[int]]) -> None:
     outcome, table = NEAREST.decide(torch.arange(5), torch.tensor(action)), NEAREST.table
@@ -351,9 +410,13 @@ def test_actions_may_lack_the_axis_of_a_group_of_one_and_nothing_else() -> None:
         assert wanted["reward"].shape == (5, group_size or 1)
         for shape in [(5, 2, 3)] if group_size == 2 else [(5, 3), (5, 1, 3)]:
             result = env.step(context.clone().set("action", context["action"].view(shape)))["next"]
-            torch.testing.assert_close(result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True
+            )
         for shape in ((5, 3, 3), (5, 2), (5, 1, 2)):
-            with pytest.raises(InputError, match=r"the action is torch.int64 \[5, .*must be int64 \[5, "):
+            with pytest.raises(
+                InputError, match=r"the action is torch.int64 \[5, .*must be int64 \[5, "
+            ):
                 env.step(context.clone().set("action", torch.zeros(shape, dtype=torch.int64)))
 
 
@@ -370,18 +433,24 @@ def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -
     for name in config.needs:
         table = beams()
         absent = replace(table, fields={k: v for k, v in table.fields.items() if k != name})
-        with pytest.raises(InputError, match=rf"reward.mode={mode} needs {name}, which 7 of 7 .*'five'.*query a"):
+        with pytest.raises(
+            InputError, match=rf"reward.mode={mode} needs {name}, which 7 of 7 .*'five'.*query a"
+        ):
             DemonstrationBandit(absent, reward=config)
         hole = table.fields[name].clone()
         hole[4, 1] = torch.nan
-        with pytest.raises(InputError, match=rf"{name}, which 1 of 7 sequences .*\(the first: query e\)"):
+        with pytest.raises(
+            InputError, match=rf"{name}, which 1 of 7 sequences .*\(the first: query e\)"
+        ):
             DemonstrationBandit(replace(table, fields=table.fields | {name: hole}), reward=config)
 
 
 def test_legacy_beams_have_a_reward_and_an_unknown_correctness() -> None:
     table = beams()
     legacy = replace(table, fields={"beam_score": table.fields["beam_score"]})
-    env = DemonstrationBandit(legacy, batch_size=5, group_size="all", reward=DemonstrationRewardConfig("legacy"))
+    env = DemonstrationBandit(
+        legacy, batch_size=5, group_size="all", reward=DemonstrationRewardConfig("legacy")
+    )
     context = env.reset()
     out = env.step(context.set("action", context["sequences"]))
     assert torch.equal(out["next", "reward"], table.fields["beam_score"].nan_to_num()[out["row"]])
@@ -390,7 +459,9 @@ def test_legacy_beams_have_a_reward_and_an_unknown_correctness() -> None:
 
 def test_shuffled_rewards_stay_in_their_group_and_as_they_are() -> None:
     plain = DemonstrationBandit(beams())
-    one, same, other = (bandit(seed=seed, reward=DemonstrationRewardConfig(shuffled=True)) for seed in (1, 1, 2))
+    one, same, other = (
+        bandit(seed=seed, reward=DemonstrationRewardConfig(shuffled=True)) for seed in (1, 1, 2)
+    )
     assert torch.equal(one.rewards.sort(1).values, plain.rewards.sort(1).values)
     assert torch.equal(one.rewards[1], plain.rewards[1])
     assert torch.equal(one.rewards, same.rewards)
@@ -413,16 +484,26 @@ def test_shuffled_rewards_stay_in_their_group_and_as_they_are() -> None:
 )
 def test_groups(groups: dict[str, Any], shots: int | None, wanted: list[list[list[int]]]) -> None:
     table = recorded_groups(beams(), GroupConfig(**groups), shots)
-    result = [[[p for p in beam if p >= 0] for beam in query if beam[0] >= 0] for query in table.sequences.tolist()]
+    result = [
+        [[p for p in beam if p >= 0] for beam in query if beam[0] >= 0]
+        for query in table.sequences.tolist()
+    ]
     assert result == wanted
     assert table.num_beams == max(map(len, wanted))
     assert table.shots == max(len(beam) for query in wanted for beam in query)
-    before = {(q, tuple(s)): i for q, row in enumerate(SEQUENCES.tolist()) for i, s in enumerate(row)}
+    before = {
+        (q, tuple(s)): i for q, row in enumerate(SEQUENCES.tolist()) for i, s in enumerate(row)
+    }
     for q, b in table.beam_mask.nonzero().tolist():
         places = [p for p in table.sequences[q, b].tolist() if p >= 0]
         i = before[q, tuple(places + [X] * (3 - len(places)))]
-        assert all(field[q, b] == beams().fields[name][q, i] for name, field in table.fields.items())
-        assert (table.found_by[q, b], table.round[q, b]) == (beams().found_by[q, i], beams().round[q, i])
+        assert all(
+            field[q, b] == beams().fields[name][q, i] for name, field in table.fields.items()
+        )
+        assert (table.found_by[q, b], table.round[q, b]) == (
+            beams().found_by[q, i],
+            beams().round[q, i],
+        )
     env = DemonstrationBandit(beams(), batch_size=5, groups=GroupConfig(**groups), shots=shots)
     assert torch.equal(env.sequences, table.sequences)
 
@@ -438,11 +519,17 @@ def test_rewards_are_those_of_the_group_and_not_of_what_is_left_out() -> None:
 
 def test_settings_that_make_no_sense() -> None:
     for methods in ("magic", (), ["beam", "magic"], "beam"):
-        with pytest.raises(InputError, match=r"groups.methods=.*must be all, without_beams, own, beams, or a list of"):
+        with pytest.raises(
+            InputError,
+            match=r"groups.methods=.*must be all, without_beams, own, beams, or a list of",
+        ):
             GroupConfig(methods)
     with pytest.raises(InputError, match=r"groups.rounds=0: must be"):
         GroupConfig(rounds=0)
-    with pytest.raises(InputError, match=r"'five' has no sequence for groups.methods=policy and shots=4;.*\[1, 2, 3\]"):
+    with pytest.raises(
+        InputError,
+        match=r"'five' has no sequence for groups.methods=policy and shots=4;.*\[1, 2, 3\]",
+    ):
         bandit(groups=GroupConfig("own"), shots=4)
     with pytest.raises(InputError, match="no queries to draw from"):
         bandit(rows=torch.tensor([], dtype=torch.int64))
@@ -450,22 +537,32 @@ def test_settings_that_make_no_sense() -> None:
         bandit(True, shots=0)
     none = torch.full((5, 0), X)  # the table needs no recorded sequence, but candidates
     table = replace(beams(), sequences=none[..., None], fields={}, found_by=none, round=none)
-    check_env_specs(DemonstrationBandit(table, batch_size=3, group_size=2, shots=2, scorer=CountingScorer()), seed=0)
+    check_env_specs(
+        DemonstrationBandit(table, batch_size=3, group_size=2, shots=2, scorer=CountingScorer()),
+        seed=0,
+    )
     none = torch.full((5, 4), X)
-    empty = replace(beams(), pool=none, sequences=none[..., None], fields={}, found_by=none, round=0 * none)
+    empty = replace(
+        beams(), pool=none, sequences=none[..., None], fields={}, found_by=none, round=0 * none
+    )
     with pytest.raises(InputError, match="the pools of all queries are empty"):
         DemonstrationBandit(empty, shots=2, scorer=CountingScorer())
 
 
 def test_a_scorer_is_given_the_rows_behind_the_places_once_each() -> None:
     scorer = CountingScorer()
-    env = DemonstrationBandit(beams(), batch_size=2, group_size=3, shots=2, rows=torch.tensor([0, 4]), scorer=scorer)
+    env = DemonstrationBandit(
+        beams(), batch_size=2, group_size=3, shots=2, rows=torch.tensor([0, 4]), scorer=scorer
+    )
     context = env.reset()
     context["row"] = torch.tensor([0, 4])
     action = torch.tensor([[[0, 2], [2, 0], [0, 2]], [[2, X], [X, X], [0, 2]]])
     out = env.step(context.set("action", action))
     assert sorted(scorer.asked) == [(0, 2, 4), (0, 4, 2), (4, 0, X), (4, 6, 0)]
-    rows, bank = torch.tensor([0, 0, 0, 4, 4]), torch.tensor([[4, 2], [2, 4], [4, 2], [0, X], [6, 0]])
+    rows, bank = (
+        torch.tensor([0, 0, 0, 4, 4]),
+        torch.tensor([[4, 2], [2, 4], [4, 2], [0, X], [6, 0]]),
+    )
     scored = CountingScorer()(rows, bank)
     there = torch.tensor([[True, True, True], [True, False, True]])
     wanted = 2 * scored["vqa_correct"] + scored["vqa_acc_score"]
@@ -481,11 +578,19 @@ def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
     for _ in range(3):
         context = env.rand_action(env.reset())
         out, rows, action = env.step(context), context["row"], context["action"]
-        bank = beams().pool[rows][:, None].expand(5, 2, 4).gather(2, action.clamp_min(0)).masked_fill(action < 0, X)
+        bank = (
+            beams()
+            .pool[rows][:, None]
+            .expand(5, 2, 4)
+            .gather(2, action.clamp_min(0))
+            .masked_fill(action < 0, X)
+        )
         for g in range(2):
             gain = CountingScorer()(rows, bank[:, g])["vqa_gt_prob"]
             gain = gain - CountingScorer()(rows, torch.full((5, 3), X))["vqa_gt_prob"]
-            torch.testing.assert_close(out["next", "reward"][:, g], gain.where(action[:, g, 0] >= 0, 0.0))
+            torch.testing.assert_close(
+                out["next", "reward"][:, g], gain.where(action[:, g, 0] >= 0, 0.0)
+            )
     zero_shot = [asked for asked in scorer.asked if asked[1:] == (X, X, X)]
     assert sorted(zero_shot) == [(q, X, X, X) for q in range(5)]
 
@@ -513,13 +618,18 @@ def test_random_actions_are_drawn_without_replacement_from_the_pool() -> None:
 
 def test_a_scorer_that_does_not_give_what_the_mode_is_made_of() -> None:
     def without(queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        return {"vqa_gt_prob": torch.ones(len(queries)), "vqa_acc_score": torch.full((len(queries),), torch.nan)}
+        return {
+            "vqa_gt_prob": torch.ones(len(queries)),
+            "vqa_acc_score": torch.full((len(queries),), torch.nan),
+        }
 
     hard, soft, legacy = (
         DemonstrationBandit(beams(), rows=ROW, scorer=without, reward=reward)
         for reward in (DemonstrationRewardConfig(), SOFT, DemonstrationRewardConfig("legacy"))
     )
-    with pytest.raises(InputError, match=r"reward.mode=hard_plus_soft_v2 needs vqa_correct, which is not recorded"):
+    with pytest.raises(
+        InputError, match=r"reward.mode=hard_plus_soft_v2 needs vqa_correct, which is not recorded"
+    ):
         hard.rollout(1)
     with pytest.raises(InputError, match=r"reward.mode=legacy needs vqa_acc_score.*returned NaN"):
         soft.rollout(1)
@@ -538,7 +648,12 @@ def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts
     assert torch.equal(torch.cat(again), torch.cat(result[2:]))
 
 
-@given(rows=st.integers(1, 12), count=st.integers(1, 30), seed=st.integers(0, 2**62), batches=st.integers(1, 6))
+@given(
+    rows=st.integers(1, 12),
+    count=st.integers(1, 30),
+    seed=st.integers(0, 2**62),
+    batches=st.integers(1, 6),
+)
 @settings(max_examples=40, deadline=None)
 def test_every_pass_has_each_row_once(rows: int, count: int, seed: int, batches: int) -> None:
     numbers = torch.arange(rows) * 3 + 1
@@ -547,7 +662,11 @@ def test_every_pass_has_each_row_once(rows: int, count: int, seed: int, batches:
     assert len(drawn) == count * batches
     for one in drawn.split(rows):
         whole = len(one) == rows
-        assert one.sort().values.tolist() == numbers.tolist() if whole else len(one.unique()) == len(one)
+        assert (
+            one.sort().values.tolist() == numbers.tolist()
+            if whole
+            else len(one.unique()) == len(one)
+        )
     assert passes.before == batches - 1
     passes.set_back(batches - 1)
     assert torch.equal(passes(), drawn[-count:])
@@ -558,4 +677,6 @@ def test_passes_come_in_other_orders() -> None:
     orders = [tuple(passes().tolist()) for _ in range(3)]
     assert len({*orders, tuple(Passes(torch.arange(50), 50, seed=1)().tolist())}) == 4
     assert tuple(Passes(torch.arange(50), 50, seed=0)().tolist()) == orders[0]
-    assert bandit(batch_size=4, rows=torch.tensor([1, 4])).reset()["row"].sort().values.tolist() == [1, 1, 4, 4]
+    assert bandit(batch_size=4, rows=torch.tensor([1, 4])).reset()[
+        "row"
+    ].sort().values.tolist() == [1, 1, 4, 4]

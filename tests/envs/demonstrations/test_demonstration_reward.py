@@ -1,4 +1,5 @@
-"""Rewards of demonstration sequences: every mode by hand, weights by length, adaptive weights, and the control."""
+"""Rewards of demonstration sequences: every mode by hand, weights by length, adaptive weights, and
+the control."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,11 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
+from knobwise.envs.demonstrations.reward import (
+    coherence_and_diversity,
+    demonstration_reward,
+    shuffle,
+)
 from knobwise.envs.demonstrations.settings import FIELDS, LEVELS, MODES, DemonstrationRewardConfig
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit
 
@@ -33,9 +38,13 @@ MASK = torch.tensor([True, True, True, False])
 LENGTHS = torch.tensor([1, 2, 2, 0])
 
 
-def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **settings: Any) -> Tensor:
+def rewards(
+    fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **settings: Any
+) -> Tensor:
     fields = SIGNALS if fields is None else fields
-    return demonstration_reward(fields, LENGTHS[: mask.shape[-1]], mask, DemonstrationRewardConfig(**settings))
+    return demonstration_reward(
+        fields, LENGTHS[: mask.shape[-1]], mask, DemonstrationRewardConfig(**settings)
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,9 +62,18 @@ def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **sett
         ({"mode": "hybrid", "alpha": 0.0, "hard_weight": 2.0, "soft_weight": 1.0}, [2.9, 0.3, 2.6]),
         ({"mode": "hybrid", "alpha": 1.0}, [0.5, -0.2, 1.0]),
         ({"mode": "multi_level"}, [1.325, 0.53, 1.4]),
-        ({"mode": "multi_level", "beam_weight": 0, "diversity_weight": 0, "coherence_weight": 1}, [1.4, 1.3, 0.6]),
+        (
+            {"mode": "multi_level", "beam_weight": 0, "diversity_weight": 0, "coherence_weight": 1},
+            [1.4, 1.3, 0.6],
+        ),
         ({"mode": "hard_plus_soft", "by_shots": {2: {"hard_weight": 3.0}}}, [1.9, 0.3, 3.6]),
-        ({"mode": "hard_plus_soft", "by_shots": {1: {"hard_weight": 0, "soft_weight": 2.0}, 9: {}}}, [1.8, 0.3, 1.6]),
+        (
+            {
+                "mode": "hard_plus_soft",
+                "by_shots": {1: {"hard_weight": 0, "soft_weight": 2.0}, 9: {}},
+            },
+            [1.8, 0.3, 1.6],
+        ),
         ({"mode": "hybrid", "by_shots": {2: {"alpha": 1.0}}}, [0.975, -0.2, 1.0]),
     ],
 )
@@ -72,10 +90,17 @@ def test_every_mode_by_hand(config: dict[str, Any], wanted: list[float]) -> None
         ("hard_plus_soft_v2", {"vqa_correct": 0, "vqa_acc_score": 0.4}, {}, 0.4),
         ("hybrid", {"vqa_correct": 1, "vqa_acc_score": 0.9, "beam_score": 0.02}, {}, 0.825),
         ("legacy", {"beam_score": 0.02}, {}, 0.02),
-        ("hard_plus_soft", {"vqa_correct": 1, "vqa_acc_score": 0.9}, {"hard_weight": 2, "soft_weight": 0.5}, 2.45),
+        (
+            "hard_plus_soft",
+            {"vqa_correct": 1, "vqa_acc_score": 0.9},
+            {"hard_weight": 2, "soft_weight": 0.5},
+            2.45,
+        ),
     ],
 )
-def test_the_original_examples(mode: str, outcome: dict[str, float], weights: dict[str, float], wanted: float) -> None:
+def test_the_original_examples(
+    mode: str, outcome: dict[str, float], weights: dict[str, float], wanted: float
+) -> None:
     fields = {name: torch.tensor([float(value)]) for name, value in outcome.items()}
     reward = rewards(fields, torch.tensor([True]), mode=mode, **weights)
     assert reward.item() == pytest.approx(wanted)
@@ -84,7 +109,10 @@ def test_the_original_examples(mode: str, outcome: dict[str, float], weights: di
 def test_the_default_puts_every_right_answer_above_every_wrong_one() -> None:
     mask = torch.ones(11, dtype=torch.bool)
     for correct, low, high in ((1.0, 2.0, 3.0), (0.0, 0.0, 1.0)):
-        fields = {"vqa_correct": torch.full((11,), correct), "vqa_acc_score": torch.linspace(0, 1, 11)}
+        fields = {
+            "vqa_correct": torch.full((11,), correct),
+            "vqa_acc_score": torch.linspace(0, 1, 11),
+        }
         reward = demonstration_reward(fields, mask.long(), mask, DemonstrationRewardConfig())
         assert (float(reward.min()), float(reward.max())) == (low, high)
 
@@ -96,19 +124,26 @@ def test_the_default_puts_every_right_answer_above_every_wrong_one() -> None:
         ({"mode": "legacy"}, ("beam_score",)),
         ({"mode": "legacy", "information": "logprob_score"}, ("logprob_score",)),
         ({"mode": "legacy", "information": "vqa_correct"}, ("vqa_correct",)),
-        ({"mode": "legacy", "information": "logprob_score", "beta": 1.0}, ("logprob_score", "vqa_correct")),
+        (
+            {"mode": "legacy", "information": "logprob_score", "beta": 1.0},
+            ("logprob_score", "vqa_correct"),
+        ),
         ({"mode": "legacy", "by_shots": {3: {"beta": 1.0}}}, ("beam_score", "vqa_correct")),
         ({"mode": "hard_plus_soft", "soft_weight": 0.0}, ("vqa_correct",)),
         ({"mode": "hybrid"}, ("beam_score", "vqa_correct", "vqa_acc_score")),
         ({"mode": "multi_level", "task_weight": 0.0}, ("beam_score",)),
     ],
 )
-def test_a_mode_needs_what_it_is_made_of_and_nothing_else(config: dict[str, Any], needs: tuple[str, ...]) -> None:
+def test_a_mode_needs_what_it_is_made_of_and_nothing_else(
+    config: dict[str, Any], needs: tuple[str, ...]
+) -> None:
     assert DemonstrationRewardConfig(**config).needs == needs
     rewards({name: SIGNALS[name] for name in (*needs, *LEVELS)}, **config)
     for missing in needs:
         left = {name: SIGNALS[name] for name in (*FIELDS, *LEVELS) if name != missing}
-        with pytest.raises(InputError, match=f"reward.mode={config.get('mode', 'hard_plus_soft_v2')}.*{missing}"):
+        with pytest.raises(
+            InputError, match=f"reward.mode={config.get('mode', 'hard_plus_soft_v2')}.*{missing}"
+        ):
             rewards(left, **config)
 
 
@@ -119,7 +154,9 @@ def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive:
     mask = torch.tensor([[True, False, False, False], [False] * 4])
     config = DemonstrationRewardConfig(mode, adaptive=adaptive)
     reward = demonstration_reward(fields, torch.stack([LENGTHS, LENGTHS]), mask, config)
-    torch.testing.assert_close(reward[0, 0], rewards(mode=mode)[0])  # nothing to compare with: the weights stay
+    torch.testing.assert_close(
+        reward[0, 0], rewards(mode=mode)[0]
+    )  # nothing to compare with: the weights stay
     assert not reward[:, 1:].any()
     assert not reward[1].any()
 
@@ -127,27 +164,64 @@ def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive:
 @pytest.mark.parametrize(
     ("correct", "accuracy", "config", "wanted"),
     [
-        ([1.0, 1.0, 1.0], [0.9, 0.3, 0.6], {}, [1.8, 0.6, 1.2]),  # all right: the soft accuracy gets both weights
-        ([0.0, 0.0, 0.0], [0.4, 0.4, 0.4], {}, [0.4, 0.4, 0.4]),  # all wrong, all alike: the weights stay
-        ([1.0, 0.0], [0.6, 0.2], {}, [12.4 / 7, 0.8 / 7]),  # deviations .5 and .2 share 2 as 10/7 and 4/7
-        ([1.0, 0.0], [0.6, 0.2], {"hard_weight": 2.0}, [2.8, 0.1]),  # 2·.5 and 1·.2 share 3 as 2.5 and .5
-        ([1.0, 0.0], [0.5, 0.5], {"hard_weight": 2.0}, [3.0, 0.0]),  # the soft accuracy is the same everywhere
+        (
+            [1.0, 1.0, 1.0],
+            [0.9, 0.3, 0.6],
+            {},
+            [1.8, 0.6, 1.2],
+        ),  # all right: the soft accuracy gets both weights
+        (
+            [0.0, 0.0, 0.0],
+            [0.4, 0.4, 0.4],
+            {},
+            [0.4, 0.4, 0.4],
+        ),  # all wrong, all alike: the weights stay
+        (
+            [1.0, 0.0],
+            [0.6, 0.2],
+            {},
+            [12.4 / 7, 0.8 / 7],
+        ),  # deviations .5 and .2 share 2 as 10/7 and 4/7
+        (
+            [1.0, 0.0],
+            [0.6, 0.2],
+            {"hard_weight": 2.0},
+            [2.8, 0.1],
+        ),  # 2·.5 and 1·.2 share 3 as 2.5 and .5
+        (
+            [1.0, 0.0],
+            [0.5, 0.5],
+            {"hard_weight": 2.0},
+            [3.0, 0.0],
+        ),  # the soft accuracy is the same everywhere
         ([1.0, 1.0], [0.6, 0.2], {"soft_weight": 0.0}, [1.0, 1.0]),  # a weight of 0 stays 0
         # of one demonstration hard weighs 1·.5 beside .2, of two 3·.5 beside .2 of a sum of 4
-        ([1.0, 0.0], [0.6, 0.2], {"by_shots": {2: {"hard_weight": 3.0}}}, [12.4 / 7, 0.2 * 4 * 0.2 / 1.7]),
+        (
+            [1.0, 0.0],
+            [0.6, 0.2],
+            {"by_shots": {2: {"hard_weight": 3.0}}},
+            [12.4 / 7, 0.2 * 4 * 0.2 / 1.7],
+        ),
     ],
 )
 def test_adaptive_weights_by_hand(
     correct: list[float], accuracy: list[float], config: dict[str, Any], wanted: list[float]
 ) -> None:
-    fields = {"vqa_correct": torch.tensor([*correct, NAN]), "vqa_acc_score": torch.tensor([*accuracy, 7.0])}
+    fields = {
+        "vqa_correct": torch.tensor([*correct, NAN]),
+        "vqa_acc_score": torch.tensor([*accuracy, 7.0]),
+    }
     mask = torch.tensor([True] * len(correct) + [False])
     reward = rewards(fields, mask, mode="hard_plus_soft", adaptive=True, **config)
     torch.testing.assert_close(reward, torch.tensor([*wanted, 0.0]))
 
 
 def test_coherence_and_diversity_by_hand() -> None:
-    orthogonal = [[1.0, 0.0], [0.0, 2.0], [5.0, 0.0]]  # cosines 0 and 0 in a row; 0, 0 and 1 of all pairs
+    orthogonal = [
+        [1.0, 0.0],
+        [0.0, 2.0],
+        [5.0, 0.0],
+    ]  # cosines 0 and 0 in a row; 0, 0 and 1 of all pairs
     similar = [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]]  # .6, of two of them
     with_zeros = [[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]  # zeros are like nothing
     embeddings = torch.tensor([orthogonal, similar, similar, similar, with_zeros])
@@ -181,7 +255,9 @@ def test_shuffling_permutes_what_exists(seed: int, mask: list[bool]) -> None:
 
 def test_every_permutation_is_as_likely() -> None:
     reward, there = torch.tensor([1.0, 2.0, 0.0, 3.0]), torch.tensor([True, True, False, True])
-    result = shuffle(reward.expand(12_000, 4), there.expand(12_000, 4), torch.Generator().manual_seed(0))
+    result = shuffle(
+        reward.expand(12_000, 4), there.expand(12_000, 4), torch.Generator().manual_seed(0)
+    )
     permutations, counts = result.unique(dim=0, return_counts=True)
     assert len(permutations) == 6
     assert ((counts - 2000).abs() < 200).all()
@@ -190,19 +266,37 @@ def test_every_permutation_is_as_likely() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"mode": "hard"}, "reward.mode='hard': must be one of auto, legacy, hard_plus_soft, hard_plus_soft_v2"),
+        (
+            {"mode": "hard"},
+            "reward.mode='hard': must be one of auto, legacy, hard_plus_soft, hard_plus_soft_v2",
+        ),
         ({"hard_weight": -1.0}, "reward.hard_weight=-1.0: must be at least 0"),
-        ({"alpha": 0.5}, "reward.alpha: mode auto has no such weight; it has hard_weight, soft_weight"),
-        ({"mode": "legacy", "hard_weight": 1.0}, "reward.hard_weight: mode legacy has no such weight"),
+        (
+            {"alpha": 0.5},
+            "reward.alpha: mode auto has no such weight; it has hard_weight, soft_weight",
+        ),
+        (
+            {"mode": "legacy", "hard_weight": 1.0},
+            "reward.hard_weight: mode legacy has no such weight",
+        ),
         ({"mode": "legacy", "alpha": 0.0}, "reward: all weights of mode legacy are 0"),
         ({"mode": "hybrid", "alpha": 1.5}, "reward.alpha=1.5: must be from 0 to 1"),
-        ({"mode": "hybrid", "by_shots": {2: {"alpha": 2}}}, "reward.by_shots.2.alpha=2: must be from 0 to 1"),
+        (
+            {"mode": "hybrid", "by_shots": {2: {"alpha": 2}}},
+            "reward.by_shots.2.alpha=2: must be from 0 to 1",
+        ),
         ({"by_shots": {2: 3.0}}, "reward.by_shots.2=3.0: must be weights by name"),
-        ({"by_shots": {2: {"hard_weight": "x"}}}, "reward.by_shots.2.hard_weight='x': must be a number"),
+        (
+            {"by_shots": {2: {"hard_weight": "x"}}},
+            "reward.by_shots.2.hard_weight='x': must be a number",
+        ),
         ({"by_shots": {0: {}}}, "reward.by_shots.0: must be a number of demonstrations"),
         ({"by_shots": {2: {"luck": 3.0}}}, "reward.by_shots.2.luck: mode auto has no such weight"),
         ({"by_shots": {2: {"hard_weight": 0, "soft_weight": 0}}}, "reward.by_shots.2: all weights"),
-        ({"information": "luck"}, "reward.information='luck': must be one of beam_score, logprob_score, vqa_correct"),
+        (
+            {"information": "luck"},
+            "reward.information='luck': must be one of beam_score, logprob_score, vqa_correct",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(config: dict[str, Any], message: str) -> None:
@@ -234,5 +328,7 @@ def test_scores_alone_are_the_reward_of_an_environment_too() -> None:
     env = DemonstrationBandit(scores, batch_size=20)
     assert env.reward_config.mode == "legacy"
     assert torch.equal(env.rewards[scores.beam_mask], scores.fields["beam_score"][scores.beam_mask])
-    with pytest.raises(InputError, match=r"reward\.mode=hard_plus_soft_v2 needs vqa_correct, which"):
+    with pytest.raises(
+        InputError, match=r"reward\.mode=hard_plus_soft_v2 needs vqa_correct, which"
+    ):
         DemonstrationBandit(scores, reward=DemonstrationRewardConfig("hard_plus_soft_v2"))

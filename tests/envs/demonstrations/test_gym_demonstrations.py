@@ -1,4 +1,5 @@
-"""The selector's bandit in gymnasium: what its checker says, and the same queries and rewards as in TorchRL."""
+"""The selector's bandit in gymnasium: what its checker says, and the same queries and rewards as in
+TorchRL."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,8 +28,8 @@ X, ID = -1, "knobwise/DemonstrationBandit-v0"
 
 
 def beams(queries: int = 3) -> BeamTable:
-    """Pools of two; all of the four sequences are recorded, with soft accuracies .1, .2, .3, .4 in the first query,
-    and the last query has an empty pool."""
+    """Pools of two; all of the four sequences are recorded, with soft accuracies .1, .2, .3, .4 in
+    the first query, and the last query has an empty pool."""
     sequences = torch.tensor([[0, X], [1, X], [0, 1], [1, 0]]).expand(queries, 4, 2).clone()
     pool = torch.stack([torch.arange(queries), torch.arange(queries) + 1], 1)
     sequences[-1], pool[-1] = X, X
@@ -41,7 +42,9 @@ def beams(queries: int = 3) -> BeamTable:
         pool=pool,
         sequences=sequences,
         fields={
-            "vqa_correct": torch.tensor([0.0, 1.0, 0.0, 1.0]).expand(queries, 4).masked_fill(~there, torch.nan),
+            "vqa_correct": torch.tensor([0.0, 1.0, 0.0, 1.0])
+            .expand(queries, 4)
+            .masked_fill(~there, torch.nan),
             "vqa_acc_score": accuracy.masked_fill(~there, torch.nan),
         },
         found_by=found_by,
@@ -55,7 +58,9 @@ def sparse() -> BeamTable:
     """The last sequence, [1, 0], was never recorded."""
     table = beams()
     kept = {name: getattr(table, name)[:, :3] for name in ("sequences", "found_by", "round")}
-    return replace(table, **kept, fields={name: field[:, :3] for name, field in table.fields.items()})
+    return replace(
+        table, **kept, fields={name: field[:, :3] for name, field in table.fields.items()}
+    )
 
 
 def scorer(queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
@@ -81,8 +86,8 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_what_every_environment_keeps(kind: str) -> None:
-    """Gymnasium and TorchRL have nothing to complain of, every episode is one decision, observations share no memory,
-    and without a seed no two environments draw the same."""
+    """Gymnasium and TorchRL have nothing to complain of, every episode is one decision,
+    observations share no memory, and without a seed no two environments draw the same."""
     env = ENVIRONMENTS[kind]().unwrapped
     check_env(env, skip_render_check=True)
     check_env_specs(GymWrapper(env))
@@ -142,9 +147,12 @@ def test_infos_tell_the_outcome_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "shown"), [([1, 1], [1, X]), ([0, 5], [0, X]), ([X, 1], [1, X]), ([1, 0], [1, 0]), ([7, X], [X, X])]
+    ("action", "shown"),
+    [([1, 1], [1, X]), ([0, 5], [0, X]), ([X, 1], [1, X]), ([1, 0], [1, 0]), ([7, X], [X, X])],
 )
-def test_a_place_chosen_before_or_without_candidate_shows_nothing(action: list[int], shown: list[int]) -> None:
+def test_a_place_chosen_before_or_without_candidate_shows_nothing(
+    action: list[int], shown: list[int]
+) -> None:
     env = made(rows=torch.tensor([0]))
     env.reset()
     _, reward, _, _, info = env.step(np.array(action))
@@ -172,13 +180,17 @@ def test_what_was_never_recorded_is_refused_by_name_and_so_is_an_action_of_anoth
         env.step(np.array([1, 0]))
     env.reset()[0]["query"][:] = 9  # a copy
     assert not (env.table.queries == 9).any()
-    with pytest.raises(InputError, match=r"the action is torch.int64 \[3\], must be int64 \[1, 2\]"):
+    with pytest.raises(
+        InputError, match=r"the action is torch.int64 \[3\], must be int64 \[1, 2\]"
+    ):
         env.step(np.array([0, 1, 1]))
 
 
 def test_the_nearest_recorded_sequence_is_replayed_and_named() -> None:
     for unprofiled, wanted in (("nearest", (2.6, 1.0)), ("penalty", (-0.5, 0.0))):
-        env = DemonstrationBanditEnv(sparse(), rows=torch.tensor([1]), unprofiled=unprofiled, render_mode="ansi")
+        env = DemonstrationBanditEnv(
+            sparse(), rows=torch.tensor([1]), unprofiled=unprofiled, render_mode="ansi"
+        )
         env.reset()
         _, reward, _, _, info = env.step(np.array([1, 0]))  # recorded are [0], [1] (right), [0, 1]
         assert info["sequence"].tolist() == [1, X]
@@ -219,13 +231,15 @@ def test_a_person_chooses_the_query(live: bool) -> None:
     wrong = ({"row": 3}, {"row": -1}, {"row": 1.0}, {"query_id": "q9"}, {"budget_ms": 2.0})
     for options in (*wrong, {"row": 1, "query_id": "q1"}):
         with pytest.raises(
-            InputError, match=r"options: {.*}; name a query by `row`, 0 to 2, or `query_id` of .*'twos'"
+            InputError,
+            match=r"options: {.*}; name a query by `row`, 0 to 2, or `query_id` of .*'twos'",
         ):
             env.reset(options=options)
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"), [("sync", "places"), ("sync", "sequence"), ("sync", "scored"), ("async", "places")]
+    ("mode", "kind"),
+    [("sync", "places"), ("sync", "sequence"), ("sync", "scored"), ("async", "places")],
 )
 def test_many_at_once_draw_different_queries_and_live(mode: str, kind: str) -> None:
     words: dict[str, Any] = {"scorer": scorer} if kind == "scored" else {"action": kind}
@@ -244,7 +258,9 @@ def test_many_at_once_draw_different_queries_and_live(mode: str, kind: str) -> N
 
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
 def test_a_vector_environment_passes_through_torchrl(mode: AutoresetMode) -> None:
-    vector = gymnasium.make_vec(ID, 3, "sync", vector_kwargs={"autoreset_mode": mode}, table=sparse())
+    vector = gymnasium.make_vec(
+        ID, 3, "sync", vector_kwargs={"autoreset_mode": mode}, table=sparse()
+    )
     env = GymWrapper(vector, categorical_action_encoding=True)
     check_env_specs(env)
     assert env.rollout(4, break_when_any_done=False)["next", "done"].all()
@@ -256,7 +272,10 @@ def test_render_tells_in_words_what_happened() -> None:
     env.reset()
     assert env.render() == "Query q0: which demonstrations will you show?"
     env.step(np.array([1, X]))
-    assert env.render() == "Query q0.\nShown: [1]; answer right, reward +2.200.\nBest recorded: [1, 0]; reward +2.400."
+    assert (
+        env.render() == "Query q0.\nShown: [1]; answer right, reward +2.200.\nBest "
+        "recorded: [1, 0]; reward +2.400."
+    )
     live = made(rows=torch.tensor([1]), render_mode="ansi", scorer=scorer)
     live.reset()
     live.step(np.array([1, 0]))

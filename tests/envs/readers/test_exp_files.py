@@ -1,4 +1,5 @@
-"""Reading and writing exp5/exp6 and core_exp folders: round trips, both spellings, the traps known from the field."""
+"""Reading and writing exp5/exp6 and core_exp folders: round trips, both spellings, the traps known
+from the field."""
 
 import gc
 import json
@@ -32,14 +33,29 @@ def named(setting):
 
 def stem(setting, rank=None):
     crops, k, blocks = setting
-    return f"crops{crops}_topk{k}_blocks{blocks}" + ("" if rank is None else f"_rank{rank}") + ".json"
+    return (
+        f"crops{crops}_topk{k}_blocks{blocks}" + ("" if rank is None else f"_rank{rank}") + ".json"
+    )
 
 
 def put_exp5(root, setting, scores, rank=None, dataset="text-vqa", **changes):
     """scores: id → score, or rows."""
-    rows = [{"sample_id": i, "score": s} for i, s in scores.items()] if isinstance(scores, dict) else scores
-    summary = {**named(setting), "num_total_blocks": 16, "active_block_indices": [0, 1], "num_samples": len(rows)}
-    content = {"summary": [summary], "all_samples": rows, "config": {"split": "validation"}} | changes
+    rows = (
+        [{"sample_id": i, "score": s} for i, s in scores.items()]
+        if isinstance(scores, dict)
+        else scores
+    )
+    summary = {
+        **named(setting),
+        "num_total_blocks": 16,
+        "active_block_indices": [0, 1],
+        "num_samples": len(rows),
+    }
+    content = {
+        "summary": [summary],
+        "all_samples": rows,
+        "config": {"split": "validation"},
+    } | changes
     folder = root / "exp5" / (f"exp5_accuracy_{dataset}" if dataset else "")
     return put(folder / f"exp5_accuracy_results_{stem(setting, rank)}", content)
 
@@ -49,11 +65,20 @@ def put_exp6(root, setting, times, rank=None, dataset="text-vqa", **changes):
     rows = times
     if isinstance(times, dict):
         rows = [
-            {"sample_id": i, **named(setting), "accuracy": 0.25} | {f"T_{k}_ms": t * v for k, v in SHARES.items()}
+            {"sample_id": i, **named(setting), "accuracy": 0.25}
+            | {f"T_{k}_ms": t * v for k, v in SHARES.items()}
             for i, t in times.items()
         ]
-    summary = {**named(setting), "num_samples": len(rows), "latency_total_ms": {"mean": 50.0, "P50": 1.0}}
-    content = {"summary": [summary], "per_sample_latencies": rows, "config": {"batch_size": 1}} | changes
+    summary = {
+        **named(setting),
+        "num_samples": len(rows),
+        "latency_total_ms": {"mean": 50.0, "P50": 1.0},
+    }
+    content = {
+        "summary": [summary],
+        "per_sample_latencies": rows,
+        "config": {"batch_size": 1},
+    } | changes
     folder = root / "exp6" / (f"exp6_latency_{dataset}" if dataset else "")
     return put(folder / f"exp6_latency_{stem(setting, rank)}", content)
 
@@ -96,9 +121,15 @@ def test_older_spelling_reads_the_same(pair, tmp_path_factory):
     old = tmp_path_factory.mktemp("old")
     for setting, score, time in ((SMALL, 0.5, 100.0), (LARGE, 1.0, 300.0)):
         put_exp5(old, setting, {0: score, 1: 0.0})
-        times = [{f"latency_{stage}": t * share for stage, share in SHARES.items()} for t in (time, time + 8)]
+        times = [
+            {f"latency_{stage}": t * share for stage, share in SHARES.items()}
+            for t in (time, time + 8)
+        ]
         rows = [{"sample_id": i, "score": 0.25, **values} for i, values in enumerate(times)]
-        content = {"summary": [{**named(setting), "latency_mean": time, "latency_p50": time}], "all_samples": rows}
+        content = {
+            "summary": [{**named(setting), "latency_mean": time, "latency_p50": time}],
+            "all_samples": rows,
+        }
         put(old / "exp6" / "exp6_latency_text-vqa" / f"exp6_latency_{stem(setting)}", content)
     for stage in SHARES:
         assert read(old, latency=stage).digest == read(pair, latency=stage).digest
@@ -158,17 +189,22 @@ def test_a_folder_may_have_the_name_of_the_data_set(pair, name):
 
 
 def put_whole_run(root, knobs_in_rows=(False, True)):
-    """The files that the profilers write at the end of a run: accuracies without knobs, latencies with them."""
+    """The files that the profilers write at the end of a run: accuracies without knobs, latencies
+    with them."""
     folders = (root / "exp5" / "exp5_accuracy_text-vqa", root / "exp6" / "exp6_latency_text-vqa")
     paths = []
     for folder, named_rows in zip(folders, knobs_in_rows, strict=True):
-        parts = [json.loads(path.read_text()) for path in sorted(folder.glob("*_crops*"), reverse=True)]
+        parts = [
+            json.loads(path.read_text()) for path in sorted(folder.glob("*_crops*"), reverse=True)
+        ]
         rows = []
         for part in parts:
             (summary,) = part["summary"]
             knobs = {knob: summary[knob] for knob in named(SMALL)}
             for row in part.get("all_samples", part.get("per_sample_latencies")):
-                rows.append({k: v for k, v in row.items() if k not in knobs} | (knobs if named_rows else {}))
+                rows.append(
+                    {k: v for k, v in row.items() if k not in knobs} | (knobs if named_rows else {})
+                )
         content = {"summary": [part["summary"][0] for part in parts], "all_samples": rows}
         content["config"] = {"dataset_name": "text_vqa"}
         shutil.rmtree(folder)
@@ -190,7 +226,9 @@ def test_one_file_of_a_whole_run_is_read_as_its_configurations_are(pair, knobs_i
     )
     for table in (read(pair), read_exp5_exp6(*paths, "text_vqa")):
         assert (table.digest, table.notes) == (same.digest, notes)
-    with pytest.raises(InputError, match=r"results\.json: no files of 'ok_vqa'; all 1 name the data set text_vqa"):
+    with pytest.raises(
+        InputError, match=r"results\.json: no files of 'ok_vqa'; all 1 name the data set text_vqa"
+    ):
         read_exp5_exp6(*paths, "ok_vqa")
     # files of single configurations come first
     put_exp6(pair, LARGE, {0: 7.0})
@@ -198,7 +236,10 @@ def test_one_file_of_a_whole_run_is_read_as_its_configurations_are(pair, knobs_i
 
 
 def test_mean_latencies_of_a_whole_run_can_be_given_to_all_samples(pair):
-    means = [{**named(setting), "latency_total_ms": {"mean": ms}} for setting, ms in ((SMALL, 40.0), (LARGE, 80.0))]
+    means = [
+        {**named(setting), "latency_total_ms": {"mean": ms}}
+        for setting, ms in ((SMALL, 40.0), (LARGE, 80.0))
+    ]
     path = put(pair / "exp6.json", {"summary": means, "all_samples": []})
     table = read_exp5_exp6(pair / "exp5", path, "text_vqa", broadcast_latency=True)
     assert table.latency_ms.tolist() == [[40.0, 80.0]] * 2
@@ -217,14 +258,22 @@ WHOLE = {"summary": [{**named(SMALL), "num_samples": 1}, {**named(LARGE), "num_s
         ),
         ({"summary": [named(SMALL)], "all_samples": [ROW]}, "its 1 rows do not name max_crops"),
         (
-            {"summary": [{**named(SMALL), "num_samples": 1, "accuracy": 0.9}], "all_samples": [ROW]},
-            "num_samples or the accuracies of its 1 summaries do not fit their order. Give a folder with a file for",
+            {
+                "summary": [{**named(SMALL), "num_samples": 1, "accuracy": 0.9}],
+                "all_samples": [ROW],
+            },
+            "num_samples or the accuracies of its 1 summaries do not fit their order. Give a "
+            "folder with a file for",
         ),
         (
             {**WHOLE, "all_samples": [ROW | named(SMALL), ROW]},
-            "a row or summary has (None, None, None) for max_crops, top_k, num_active_blocks; all must be whole",
+            "a row or summary has (None, None, None) for max_crops, top_k, num_active_blocks; "
+            "all must be whole",
         ),
-        ({"summary": [{**named(SMALL), "top_k": "many"}]}, "a row or summary has (2, 'many', 12) for max_crops"),
+        (
+            {"summary": [{**named(SMALL), "top_k": "many"}]},
+            "a row or summary has (2, 'many', 12) for max_crops",
+        ),
     ],
 )
 def test_bad_files_of_a_whole_run_are_named(pair, content, message):
@@ -266,7 +315,10 @@ def test_ids_that_restart_on_every_rank_are_refused(tmp_path, side):
         for name, write in (("exp5", put_exp5), ("exp6", put_exp6)):
             ids = range(3) if side == name else (2 * rank, 2 * rank + 1)
             write(tmp_path, SMALL, dict.fromkeys(ids, 1.0), rank=rank)
-    message = rf"{side}.*rank0\.json.*rank1\.json: in data set text_vqa, 3 .*pairs in 1 config.*2 × sample_id 0"
+    message = (
+        rf"{side}.*rank0\.json.*rank1\.json: in data set text_vqa, 3 "
+        r".*pairs in 1 config.*2 × sample_id 0"
+    )
     with pytest.raises(InputError, match=message):
         read(tmp_path)
 
@@ -323,18 +375,42 @@ def test_mean_latency_of_a_configuration_is_given_to_its_samples_when_asked_for(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: put_exp5(r, SMALL, {0: 1.5}), r"blocks12\.json: accuracy must be between 0 and 1, is 1\.5"),
-        (lambda r: put_exp5(r, SMALL, {0: float("nan")}), r"blocks12\.json: accuracy must .* is nan"),
-        (lambda r: put_exp6(r, SMALL, {0: float("nan")}), r"blocks12\.json: latency_ms must .* is nan"),
-        (lambda r: put_exp6(r, SMALL, {0: -1.0}), r"blocks12\.json: latency_ms must .* is -1"),
-        (lambda r: put_exp6(r, SMALL, {0: float("inf")}), r"blocks12\.json: latency_ms must .* is inf"),
-        (lambda r: put_exp5(r, SMALL, {0: "good"}), r"blocks12\.json: score must be a number"),
-        (lambda r: put_exp5(r, SMALL, [{"sample_id": [0], "score": 1}]), r"blocks12\.json: sample_id must be"),
-        (lambda r: put_exp5(r, SMALL, [{"score": 1}]), r"blocks12\.json: 1 rows without sample_id"),
-        (lambda r: put_exp6(r, SMALL, [{"sample_id": 0}]), r"no T_total_ms or latency_total; they have sample_id"),
-        (lambda r: put_exp5(r, SMALL, {0: 1}, all_samples={"0": 1}), r"blocks12\.json: all_samples must hold objects"),
         (
-            lambda r: [put_exp5(r, SMALL, dict.fromkeys(range(10), 1.0), rank=rank) for rank in (0, 1, None)],
+            lambda r: put_exp5(r, SMALL, {0: 1.5}),
+            r"blocks12\.json: accuracy must be between 0 and 1, is 1\.5",
+        ),
+        (
+            lambda r: put_exp5(r, SMALL, {0: float("nan")}),
+            r"blocks12\.json: accuracy must .* is nan",
+        ),
+        (
+            lambda r: put_exp6(r, SMALL, {0: float("nan")}),
+            r"blocks12\.json: latency_ms must .* is nan",
+        ),
+        (lambda r: put_exp6(r, SMALL, {0: -1.0}), r"blocks12\.json: latency_ms must .* is -1"),
+        (
+            lambda r: put_exp6(r, SMALL, {0: float("inf")}),
+            r"blocks12\.json: latency_ms must .* is inf",
+        ),
+        (lambda r: put_exp5(r, SMALL, {0: "good"}), r"blocks12\.json: score must be a number"),
+        (
+            lambda r: put_exp5(r, SMALL, [{"sample_id": [0], "score": 1}]),
+            r"blocks12\.json: sample_id must be",
+        ),
+        (lambda r: put_exp5(r, SMALL, [{"score": 1}]), r"blocks12\.json: 1 rows without sample_id"),
+        (
+            lambda r: put_exp6(r, SMALL, [{"sample_id": 0}]),
+            r"no T_total_ms or latency_total; they have sample_id",
+        ),
+        (
+            lambda r: put_exp5(r, SMALL, {0: 1}, all_samples={"0": 1}),
+            r"blocks12\.json: all_samples must hold objects",
+        ),
+        (
+            lambda r: [
+                put_exp5(r, SMALL, dict.fromkeys(range(10), 1.0), rank=rank)
+                for rank in (0, 1, None)
+            ],
             r"blocks12\.json: holds 10 of the 20 rows of its 2 rank files",
         ),
         (
@@ -355,10 +431,22 @@ def test_mean_latency_of_a_configuration_is_given_to_its_samples_when_asked_for(
             r"text_vqa: .*no .*pair in common.*\['0', '1'\].*\['q7'\]",
         ),
         (lambda r: put(put_exp5(r, SMALL, {}), ""), r"blocks12\.json: not readable JSON"),
-        (lambda r: put(put_exp5(r, SMALL, {}), '{"all_samples": ['), r"blocks12\.json: not readable JSON"),
-        (lambda r: put(put_exp5(r, SMALL, {}), "[]"), r"blocks12\.json: must hold a JSON object with all_samples"),
-        (lambda r: put(put_exp5(r, SMALL, {}), '{"rows": []}'), r"blocks12\.json: has none of all_samples; .* rows"),
-        (lambda r: put(put_exp5(r, SMALL, {}), '{"all_samples": [], "config": 3}'), r"config must hold objects"),
+        (
+            lambda r: put(put_exp5(r, SMALL, {}), '{"all_samples": ['),
+            r"blocks12\.json: not readable JSON",
+        ),
+        (
+            lambda r: put(put_exp5(r, SMALL, {}), "[]"),
+            r"blocks12\.json: must hold a JSON object with all_samples",
+        ),
+        (
+            lambda r: put(put_exp5(r, SMALL, {}), '{"rows": []}'),
+            r"blocks12\.json: has none of all_samples; .* rows",
+        ),
+        (
+            lambda r: put(put_exp5(r, SMALL, {}), '{"all_samples": [], "config": 3}'),
+            r"config must hold objects",
+        ),
     ],
 )
 def test_bad_files_are_named(pair, change, message):
@@ -374,7 +462,9 @@ def test_nothing_that_matches(pair):
         read(pair, "ok_vqa")
 
 
-SETTINGS = st.tuples(st.sampled_from([2, 6, 10]), st.sampled_from([4, 8]), st.sampled_from([12, 16]))
+SETTINGS = st.tuples(
+    st.sampled_from([2, 6, 10]), st.sampled_from([4, 8]), st.sampled_from([12, 16])
+)
 
 
 @st.composite
@@ -402,10 +492,17 @@ def test_reading_gives_back_what_was_written(tmp_path_factory, frame):
     root = tmp_path_factory.mktemp("exp")
     knobs = ["max_crops", "top_k", "num_active_blocks"]
     write_exp5_exp6(frame, root / "exp5", root / "exp6", "text_vqa", {"machine": "a lathe"})
-    for latency, accuracy in (("latency", "accuracy"), ("prefill", "soft_score"), ("decode", "accuracy")):
+    for latency, accuracy in (
+        ("latency", "accuracy"),
+        ("prefill", "soft_score"),
+        ("decode", "accuracy"),
+    ):
         columns = {"accuracy": accuracy, "latency": f"{latency}_ms"}
         wanted = table_from_frame(frame, name="text_vqa", knobs=knobs, **columns)
-        names = {"latency": latency.replace("latency", "total"), "accuracy": accuracy.replace("accuracy", "score")}
+        names = {
+            "latency": latency.replace("latency", "total"),
+            "accuracy": accuracy.replace("accuracy", "score"),
+        }
         assert read(root, **names).digest == wanted.digest
     again = root / "again"
     write_exp5_exp6(long_frame(wanted), again / "exp5", again / "exp6", "text_vqa")
@@ -413,11 +510,24 @@ def test_reading_gives_back_what_was_written(tmp_path_factory, frame):
 
 
 def test_written_files_follow_the_profilers_spelling(tmp_path):
-    names = ("sample_id", "question_id", "question_type", "accuracy", "latency_ms", "prefill_ms", "num_vision_tokens")
-    values = [(0, 5, "number", 1.0, 100.0, 25.0, 400), (1, 6, "other", 0.0, 300.0, float("nan"), 300)]
+    names = (
+        "sample_id",
+        "question_id",
+        "question_type",
+        "accuracy",
+        "latency_ms",
+        "prefill_ms",
+        "num_vision_tokens",
+    )
+    values = [
+        (0, 5, "number", 1.0, 100.0, 25.0, 400),
+        (1, 6, "other", 0.0, 300.0, float("nan"), 300),
+    ]
     values.append((2, 7, "other", None, 5.0, 1.0, 1))
     frame = pl.DataFrame([named(SMALL) | dict(zip(names, row, strict=True)) for row in values])
-    write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa", {"machine": "x", "batch_size": 2})
+    write_exp5_exp6(
+        frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa", {"machine": "x", "batch_size": 2}
+    )
     folders = tmp_path / "exp5/exp5_accuracy_text-vqa", tmp_path / "exp6/exp6_latency_text-vqa"
     exp5 = json.loads((folders[0] / "exp5_accuracy_results_crops2_topk4_blocks12.json").read_text())
     exp6 = json.loads((folders[1] / "exp6_latency_crops2_topk4_blocks12.json").read_text())
@@ -435,7 +545,13 @@ def test_written_files_follow_the_profilers_spelling(tmp_path):
         "num_vision_tokens": 300, "accuracy": 0.0,
     }  # fmt: skip
     total = exp6["summary"][0]["latency_total_ms"]
-    assert total == {"mean": 200.0, "std": 100.0, "P50": 200.0, "P95": pytest.approx(290), "P99": pytest.approx(298)}
+    assert total == {
+        "mean": 200.0,
+        "std": 100.0,
+        "P50": 200.0,
+        "P95": pytest.approx(290),
+        "P99": pytest.approx(298),
+    }
     assert read(tmp_path).sample_ids == ("5", "6")
     assert read(tmp_path).question_types == ("number", "other")
     prefill = read(tmp_path, latency="prefill")
@@ -455,7 +571,13 @@ def test_written_files_follow_the_profilers_spelling(tmp_path):
     ],
 )
 def test_what_cannot_be_written_leaves_nothing(tmp_path, change, metadata, message):
-    row = {"sample_id": 0, "dataset": "text_vqa", **named(SMALL), "accuracy": 1.0, "latency_ms": 1.0}
+    row = {
+        "sample_id": 0,
+        "dataset": "text_vqa",
+        **named(SMALL),
+        "accuracy": 1.0,
+        "latency_ms": 1.0,
+    }
     frame = pl.DataFrame([row, {**row, **named(LARGE), **change}], strict=False)
     with pytest.raises(InputError, match=message):
         write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa", metadata)
@@ -473,7 +595,10 @@ def put_core(root, level, scores, rank="", folder="text-vqa", dataset="text_vqa"
         "tier": level, "max_crops": crops, "top_k": 8, "num_active_blocks": 16, "num_samples": len(rows),
         "tier_range": {"min_crops": 1, "max_crops": crops}, "active_block_indices": [0], "per_sample_results": rows,
     } | changes  # fmt: skip
-    return put(root / folder / f"{dataset}_imgsizetier-{level}_crops{crops}_topk8_blocks16{rank}.json", content)
+    return put(
+        root / folder / f"{dataset}_imgsizetier-{level}_crops{crops}_topk8_blocks16{rank}.json",
+        content,
+    )
 
 
 def test_accuracies_in_per_cent_are_divided_by_100_on_request(tmp_path):
@@ -481,7 +606,10 @@ def test_accuracies_in_per_cent_are_divided_by_100_on_request(tmp_path):
     put_exp6(tmp_path, SMALL, {0: 9.0, 1: 8.0})
     put_core(tmp_path, "low", {0: 100.0, 1: 30.0})
     for read_one in (read, lambda root, **choices: read_core_exp(root, "text_vqa", **choices)):
-        with pytest.raises(InputError, match=r"between 0 and 1, is 100\.0 \(accuracies in per cent need accuracy_unit"):
+        with pytest.raises(
+            InputError,
+            match=r"between 0 and 1, is 100\.0 \(accuracies in per cent need accuracy_unit",
+        ):
             read_one(tmp_path)
         table = read_one(tmp_path, accuracy_unit="percent")
         assert table.accuracy.flatten().tolist() == pytest.approx([1, 0.3])
@@ -501,19 +629,40 @@ def test_core_exp_tiers_go_from_low_to_high(tmp_path, spelling):
     ]  # fmt: skip
     assert table.accuracy.tolist() == [[0, 0.5, 1]] * 2
     assert table.latency_ms.tolist() == [[130.0] * 3, [131.0] * 3]
-    assert (table.image_ids, table.question_types, table.notes) == (("5", "5"), ("number", "number"), ())
+    assert (table.image_ids, table.question_types, table.notes) == (
+        ("5", "5"),
+        ("number", "number"),
+        (),
+    )
     for stage, time in (("total", 130.0), ("prefill", 70.0), ("vision_prefill", 90.0)):
-        assert read_core_exp(tmp_path, "text_vqa", latency=stage).latency_ms[0].tolist() == [time] * 3
+        assert (
+            read_core_exp(tmp_path, "text_vqa", latency=stage).latency_ms[0].tolist() == [time] * 3
+        )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: put_core(r, "low", {0: 1.0}, tier="high"), r"the file says tier=high, the file name says low"),
-        (lambda r: put_core(r, "low", {0: 1.0}, max_crops=2), r"the file says max_crops=2, the file name says 3"),
-        (lambda r: put_core(r, "low", {0: 3.0}), r"blocks16\.json: accuracy must be between 0 and 1, is 3"),
-        (lambda r: [put_core(r, "low", {0: 1.0}, rank=f"_rank{i}") for i in (0, 1)], r"rank0.*rank1.* 2 × sample_id 0"),
-        (lambda r: put(r / "text-vqa" / "x.json", {}), r"no core_exp files of 'text_vqa'.*text-vqa"),
+        (
+            lambda r: put_core(r, "low", {0: 1.0}, tier="high"),
+            r"the file says tier=high, the file name says low",
+        ),
+        (
+            lambda r: put_core(r, "low", {0: 1.0}, max_crops=2),
+            r"the file says max_crops=2, the file name says 3",
+        ),
+        (
+            lambda r: put_core(r, "low", {0: 3.0}),
+            r"blocks16\.json: accuracy must be between 0 and 1, is 3",
+        ),
+        (
+            lambda r: [put_core(r, "low", {0: 1.0}, rank=f"_rank{i}") for i in (0, 1)],
+            r"rank0.*rank1.* 2 × sample_id 0",
+        ),
+        (
+            lambda r: put(r / "text-vqa" / "x.json", {}),
+            r"no core_exp files of 'text_vqa'.*text-vqa",
+        ),
     ],
 )
 def test_bad_core_exp_files_are_named(tmp_path, change, message):
@@ -535,14 +684,22 @@ def test_ids_are_exact_or_refused(pair):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"all_samples": [{"sample_id": 1, "score": 0, "score": 1}]}', "key 'score' occurs twice in one object"),
+        (
+            '{"all_samples": [{"sample_id": 1, "score": 0, "score": 1}]}',
+            "key 'score' occurs twice in one object",
+        ),
         ('{"all_samples": ' + "[" * 100_000, "nested too deeply"),
         ('{"all_samples": [{"sample_id": NaN, "score": 1}]}', "sample_id is NaN in a row"),
-        ('{"all_samples": [{"sample_id": -Infinity, "score": 1}]}', "sample_id is NaN in a row, or infinite"),
+        (
+            '{"all_samples": [{"sample_id": -Infinity, "score": 1}]}',
+            "sample_id is NaN in a row, or infinite",
+        ),
     ],
 )
 def test_damaged_json_is_refused(pair, text, message):
-    put(pair / "exp5" / "exp5_accuracy_text-vqa" / f"exp5_accuracy_results_{stem((4, 4, 12))}", text)
+    put(
+        pair / "exp5" / "exp5_accuracy_text-vqa" / f"exp5_accuracy_results_{stem((4, 4, 12))}", text
+    )
     with pytest.raises(InputError, match=message):
         read(pair)
 
@@ -571,7 +728,9 @@ def test_reading_a_file_leaves_the_garbage_collector_as_it_was(pair):
 def test_a_long_read_says_how_far_it_is_and_a_short_one_nothing(pair, capsys, monkeypatch):
     read(pair)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("knobwise.common.progress.time.monotonic", iter(range(0, 1000, 20)).__next__)
+    monkeypatch.setattr(
+        "knobwise.common.progress.time.monotonic", iter(range(0, 1000, 20)).__next__
+    )
     read(pair)
     assert re.search(r"reading exp6_latency_text-vqa: 1/2, \d+ s left\n", capsys.readouterr().err)
 
@@ -597,9 +756,15 @@ def test_a_progress_bar_ends_where_reading_fails(pair, monkeypatch):
 
 
 def test_images_and_question_types_are_read_from_rows_or_their_metadata(pair):
-    typed = [{"sample_id": 0, "score": 1.0, "question_type": "yes/no"}, {"sample_id": 1, "score": 0.0}]
+    typed = [
+        {"sample_id": 0, "score": 1.0, "question_type": "yes/no"},
+        {"sample_id": 1, "score": 0.0},
+    ]
     put_exp5(pair, SMALL, typed)
-    assert read(pair).question_types == ("yes/no", "unknown")  # of the other file nothing but the sample is known
+    assert read(pair).question_types == (
+        "yes/no",
+        "unknown",
+    )  # of the other file nothing but the sample is known
     facts = [{"question_type": kind, "image_id": 70 + i} for i, kind in enumerate("ab")]
     rows = [{"sample_id": i, "score": 1.0, "metadata": fact} for i, fact in enumerate(facts)]
     for setting in (SMALL, LARGE):
@@ -613,7 +778,12 @@ def test_images_and_question_types_are_read_from_rows_or_their_metadata(pair):
 
 
 def test_images_may_be_known_of_one_data_set_only(pair):
-    put_exp5(pair, SMALL, [{"sample_id": 7, "score": 1.0, "image_id": 3, "question_type": "a"}], dataset="okvqa")
+    put_exp5(
+        pair,
+        SMALL,
+        [{"sample_id": 7, "score": 1.0, "image_id": 3, "question_type": "a"}],
+        dataset="okvqa",
+    )
     put_exp6(pair, SMALL, {7: 5.0}, dataset="okvqa")
     both = read(pair, ["text_vqa", "okvqa"])
     assert both.dataset_names == ("okvqa", "text_vqa", "text_vqa")

@@ -1,4 +1,5 @@
-"""Feature files: four formats, matched to samples by id, all that can be wrong in them; and tables joined into one."""
+"""Feature files: four formats, matched to samples by id, all that can be wrong in them; and tables
+joined into one."""
 
 import json
 from dataclasses import replace
@@ -15,7 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.feature_files import Features, attach_features, read_features, write_features
+from knobwise.envs.readers.feature_files import (
+    Features,
+    attach_features,
+    read_features,
+    write_features,
+)
 from knobwise.envs.readers.joint import join_tables, rows_by_dataset, with_dataset_input
 from knobwise.envs.readers.long_table import read_long_table, write_long_table
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
@@ -24,7 +30,9 @@ from knobwise.experiments.settings.profiles import read_profile
 
 SUFFIXES = [".safetensors", ".npz", ".pt", ".parquet"]
 NAN = float("nan")
-NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6)
+NAMES = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6
+)
 
 
 def bare(samples=3, **changes):
@@ -44,13 +52,20 @@ def saved(path, ids=("0", "1", "2"), **blocks):
     datasets=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=8, deadline=None)
-def test_reading_gives_back_what_was_written(tmp_path_factory, suffix, widths, ids, values, datasets):
+def test_reading_gives_back_what_was_written(
+    tmp_path_factory, suffix, widths, ids, values, datasets
+):
     n = len(ids)
     blocks = {
         f"block {i}": torch.tensor([values[j % len(values)] for j in range(n * w)]).reshape(n, w)
         for i, w in enumerate(widths)
     }
-    table = bare(n, sample_ids=tuple(ids), features=blocks, datasets=tuple("xy"[i % 2] for i in range(n)) * datasets)
+    table = bare(
+        n,
+        sample_ids=tuple(ids),
+        features=blocks,
+        datasets=tuple("xy"[i % 2] for i in range(n)) * datasets,
+    )
     path = tmp_path_factory.mktemp("features") / f"f{suffix}"
     write_features(table, path)
     again = attach_features(replace(table, features={}), path)
@@ -67,7 +82,10 @@ def test_rows_are_matched_by_id_whatever_their_order(tmp_path):
     assert table.notes == ("1 rows of features without a sample: not used",)
     assert read_features(saved(tmp_path / "b.npz", ids=[b"a", b"b"])).sample_ids == ("a", "b")
     saved(tmp_path / "f.npz", ids=["0", "x", "y"])
-    with pytest.raises(InputError, match=r"f\.npz: no features for 2 of 3 samples .* such as 1, 2; .* such as 0, x, y"):
+    with pytest.raises(
+        InputError,
+        match=r"f\.npz: no features for 2 of 3 samples .* such as 1, 2; .* such as 0, x, y",
+    ):
         attach_features(bare(), tmp_path / "f.npz")
 
 
@@ -97,22 +115,35 @@ def test_every_kind_of_number(tmp_path):
 
 
 def test_columns_of_a_table_file(tmp_path):
-    columns = {"sample_id": [1, 2], "split": ["train", "test"], "width": [640, None], "dark": [True, False]}
+    columns = {
+        "sample_id": [1, 2],
+        "split": ["train", "test"],
+        "width": [640, None],
+        "dark": [True, False],
+    }
     data = pl.DataFrame(columns | {"vision": [[1.0, 2.0], [3.0, None]]})
     data.write_parquet(tmp_path / "f.parquet")
     blocks = read_features(tmp_path / "f.parquet").blocks
     assert list(blocks) == ["vision", "features"]
     torch.testing.assert_close(blocks["vision"], torch.tensor([[1, 2], [3, NAN]]), equal_nan=True)
-    torch.testing.assert_close(blocks["features"], torch.tensor([[640, 1], [NAN, 0]]), equal_nan=True)
+    torch.testing.assert_close(
+        blocks["features"], torch.tensor([[640, 1], [NAN, 0]]), equal_nan=True
+    )
     data.drop("vision", "split").write_csv(tmp_path / "f.csv")
-    torch.testing.assert_close(read_features(tmp_path / "f.csv").blocks["features"], blocks["features"], equal_nan=True)
+    torch.testing.assert_close(
+        read_features(tmp_path / "f.csv").blocks["features"], blocks["features"], equal_nan=True
+    )
 
 
 @pytest.mark.parametrize(
     ("ids", "blocks", "message"),
     [
         (["0", "1", "1"], {}, "1 ids occur more than once"),
-        (["0", "1"], {"x": np.zeros((3, 2))}, r"'x' have shape \(3, 2\), but there are 2 sample_id"),
+        (
+            ["0", "1"],
+            {"x": np.zeros((3, 2))},
+            r"'x' have shape \(3, 2\), but there are 2 sample_id",
+        ),
         (["0", "1"], {"x": np.zeros((2, 2, 2))}, r"'x' have shape \(2, 2, 2\)"),
         (["0", "1"], {"x": np.array(3.0)}, r"'x' have shape \(\)"),
         (["0", "1"], {"x": np.array(["1", "b"])}, "'x' are not numbers"),
@@ -149,7 +180,9 @@ def test_bad_columns(tmp_path, columns, message):
 
 def test_code_in_a_file_is_not_run(tmp_path, capsys):
     torch.save({"sample_id": [1], "x": Harmful()}, tmp_path / "f.pt")
-    with pytest.raises(InputError, match=r"f\.pt: cannot be read as features without executing code"):
+    with pytest.raises(
+        InputError, match=r"f\.pt: cannot be read as features without executing code"
+    ):
         read_features(tmp_path / "f.pt")
     assert "must not run" not in capsys.readouterr().out
 
@@ -171,19 +204,28 @@ def test_nothing_to_write_or_nowhere(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def table(name: str, knobs: dict[str, tuple[Any, ...]], configurations: list[list[int]], **more: Any) -> ProfileTable:
+def table(
+    name: str, knobs: dict[str, tuple[Any, ...]], configurations: list[list[int]], **more: Any
+) -> ProfileTable:
     """Two samples; sample i under configuration c takes 10·i + c + 1 ms and is right with 0.1·c."""
     c = len(configurations)
     ms = 10.0 * torch.arange(2).unsqueeze(1) + torch.arange(c) + 1
     named = tuple(Knob(k, v) for k, v in knobs.items())
     cells = table_of([[0.1 * i for i in range(c)]] * 2, ms)
-    return replace(cells, name=name, knobs=named, configurations=torch.tensor(configurations), **more)
+    return replace(
+        cells, name=name, knobs=named, configurations=torch.tensor(configurations), **more
+    )
 
 
 def cells(t: ProfileTable) -> set[tuple[Any, ...]]:
     """Every profiled cell, in words."""
     return {
-        (t.dataset_names[i], t.sample_ids[i], *sorted(t.configuration(c).items()), float(t.latency_ms[i, c]))
+        (
+            t.dataset_names[i],
+            t.sample_ids[i],
+            *sorted(t.configuration(c).items()),
+            float(t.latency_ms[i, c]),
+        )
         for i, c in t.mask.nonzero().tolist()
     }
 
@@ -197,7 +239,10 @@ def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_
     assert joint.knobs == (Knob("crops", (2, 6, 9)), Knob("tier", ("low", "medium", "high")))
     # (2, low), (6, high) of one; (9, medium), (2, high), (9, high) of the other
     assert joint.configurations.tolist() == [[0, 0], [0, 2], [1, 2], [2, 1], [2, 2]]
-    assert joint.mask.tolist() == [[True, False, True, False, False]] * 2 + [[False, True, False, True, True]] * 2
+    assert (
+        joint.mask.tolist()
+        == [[True, False, True, False, False]] * 2 + [[False, True, False, True, True]] * 2
+    )
     assert cells(joint) == cells(FIRST) | cells(OTHER)
     assert joint.dataset_names == ("a", "a", "b", "b")
     assert join_tables([replace(FIRST, unit="J"), replace(OTHER, unit="J")]).unit == "J"
@@ -219,8 +264,16 @@ def test_the_rows_of_each_data_set() -> None:
 
 
 def test_images_parts_and_question_types_are_kept() -> None:
-    fixed = replace(FIRST, image_ids=("7", "7"), parts=("train", "train"), question_types=("yes/no", "other"))
-    joint = join_tables([fixed, replace(OTHER, parts=("validation", "test")), replace(fixed, name="c", notes=("odd",))])
+    fixed = replace(
+        FIRST, image_ids=("7", "7"), parts=("train", "train"), question_types=("yes/no", "other")
+    )
+    joint = join_tables(
+        [
+            fixed,
+            replace(OTHER, parts=("validation", "test")),
+            replace(fixed, name="c", notes=("odd",)),
+        ]
+    )
     assert joint.image_ids == ("7", "7", "0", "1", "7", "7")
     assert joint.parts == ("train", "train", "validation", "test", "train", "train")
     assert joint.question_types == ("yes/no", "other", "unknown", "unknown", "yes/no", "other")
@@ -228,7 +281,10 @@ def test_images_parts_and_question_types_are_kept() -> None:
 
 
 def test_a_profile_that_fixes_no_split_is_divided_when_another_one_does() -> None:
-    free, fixed = small_table(20), replace(small_table(20, seed=1), name="fixed", parts=("train", "test") * 10)
+    free, fixed = (
+        small_table(20),
+        replace(small_table(20, seed=1), name="fixed", parts=("train", "test") * 10),
+    )
     joint = join_tables([free, fixed])
     split, places = joint.split(), free.split()
     assert split.test.tolist() == [*places.test.tolist(), *range(21, 40, 2)]
@@ -250,7 +306,9 @@ def test_blocks_must_agree_unless_missing_ones_are_filled_in() -> None:
     joint = join_tables([lacks, both], missing_blocks=True)
     assert joint.features["image"].isnan().tolist() == [[True] * 3] * 2 + [[False] * 3] * 2
     with pytest.raises(InputError, match="block 'text' is 5 wide in profile 'b' and 2"):
-        join_tables([both, replace(OTHER, features={"text": torch.ones(2, 5)})], missing_blocks=True)
+        join_tables(
+            [both, replace(OTHER, features={"text": torch.ones(2, 5)})], missing_blocks=True
+        )
 
 
 @pytest.mark.parametrize(
@@ -258,7 +316,10 @@ def test_blocks_must_agree_unless_missing_ones_are_filled_in() -> None:
     [
         (None, "no tables to join"),
         (table("b", {"crops": (2, 6)}, [[0], [1]]), "profile 'b' has the knobs crops"),
-        (table("b", {"crops": ("few", "many"), "tier": ("low", "high")}, [[0, 0], [1, 1]]), "knob 'crops' is a number"),
+        (
+            table("b", {"crops": ("few", "many"), "tier": ("low", "high")}, [[0, 0], [1, 1]]),
+            "knob 'crops' is a number",
+        ),
         (replace(OTHER, unit="J"), "profile 'b' is in J, but 'a' is in ms"),
         (replace(OTHER, name="a"), "sample ids are not unique inside a data set"),
     ],
@@ -269,7 +330,10 @@ def test_what_cannot_be_joined_is_named(other: ProfileTable | None, words: str) 
 
 
 def test_several_files_are_one_profile(tmp_path: Path) -> None:
-    tables = [replace(small_table(20, seed=seed), name=name) for seed, name in enumerate(("first", "second"))]
+    tables = [
+        replace(small_table(20, seed=seed), name=name)
+        for seed, name in enumerate(("first", "second"))
+    ]
     tables[0].save(tmp_path / "first.safetensors")
     write_long_table(replace(tables[1], features={}), tmp_path / "second.parquet")
     write_features(tables[1], tmp_path / "second.npz")
@@ -280,7 +344,9 @@ def test_several_files_are_one_profile(tmp_path: Path) -> None:
 
     joint = profile(f"profile.features=[null,{tmp_path}/second.npz]")
     assert cells(joint) == cells(tables[0]) | cells(tables[1])
-    torch.testing.assert_close(joint.features["language_features"][20:], tables[1].features["language_features"])
+    torch.testing.assert_close(
+        joint.features["language_features"][20:], tables[1].features["language_features"]
+    )
     filled = profile("profile.missing_blocks=true")
     assert filled.features["image_features"].isnan().all(1).tolist() == [False] * 20 + [True] * 20
     with pytest.raises(InputError, match="1 files for 2 paths"):
@@ -310,7 +376,9 @@ WRONG_IDS: dict[str, tuple[np.ndarray, np.ndarray]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG_IDS)
-def test_ids_and_blocks_that_cannot_be_used_are_refused_in_a_line(tmp_path: Path, kind: str) -> None:
+def test_ids_and_blocks_that_cannot_be_used_are_refused_in_a_line(
+    tmp_path: Path, kind: str
+) -> None:
     ids, block = WRONG_IDS[kind]
     np.savez(tmp_path / "f.npz", sample_id=ids, x=block)
     with pytest.raises(InputError, match=r"f\.npz: ") as refused:
@@ -346,7 +414,10 @@ def test_a_pt_file_may_be_keyed_by_sample(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"image_feature": [9.0]}, "1 ids occur more than once; keep one row of features for each sample"),
+        (
+            {"image_feature": [9.0]},
+            "1 ids occur more than once; keep one row of features for each sample",
+        ),
         ({"image_feature": [1.0, 2.0]}, "cannot be read as features"),
         ({"latency_ms": 3.0}, r"not training data \(.*latency_ms"),
         ({"config": {"accuracy": 1}}, r"not training data \(.*accuracy"),
@@ -355,7 +426,13 @@ def test_a_pt_file_may_be_keyed_by_sample(tmp_path):
 )
 def test_training_data_that_cannot_be_used(tmp_path, change, message):
     config = {"max_crops": 2, "top_k": 8}
-    cell = {"sample_id": 0, "config": config, "accuracy": 1.0, "latency": 9.0, "image_feature": [0.5]}
+    cell = {
+        "sample_id": 0,
+        "config": config,
+        "accuracy": 1.0,
+        "latency": 9.0,
+        "image_feature": [0.5],
+    }
     examples = [{**cell, "latency_budget": 5.0}, {**cell, "latency_budget": 6.0, **change}]
     (tmp_path / "t.json").write_text(json.dumps(examples))
     with pytest.raises(InputError, match=rf"t\.json: .*{message}"):
@@ -366,7 +443,13 @@ def test_the_data_set_is_a_block_with_a_column_for_each_and_zeros_for_others():
     table = bare(3, datasets=("b", "a", "b"))
     block = with_dataset_input(table).features["dataset"]
     assert block.tolist() == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
-    assert with_dataset_input(table, ["c", "b"]).features["dataset"].tolist() == [[0, 1], [0, 0], [0, 1]]
+    assert with_dataset_input(table, ["c", "b"]).features["dataset"].tolist() == [
+        [0, 1],
+        [0, 0],
+        [0, 1],
+    ]
     for one in (bare(3), with_dataset_input(table)):
-        with pytest.raises(InputError, match=r"policy\.dataset_input=true: needs several data sets"):
+        with pytest.raises(
+            InputError, match=r"policy\.dataset_input=true: needs several data sets"
+        ):
             with_dataset_input(one)

@@ -11,9 +11,18 @@ from knobwise.envs.readers.long_table import long_frame, read_long_table, table_
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_a_first_look_is_added_to_times_and_written_apart_again(repeats: int, tmp_path: Path) -> None:
+def test_a_first_look_is_added_to_times_and_written_apart_again(
+    repeats: int, tmp_path: Path
+) -> None:
     rows = [
-        {"sample_id": s, "size": c, "repeat": r, "accuracy": 1.0, "latency_ms": 4.0 + c + r, "first_look_ms": 1.5 * c}
+        {
+            "sample_id": s,
+            "size": c,
+            "repeat": r,
+            "accuracy": 1.0,
+            "latency_ms": 4.0 + c + r,
+            "first_look_ms": 1.5 * c,
+        }
         for s in "ab"
         for c in (0, 1)
         for r in range(repeats)
@@ -35,5 +44,8 @@ def test_a_first_look_that_cannot_be_is_refused() -> None:
     row = {"sample_id": "a", "size": 1, "accuracy": 1.0, "latency_ms": 4.0}
     with pytest.raises(InputError, match="first_look_ms negative, NaN or infinite"):
         table_from_frame(
-            pl.DataFrame([{**row, "first_look_ms": -1.0}, {**row, "size": 2, "first_look_ms": 0.0}]), name="t"
+            pl.DataFrame(
+                [{**row, "first_look_ms": -1.0}, {**row, "size": 2, "first_look_ms": 0.0}]
+            ),
+            name="t",
         )

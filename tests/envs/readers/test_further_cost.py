@@ -23,7 +23,9 @@ ROWS = {
 
 
 def frame(**changes: object) -> pl.DataFrame:
-    return pl.DataFrame(ROWS | {name.replace("cost_", "cost."): column for name, column in changes.items()})
+    return pl.DataFrame(
+        ROWS | {name.replace("cost_", "cost."): column for name, column in changes.items()}
+    )
 
 
 def test_the_column_is_no_knob_and_comes_with_its_name() -> None:
@@ -35,7 +37,9 @@ def test_the_column_is_no_knob_and_comes_with_its_name() -> None:
 
 
 def test_it_is_known_where_profiled_and_the_mean_over_repeats() -> None:
-    rows = frame(size=[1, 1, 1, 2], latency_ms=[1.0, 3.0, 3.0, 4.0])  # sample a has one cell, measured twice
+    rows = frame(
+        size=[1, 1, 1, 2], latency_ms=[1.0, 3.0, 3.0, 4.0]
+    )  # sample a has one cell, measured twice
     cost = table_from_frame(rows, name="t").cost
     assert cost is not None
     assert cost[0].tolist() == pytest.approx([2.5, torch.nan], nan_ok=True)
@@ -59,23 +63,32 @@ def test_it_is_part_of_the_digest_and_without_it_nothing_changes() -> None:
     table = table_of([[0.0, 1.0]], [[1.0, 2.0]])
     # as it was before there were further costs
     assert table.digest == "sha256:a5755caaf6ab7afcab938b64cd9b330755dccd76ef206f5fe7d51e150282a8c3"
-    digests = {replace(table, cost=torch.tensor([[c, 2.0]]), cost_name=name).digest for c in (1, 2) for name in "ab"}
+    digests = {
+        replace(table, cost=torch.tensor([[c, 2.0]]), cost_name=name).digest
+        for c in (1, 2)
+        for name in "ab"
+    }
     assert len({*digests, table.digest}) == 5
 
 
 @pytest.mark.parametrize("wrong", [None, -1.0, float("nan"), float("inf")])
 def test_a_cost_that_is_no_number_from_0_up_is_refused(wrong: float | None) -> None:
     with pytest.raises(
-        InputError, match=r"^t: 1 rows with cost\.price missing, negative, NaN or infinite, the first at"
+        InputError,
+        match=r"^t: 1 rows with cost\.price missing, negative, NaN or infinite, the first at",
     ):
         table_from_frame(frame(cost_price=[0.0, 5.0, wrong, 8.0]), name="t")
     if wrong is not None:
-        with pytest.raises(InputError, match="profile 'by hand': 1 × further cost that is negative, infinite"):
+        with pytest.raises(
+            InputError, match="profile 'by hand': 1 × further cost that is negative, infinite"
+        ):
             replace(table_of([[1.0]], [[1.0]]), cost=torch.tensor([[wrong]]), cost_name="price")
 
 
 def test_two_costs_and_joins_are_refused() -> None:
-    with pytest.raises(InputError, match=r"^t: columns cost\.price, cost\.energy_j; a profile has one further cost"):
+    with pytest.raises(
+        InputError, match=r"^t: columns cost\.price, cost\.energy_j; a profile has one further cost"
+    ):
         table_from_frame(frame(cost_energy_j=[1.0] * 4), name="t")
     table = table_from_frame(frame(), name="t")
     with pytest.raises(InputError, match="a first look or a further cost cannot be joined"):
@@ -85,6 +98,7 @@ def test_two_costs_and_joins_are_refused() -> None:
 def test_a_cell_that_was_not_profiled_has_none() -> None:
     table = table_of([[1.0, torch.nan], [1.0, 1.0]], [[1.0, torch.nan], [1.0, 1.0]])
     with pytest.raises(
-        InputError, match="profile 'by hand': 1 × further cost that is negative, infinite, missing, or known"
+        InputError,
+        match="profile 'by hand': 1 × further cost that is negative, infinite, missing, or known",
     ):
         replace(table, cost=torch.ones(2, 2), cost_name="price")

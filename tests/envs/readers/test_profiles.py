@@ -1,4 +1,5 @@
-"""Long tables: what becomes a knob, what a hole, what an error; and that writing and reading give the table back."""
+"""Long tables: what becomes a knob, what a hole, what an error; and that writing and reading give
+the table back."""
 
 import gzip
 import json
@@ -11,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.long_table import long_frame, read_long_table, table_from_frame, write_long_table
+from knobwise.envs.readers.long_table import (
+    long_frame,
+    read_long_table,
+    table_from_frame,
+    write_long_table,
+)
 
 
 def frame(**columns):
@@ -47,11 +53,17 @@ def test_rows_become_cells():
 
 @pytest.mark.parametrize(
     ("ids", "order"),
-    [([10, 9, 100], ("9", "10", "100")), (["b", "10", "9", "007"], ("007", "9", "10", "b")), ([2.0, 1.0], ("1", "2"))],
+    [
+        ([10, 9, 100], ("9", "10", "100")),
+        (["b", "10", "9", "007"], ("007", "9", "10", "b")),
+        ([2.0, 1.0], ("1", "2")),
+    ],
 )
 def test_samples_are_sorted(ids, order):
     n = len(ids)
-    data = pl.DataFrame({"sample_id": ids, "k": [1] * n, "accuracy": [1.0] * n, "latency_ms": [1.0] * n})
+    data = pl.DataFrame(
+        {"sample_id": ids, "k": [1] * n, "accuracy": [1.0] * n, "latency_ms": [1.0] * n}
+    )
     assert table(data).sample_ids == order
 
 
@@ -120,7 +132,12 @@ def test_any_number_of_knobs_in_the_order_of_the_columns():
 
 
 def test_columns_that_cannot_be_knobs_are_named_in_the_notes():
-    data = frame(width=[640, 640, 800, 800], boxes=[[1], [2], [3], [4]], config_id=[1, 0, 1, 0], device=["gpu"] * 4)
+    data = frame(
+        width=[640, 640, 800, 800],
+        boxes=[[1], [2], [3], [4]],
+        config_id=[1, 0, 1, 0],
+        device=["gpu"] * 4,
+    )
     made = table(data)
     assert [k.name for k in made.knobs] == ["top_k", "device"]
     assert made.notes == (
@@ -137,10 +154,19 @@ KNOWN = ("fold", "score", "soft_score", "prefill_ms", "pred", "question_id", "im
 @pytest.mark.parametrize(
     ("data", "knobs"),
     [
-        (frame(configuration=["x", "y", "x", "y"]).drop("top_k"), ["configuration"]),  # nothing else is a knob
+        (
+            frame(configuration=["x", "y", "x", "y"]).drop("top_k"),
+            ["configuration"],
+        ),  # nothing else is a knob
         (frame(**{c: ["train" if c == "split" else 1] * 4 for c in KNOWN}), ["top_k"]),
-        (frame(top_k=[8, 8, 8, 8], config_id=[1, 0, 1, 0]), ["top_k", "config_id"]),  # the label tells more
-        (frame(sample_id=["a", "a", "b", "a"], top_k=[8, 4, 8, 2], width=[640, 640, 800, 640]), ["top_k"]),  # sparse
+        (
+            frame(top_k=[8, 8, 8, 8], config_id=[1, 0, 1, 0]),
+            ["top_k", "config_id"],
+        ),  # the label tells more
+        (
+            frame(sample_id=["a", "a", "b", "a"], top_k=[8, 4, 8, 2], width=[640, 640, 800, 640]),
+            ["top_k"],
+        ),  # sparse
         (frame()[[0, 3]], ["top_k"]),  # one row for each sample tells nothing about knobs
     ],
 )
@@ -150,9 +176,13 @@ def test_which_columns_are_knobs(data, knobs):
 
 def test_a_measurement_taken_for_a_knob_is_refused():
     n = 60
-    data = pl.DataFrame({"sample_id": [i // 2 for i in range(n)], "k": [0, 1] * (n // 2), "energy": range(n)})
+    data = pl.DataFrame(
+        {"sample_id": [i // 2 for i in range(n)], "k": [0, 1] * (n // 2), "energy": range(n)}
+    )
     data = data.with_columns(accuracy=1.0, latency_ms=2.0)
-    with pytest.raises(InputError, match=r"60 configurations in 60 rows.*energy \(60 values\).*knobs="):
+    with pytest.raises(
+        InputError, match=r"60 configurations in 60 rows.*energy \(60 values\).*knobs="
+    ):
         table(data)
     assert table(data, knobs=["k"]).num_configurations == 2
 
@@ -170,7 +200,9 @@ def test_accuracy_and_latency_are_a_choice():
 
 def six(words):
     n = len(words)
-    data = pl.DataFrame({"sample_id": range(n), "split": words, "image_id": [i // 2 for i in range(n)]})
+    data = pl.DataFrame(
+        {"sample_id": range(n), "split": words, "image_id": [i // 2 for i in range(n)]}
+    )
     return data.with_columns(k=1, accuracy=1.0, latency_ms=1.0)
 
 
@@ -188,7 +220,9 @@ def test_split_words(tmp_path):
 def test_splits_that_do_not_divide_samples():
     with pytest.raises(InputError, match=r"split minival is unknown; known are train, .*val.*test"):
         table(six(["train", "minival", "test"]))
-    with pytest.raises(InputError, match="split must be the same in all rows of a sample; it differs 1 time"):
+    with pytest.raises(
+        InputError, match="split must be the same in all rows of a sample; it differs 1 time"
+    ):
         table(frame(split=["train", "test", "test", "test"]))
     made = table(six(["validation"] * 6))  # this is where they come from
     assert made.parts == ()
@@ -198,10 +232,22 @@ def test_splits_that_do_not_divide_samples():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"latency_ms": [20.0, 10.0, float("nan"), 30.0]}, r"1 rows with latency_ms negative, NaN .* sample_id b"),
-        ({"latency_ms": [20.0, -10.0, -1.0, 30.0]}, r"2 rows with latency_ms negative.* sample_id a"),
-        ({"latency_ms": [20.0, 10.0, 40.0, float("inf")]}, "1 rows with latency_ms negative, NaN or infinite"),
-        ({"latency_ms": ["20", "10", "fast", "30"]}, "'latency_ms' has 1 values that are not numbers: 'fast'"),
+        (
+            {"latency_ms": [20.0, 10.0, float("nan"), 30.0]},
+            r"1 rows with latency_ms negative, NaN .* sample_id b",
+        ),
+        (
+            {"latency_ms": [20.0, -10.0, -1.0, 30.0]},
+            r"2 rows with latency_ms negative.* sample_id a",
+        ),
+        (
+            {"latency_ms": [20.0, 10.0, 40.0, float("inf")]},
+            "1 rows with latency_ms negative, NaN or infinite",
+        ),
+        (
+            {"latency_ms": ["20", "10", "fast", "30"]},
+            "'latency_ms' has 1 values that are not numbers: 'fast'",
+        ),
         ({"latency_ms": [[20.0]] * 4}, "'latency_ms' holds List"),
         ({"latency_ms": [None] * 4}, "no row with both accuracy and latency_ms"),
         ({"accuracy": [50.0, 100.0, 0.0, 0.0]}, r"2 rows with accuracy outside \[0, 1\]"),
@@ -212,7 +258,10 @@ def test_splits_that_do_not_divide_samples():
         ),
         ({"sample_id": ["a", None, "b", "b"]}, "'sample_id' is empty in 1 rows"),
         ({"sample_id": [[1]] * 4}, "'sample_id' holds List"),
-        ({"top_k": [8, None, 8, 4]}, "knob 'top_k' must be a number or a name in every row; 1 are empty"),
+        (
+            {"top_k": [8, None, 8, 4]},
+            "knob 'top_k' must be a number or a name in every row; 1 are empty",
+        ),
         ({"top_k": [8.0, float("nan"), 8.0, 4.0]}, "knob 'top_k' has values that are not finite"),
     ],
 )
@@ -224,7 +273,11 @@ def test_bad_values(change, message):
 @pytest.mark.parametrize(
     ("data", "choices", "message"),
     [
-        (frame().drop("latency_ms"), {}, r"no column latency_ms; its columns are sample_id, top_k, accuracy"),
+        (
+            frame().drop("latency_ms"),
+            {},
+            r"no column latency_ms; its columns are sample_id, top_k, accuracy",
+        ),
         (frame().drop("accuracy"), {}, "no column accuracy;"),
         (frame(), {"accuracy": "fluency"}, "no column fluency"),
         (frame().drop("sample_id"), {}, "no column sample_id"),
@@ -241,9 +294,14 @@ def test_bad_columns(data, choices, message):
         table(data, source="t.csv", **choices)
 
 
-NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6)
+NAMES = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6
+)
 VALUES = st.one_of(
-    st.integers(-(10**6), 10**6), st.floats(-1e6, 1e6, width=32).filter(lambda v: v % 1 != 0), st.just("x"), NAMES
+    st.integers(-(10**6), 10**6),
+    st.floats(-1e6, 1e6, width=32).filter(lambda v: v % 1 != 0),
+    st.just("x"),
+    NAMES,
 )
 
 
@@ -306,12 +364,32 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
         ("t.csv", "", "cannot be read as csv"),
         ("t.csv", "sample_id,k,accuracy,latency_ms\n", "no row"),
         ("t.csv", "sample_id,k,accuracy,latency_ms\n1,2,3,4,5\n", "cannot be read as csv"),
-        ("t.csv", "sample_id,k,accuracy,latency_ms,accuracy\n1,2,1,4,0\n", "the column 'accuracy' occurs twice"),
+        (
+            "t.csv",
+            "sample_id,k,accuracy,latency_ms,accuracy\n1,2,1,4,0\n",
+            "the column 'accuracy' occurs twice",
+        ),
         ("t.csv", "sample_id,k,k,accuracy,latency_ms\n1,2,3,1,4\n", "the column 'k' occurs twice"),
-        ("t.csv", "sample_id,sample_id,k,accuracy,latency_ms\n1,2,3,1,4\n", "the column 'sample_id' occurs twice"),
-        ("t.csv", "sample_id,k,accuracy,latency_ms\n1,2,1,true\n", "column 'latency_ms' has 1 values that are not"),
-        ("t.jsonl", '{"sample_id": 1, "k": 2, "accuracy": 1, "latency_ms": true}', "'latency_ms' holds Boolean"),
-        ("t.jsonl", '{"sample_id": NaN, "k": 2, "accuracy": 1, "latency_ms": 2}', "column 'sample_id' is NaN"),
+        (
+            "t.csv",
+            "sample_id,sample_id,k,accuracy,latency_ms\n1,2,3,1,4\n",
+            "the column 'sample_id' occurs twice",
+        ),
+        (
+            "t.csv",
+            "sample_id,k,accuracy,latency_ms\n1,2,1,true\n",
+            "column 'latency_ms' has 1 values that are not",
+        ),
+        (
+            "t.jsonl",
+            '{"sample_id": 1, "k": 2, "accuracy": 1, "latency_ms": true}',
+            "'latency_ms' holds Boolean",
+        ),
+        (
+            "t.jsonl",
+            '{"sample_id": NaN, "k": 2, "accuracy": 1, "latency_ms": 2}',
+            "column 'sample_id' is NaN",
+        ),
         (
             "t.jsonl",
             '{"sample_id": Infinity, "k": 2, "accuracy": 1, "latency_ms": 2}',
@@ -334,7 +412,11 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
             '{"sample_id": 1, "k": 123456789012345678901234567890, "accuracy": 1, "latency_ms": 1}',
             "the column 'k' holds 123456789012345678901234567890, which has more than 64 bits",
         ),
-        ("t.jsonl", '{"sample_id": 1, "k": 2, "accuracy": 1, "k": 3, "latency_ms": 2}', "the key 'k' occurs twice"),
+        (
+            "t.jsonl",
+            '{"sample_id": 1, "k": 2, "accuracy": 1, "k": 3, "latency_ms": 2}',
+            "the key 'k' occurs twice",
+        ),
         ("t.jsonl", "[" * 100_000, "nested too deeply"),
         (
             "t.jsonl",
@@ -356,9 +438,13 @@ def test_bad_table_files(tmp_path, name, content, message):
 
 
 def test_a_large_table_is_made_in_seconds():
-    """1.6 million cells, as in the largest grid in use. It takes a second or two; the limit is for slow machines."""
+    """1.6 million cells, as in the largest grid in use. It takes a second or two; the limit is for
+    slow machines."""
     n, c = 6800, 240
-    knobs = {"max_crops": np.repeat([2, 4, 6, 8, 10, 12], 40), "top_k": np.tile(np.repeat(np.arange(4, 36, 4), 5), 6)}
+    knobs = {
+        "max_crops": np.repeat([2, 4, 6, 8, 10, 12], 40),
+        "top_k": np.tile(np.repeat(np.arange(4, 36, 4), 5), 6),
+    }
     knobs = {name: np.tile(values, n) for name, values in knobs.items()}
     knobs["num_active_blocks"] = np.tile([8, 10, 12, 14, 16], 48 * n)
     made = table(

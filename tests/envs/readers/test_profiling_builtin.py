@@ -74,19 +74,26 @@ def test_knobs_and_inputs_move_accuracy_and_latency() -> None:
         assert max(question["accuracy_range"].values()) >= 0.05
     assert facts["config_dependent_share"] >= 0.60
     assert facts["latency_cv_within_configuration"] >= 0.25
-    assert np.subtract(facts["headroom"]["oracle"], facts["headroom"]["budget_aware_static"]).mean() >= 0.15
+    assert (
+        np.subtract(facts["headroom"]["oracle"], facts["headroom"]["budget_aware_static"]).mean()
+        >= 0.15
+    )
 
 
 def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) -> None:
     with np.load(FOLDER / "features.npz", allow_pickle=False) as file:
         assert file["sample_id"].tolist() == list(range(len(arrays["accuracy"])))
-        assert all(np.isfinite(file[name]).all() for name in ("image_features", "language_features"))
+        assert all(
+            np.isfinite(file[name]).all() for name in ("image_features", "language_features")
+        )
     profile = builtin_profile()
     split, budgets_ms = profile.split(), default_budgets(profile)
     rewards = RewardTable(profile, RewardConfig(kind="utility"))
     rows = split.train
     normaliser = FeatureNormaliser.fit(profile, rows)
-    (fitted,) = fit_experts(profile, Measured.from_table(profile, rows, budgets_ms, 0), normaliser, ("ridge",), 0)
+    (fitted,) = fit_experts(
+        profile, Measured.from_table(profile, rows, budgets_ms, 0), normaliser, ("ridge",), 0
+    )
     ridge = PredictThenChoose("ridge", fitted.expert, normaliser)
     policies = [static_of(profile, rows), ridge, Oracle(profile, split.test)]
     judged = [judge(policy, profile, split.test, budgets_ms, rewards) for policy in policies]
@@ -95,7 +102,10 @@ def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) 
 
 
 def test_the_description_of_the_run_is_the_default_configuration() -> None:
-    assert ABOUT["command"] == "knobwise profile model=elastic out=DIR knobs.repeats=5 knobs.detrend=true"
+    assert (
+        ABOUT["command"]
+        == "knobwise profile model=elastic out=DIR knobs.repeats=5 knobs.detrend=true"
+    )
     assert ABOUT["config"]["seed"] == SEED
     model = ElasticAdaptive()
     assert len(model.questions) == ABOUT["config"]["samples"] == ABOUT["samples"]
@@ -103,7 +113,9 @@ def test_the_description_of_the_run_is_the_default_configuration() -> None:
         assert list(values) == ABOUT["config"][knob]
 
 
-def test_the_shipped_model_still_gives_the_recorded_answers_and_features(arrays: dict[str, Any]) -> None:
+def test_the_shipped_model_still_gives_the_recorded_answers_and_features(
+    arrays: dict[str, Any],
+) -> None:
     model = shipped_model()
     samples = draw_samples(12, SEED)
     agree = []
@@ -111,10 +123,16 @@ def test_the_shipped_model_still_gives_the_recorded_answers_and_features(arrays:
         image, prompt = torch.from_numpy(sample.images), torch.from_numpy(sample.prompts)
         answer = sample.answers[0].tolist()
         for j in range(i % 7, len(arrays["configurations"]), 7):
-            message = model.generate(image, prompt, Configuration(*map(int, arrays["configurations"][j]))).tokens
-            agree.append((message == answer[: answer.index(END) + 1]) == bool(arrays["accuracy"][i, j]))
+            message = model.generate(
+                image, prompt, Configuration(*map(int, arrays["configurations"][j]))
+            ).tokens
+            agree.append(
+                (message == answer[: answer.index(END) + 1]) == bool(arrays["accuracy"][i, j])
+            )
         with np.load(FOLDER / "features.npz", allow_pickle=False) as file:
-            for name, block in zip(("image_features", "language_features"), model.features(image, prompt), strict=True):
+            for name, block in zip(
+                ("image_features", "language_features"), model.features(image, prompt), strict=True
+            ):
                 assert np.allclose(file[name][i], block[0].numpy(), atol=5e-3, rtol=5e-3)
     # other processors round differently, which may turn a close call
     assert np.mean(agree) > 0.95

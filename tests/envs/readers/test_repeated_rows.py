@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 import knobwise
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
-from knobwise.envs.readers.long_table import long_frame, read_long_table, table_from_frame, write_long_table
+from knobwise.envs.readers.long_table import (
+    long_frame,
+    read_long_table,
+    table_from_frame,
+    write_long_table,
+)
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -44,7 +49,9 @@ def test_rows_with_a_repeat_are_the_measurements_of_a_cell_in_its_order() -> Non
     assert cells(made) == [[10.0, 12.0, 14.0], [20.0]]
     assert made.latency_ms.tolist() == [[12.0, 20.0]]
     assert made.notes == ()
-    backwards = table_from_frame(frame(repeat=["2", "0", "0", "7"]).reverse(), name="t")  # as text, from a CSV
+    backwards = table_from_frame(
+        frame(repeat=["2", "0", "0", "7"]).reverse(), name="t"
+    )  # as text, from a CSV
     assert backwards.digest == made.digest
     assert cells(table(repeat=[0, 1, 0, 2])) == [[12.0, 10.0, 14.0], [20.0]]
 
@@ -71,12 +78,20 @@ def test_accuracies_that_differ_are_averaged_and_a_note_counts_them() -> None:
     [
         (
             {"latency_ms": [12.0, 12.0, 20.0, 14.0]},
-            r"1 \(sample, configuration\) pairs occur more than once with the same accuracy and latency, such as a "
-            r"top_k=4, 2 times\. Remove the copies; or number the measurements of each pair in a column `repeat`",
+            r"1 \(sample, configuration\) pairs occur more than once with the same accuracy and "
+            r"latency, such as a "
+            r"top_k=4, 2 times\. Remove the copies; or number the measurements of each pair in a "
+            r"column `repeat`",
         ),
-        ({"repeat": [1, 1, 0, 2]}, "occur more than once with the same `repeat`, such as a top_k=4, 2 times"),
+        (
+            {"repeat": [1, 1, 0, 2]},
+            "occur more than once with the same `repeat`, such as a top_k=4, 2 times",
+        ),
         ({"repeat": [None, 1, 0, None]}, "occur more than once with the same `repeat`"),
-        ({"repeat": ["first", "1", "2", "3"]}, "'repeat' has 1 values that are not numbers: 'first'"),
+        (
+            {"repeat": ["first", "1", "2", "3"]},
+            "'repeat' has 1 values that are not numbers: 'first'",
+        ),
     ],
 )
 def test_copies_are_refused(columns: dict, message: str) -> None:
@@ -135,7 +150,9 @@ def exp6(folder, rows: list[dict]) -> None:
 def exp5(folder, ids: list[int]) -> None:
     (folder / "exp5").mkdir()
     content = {"summary": [], "all_samples": [{"sample_id": i, "score": 0.5} for i in ids]}
-    (folder / "exp5" / "exp5_accuracy_results_crops2_topk4_blocks8.json").write_text(json.dumps(content))
+    (folder / "exp5" / "exp5_accuracy_results_crops2_topk4_blocks8.json").write_text(
+        json.dumps(content)
+    )
 
 
 def times(*pairs: tuple[int, float]) -> list[dict]:
@@ -146,7 +163,9 @@ def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path) -> None:
     exp5(tmp_path, [0, 1])
     exp6(tmp_path, times((0, 9.0), (0, 8.0), (1, 5.0), (0, 6.0), (7, 1.0), (7, 2.0)))
     made = read_exp5_exp6(tmp_path / "exp5", tmp_path / "exp6", "small")
-    assert torch.equal(made.repeats_ms.nan_to_num(-1), torch.tensor([[[6.0, 8.0, 9.0]], [[5.0, -1.0, -1.0]]]))
+    assert torch.equal(
+        made.repeats_ms.nan_to_num(-1), torch.tensor([[[6.0, 8.0, 9.0]], [[5.0, -1.0, -1.0]]])
+    )
     assert made.accuracy.tolist() == [[0.5], [0.5]]
     assert made.notes == (
         "small: 1 cells of 1 samples have no partner in exp5, so they count as not profiled",
@@ -157,8 +176,16 @@ def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("scores", "rows", "message"),
     [
-        ([0, 0], times((0, 1.0)), r"exp5_accuracy_results_crops2.*occur more than once, such as 2 × sample_id 0"),
-        ([0], times((0, 1.0), (0, 1.0)), "with the same accuracy and latency, such as 0 max_crops=2"),
+        (
+            [0, 0],
+            times((0, 1.0)),
+            r"exp5_accuracy_results_crops2.*occur more than once, such as 2 × sample_id 0",
+        ),
+        (
+            [0],
+            times((0, 1.0), (0, 1.0)),
+            "with the same accuracy and latency, such as 0 max_crops=2",
+        ),
         (
             [0],
             [{**row, "image_id": image} for image, row in enumerate(times((0, 1.0), (0, 2.0)))],
@@ -166,7 +193,9 @@ def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path) -> None:
         ),
     ],
 )
-def test_rows_that_are_no_measurements_of_one_cell_are_refused(tmp_path, scores, rows, message: str) -> None:
+def test_rows_that_are_no_measurements_of_one_cell_are_refused(
+    tmp_path, scores, rows, message: str
+) -> None:
     exp5(tmp_path, scores)
     exp6(tmp_path, rows)
     with pytest.raises(InputError, match=message):
@@ -182,13 +211,22 @@ def test_ids_that_restart_on_every_rank_are_still_refused_in_latency_files(tmp_p
         content["per_sample_latencies"][0]["T_total_ms"] = ms
         path.with_name(f"{path.stem}_rank{rank}.json").write_text(json.dumps(content))
     path.unlink()
-    with pytest.raises(InputError, match=r"_rank0.*_rank1.*1 \(sample, configuration\) pairs.*Do ids restart"):
+    with pytest.raises(
+        InputError, match=r"_rank0.*_rank1.*1 \(sample, configuration\) pairs.*Do ids restart"
+    ):
         read_exp5_exp6(tmp_path / "exp5", tmp_path / "exp6", "small")
 
 
 def test_core_exp_files_may_repeat_a_sample(tmp_path) -> None:
     rows = [
-        {"sample_id": 0, "accuracy": accuracy, "T_vision_total": ms, "T_LLM_prefill": 1.0, "T_total": ms, "repeat": r}
+        {
+            "sample_id": 0,
+            "accuracy": accuracy,
+            "T_vision_total": ms,
+            "T_LLM_prefill": 1.0,
+            "T_total": ms,
+            "repeat": r,
+        }
         for r, (accuracy, ms) in enumerate([(1.0, 4.0), (0.0, 3.0), (1.0, 3.0)])
     ]
     path = tmp_path / "small_imgsizetier-high_crops12_topk8_blocks16.json"

@@ -36,7 +36,9 @@ def latencies(grid: str, latency: str) -> NDArray[np.float64]:
 
 def test_published_times_over_the_240_configurations() -> None:
     prefill = latencies("240", "prefill")
-    quantiles = dict(zip((0.05, 0.25, 0.5, 0.75, 0.95), (102.3, 119.7, 135.0, 151.7, 175.3), strict=True))
+    quantiles = dict(
+        zip((0.05, 0.25, 0.5, 0.75, 0.95), (102.3, 119.7, 135.0, 151.7, 175.3), strict=True)
+    )
     for share, published in quantiles.items():
         assert np.quantile(prefill, share) == pytest.approx(published, rel=0.015)
     assert prefill.mean() == pytest.approx(136.3, rel=0.015)
@@ -52,7 +54,8 @@ def test_published_spread_of_prefill_inside_a_configuration_of_the_tiers() -> No
 
 
 def test_published_steps() -> None:
-    """An answer takes (tokens − 1) steps; a step takes 36 to 48 ms, whatever the length of the answer."""
+    """An answer takes (tokens − 1) steps; a step takes 36 to 48 ms, whatever the length of the
+    answer."""
     decode = latencies("240", "total") - latencies("240", "vision_prefill")
     for dataset, times in zip(_ALL, np.split(decode, 3), strict=True):
         step = times.mean(0) / (DATA_SETS[dataset].tokens[0] - 1)
@@ -61,13 +64,17 @@ def test_published_steps() -> None:
 
 
 def test_every_stage_takes_time() -> None:
-    prefill, first, total = (latencies("tiers", stage) for stage in ("prefill", "vision_prefill", "total"))
+    prefill, first, total = (
+        latencies("tiers", stage) for stage in ("prefill", "vision_prefill", "total")
+    )
     assert (first > prefill).all()
     assert (total > first).all()
 
 
 def test_published_losses_without_blocks() -> None:
-    removals = [blocks_lost(s) for r in range(1, 5) for s in itertools.combinations(range(TOTAL_BLOCKS), r)]
+    removals = [
+        blocks_lost(s) for r in range(1, 5) for s in itertools.combinations(range(TOTAL_BLOCKS), r)
+    ]
     assert np.mean(removals) == pytest.approx(0.235, rel=0.02)
     assert np.std(removals) == pytest.approx(0.20, rel=0.08)
     assert blocks_lost((0,)) == pytest.approx(0.627)
@@ -108,12 +115,16 @@ def test_a_config_gives_one_table(grid: str) -> None:
     assert "simulated, not measured" in table.notes[0]
     widths = {name: block.shape[1] for name, block in table.features.items()}
     assert widths == {"image_features": 6, "language_features": 9}
-    assert set(table.accuracy.unique().tolist()) <= {np.float32(level) for level in (0, 0.3, 0.6, 0.9, 1)}
+    assert set(table.accuracy.unique().tolist()) <= {
+        np.float32(level) for level in (0, 0.3, 0.6, 0.9, 1)
+    }
 
 
 def test_what_is_drawn_besides_changes_nothing() -> None:
     whole = simulate(SimulatedConfig(grid="27", samples=30, **NARROW))
-    alone = simulate(SimulatedConfig(("okvqa",), grid="27", samples=30, image_width=0, language_width=4))
+    alone = simulate(
+        SimulatedConfig(("okvqa",), grid="27", samples=30, image_width=0, language_width=4)
+    )
     assert (alone.name, alone.datasets) == ("simulated-okvqa", ())
     assert torch.equal(alone.accuracy, whole.accuracy[60:])
     assert torch.equal(alone.latency_ms, whole.latency_ms[60:])
@@ -122,7 +133,8 @@ def test_what_is_drawn_besides_changes_nothing() -> None:
     other = simulate(SimulatedConfig(**okvqa, seed=1))
     assert not torch.equal(alone.latency_ms, other.latency_ms)
     both, prefill = (
-        simulate(SimulatedConfig(**okvqa, latency=stage)).latency_ms for stage in ("vision_prefill", "prefill")
+        simulate(SimulatedConfig(**okvqa, latency=stage)).latency_ms
+        for stage in ("vision_prefill", "prefill")
     )
     assert (alone.latency_ms > both).all()
     assert (both > prefill).all()
@@ -132,7 +144,9 @@ def test_features_tell_sizes_and_as_much_of_the_rest_as_they_should() -> None:
     """Share of variance that least squares on the features explains in samples not fitted on."""
 
     def explained(signal: float) -> dict[str, float]:
-        config = SimulatedConfig(("text_vqa",), 3000, "27", image_width=150, language_width=150, signal=signal)
+        config = SimulatedConfig(
+            ("text_vqa",), 3000, "27", image_width=150, language_width=150, signal=signal
+        )
         table = simulate(config)
         x = torch.cat([torch.ones(3000, 1), *table.features.values()], 1).double()
         prefill, first, total = (
@@ -164,7 +178,10 @@ def test_data_sets_share_the_encoder_and_each_has_an_offset() -> None:
     config = SimulatedConfig(("text_vqa", "okvqa"), 2000, "27", image_width=40, language_width=0)
     first, second = simulate(config).features["image_features"].split(2000)
     # four latents in forty columns of noise: both spread in the same directions
-    spread = [torch.cov(block.T.double()) - 4 * torch.eye(40, dtype=torch.float64) for block in (first, second)]
+    spread = [
+        torch.cov(block.T.double()) - 4 * torch.eye(40, dtype=torch.float64)
+        for block in (first, second)
+    ]
     assert torch.corrcoef(torch.stack([part.flatten() for part in spread]))[0, 1] > 0.95
     offset = (first.mean(0) - second.mean(0)).double()
     assert offset.std().item() == pytest.approx(0.5**0.5, rel=0.3)

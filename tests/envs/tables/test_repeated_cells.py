@@ -1,4 +1,5 @@
-"""Cells that were measured repeatedly: medians, what is refused, the digest, the disk, joins and features."""
+"""Cells that were measured repeatedly: medians, what is refused, the digest, the disk, joins and
+features."""
 
 import math
 import statistics
@@ -24,7 +25,11 @@ TABLE = table_of([[0.5, 1.0], [0.25, NAN]], CELLS)
 @given(st.lists(st.floats(0, 2**20, width=32), max_size=7), st.integers(1, 3))
 def test_the_median_is_that_of_python(values: list[float], missing: int) -> None:
     median = median_of(torch.tensor([values + [NAN] * missing])).item()
-    assert math.isnan(median) if not values else median == pytest.approx(statistics.median(values), rel=1e-6)
+    assert (
+        math.isnan(median)
+        if not values
+        else median == pytest.approx(statistics.median(values), rel=1e-6)
+    )
 
 
 def test_a_table_knows_all_measurements_and_their_medians() -> None:
@@ -52,8 +57,14 @@ def test_a_table_measured_once_holds_nothing_more() -> None:
         ({"repeats_ms": torch.tensor(CELLS).flip(-1)}, "NaN only after the last measurement"),
         ({"repeats_ms": -torch.tensor(CELLS)}, "finite, not negative"),
         ({"repeats_ms": torch.tensor(CELLS) * torch.inf}, "finite, not negative"),
-        ({"repeats_ms": torch.tensor(CELLS).nan_to_num(1.0)}, "in 3 cells latency_ms is not the median"),
-        ({"latency_ms": 2 * TABLE.latency_ms}, r"in 3 cells .* Set latency_ms=median_of\(repeats_ms\)"),
+        (
+            {"repeats_ms": torch.tensor(CELLS).nan_to_num(1.0)},
+            "in 3 cells latency_ms is not the median",
+        ),
+        (
+            {"latency_ms": 2 * TABLE.latency_ms},
+            r"in 3 cells .* Set latency_ms=median_of\(repeats_ms\)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:

@@ -1,4 +1,5 @@
-"""ProfileTable: what it refuses, its digest, the disk; how tables are divided, by images and by data sets."""
+"""ProfileTable: what it refuses, its digest, the disk; how tables are divided, by images and by
+data sets."""
 
 import pickle
 import random
@@ -38,8 +39,12 @@ def test_names_and_sizes():
     assert table.label(5) == "max_crops=6 top_k=4 num_active_blocks=16"
     assert table.dataset_names == ("small",) * 5
     assert replace(table, datasets=tuple("xyxyx")).dataset_names == tuple("xyxyx")
-    message = "ProfileTable 'tiny': 2 samples × 2 configurations of top_k; 75.0% profiled; features: "
-    assert repr(replace(TINY, sample_ids=("a", "a"), datasets=("x", "y"))) == message + "none"  # not one sample twice
+    message = (
+        "ProfileTable 'tiny': 2 samples × 2 configurations of top_k; 75.0% profiled; features: "
+    )
+    assert (
+        repr(replace(TINY, sample_ids=("a", "a"), datasets=("x", "y"))) == message + "none"
+    )  # not one sample twice
     assert repr(replace(TINY, features={"x": torch.zeros(2, 3)})) == message + "x 3 wide"
 
 
@@ -48,7 +53,7 @@ def test_names_and_sizes():
     [
         ({"latency_ms": torch.zeros(2, 3)}, r"latency_ms has shape \(2, 3\), expected \(2, 2\)"),
         ({"mask": torch.ones(1, 2) > 0}, r"mask has shape \(1, 2\)"),
-        ({"configurations": torch.zeros(2, 2)}, r"configurations has shape \(2, 2\), expected \(2, 1\)"),
+        ({"configurations": torch.zeros(2, 2)}, r"configurations has shape \(2, " r"2\), " r"expected \(2, 1\)"),
         ({"sample_ids": ("a",)}, r"sample_ids has shape \(1,\)"),
         ({"features": {"x": torch.zeros(3, 1)}}, r"features\[x\] has shape \(3, 1\)"),
         ({"features": {"x": torch.zeros(2)}}, r"features\[x\] has shape"),
@@ -56,11 +61,11 @@ def test_names_and_sizes():
         ({"accuracy": torch.zeros(2)}, r"accuracy has shape \(2,\), expected \[N, C\]"),
         ({"accuracy": torch.tensor([[NAN, 1.0], [0.0, 0.0]])}, "1 × accuracy that is NaN"),
         ({"accuracy": torch.tensor([[0.5, 2.0], [-1.0, 0.0]])}, r"2 × accuracy outside \[0, 1\]"),
-        ({"latency_ms": torch.tensor([[10.0, torch.inf], [1.0, 1.0]])}, "1 × latency_ms that is NaN or infinite"),
+        ({"latency_ms": torch.tensor([[10.0, torch.inf], [1.0, 1.0]])}, "1 × latency_ms that is NaN or " "infinite"),
         ({"latency_ms": torch.tensor([[-1.0, 1.0], [1.0, 1.0]])}, "1 × negative latency_ms"),
-        ({"mask": torch.tensor([[True, True], [False, False]])}, "1 × samples without any profiled configuration"),
-        ({"mask": torch.tensor([[True, False], [True, False]])}, "1 × configurations without any profiled sample"),
-        ({"accuracy": torch.tensor([[0.5, 1.0], [0.0, 0.0]])}, "1 × unprofiled cells that are not NaN"),
+        ({"mask": torch.tensor([[True, True], [False, False]])}, "1 × samples without any " "profiled configuration"),
+        ({"mask": torch.tensor([[True, False], [True, False]])}, "1 × configurations without " "any " "profiled sample"),
+        ({"accuracy": torch.tensor([[0.5, 1.0], [0.0, 0.0]])}, "1 × unprofiled cells that are " "not NaN"),
         ({"sample_ids": ("a", "a")}, "sample ids are not unique"),
         ({"configurations": torch.zeros(2, 1, dtype=torch.int64)}, "a configuration occurs twice"),
         ({**dict.fromkeys(("accuracy", "latency_ms", "mask"), torch.zeros(0, 2)), "sample_ids": ()}, "is empty: 0 sam"),
@@ -122,7 +127,11 @@ def test_a_fixed_split_without_validation_takes_it_out_of_train():
     ("parts", "images", "message"),
     [
         (("train", "train", "validation", "train"), (), r"no sample is in: test\. Name the parts"),
-        (("train", "test", "train", "validation"), tuple("aabc"), "1 images are in several parts of its split"),
+        (
+            ("train", "test", "train", "validation"),
+            tuple("aabc"),
+            "1 images are in several parts of its split",
+        ),
     ],
 )
 def test_fixed_splits_that_are_refused(parts, images, message):
@@ -156,19 +165,30 @@ def test_a_saved_table_loads_the_same(tmp_path, features):
         image_ids=tuple("1122334"),
         parts=("train",) * 3 + ("validation", "test") * 2,
         notes=("2 rows skipped",),
-        knobs=(Knob("tier", ("low", "medium", "high")), Knob("top_k", (4, 8.5)), Knob("num_active_blocks", (12, 16))),
+        knobs=(
+            Knob("tier", ("low", "medium", "high")),
+            Knob("top_k", (4, 8.5)),
+            Knob("num_active_blocks", (12, 16)),
+        ),
     )
     table.save(tmp_path / "deep" / "t.safetensors")
     again = ProfileTable.load(tmp_path / "deep" / "t.safetensors")
     assert again.digest == table.digest
-    assert (again.notes, again.knobs, list(again.features)) == (table.notes, table.knobs, list(table.features))
+    assert (again.notes, again.knobs, list(again.features)) == (
+        table.notes,
+        table.knobs,
+        list(table.features),
+    )
 
 
 def test_files_that_are_no_saved_table(tmp_path):
     path = tmp_path / "t.safetensors"
     with pytest.raises(InputError, match=r"t\.safetensors: no such file"):
         ProfileTable.load(path)
-    heads = [torch.tensor(list(head), dtype=torch.uint8) for head in (b"{}", b'{"name": "t", "sample_ids": ["a"]}')]
+    heads = [
+        torch.tensor(list(head), dtype=torch.uint8)
+        for head in (b"{}", b'{"name": "t", "sample_ids": ["a"]}')
+    ]
     for content in (None, {"x": torch.zeros(1)}, *({"head": head} for head in heads)):
         path.write_text("hello") if content is None else save_file(content, path)
         with pytest.raises(InputError, match=r"t\.safetensors: not a table saved by knobwise"):
@@ -186,7 +206,9 @@ def test_fingerprints_know_an_input_again_by_its_features() -> None:
 def three(*sizes: int, images: bool = False) -> ProfileTable:
     tables = [replace(small_table(n, seed=i), name=f"set {i}") for i, n in enumerate(sizes)]
     if images:  # two samples an image
-        tables = [replace(t, image_ids=tuple(str(i // 2) for i in range(t.num_samples))) for t in tables]
+        tables = [
+            replace(t, image_ids=tuple(str(i // 2) for i in range(t.num_samples))) for t in tables
+        ]
     return join_tables(tables)
 
 
@@ -201,7 +223,9 @@ def disjoint(split: Split, samples: int | None = None) -> None:
         assert len(joined) == samples
 
 
-def images_of(kind: str, rows: int, images: int) -> tuple[ProfileTable | BeamTable, tuple[str, ...]]:
+def images_of(
+    kind: str, rows: int, images: int
+) -> tuple[ProfileTable | BeamTable, tuple[str, ...]]:
     """A table of samples or of queries that show so many images, in turn; 0 for unknown ones."""
     names = tuple(str(i % images) for i in range(rows)) if images else ()
     if kind == "samples":
@@ -210,10 +234,15 @@ def images_of(kind: str, rows: int, images: int) -> tuple[ProfileTable | BeamTab
 
 
 @given(
-    kind=st.sampled_from(["samples", "queries"]), rows=st.integers(12, 60), seed=st.integers(0, 99), shown=st.booleans()
+    kind=st.sampled_from(["samples", "queries"]),
+    rows=st.integers(12, 60),
+    seed=st.integers(0, 99),
+    shown=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_split_keeps_images_together_and_rows_apart(kind: str, rows: int, seed: int, shown: bool) -> None:
+def test_split_keeps_images_together_and_rows_apart(
+    kind: str, rows: int, seed: int, shown: bool
+) -> None:
     table, images = images_of(kind, rows, rows // 2 if shown else 0)
     split = table.split(seed=seed)
     assert isinstance(split, Split)
@@ -247,14 +276,22 @@ def test_the_data_set_left_out_is_judged_on_and_nothing_else_is() -> None:
     for name, split in splits.items():
         disjoint(split, 120)
         assert names(table, split.test) == {name}
-        assert names(table, split.train) == names(table, split.validation) == {"set 0", "set 1", "set 2"} - {name}
+        assert (
+            names(table, split.train)
+            == names(table, split.validation)
+            == {"set 0", "set 1", "set 2"} - {name}
+        )
     # a quarter of 20 and a quarter of 60
     assert len(splits["set 0"].validation) == 5 + 15
 
 
 def coco(images: tuple[str, ...], other: tuple[str, ...], same: int) -> ProfileTable:
-    """Two data sets with these image ids; the first `same` samples of both have the same image features."""
-    one, two = (replace(small_table(len(ids), seed=i), name=f"set {i}") for i, ids in enumerate((images, other)))
+    """Two data sets with these image ids; the first `same` samples of both have the same image
+    features."""
+    one, two = (
+        replace(small_table(len(ids), seed=i), name=f"set {i}")
+        for i, ids in enumerate((images, other))
+    )
     two.features["image_features"][:same] = one.features["image_features"][:same]
     return join_tables([replace(one, image_ids=images), replace(two, image_ids=other)])
 
@@ -271,7 +308,9 @@ def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
         judged = {row % 20 for row in split.test.tolist() if row % 20 < 8}
         assert judged.isdisjoint(row % 20 for row in torch.cat(split[:2]).tolist())
     # equal features of other images, and features that are missing, say nothing
-    assert len(torch.cat(leave_one_out(coco(ids, tuple(f"x{i}" for i in ids), 20))["set 0"][:2])) == 20
+    assert (
+        len(torch.cat(leave_one_out(coco(ids, tuple(f"x{i}" for i in ids), 20))["set 0"][:2])) == 20
+    )
     unknown = {name: torch.full_like(block, torch.nan) for name, block in table.features.items()}
     assert len(torch.cat(leave_one_out(replace(table, features=unknown))["set 0"][:2])) == 20
     with pytest.raises(InputError, match="so none is left to fit on"):
@@ -316,7 +355,13 @@ def test_settings_say_which() -> None:
     # half and half of what is not judged, by the seed
     split = divide(table, 0.4, 0.4, 1, leave_out="set 1")
     assert abs(len(split.train) - len(split.validation)) <= 2
-    assert all(map(torch.equal, divide(table, 0.4, 0.4, 1, leave_out="set 1"), leave_one_out(table, 0.5, 1)["set 1"]))
+    assert all(
+        map(
+            torch.equal,
+            divide(table, 0.4, 0.4, 1, leave_out="set 1"),
+            leave_one_out(table, 0.5, 1)["set 1"],
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -338,12 +383,16 @@ def test_a_single_data_set_cannot_be_left_out() -> None:
         leave_one_out(three(12, 12), validation=0.0)
 
 
-def test_a_saved_table_that_was_changed_or_cut_short_is_damaged_and_another_file_is_not(tmp_path: Path) -> None:
+def test_a_saved_table_that_was_changed_or_cut_short_is_damaged_and_another_file_is_not(
+    tmp_path: Path,
+) -> None:
     path, draw = tmp_path / "t.safetensors", random.Random(0)
     small_table(20).save(path)
     whole = path.read_bytes()
     for place in draw.sample(range(len(whole)), 60):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :]
+        )
         with pytest.raises(InputError, match=r"t\.safetensors: "):
             ProfileTable.load(path)
     for cut in (b"", whole[:-1], whole[: len(whole) // 2], whole[:-4096] + bytes(4096), bytes(99)):

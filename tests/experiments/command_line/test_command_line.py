@@ -20,7 +20,14 @@ from knobwise.agents.controller.settings import EXPERTS
 from knobwise.envs.readers.long_table import long_frame, read_long_table, write_features
 
 POLICIES = [
-    *("controller", "teacher", "budget_aware_static", "best_static", "lookup_table", "latency_only"),
+    *(
+        "controller",
+        "teacher",
+        "budget_aware_static",
+        "best_static",
+        "lookup_table",
+        "latency_only",
+    ),
     *("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting", "random", "oracle"),
 ]
 QUICK = [*OPTIMISER, "seeds=[0,1]"]
@@ -48,28 +55,49 @@ def test_train_leaves_what_the_contract_says(folder: Path, capsys: Capture) -> N
 
     results = json.loads((run / "results.json").read_text())
     table = read_long_table("t.parquet", features="f.npz")
-    assert results["profile"] == {"name": "t", "digest": table.digest, "samples": 90, "configurations": 12}
+    assert results["profile"] == {
+        "name": "t",
+        "digest": table.digest,
+        "samples": 90,
+        "configurations": 12,
+    }
     assert (results["split"], results["seeds"], len(results["budgets_ms"])) == ("test", [0, 1], 5)
     assert [row["policy"] for row in results["rows"] if row["budget_ms"] is None] == POLICIES
     assert len(results["rows"]) == 6 * len(POLICIES)
     named = {row["policy"]: row for row in results["rows"] if row["budget_ms"] is None}
     assert named["oracle"]["gap_closed"] == pytest.approx(1)
     assert named["budget_aware_static"]["gap_closed"] == pytest.approx(0)
-    best = {row["budget_ms"]: row["utility"] for row in results["rows"] if row["policy"] == "oracle"}
+    best = {
+        row["budget_ms"]: row["utility"] for row in results["rows"] if row["policy"] == "oracle"
+    }
     for row in results["rows"]:
         low, high = row["utility_ci95"]
         assert low - 1e-9 <= row["utility"] <= high + 1e-9
         assert 0 <= row["satisfaction"] <= row["satisfaction_feasible"] <= 1
         assert row["satisfaction"] <= 1 - row["infeasible"] + 1e-9
         assert row["utility"] <= best[row["budget_ms"]] + 1e-9
-    mean = [r["utility"] for r in results["rows"] if r["policy"] == "ridge" and r["budget_ms"] is not None]
+    mean = [
+        r["utility"]
+        for r in results["rows"]
+        if r["policy"] == "ridge" and r["budget_ms"] is not None
+    ]
     assert named["ridge"]["utility"] == pytest.approx(sum(mean) / 5)
     best_seed = load_checkpoint(run / "checkpoints" / "best.pt").extra
     assert best_seed["validation_utility"] == max(results["validation_utility"])
-    shares = [u["share"] for u in results["knob_usage"] if u["policy"] == "controller" and u["knob"] == "top_k"]
+    shares = [
+        u["share"]
+        for u in results["knob_usage"]
+        if u["policy"] == "controller" and u["knob"] == "top_k"
+    ]
     assert sum(shares) == pytest.approx(5)
-    assert [[row["budget_ms"] for row in rows] for rows in results["guard"]] == [results["budgets_ms"]] * 2
-    assert {row["level"] for rows in results["guard"] for row in rows} == {results["satisfaction_level"]} == {0.95}
+    assert [[row["budget_ms"] for row in rows] for rows in results["guard"]] == [
+        results["budgets_ms"]
+    ] * 2
+    assert (
+        {row["level"] for rows in results["guard"] for row in rows}
+        == {results["satisfaction_level"]}
+        == {0.95}
+    )
     for chosen in results["chosen"]:
         assert list(chosen["weights"]) == ["network", *EXPERTS]
         assert sum(chosen["weights"].values()) == pytest.approx(1)
@@ -90,7 +118,8 @@ def test_train_leaves_what_the_contract_says(folder: Path, capsys: Capture) -> N
 
 
 def write_exp_files_by_hand(folder: Path) -> None:
-    """Two crops × two top_k, one of the four never measured (a hole), 30 samples; sample 7 lacks one latency."""
+    """Two crops × two top_k, one of the four never measured (a hole), 30 samples; sample 7 lacks
+    one latency."""
     exp5, exp6 = folder / "exp5" / "exp5_accuracy_okvqa", folder / "exp6" / "exp6_latency_okvqa"
     exp5.mkdir(parents=True)
     exp6.mkdir(parents=True)
@@ -98,19 +127,28 @@ def write_exp_files_by_hand(folder: Path) -> None:
         setting = {"max_crops": crops, "top_k": top_k, "num_active_blocks": 12}
         scores = [{"sample_id": i, "score": float((7 * i) % 30 < 30 * share)} for i in range(30)]
         row = {**setting, "T_prefill_ms": 9.0, "accuracy": 0.0}
-        times = [{"sample_id": i, **row, "T_total_ms": 50.0 + 10 * crops + top_k + i} for i in range(30)]
+        times = [
+            {"sample_id": i, **row, "T_total_ms": 50.0 + 10 * crops + top_k + i} for i in range(30)
+        ]
         if (crops, top_k) == (6, 4):
             del times[7]
         accuracy = {"summary": [{**setting, "num_total_blocks": 16}], "all_samples": scores}
         latency = {"summary": [setting], "per_sample_latencies": times, "config": {"batch_size": 1}}
         name = f"crops{crops}_topk{top_k}_blocks12.json"
-        (exp5 / f"exp5_accuracy_results_{name}").write_text(json.dumps(accuracy | {"config": {"split": "test"}}))
+        (exp5 / f"exp5_accuracy_results_{name}").write_text(
+            json.dumps(accuracy | {"config": {"split": "test"}})
+        )
         (exp6 / f"exp6_latency_{name}").write_text(json.dumps(latency))
 
 
 def test_training_on_exp5_and_exp6_files_written_by_hand(folder: Path) -> None:
     write_exp_files_by_hand(folder)
-    words = ["profile=exp5_exp6", "profile.exp5_dir=exp5", "profile.exp6_dir=exp6", "profile.dataset_name=okvqa"]
+    words = [
+        "profile=exp5_exp6",
+        "profile.exp5_dir=exp5",
+        "profile.exp6_dir=exp6",
+        "profile.dataset_name=okvqa",
+    ]
     assert main(["train", *words, *LEAN]) == 0
     assert main(["inspect", *words, "json=facts.json", "html=page.html"]) == 0
     facts = json.loads(Path("facts.json").read_text())
@@ -124,14 +162,34 @@ def test_training_on_exp5_and_exp6_files_written_by_hand(folder: Path) -> None:
 def test_inspect_shows_how_much_repeated_measurements_vary(folder: Path, capsys: Capture) -> None:
     # ln ms varies by √2·.05 in a cell of two measurements .1 apart; configurations are ln 4 apart
     ms = [math.exp(base + shift) for base in (0, math.log(4)) for shift in (0, 0.1)]
-    frame = pl.DataFrame({"sample_id": ["a"] * 4 + ["b"] * 4, "size": [1, 1, 4, 4] * 2, "repeat": [0, 1] * 4})
-    frame = frame.with_columns(accuracy=pl.Series([0.0, 0.0, 1.0, 1.0] * 2), latency_ms=pl.Series(ms * 2))
+    frame = pl.DataFrame(
+        {"sample_id": ["a"] * 4 + ["b"] * 4, "size": [1, 1, 4, 4] * 2, "repeat": [0, 1] * 4}
+    )
+    frame = frame.with_columns(
+        accuracy=pl.Series([0.0, 0.0, 1.0, 1.0] * 2), latency_ms=pl.Series(ms * 2)
+    )
     frame.write_csv("repeats.csv")
-    assert main(["inspect", "profile=table", "profile.path=repeats.csv", "json=facts.json", "html=page.html"]) == 0
+    assert (
+        main(
+            [
+                "inspect",
+                "profile=table",
+                "profile.path=repeats.csv",
+                "json=facts.json",
+                "html=page.html",
+            ]
+        )
+        == 0
+    )
     facts = json.loads(Path("facts.json").read_text())
     assert facts["latency_jitter_within_cell"] == pytest.approx(0.1 / math.sqrt(2), rel=1e-4)
-    assert facts["latency_spread_between_configurations"] == pytest.approx(math.log(4) / math.sqrt(2), rel=1e-2)
-    sentence = "Measurements of the same sample and configuration vary by 7.1%, the configurations of a sample by 98%"
+    assert facts["latency_spread_between_configurations"] == pytest.approx(
+        math.log(4) / math.sqrt(2), rel=1e-2
+    )
+    sentence = (
+        "Measurements of the same sample and configuration vary by 7.1%, the "
+        "configurations of a sample by 98%"
+    )
     assert sentence in " ".join(capsys.readouterr().out.split())
     assert sentence in Path("page.html").read_text()
     frame.filter(repeat=0).drop("repeat").write_csv("once.csv")
@@ -145,23 +203,46 @@ def test_evaluate_repeats_what_training_reported(folder: Path, capsys: Capture) 
     assert main(["train", *TABLE, *QUICK, "seeds=[0]", "own_cost=false"]) == 0
     trained = json.loads(Path("runs/latest/results.json").read_text())
     for checkpoint in ("runs/latest/checkpoints/best.pt", "runs/latest"):
-        assert main(["evaluate", f"checkpoint={checkpoint}", "json=again.json", "own_cost=false"]) == 0
+        assert (
+            main(["evaluate", f"checkpoint={checkpoint}", "json=again.json", "own_cost=false"]) == 0
+        )
         again = json.loads(Path("again.json").read_text())
         for first, second in zip(trained["rows"], again["rows"], strict=True):
-            for key in ("policy", "budget_ms", "utility", "accuracy", "latency_ms_mean", "satisfaction"):
+            for key in (
+                "policy",
+                "budget_ms",
+                "utility",
+                "accuracy",
+                "latency_ms_mean",
+                "satisfaction",
+            ):
                 assert first[key] == second[key], (first["policy"], key)
         assert again["guard"] == trained["guard"]
         assert again["chosen"] == trained["chosen"]
         assert again["grpo_gain"].items() <= trained["grpo_gain"].items()
     settings = Path("runs/latest/config.yaml")
-    settings.write_text(settings.read_text().replace("format: table", "format: calibrated"))  # as in an earlier version
-    assert "there is no profile=calibrated in this version" in commands.refused(["evaluate"], capsys)
+    settings.write_text(
+        settings.read_text().replace("format: table", "format: calibrated")
+    )  # as in an earlier version
+    assert "there is no profile=calibrated in this version" in commands.refused(
+        ["evaluate"], capsys
+    )
 
 
 def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
-    words = ["train", *TABLE, *LEAN, "optimiser.iterations=60", "optimiser.epochs=4", "optimiser.patience=0", "name=k"]
+    words = [
+        "train",
+        *TABLE,
+        *LEAN,
+        "optimiser.iterations=60",
+        "optimiser.epochs=4",
+        "optimiser.patience=0",
+        "name=k",
+    ]
     last = folder / "killed" / "controller" / "k" / "checkpoints" / "seed0" / "last.pt"
-    commands.stop_when(lambda: commands.iteration_of(last) >= 12, commands.Command([*words, "runs=killed"]))
+    commands.stop_when(
+        lambda: commands.iteration_of(last) >= 12, commands.Command([*words, "runs=killed"])
+    )
     for runs in ("killed", "whole"):
         assert main([*words, f"runs={runs}"]) == 0
     assert len(list((folder / "killed" / "controller").iterdir())) == 1
@@ -185,9 +266,13 @@ def test_a_second_run_does_not_disturb_the_first(folder: Path, capsys: Capture) 
     assert sorted(path.name for path in Path("runs/controller").iterdir()) == ["x", "x-2"]
 
 
-def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(folder: Path, capsys: Capture) -> None:
+def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(
+    folder: Path, capsys: Capture
+) -> None:
     assert main(["train", *TABLE, *LEAN, "split.seed=3"]) == 0
-    pl.read_parquet("t.parquet").with_columns(pl.col("latency_ms") * 2).write_parquet("slower.parquet")
+    pl.read_parquet("t.parquet").with_columns(pl.col("latency_ms") * 2).write_parquet(
+        "slower.parquet"
+    )
     other = ["profile=table", "profile.path=slower.parquet", "profile.features=f.npz"]
     assert main(["evaluate", *other, "json=e.json", "baselines=false"]) == 0
     table = read_long_table("t.parquet", features="f.npz")
@@ -201,12 +286,15 @@ SAVED = ["profile=table", "profile.path=saved.safetensors", *QUICK, "seeds=[0]"]
 
 
 def save_noise(latency_range: float, latency_noise: float) -> None:
-    """A table in which features tell nothing: more compute is as much better for one sample as for another."""
+    """A table in which features tell nothing: more compute is as much better for one sample as for
+    another."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, 200, 6, generator=generator)
     accuracy = (torch.linspace(0.2, 0.8, 6) + 0.05 * noise[0]).clamp(0, 1)
     latency_ms = (torch.linspace(1, 1 + latency_range, 6) + latency_noise * noise[1]).exp()
-    table_of(accuracy, latency_ms, torch.randn(200, 3, generator=generator)).save("saved.safetensors")
+    table_of(accuracy, latency_ms, torch.randn(200, 3, generator=generator)).save(
+        "saved.safetensors"
+    )
 
 
 def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys: Capture) -> None:
@@ -240,13 +328,23 @@ def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capt
     for row in rows:
         assert row["unattainable"]
         assert row["margin"] == 1
-        assert row["satisfaction_after"] == row["satisfaction_before"] <= row["satisfaction_cautious"] < 0.95
+        assert (
+            row["satisfaction_after"]
+            == row["satisfaction_before"]
+            <= row["satisfaction_cautious"]
+            < 0.95
+        )
     assert len(rows) == page.count("not possible here") == 5
 
 
 def test_a_table_without_knobs(folder: Path) -> None:
     table = portfolio(300)
-    columns = ["sample_id", pl.format("solver-{}", "size").alias("configuration"), "accuracy", "latency_ms"]
+    columns = [
+        "sample_id",
+        pl.format("solver-{}", "size").alias("configuration"),
+        "accuracy",
+        "latency_ms",
+    ]
     long_frame(table).select(columns).write_csv("solvers.csv")
     write_features(table, "instances.npz")
     words = ["profile=table", "profile.path=solvers.csv", "profile.features=instances.npz"]

@@ -16,8 +16,22 @@ from knobwise.__main__ import main
 from knobwise.experiments.settings.options import EvaluateRun
 
 ROOT = Path(__file__).parents[3]
-LEAN = [*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "baselines=false", "seeds=[0]"]
-STREAM = ["evaluate", "live=true", "stream.requests=12", "stream.calibration=5", "stream.warm_up=1", "json=live.json"]
+LEAN = [
+    *OPTIMISER,
+    "optimiser.iterations=4",
+    "policy=utility",
+    "policy.members=2",
+    "baselines=false",
+    "seeds=[0]",
+]
+STREAM = [
+    "evaluate",
+    "live=true",
+    "stream.requests=12",
+    "stream.calibration=5",
+    "stream.warm_up=1",
+    "json=live.json",
+]
 MODELS = '''
 from contextlib import nullcontext
 
@@ -89,7 +103,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def served(model: list[str], profile: list[str], live: list[str]) -> dict[str, Any]:
     """Profile, train, serve; gives what the live run writes."""
     assert main(["profile", *model, "out=out", *profile]) == 0
-    table = ["profile=table", "profile.path=out/table.parquet", "profile.features=out/features.safetensors"]
+    table = [
+        "profile=table",
+        "profile.path=out/table.parquet",
+        "profile.features=out/features.safetensors",
+    ]
     assert main(["train", *LEAN, *table, "name=t"]) == 0
     assert main([*STREAM, *table, *model, *live]) == 0
     results: dict[str, Any] = json.loads(Path("live.json").read_text())
@@ -100,7 +118,12 @@ def test_the_example_of_a_model_of_your_own(folder: Path) -> None:
     source = (ROOT / "examples" / "own_model.py").read_text()
     assert len(source.splitlines()) <= 60
     model = ["model=examples.own_model:DigitForest"]
-    values = ["knobs.values={trees: [2, 20]}", "knobs.samples=30", "knobs.repeats=1", "knobs.clock=cpu"]
+    values = [
+        "knobs.values={trees: [2, 20]}",
+        "knobs.samples=30",
+        "knobs.repeats=1",
+        "knobs.clock=cpu",
+    ]
     results = served(model, values, ["stream.clock=cpu"])
     assert results["model"] == "digit-forest"
     assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
@@ -108,9 +131,12 @@ def test_the_example_of_a_model_of_your_own(folder: Path) -> None:
 
 def test_a_first_look_goes_from_the_profile_into_what_is_served(folder: Path) -> None:
     model = ["model=models_of_a_test:Echo"]
-    results = served(model, ["knobs.values={mode: [short, long]}", "knobs.metric=exact"], ["budgets_ms=[5.5]"])
+    results = served(
+        model, ["knobs.values={mode: [short, long]}", "knobs.metric=exact"], ["budgets_ms=[5.5]"]
+    )
     rows = {row["policy"]: row for row in results["rows"]}
-    # with the look "long" is late, without it is not; the answers to half of the questions are short
+    # with the look "long" is late, without it is not; the answers to half of the questions are
+    # short
     assert rows["most_accurate"]["accuracy"] == 1
     assert rows["most_accurate"]["latency_ms"] == pytest.approx(5.0)
     assert rows["most_accurate"]["satisfaction"] == 1
@@ -124,10 +150,15 @@ def test_a_tiny_hugging_face_model_from_a_folder(folder: Path) -> None:
     rng = np.random.default_rng(0)
     for n in range(10):
         Image.fromarray(rng.integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(f"{n}.png")
-    rows = [{"id": f"q{n}", "image": f"{n}.png", "question": "What?", "answers": ["a"]} for n in range(10)]
+    rows = [
+        {"id": f"q{n}", "image": f"{n}.png", "question": "What?", "answers": ["a"]}
+        for n in range(10)
+    ]
     Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = ["model=model", "data=questions.jsonl", "device=cpu", "knobs.max_new_tokens=2"]
-    results = served(model, ["knobs.num_active_blocks=[2,4]", "knobs.repeats=1"], ["stream.requests=4"])
+    results = served(
+        model, ["knobs.num_active_blocks=[2,4]", "knobs.repeats=1"], ["stream.requests=4"]
+    )
     assert {row["policy"] for row in results["rows"]} >= {"controller", "budget_aware_static"}
 
 
@@ -144,9 +175,18 @@ ECHO = "model=models_of_a_test:Echo"
         ([*PROFILE, "model=models_of_a_test:"], "must be module:name"),
         ([*PROFILE, "model=models_of_a_test:Broken"], "making one raises OSError: no weights"),
         ([*PROFILE, "model=models_of_a_test:Mute"], "has no answer"),
-        ([*PROFILE, "model=models_of_a_test:Silent"], "needs data=FILE, or an attribute `questions`"),
-        ([*PROFILE, ECHO, "knobs.metric=models_of_a_test:raises"], "raises KeyError: 'a' for sample '0'"),
-        ([*PROFILE, ECHO, "knobs.metric=models_of_a_test:twice"], "gives 2.0 for sample '0'; must be between 0 and 1"),
+        (
+            [*PROFILE, "model=models_of_a_test:Silent"],
+            "needs data=FILE, or an attribute `questions`",
+        ),
+        (
+            [*PROFILE, ECHO, "knobs.metric=models_of_a_test:raises"],
+            "raises KeyError: 'a' for sample '0'",
+        ),
+        (
+            [*PROFILE, ECHO, "knobs.metric=models_of_a_test:twice"],
+            "gives 2.0 for sample '0'; must be between 0 and 1",
+        ),
         ([*PROFILE, ECHO, "knobs.metric=models_of_a_test:gone"], "has no function gone"),
         ([*PROFILE, ECHO, "knobs.metric=sun"], "knobs.metric='sun': must be one of auto"),
         (["evaluate", "model=models_of_a_test:Echo"], "model: is for live=true"),
@@ -166,6 +206,11 @@ def test_a_metric_of_your_own(folder: Path) -> None:
 
 
 def test_options_of_live_are_all_refused_without_it(folder: Path, capsys: Capture) -> None:
-    for name, value in {"data": "a.jsonl", "dtype": "float32", "device": "cpu", "importance": "a.json"}.items():
+    for name, value in {
+        "data": "a.jsonl",
+        "dtype": "float32",
+        "device": "cpu",
+        "importance": "a.json",
+    }.items():
         assert getattr(EvaluateRun, name) != value
         assert f"{name}: is for live=true" in refused(["evaluate", f"{name}={value}"], capsys)

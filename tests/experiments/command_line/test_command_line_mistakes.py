@@ -1,5 +1,5 @@
-"""What a person may get wrong on the command line: one line that says what and where, and nothing left behind. Help,
-and what is suggested."""
+"""What a person may get wrong on the command line: one line that says what and where, and nothing
+left behind. Help, and what is suggested."""
 
 from __future__ import annotations
 
@@ -46,23 +46,37 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["seeds=[]"], "such as seeds=[0,1,2]"),
         (["seeds="], "seeds=[…]"),
         (["seeds=3"], "seeds=[3]"),
-        (["seeds=0,1"], "seeds=0,1: a list is seeds=[0,1]; -m makes a run for each: knobwise train -m seeds=0,1"),
+        (
+            ["seeds=0,1"],
+            "seeds=0,1: a list is seeds=[0,1]; -m makes a run for each: knobwise train -m "
+            "seeds=0,1",
+        ),
         (["policy.hidden=8,16"], "policy.hidden=8,16: takes one value; -m makes a run for each"),
         (["name='a','b'"], "quote a comma inside a text twice: 'name="),
         (["seeds=null"], "seeds=null: must have a value"),
         (["reward.miss=-1"], "reward.miss=-1.0: the cost of a missed budget must be 0"),
         (["reward.miss=inf"], "reward.miss=inf"),
-        (["experiment=mean_budget", "policy.members=1"], "policy.members=1: policy.teacher=true needs at least 2, "),
+        (
+            ["experiment=mean_budget", "policy.members=1"],
+            "policy.members=1: policy.teacher=true needs at least 2, ",
+        ),
         (["policy.teacher=false"], "policy.experts (ridge, "),
-        (["policy=independent", "policy.teacher=true"], "policy.members=1: policy.teacher=true needs at least 2, "),
+        (
+            ["policy=independent", "policy.teacher=true"],
+            "policy.members=1: policy.teacher=true needs at least 2, ",
+        ),
         (["policy.structure=independent"], "policy.structure=independent: there is no such option"),
-        (["measured.csv"], "measured.csv: options are key=value; did you mean profile=table profile.path=m"),
+        (
+            ["measured.csv"],
+            "measured.csv: options are key=value; did you mean profile=table profile.path=m",
+        ),
         (["loss.baseline=loo"], "loss.baseline=loo: there is no such option; did you mean loss."),
         (["policy.hidden"], "'policy.hidden': is not of the form key=value"),
         (["policy hidden=3"], "'policy hidden=3': is not of the form key=value"),
         (
             ["policy.hidden=(1"],
-            "'policy.hidden=(1': this value cannot be read; quote a value with blanks or brackets twice",
+            "'policy.hidden=(1': this value cannot be read; quote a value with blanks or "
+            "brackets twice",
         ),
         (["-m", "policy.hidden=(1,2"], "'policy.hidden=(1,2': this value cannot be read"),
         (["=3"], "'=3': is not of the form key=value"),
@@ -77,23 +91,40 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["tracking.project=a/b"], "tracking.project=a/b: W&B says"),
         (["-m", "seeds=[0],[1]", "tracking.project=a/b"], "tracking.project=a/b"),
         (["train", "profile=table", "profile.path=none.csv"], "none.csv"),
-        (["train", "profile=exp5_exp6", "profile.exp5_dir=a", "profile.exp6_dir=b", "profile.dataset_name=c"], "b"),
+        (
+            [
+                "train",
+                "profile=exp5_exp6",
+                "profile.exp5_dir=a",
+                "profile.exp6_dir=b",
+                "profile.dataset_name=c",
+            ],
+            "b",
+        ),
         (["train", "profile=table", "profile.path=a (1).csv"], "quote a value with blanks"),
         (["train", *SIMULATED, "split.train=0.9"], "train=0.9"),
-        (["train", *SIMULATED, "budget=relative", "budget.factors=[-3]"], "at least one number, all positive"),
+        (
+            ["train", *SIMULATED, "budget=relative", "budget.factors=[-3]"],
+            "at least one number, all positive",
+        ),
         (["train", *SIMULATED, "budgets_ms=[-1.0]"], "budgets_ms"),
         (["profile", "model=gpt"], "elastic"),
         (["evaluate"], "runs/latest"),
         (["evaluate", "split.seed=-1"], "split.seed=-1"),
         (["evaluate", "stream.seed=-1"], "stream.seed=-1"),
         (["evaluate", "reward.miss=-1"], "reward.miss"),
-        (["evaluate", "beams=files", "beams.path=b.json", "beams.split_seed=-1"], "beams.split_seed=-1"),
+        (
+            ["evaluate", "beams=files", "beams.path=b.json", "beams.split_seed=-1"],
+            "beams.split_seed=-1",
+        ),
         (["evaluate", "judged_shots=1,2"], "judged_shots=1,2: a list is judged_shots=[1,2]"),
         (["inspect", "hydra/launcher=joblib"], "are for sweeps"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_a_mistake_in_the_settings(words: list[str], message: str, folder: Path, capsys: Capture) -> None:
+def test_a_mistake_in_the_settings(
+    words: list[str], message: str, folder: Path, capsys: Capture
+) -> None:
     """Of a training where no verb is named."""
     if words[0] not in VERBS:
         profile = [] if {"experiment=selector", "profile=simulated"} & set(words) else SIMULATED
@@ -135,28 +166,48 @@ def test_a_mistake_in_the_environment_is_said_by_its_name(
 def test_a_folder_that_cannot_be_written_is_refused_first(
     words: list[str], folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write everywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: not mode & os.W_OK
+    )  # root may write everywhere
     assert "nothing can be written in .; choose another path" in refused(words, capsys)
 
 
 @pytest.mark.parametrize(
     ("number", "status", "message"),
     [
-        (errno.ENOSPC, 1, "knobwise: last.pt: No space left on device; make room, then give the same command again\n"),
-        (errno.EROFS, 2, "knobwise: last.pt: Read-only file system; choose a path that can be read and written\n"),
-        (errno.EACCES, 2, "knobwise: last.pt: Permission denied; choose a path that can be read and written\n"),
+        (
+            errno.ENOSPC,
+            1,
+            "knobwise: last.pt: No space left on device; make room, then give the same command "
+            "again\n",
+        ),
+        (
+            errno.EROFS,
+            2,
+            "knobwise: last.pt: Read-only file system; choose a path that can be read and "
+            "written\n",
+        ),
+        (
+            errno.EACCES,
+            2,
+            "knobwise: last.pt: Permission denied; choose a path that can be read and written\n",
+        ),
     ],
 )
 def test_what_the_system_refuses_later_is_one_line_too(
     number: int, status: int, message: str, folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(sweep_jobs, "train", Mock(side_effect=OSError(number, os.strerror(number), "last.pt")))
+    monkeypatch.setattr(
+        sweep_jobs, "train", Mock(side_effect=OSError(number, os.strerror(number), "last.pt"))
+    )
     assert main(["train"]) == status
     assert capsys.readouterr().err == message
 
 
 def test_an_error_of_the_program_is_not_hidden(folder: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sweep_jobs, "train", Mock(side_effect=FileNotFoundError(errno.ENOENT, "gone")))
+    monkeypatch.setattr(
+        sweep_jobs, "train", Mock(side_effect=FileNotFoundError(errno.ENOENT, "gone"))
+    )
     with pytest.raises(FileNotFoundError):
         main(["train"])
 
@@ -178,13 +229,19 @@ def test_a_file_with_variants_says_that_one_run_is_not_all_of_them(
 ) -> None:
     monkeypatch.setattr(sweep_jobs, "train", Mock())
     assert main(["train", *words]) == 0
-    message = f"{words[0]}: one run with the defaults of its file; -m runs its {variants} variants\n" if words else ""
+    message = (
+        f"{words[0]}: one run with the defaults of its file; -m runs its {variants} variants\n"
+        if words
+        else ""
+    )
     assert capsys.readouterr().err == (message if variants else "")
 
 
 def test_without_a_teacher_there_are_no_experts_and_one_member_is_enough() -> None:
     """What the message on experts advises."""
-    policy = read_settings("train", ["policy.teacher=false", "policy.experts=[]", "policy.members=1"]).policy
+    policy = read_settings(
+        "train", ["policy.teacher=false", "policy.experts=[]", "policy.members=1"]
+    ).policy
     assert (policy.teacher, policy.members) == (False, 1)
 
 
@@ -194,13 +251,18 @@ def test_help_lists_the_experiments_and_how_to_sweep(capsys: Capture) -> None:
     for path in (CONF / "experiment").glob("*.yaml"):
         assert f"experiment={path.stem} " in printed
     assert "How many draws does a context need?" in printed
-    for words in ("train -m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=", "hydra/launcher=ray"):
+    for words in (
+        "train -m",
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=",
+        "hydra/launcher=ray",
+    ):
         assert words in printed
     assert main(["inspect", "--help"]) == 0
     assert "Sweeps" not in capsys.readouterr().out
 
 
-# -- help and suggestions: quickly, which is without torch -------------------------------------------------------------
+# -- help and suggestions: quickly, which is without torch -----------------------------------------
 
 MISTAKES = [
     ("trian", "there is no verb 'trian'; did you mean knobwise train?"),
@@ -209,7 +271,10 @@ MISTAKES = [
     ("train experiment=none", "experiment=none: must be one of advantages, clip, "),
     ("train policy=utilty", "policy=utilty: does not exist; did you mean policy=utility?"),
     ("train --lr 0.01", "--lr: options are key=value, not --flags: try optimiser.lr=0.01"),
-    ("train -m --lr=0.01 loss=exact,sampled", "--lr=0.01: options are key=value, not --flags: try optimiser.lr=0.01"),
+    (
+        "train -m --lr=0.01 loss=exact,sampled",
+        "--lr=0.01: options are key=value, not --flags: try optimiser.lr=0.01",
+    ),
     ("train --optimiser.lr=0.01", "options are key=value, not --flags: try optimiser.lr=0.01"),
     ("evaluate --live", "--live: options are key=value, not --flags: try live=true"),
     ("compare a --html x.html", "--html: options are key=value, not --flags: try html=x.html"),
@@ -217,9 +282,15 @@ MISTAKES = [
     ("train lr=0.01", "lr=0.01: there is no such option; did you mean optimiser.lr=0.01?"),
     ("train experiment=selector lr=1", "did you mean sft.lr=1 or rce.lr=1 or grpo.lr=1?"),
     ("train seed=3", "did you mean seeds=3?"),
-    ("train profile=measured.csv", "is a file; did you mean profile=table profile.path=measured.csv?"),
+    (
+        "train profile=measured.csv",
+        "is a file; did you mean profile=table profile.path=measured.csv?",
+    ),
     ("evaluate beams=/data/b.json", "is a file; did you mean beams=files beams.path=/data/b.json?"),
-    ("train profile.path=a.csv", "profile.path=a.csv: is an option of profile=table; give that too"),
+    (
+        "train profile.path=a.csv",
+        "profile.path=a.csv: is an option of profile=table; give that too",
+    ),
     ("train split=3", "split=3: split is a section; its options are split.…"),
     ("train baselines=4.5", "baselines=4.5: must be true or false"),
     ("train profile=table", "profile.path must be given"),
@@ -227,7 +298,10 @@ MISTAKES = [
     ("train optimiser.schedule=linear", "optimiser.schedule='linear': must be one of "),
     ("train policy.layers=0", "policy.layers=0: must be at least 1"),
     ("train policy.budget_encoding=tree", "must be one of linear, sinusoidal"),
-    ("train policy.hiden=1", "policy.hiden=1: there is no such option; did you mean policy.hidden=1?"),
+    (
+        "train policy.hiden=1",
+        "policy.hiden=1: there is no such option; did you mean policy.hidden=1?",
+    ),
     ("train optimizer.iterations=3", "did you mean optimiser.iterations=3?"),
     ("train +foo=9", "+foo=9: options are key=value, not --flags"),
     ("profile knobs.samples=-1", "samples"),
@@ -238,12 +312,16 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_a_mistake_is_a_line_that_says_what_is_probably_meant(words: str, message: str, capsys: Capture) -> None:
+def test_a_mistake_is_a_line_that_says_what_is_probably_meant(
+    words: str, message: str, capsys: Capture
+) -> None:
     assert message in mistake(words.split(), capsys)
 
 
 def test_help_and_mistakes_are_answered_without_torch() -> None:
-    commands = [f"{verb} --help" for verb in VERBS if not verb.startswith("train_")] + [words for words, _ in MISTAKES]
+    commands = [f"{verb} --help" for verb in VERBS if not verb.startswith("train_")] + [
+        words for words, _ in MISTAKES
+    ]
     script = f"""
 import sys
 from knobwise.__main__ import main
@@ -267,11 +345,13 @@ def test_help_shows_first_what_people_use(verb: str, capsys: Capture) -> None:
     assert len(common) <= 16
     words = verb.replace("_", " experiment=").split()
     assert main([*words, "--help"]) == 0
-    keys = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line[:1].strip()]
+    keys = [
+        line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line[:1].strip()
+    ]
     assert keys[: len(common)] == common
 
 
-# -- limits of the system, and names that lead elsewhere ---------------------------------------------------------------
+# -- limits of the system, and names that lead elsewhere -------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -287,11 +367,15 @@ def test_help_shows_first_what_people_use(verb: str, capsys: Capture) -> None:
     ids=lambda words: f"{words[0]} {words[-1][:12]}",
 )
 @pytest.mark.usefixtures("folder")
-def test_words_that_are_too_long_or_of_another_type_are_refused_in_a_line(words: list[str], capsys: Capture) -> None:
+def test_words_that_are_too_long_or_of_another_type_are_refused_in_a_line(
+    words: list[str], capsys: Capture
+) -> None:
     mistake(words, capsys)
 
 
-def test_a_working_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_a_working_folder_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -321,7 +405,12 @@ def test_a_small_file_that_unpacks_to_much_is_refused_and_the_limit_can_be_set(
 ) -> None:
     rows = ["sample_id,size,accuracy,latency_ms"] if suffix == "csv" else []
     for i, size in itertools.product(range(30), range(2)):
-        record = {"sample_id": f"{i}{'0' * 40_000}", "size": size, "accuracy": 1, "latency_ms": 1 + size}
+        record = {
+            "sample_id": f"{i}{'0' * 40_000}",
+            "size": size,
+            "accuracy": 1,
+            "latency_ms": 1 + size,
+        }
         rows.append(",".join(map(str, record.values())) if suffix == "csv" else json.dumps(record))
     Path(f"t.{suffix}.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
     words = ["inspect", "profile=table", f"profile.path=t.{suffix}.gz"]

@@ -1,4 +1,5 @@
-"""End to end, through the command line: exported files, live runs, real models, several data sets."""
+"""End to end, through the command line: exported files, live runs, real models, several data
+sets."""
 
 from __future__ import annotations
 
@@ -24,14 +25,27 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.envs.readers.long_table import read_long_table, write_features, write_long_table
 from knobwise.experiments.results.decisions import read_decisions
 
-QUICK = [*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "seeds=[0]", "budgets_ms=[8,12]"]
+QUICK = [
+    *OPTIMISER,
+    "optimiser.iterations=4",
+    "policy=utility",
+    "policy.members=2",
+    "seeds=[0]",
+    "budgets_ms=[8,12]",
+]
 LIVE = ["evaluate", "live=true", "stream.requests=25", "stream.calibration=10", "stream.warm_up=2"]
-KNOBS = ["knobs.top_k=[1,2]", "knobs.num_active_blocks=[2,4]", "knobs.max_new_tokens=2", "device=cpu"]
+KNOBS = [
+    "knobs.top_k=[1,2]",
+    "knobs.num_active_blocks=[2,4]",
+    "knobs.max_new_tokens=2",
+    "device=cpu",
+]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with three long tables and their features, a tiny model and questions for it, and what is no good."""
+    """A folder with three long tables and their features, a tiny model and questions for it, and
+    what is no good."""
     folder = tmp_path_factory.mktemp("files")
     for seed, name in enumerate(("first", "second", "third")):
         table = small_table(60, seed)
@@ -46,7 +60,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Image.fromarray(rng.integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(folder / "image.png")
     row = {"image": "image.png", "question": "What?", "answers": ["a", "a", "b"]}
     rows = [{"id": f"q{n}", **row, "question": f"What {n}?"} for n in range(4)]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in rows))
+    (folder / "questions.jsonl").write_text(
+        "".join(json.dumps(question) + "\n" for question in rows)
+    )
     (folder / "importance.json").write_text('{"first": 0.1}')
     (folder / "occupied").write_text("a file where a folder is wanted")
     return folder
@@ -91,7 +107,7 @@ def best_of(name: str, train: Callable[..., Path]) -> str:
     return f"checkpoint={train(name, *TRAINED[name]) / BEST}"
 
 
-# -- export ------------------------------------------------------------------------------------------------------------
+# -- export ----------------------------------------------------------------------------------------
 
 WITHOUT_TORCH = """
 import json, sys
@@ -106,15 +122,27 @@ print(json.dumps([controller.configuration(int(i)) for i in controller.choose(fe
 
 
 def decided(folder: Path, requests: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the files in a folder decide without torch: feature blocks and `budgets_ms` → knob values."""
+    """What the files in a folder decide without torch: feature blocks and `budgets_ms` → knob
+    values."""
     np.savez(folder / "asked.npz", **requests)
-    ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=folder, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     result: list[dict[str, Any]] = json.loads(ran.stdout)
     return result
 
 
-def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder: Path, train: Callable[..., Path]) -> None:
-    run, table = train("FIRST", *TRAINED["FIRST"]), read_long_table("files/first.parquet", features="files/first.npz")
+def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(
+    folder: Path, train: Callable[..., Path]
+) -> None:
+    run, table = (
+        train("FIRST", *TRAINED["FIRST"]),
+        read_long_table("files/first.parquet", features="files/first.npz"),
+    )
     decisions = read_decisions(run).filter(pl.col("policy") == "controller")
     assert set(decisions["seed"]) == {0}
     rows = [table.sample_ids.index(sample) for sample in decisions["sample_id"]]
@@ -122,14 +150,18 @@ def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder: Pa
     alone = decided(run, requests | {"budgets_ms": decisions["place"].to_numpy()})
     labels = {table.label(c): table.configuration(c) for c in range(table.num_configurations)}
     assert alone == [labels[choice] for choice in decisions["choice"]]
-    means = {row["policy"]: row for row in json.loads((run / "results.json").read_text())["rows"][::3]}
+    means = {
+        row["policy"]: row for row in json.loads((run / "results.json").read_text())["rows"][::3]
+    }
     assert means["controller"]["utility"] == pytest.approx(decisions["score"].mean())
     assert means["controller"]["decision_us_p50"] > 0
     assert means["teacher"]["decision_us_p50"] is None
     assert "The controller learned from a teacher" in (run / "report.html").read_text()
     # the same is exported and loaded by default
     assert main(["export", *FIRST, f"checkpoint={run}"]) == 0
-    assert decided(Path("exported"), requests | {"budgets_ms": decisions["place"].to_numpy()}) == alone
+    assert (
+        decided(Path("exported"), requests | {"budgets_ms": decisions["place"].to_numpy()}) == alone
+    )
     policy = knobwise.load(run)
     assert policy.agent.teacher is not None
     assert len(policy.agent.teacher.experts) == 1
@@ -145,9 +177,16 @@ def test_an_exported_file_decides_alone_as_the_checkpoint(
     table = read_long_table("files/first.parquet", features="files/first.npz")
     budgets_ms = np.linspace(5, 20, table.num_samples)
     inputs = arrays(table) | {"budgets_ms": budgets_ms}
-    chosen = load_checkpoint(checkpoint.removeprefix("checkpoint=")).controller.choose(arrays(table), budgets_ms)
-    for profile, kept in (([], set()), (FIRST, {"notes.txt"})):  # the second time there is a file of somebody else
-        assert main(["export", *profile, checkpoint, "out=light"]) == 0  # without a profile it is that of the run
+    chosen = load_checkpoint(checkpoint.removeprefix("checkpoint=")).controller.choose(
+        arrays(table), budgets_ms
+    )
+    for profile, kept in (
+        ([], set()),
+        (FIRST, {"notes.txt"}),
+    ):  # the second time there is a file of somebody else
+        assert (
+            main(["export", *profile, checkpoint, "out=light"]) == 0
+        )  # without a profile it is that of the run
         printed = capsys.readouterr().out
         assert printed.count("exported: light") == 1
         names = {path.name for path in out.iterdir()}
@@ -174,13 +213,33 @@ def test_export_compares_on_another_profile(folder: Path, train: Callable[..., P
     assert counts["same"] + counts["rounding"] == counts["contexts"] == contexts
 
 
-# -- live --------------------------------------------------------------------------------------------------------------
+# -- live ------------------------------------------------------------------------------------------
 
 
-def test_a_live_run_on_the_elastic_model(folder: Path, train: Callable[..., Path], capsys: Capture) -> None:
-    assert main([*LIVE, best_of("BUILTIN", train), "json=live.json", "stream.html=live.html", "budgets_ms=[2,4]"]) == 0
+def test_a_live_run_on_the_elastic_model(
+    folder: Path, train: Callable[..., Path], capsys: Capture
+) -> None:
+    assert (
+        main(
+            [
+                *LIVE,
+                best_of("BUILTIN", train),
+                "json=live.json",
+                "stream.html=live.html",
+                "budgets_ms=[2,4]",
+            ]
+        )
+        == 0
+    )
     results = json.loads(Path("live.json").read_text())
-    policies = ["controller", "controller_frozen", "budget_aware_static", "best_static", "cheapest", "most_accurate"]
+    policies = [
+        "controller",
+        "controller_frozen",
+        "budget_aware_static",
+        "best_static",
+        "cheapest",
+        "most_accurate",
+    ]
     assert sorted(row["policy"] for row in results["rows"]) == sorted(policies)
     for row in results["rows"]:
         assert 0 <= row["utility"] <= row["accuracy"] <= 1
@@ -199,7 +258,7 @@ def test_a_live_run_on_the_elastic_model(folder: Path, train: Callable[..., Path
     assert "to the model's mean inference" in printed
 
 
-# -- several data sets -------------------------------------------------------------------------------------------------
+# -- several data sets -----------------------------------------------------------------------------
 
 
 def test_two_files_as_one_profile(folder: Path, train: Callable[..., Path]) -> None:
@@ -211,8 +270,13 @@ def test_two_files_as_one_profile(folder: Path, train: Callable[..., Path]) -> N
     words = ["evaluate", *JOINT, f"checkpoint={run}", "budgets_ms=[8,12]"]
     assert main([*words, "baselines=false", "own_cost=false", "json=again.json"]) == 0
     again = json.loads(Path("again.json").read_text())
-    rows_of_file = [[row for row in result["rows"] if row["policy"] == "controller"] for result in (results, again)]
-    assert [row["utility"] for row in rows_of_file[0]] == [row["utility"] for row in rows_of_file[1]]
+    rows_of_file = [
+        [row for row in result["rows"] if row["policy"] == "controller"]
+        for result in (results, again)
+    ]
+    assert [row["utility"] for row in rows_of_file[0]] == [
+        row["utility"] for row in rows_of_file[1]
+    ]
 
 
 def test_a_data_set_is_left_out(folder: Path, train: Callable[..., Path]) -> None:
@@ -220,7 +284,9 @@ def test_a_data_set_is_left_out(folder: Path, train: Callable[..., Path]) -> Non
     results = json.loads((run / "results.json").read_text())
     assert results["test_samples"] == 60
     seen = load_checkpoint(run / BEST).extra
-    assert max(seen["train_rows"].max(), seen["validation_rows"].max()) < 60 <= seen["test_rows"].min()
+    assert (
+        max(seen["train_rows"].max(), seen["validation_rows"].max()) < 60 <= seen["test_rows"].min()
+    )
 
 
 def test_the_simulated_profile(folder: Path, train: Callable[..., Path]) -> None:
@@ -229,7 +295,7 @@ def test_the_simulated_profile(folder: Path, train: Callable[..., Path]) -> None
     assert {row["dataset"] for row in results["by_dataset"]} == {"text_vqa", "coco_vqa", "okvqa"}
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def inspected(out: str, dataset: str, features: str) -> dict[str, Any]:
@@ -256,7 +322,11 @@ PROFILE = ["profile", "model=files/model", "data=files/questions.jsonl"]
 
 def measured(out: str) -> list[tuple[object, ...]]:
     """What each whole line of the logs names: sample, configuration, repeat."""
-    lines = [line for path in Path(out, "state").glob("measured-*.jsonl") for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in Path(out, "state").glob("measured-*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     key = itemgetter("sample_id", "max_crops", "top_k", "num_active_blocks", "repeat")
     return [key(json.loads(line)) for line in lines]
 
@@ -264,7 +334,9 @@ def measured(out: str) -> list[tuple[object, ...]]:
 def test_a_killed_profile_goes_on_and_measures_nothing_twice(folder: Path) -> None:
     words = [*KNOBS, "knobs.repeats=12", "out=out"]
     log = Path("out/state/measured-0.jsonl")
-    stop_when(lambda: log.exists() and log.read_bytes().count(b"\n") >= 20, Command([*PROFILE, *words]))
+    stop_when(
+        lambda: log.exists() and log.read_bytes().count(b"\n") >= 20, Command([*PROFILE, *words])
+    )
     before = log.read_bytes()
     count = before.count(b"\n")
     assert 20 <= count < 192
@@ -289,7 +361,7 @@ def test_two_processes_share_a_profile(folder: Path) -> None:
     assert inspected("out", "questions", "features.safetensors")["coverage"] == 1
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
+# -- mistakes --------------------------------------------------------------------------------------
 
 ASKED = [*PROFILE, "device=cpu", "out=out"]
 TRAIN = ["train", *QUICK]
@@ -301,30 +373,51 @@ TRAIN = ["train", *QUICK]
         (["export", *FIRST, "checkpoint=gone.pt"], "gone.pt: no such checkpoint"),
         (["export", "profile=builtin", "FIRST"], "profile 'builtin' has others"),
         (["export", *FIRST[:2], "FIRST"], "give the features that the policy was trained with"),
-        (["export", "profile=table", "profile.path=files/fewer.parquet", "FIRST"], "profile 'fewer' has others"),
-        (["export", *FIRST, "FIRST", "out=files/occupied"], "files/occupied is a file, not a folder"),
+        (
+            ["export", "profile=table", "profile.path=files/fewer.parquet", "FIRST"],
+            "profile 'fewer' has others",
+        ),
+        (
+            ["export", *FIRST, "FIRST", "out=files/occupied"],
+            "files/occupied is a file, not a folder",
+        ),
         (["export", *FIRST, "FIRST", "threads=many"], "threads=many: must be a whole number"),
         (["export", *FIRST, "FIRST", "threads=0"], "threads=0: must be at least 1"),
         (["export", *FIRST, "FIRST", "thraeds=2"], "did you mean threads=2?"),
-        ([*TRAIN, *FIRST, "policy.deploy=teacher"], "policy.deploy=teacher: there is no such option"),
-        ([*LIVE, "profile=builtin", "FIRST"], "live needs a run that was trained on profile 'builtin'"),
+        (
+            [*TRAIN, *FIRST, "policy.deploy=teacher"],
+            "policy.deploy=teacher: there is no such option",
+        ),
+        (
+            [*LIVE, "profile=builtin", "FIRST"],
+            "live needs a run that was trained on profile 'builtin'",
+        ),
         ([*LIVE, *FIRST, "FIRST"], "is not what model 'elastic' was measured on"),
         ([*LIVE, "BUILTIN", "profile.accuracy=soft_score"], "live needs a run that was trained on"),
         ([*LIVE, "BUILTIN", "stream.requests=0"], "stream.requests=0: must be at least 1"),
         ([*LIVE, "BUILTIN", "stream.clock=sun"], "stream.clock='sun': must be one of wall, cpu"),
         ([*LIVE, "BUILTIN", "stream.fixed=4"], "stream.fixed=4: must be 1, 2 or 3"),
         ([*LIVE, "BUILTIN", "stream.budgets_ms=[]"], "budgets_ms=[]"),
-        ([*LIVE, "BUILTIN", "stream.html=files/occupied/live.html"], "files/occupied is a file, not a folder"),
+        (
+            [*LIVE, "BUILTIN", "stream.html=files/occupied/live.html"],
+            "files/occupied is a file, not a folder",
+        ),
         ([*LIVE, "BUILTIN", "json=files"], "json=files: is a folder"),
         (["evaluate", "BUILTIN", "stream.requests=5"], "stream: is for live=true"),
-        (["profile", "model=files/model", "device=cpu", "out=out", "data=gone.jsonl"], "gone.jsonl: no such file"),
+        (
+            ["profile", "model=files/model", "device=cpu", "out=out", "data=gone.jsonl"],
+            "gone.jsonl: no such file",
+        ),
         (["profile", "data=files/questions.jsonl", "out=out"], "model=NAME_OR_FOLDER"),
         (
             ["profile", "out=out", "model=learner", "knobs.top_k=[1]"],
             "knobs: is for model=elastic, a class",
         ),
         (["profile", "out=out", "knobs.top_k=[5]"], "top_k=5: this model takes 1 to 4"),
-        (["profile", "out=out", "importance=blocks.json"], "importance: is for a Hugging Face model"),
+        (
+            ["profile", "out=out", "importance=blocks.json"],
+            "importance: is for a Hugging Face model",
+        ),
         ([*ASKED, "importance=files/importance.json"], "'first' is not the number of a block"),
         ([*ASKED, "device=tpu"], "device=tpu: must be cpu or cuda"),
         ([*ASKED, "knobs.top_k=2"], "knobs.top_k=2: must be a list, knobs.top_k=[2]"),
@@ -338,15 +431,33 @@ TRAIN = ["train", *QUICK]
             [*TRAIN, "profile=joint", "profile.paths=[files/first.parquet,files/experts.parquet]"],
             "joined profiles must have the same knobs",
         ),
-        ([*TRAIN, *JOINT, "split.leave_out=fourth"], "split.leave_out='fourth': must be one of first, second"),
+        (
+            [*TRAIN, *JOINT, "split.leave_out=fourth"],
+            "split.leave_out='fourth': must be one of first, second",
+        ),
         ([*TRAIN, *FIRST, "split.leave_out=first"], "leaving one out needs at least two"),
         ([*TRAIN, *FIRST, "split.seed=-1"], "split.seed=-1: a seed is a whole number from 0"),
-        ([*TRAIN, "profile=simulated", "profile.datasets=[gqa]"], "must be some of text_vqa, coco_vqa, okvqa"),
-        ([*TRAIN, "profile=simulated", "profile.grid=99"], "profile.grid='99': must be one of 240, 27, tiers"),
+        (
+            [*TRAIN, "profile=simulated", "profile.datasets=[gqa]"],
+            "must be some of text_vqa, coco_vqa, okvqa",
+        ),
+        (
+            [*TRAIN, "profile=simulated", "profile.grid=99"],
+            "profile.grid='99': must be one of 240, 27, tiers",
+        ),
         ([*TRAIN, "profile=simulated", "profile.signal=2"], "profile.signal=2.0"),
-        ([*TRAIN, *FIRST, "balance.by=dataset"], "have fewer than two datasets, so there is nothing to balance"),
-        ([*TRAIN, *FIRST, "balance.by=length"], "balance.by='length': must be one of none, dataset, question_type"),
-        ([*TRAIN, *FIRST, "policy.dataset_input=true"], "policy.dataset_input=true: needs several data sets"),
+        (
+            [*TRAIN, *FIRST, "balance.by=dataset"],
+            "have fewer than two datasets, so there is nothing to balance",
+        ),
+        (
+            [*TRAIN, *FIRST, "balance.by=length"],
+            "balance.by='length': must be one of none, dataset, question_type",
+        ),
+        (
+            [*TRAIN, *FIRST, "policy.dataset_input=true"],
+            "policy.dataset_input=true: needs several data sets",
+        ),
         ([*TRAIN, *FIRST, "policy.project=99"], "policy.project=99: profile 'first' has at most "),
         ([*TRAIN, *FIRST, "policy.project=-1"], "policy.project=-1: must be at least 0"),
         ([*TRAIN, *FIRST, "policy.budget_encoding=cosine"], "must be one of linear, sinusoidal"),

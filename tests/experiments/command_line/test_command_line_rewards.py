@@ -1,4 +1,5 @@
-"""A reward that the user wrote, from the command line to the column of rewards; mistakes before anything is written."""
+"""A reward that the user wrote, from the command line to the column of rewards; mistakes before
+anything is written."""
 
 import json
 import sys
@@ -10,7 +11,15 @@ from omegaconf import OmegaConf
 
 from knobwise.__main__ import main
 
-TRAIN = ["train", *TABLE, *OPTIMISER, "policy=utility", "policy.members=2", "seeds=[0]", "reward=function"]
+TRAIN = [
+    "train",
+    *TABLE,
+    *OPTIMISER,
+    "policy=utility",
+    "policy.members=2",
+    "seeds=[0]",
+    "reward=function",
+]
 MODULE = """
 from pathlib import Path
 
@@ -47,17 +56,27 @@ def _folder(tmp_path: Path, monkeypatch: Patch) -> None:
 
 @pytest.mark.usefixtures("_folder")
 def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys: Capture) -> None:
-    words = ["reward=function", "reward.function=my_rewards:fastest", "own_cost=false", "baselines=false"]
+    words = [
+        "reward=function",
+        "reward.function=my_rewards:fastest",
+        "own_cost=false",
+        "baselines=false",
+    ]
     assert main([*TRAIN, *words, "name=x"]) == 0
     run = Path("runs/controller/x")
     assert OmegaConf.load(run / "config.yaml").reward.function == "my_rewards:fastest"
     trained = json.loads((run / "results.json").read_text())
     for row in trained["rows"]:
         if row["budget_ms"] is not None and row["policy"] == "budget_aware_static":
-            assert row["reward"] == pytest.approx(3 - row["latency_ms_mean"] / row["budget_ms"], abs=1e-3)
+            assert row["reward"] == pytest.approx(
+                3 - row["latency_ms_mean"] / row["budget_ms"], abs=1e-3
+            )
     assert main(["evaluate", *TABLE, *words, "json=again.json"]) == 0
     again = json.loads(Path("again.json").read_text())
-    rewards = [{(r["policy"], r["budget_ms"]): r["reward"] for r in each["rows"]} for each in (trained, again)]
+    rewards = [
+        {(r["policy"], r["budget_ms"]): r["reward"] for r in each["rows"]}
+        for each in (trained, again)
+    ]
     assert rewards[0] == pytest.approx(rewards[1])
     capsys.readouterr()
 
@@ -66,22 +85,49 @@ def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys: Capture) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["reward.function=my_rewards:raises"], "reward.function=my_rewards:raises: raises KeyError: 'max_crop'"),
+        (
+            ["reward.function=my_rewards:raises"],
+            "reward.function=my_rewards:raises: raises KeyError: 'max_crop'",
+        ),
         (["reward.function=my_rewards:undefined"], "my_rewards:undefined: returns nan in "),
         # 60 samples, and four copies of each under drift
-        (["reward.function=my_rewards:in_pairs"], "my_rewards:in_pairs: returns shape [300, 6]; must be that of"),
-        (["reward.function=my_rewards:reads"], "my_rewards:reads: raises PermissionError: opens weight.txt"),
+        (
+            ["reward.function=my_rewards:in_pairs"],
+            "my_rewards:in_pairs: returns shape [300, 6]; must be that of",
+        ),
+        (
+            ["reward.function=my_rewards:reads"],
+            "my_rewards:reads: raises PermissionError: opens weight.txt",
+        ),
         (["reward.function=my_rewards:slowest"], "my_rewards.py has no function slowest"),
         (["reward.function=your_rewards:fastest"], "there is no module your_rewards, neither in "),
         (["reward.function=math:pi"], " has no function pi"),
-        (["reward.function=my_rewards.py:fastest"], "there is no module my_rewards.py, neither in "),
+        (
+            ["reward.function=my_rewards.py:fastest"],
+            "there is no module my_rewards.py, neither in ",
+        ),
         (["reward.function=fastest"], "reward.function=fastest: must be module:name"),
         ([], "reward=function and reward.function=module:name go together; give both or neither"),
-        (["reward=utility", "reward.function=my_rewards:fastest"], "go together; give both or neither"),
-        (["reward.function=my_rewards:fastest", "policy=auto"], "experts learn the reward utility only"),
-        (["reward.function=my_rewards:fastest", "budget=mean"], "reward=function: is for deadlines"),
+        (
+            ["reward=utility", "reward.function=my_rewards:fastest"],
+            "go together; give both or neither",
+        ),
+        (
+            ["reward.function=my_rewards:fastest", "policy=auto"],
+            "experts learn the reward utility only",
+        ),
+        (
+            ["reward.function=my_rewards:fastest", "budget=mean"],
+            "reward=function: is for deadlines",
+        ),
     ],
 )
-def test_a_mistake_is_a_line_and_nothing_is_written(words: list[str], message: str, capsys: Capture) -> None:
-    kept = [word for word in TRAIN if word.partition("=")[0] not in {each.partition("=")[0] for each in words}]
+def test_a_mistake_is_a_line_and_nothing_is_written(
+    words: list[str], message: str, capsys: Capture
+) -> None:
+    kept = [
+        word
+        for word in TRAIN
+        if word.partition("=")[0] not in {each.partition("=")[0] for each in words}
+    ]
     assert message in refused([*kept, *words], capsys)

@@ -25,10 +25,14 @@ def test_every_name_in_help_can_be_given(capsys: Capture) -> None:
     for schema in VERBS:
         for line in schema_options(schema).values():
             if names := re.match(r"Group: ([\w, ]+)\.", line.meaning):
-                words.setdefault(schema, set()).update(f"{line.key}={name}" for name in names[1].split(", "))
+                words.setdefault(schema, set()).update(
+                    f"{line.key}={name}" for name in names[1].split(", ")
+                )
     for word in re.findall(r"^experiment=[a-z]\w*", shown(capsys, "train", "--help"), re.MULTILINE):
         words[schema_of("train", [word])].add(word)
-    assert {"profile=simulated", "reward=shaped", "experiment=seeds", "tracking=offline"} <= words["train"]
+    assert {"profile=simulated", "reward=shaped", "experiment=seeds", "tracking=offline"} <= words[
+        "train"
+    ]
     assert {"beams=files", "experiment=selector_seeds"} <= words["train_selector"]
     tried: set[str] = set()
     for schema, choices in words.items():
@@ -54,7 +58,9 @@ def test_tab_completion(line: str, wanted: list[str], capsys: Capture, monkeypat
     assert shown(capsys, "-sc", "query=bash").split() == wanted
 
 
-def test_the_function_that_completes_is_for_the_command(capsys: Capture, monkeypatch: Patch) -> None:
+def test_the_function_that_completes_is_for_the_command(
+    capsys: Capture, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr("sys.argv", ["/some/folder/knobwise"])
     assert shown(capsys, "-sc", "install=bash").endswith("hydra_bash_completion knobwise\n")
     assert main(["-sc"]) == 2

@@ -1,4 +1,5 @@
-"""Sweeps: which jobs there are, what is refused, and all three launchers through the command line."""
+"""Sweeps: which jobs there are, what is refused, and all three launchers through the command
+line."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from typing import Any
 
 import polars as pl
 import pytest
-from commands import OPTIMISER, TABLE, Capture, Patch, ctrl_c, refused, started, stop_when, write_table
+from commands import (
+    OPTIMISER,
+    TABLE,
+    Capture,
+    Patch,
+    ctrl_c,
+    refused,
+    started,
+    stop_when,
+    write_table,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,11 +40,20 @@ from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 from knobwise.experiments.train import run
 
 SWEPT = {
-    "group_size": [["loss.group_size=5"], ["loss.group_size=8"], ["loss.group_size=16"], ["loss.group_size=64"]],
+    "group_size": [
+        ["loss.group_size=5"],
+        ["loss.group_size=8"],
+        ["loss.group_size=16"],
+        ["loss.group_size=64"],
+    ],
     "objective": [["loss=exact"], ["loss=sampled"]],
-    "advantages": [[f"loss.advantage={name}"] for name in ("zscore", "centred", "rank", "unnormalised")],
+    "advantages": [
+        [f"loss.advantage={name}"] for name in ("zscore", "centred", "rank", "unnormalised")
+    ],
     "heads": [[f"policy={name}"] for name in ("utility", "independent")],
-    "reward_coefficients": [[f"reward.beta={b}", f"reward.gamma={g}"] for b in ("0", "0.5") for g in (0, 1, 10)],
+    "reward_coefficients": [
+        [f"reward.beta={b}", f"reward.gamma={g}"] for b in ("0", "0.5") for g in (0, 1, 10)
+    ],
     "miss": [["reward.miss=0"], ["reward.miss=0.2"], ["reward.miss=0.5"]],
     "kl": [[f"loss.kl_to_ref_coeff={weight}"] for weight in ("0", "0.02", "0.1", "0.5")],
     "clip": [[f"loss.clip_epsilon={width}"] for width in ("0.1", "0.2", "0.4")],
@@ -69,12 +89,15 @@ def outcomes(runs: str = "runs") -> list[Outcome]:
     return [outcome for outcome in results_of if outcome is not None]
 
 
-# -- which jobs --------------------------------------------------------------------------------------------------------
+# -- which jobs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_job_of_every_experiment_file_is_understood(name: str) -> None:
-    words = [f"experiment={name}", *(["beams.path=beams.json"] if name == "selector_replay" else [])]
+    words = [
+        f"experiment={name}",
+        *(["beams.path=beams.json"] if name == "selector_replay" else []),
+    ]
     schema = schema_of("train", words)
     jobs = jobs_of(schema, ["-m", *words])
     assert [[word for word in job if word not in words] for job in jobs] == SWEPT.get(name, [[]])
@@ -87,15 +110,29 @@ def test_every_job_of_every_experiment_file_is_understood(name: str) -> None:
 
 
 def test_the_command_line_holds_where_the_file_says_otherwise() -> None:
-    words = ["-m", "experiment=group_size", "loss.group_size=4", "policy.hidden=8,16", "hydra/launcher=joblib"]
+    words = [
+        "-m",
+        "experiment=group_size",
+        "loss.group_size=4",
+        "policy.hidden=8,16",
+        "hydra/launcher=joblib",
+    ]
     common = {"experiment=group_size", "loss.group_size=4"}
-    assert [set(job) for job in jobs_of("train", words)] == [common | {f"policy.hidden={width}"} for width in (8, 16)]
+    assert [set(job) for job in jobs_of("train", words)] == [
+        common | {f"policy.hidden={width}"} for width in (8, 16)
+    ]
 
 
 def test_several_experiments_each_with_its_own_sweep() -> None:
     jobs = jobs_of("train", ["-m", "experiment=objective,lean", "seeds=[0],[1,2]"])
-    runs = [{"experiment=objective", "loss=exact"}, {"experiment=objective", "loss=sampled"}, {"experiment=lean"}]
-    assert [set(job) for job in jobs] == [run | {f"seeds={seeds}"} for run in runs for seeds in ("[0]", "[1,2]")]
+    runs = [
+        {"experiment=objective", "loss=exact"},
+        {"experiment=objective", "loss=sampled"},
+        {"experiment=lean"},
+    ]
+    assert [set(job) for job in jobs] == [
+        run | {f"seeds={seeds}"} for run in runs for seeds in ("[0]", "[1,2]")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -104,10 +141,19 @@ def test_several_experiments_each_with_its_own_sweep() -> None:
         (["policy.hidden=range(8,24,8)"], [["policy.hidden=8"], ["policy.hidden=16"]]),
         (["policy.hidden=choice(8,16)"], [["policy.hidden=8"], ["policy.hidden=16"]]),
         (["loss=glob(*)"], [["loss=exact"], ["loss=ppo"], ["loss=sampled"]]),
-        (["seeds=[0],[1]", "loss=exact"], [["seeds=[0]", "loss=exact"], ["seeds=[1]", "loss=exact"]]),
-        (["profile.path='a,b.csv','c d.csv'"], [["profile.path='a,b.csv'"], ["profile.path='c d.csv'"]]),
+        (
+            ["seeds=[0],[1]", "loss=exact"],
+            [["seeds=[0]", "loss=exact"], ["seeds=[1]", "loss=exact"]],
+        ),
+        (
+            ["profile.path='a,b.csv','c d.csv'"],
+            [["profile.path='a,b.csv'"], ["profile.path='c d.csv'"]],
+        ),
         (["+hydra.sweeper.params.seeds='[0],[1]'"], [["seeds=[0]"], ["seeds=[1]"]]),
-        (["experiment=glob([lean*,seeds*])"], [[f"experiment={name}"] for name in ("lean", "seeds", "seeds_small")]),
+        (
+            ["experiment=glob([lean*,seeds*])"],
+            [[f"experiment={name}"] for name in ("lean", "seeds", "seeds_small")],
+        ),
     ],
 )
 def test_hydras_ways_to_list_values(words: list[str], wanted: list[list[str]]) -> None:
@@ -115,7 +161,8 @@ def test_hydras_ways_to_list_values(words: list[str], wanted: list[list[str]]) -
 
 
 @pytest.mark.parametrize(
-    "words", ["selector,selector_warm_up", "choice(selector,selector_warm_up)", "glob(selector_*w*_*)"]
+    "words",
+    ["selector,selector_warm_up", "choice(selector,selector_warm_up)", "glob(selector_*w*_*)"],
 )
 def test_several_experiments_of_selectors(words: str) -> None:
     jobs = jobs_of(schema_of("train", [f"experiment={words}"]), [f"experiment={words}"])
@@ -133,12 +180,16 @@ def test_words_are_passed_on_as_they_were_given() -> None:
     st.lists(st.integers(0, 99), min_size=1, max_size=3, unique=True),
     st.lists(st.sampled_from(["exact", "sampled"]), min_size=1, max_size=2, unique=True),
 )
-def test_jobs_are_every_combination_once_the_last_key_first(sizes: list[int], losses: list[str]) -> None:
+def test_jobs_are_every_combination_once_the_last_key_first(
+    sizes: list[int], losses: list[str]
+) -> None:
     words = [f"policy.hidden={','.join(map(str, sizes))}", f"loss={','.join(losses)}"]
-    assert jobs_of("train", words) == [[f"policy.hidden={size}", f"loss={loss}"] for size in sizes for loss in losses]
+    assert jobs_of("train", words) == [
+        [f"policy.hidden={size}", f"loss={loss}"] for size in sizes for loss in losses
+    ]
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
+# -- mistakes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,8 +201,14 @@ def test_jobs_are_every_combination_once_the_last_key_first(sizes: list[int], lo
         (["loss=glob(nothing*)"], "has no job"),
         (["policy=utility,utility"], "twice"),
         (["hydra/launcher=slurm"], "hydra/launcher=slurm: must be one of basic, joblib, ray"),
-        (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "hydra.launcher.n_jobs=0: must be at least 1, or -1"),
-        (["hydra/launcher=ray", f"{ADDRESS}a..b:6379"], f"{ADDRESS}a..b:6379: no Ray cluster answers"),
+        (
+            ["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"],
+            "hydra.launcher.n_jobs=0: must be at least 1, or -1",
+        ),
+        (
+            ["hydra/launcher=ray", f"{ADDRESS}a..b:6379"],
+            f"{ADDRESS}a..b:6379: no Ray cluster answers",
+        ),
         (["policy.hidden=8,16,wide"], "policy.hidden=wide"),
         (["policy.layers=1,0"], "policy.layers"),
         (["polici.hidden=8,16"], "did you mean policy.hidden=8?"),
@@ -175,7 +232,9 @@ def test_a_mistake_in_any_job_is_one_line_before_the_first_runs(
     monkeypatch.setenv("NETRC", str(folder / "none"))
     keys = {word.split("=")[0] for word in words}
     others = [word for word in TABLE + QUICK if word.split("=")[0] not in keys]
-    assert message in refused(["train", "-m", *others, f"hydra/launcher={launcher}", *words], capsys)
+    assert message in refused(
+        ["train", "-m", *others, f"hydra/launcher={launcher}", *words], capsys
+    )
 
 
 def test_ray_that_is_not_installed_is_said(monkeypatch: Patch) -> None:
@@ -184,14 +243,19 @@ def test_ray_that_is_not_installed_is_said(monkeypatch: Patch) -> None:
         jobs_of("train", ["hydra/launcher=ray", "loss=exact,sampled"])
 
 
-# -- in turn -----------------------------------------------------------------------------------------------------------
+# -- in turn ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """A folder in which the sweep over objectives ran, one job after the other, and what it printed."""
+    """A folder in which the sweep over objectives ran, one job after the other, and what it
+    printed."""
     place = tmp_path_factory.mktemp("swept")
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(StringIO()) as out,
+        redirect_stderr(StringIO()) as err,
+    ):
         patch.chdir(place)
         write_table()
         assert main(OBJECTIVE) == 0
@@ -209,7 +273,9 @@ def in_turn(swept: tuple[Path, str, str], folder: Path) -> tuple[str, str]:
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder in which that sweep was stopped by Ctrl-C in its second job, and what it printed."""
     place = tmp_path_factory.mktemp("interrupted")
-    second_job = ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9))
+    second_job = ctrl_c(
+        lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9)
+    )
     with pytest.MonkeyPatch.context() as patch, second_job, redirect_stderr(StringIO()) as err:
         patch.chdir(place)
         write_table()
@@ -231,7 +297,9 @@ def numbers(runs: str) -> dict[str, Any]:
         results = json.loads(path.read_text())
         for row in results["rows"]:
             row.pop("decision_us_p50")
-        objective = next(name for name in ("exact", "sampled") if f"loss={name}" in results["command"])
+        objective = next(
+            name for name in ("exact", "sampled") if f"loss={name}" in results["command"]
+        )
         metrics = pl.read_csv(path.with_name("metrics.csv")).rows()
         decisions = pl.read_parquet(path.with_name("decisions.parquet")).drop("decision_us").rows()
         results_of[objective] = (results["rows"], results["validation_utility"], metrics, decisions)
@@ -267,8 +335,11 @@ def test_a_finished_sweep_is_left_alone_and_run_anew(in_turn: tuple[str, str]) -
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again(folder: Path, capsys: Capture) -> None:
-    """A budget of 0 ms shows when the run begins. The finished job is left out where its run and data are the same."""
+def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again(
+    folder: Path, capsys: Capture
+) -> None:
+    """A budget of 0 ms shows when the run begins. The finished job is left out where its run and
+    data are the same."""
     words = ["train", "-m", *TABLE, *QUICK, "budgets_ms=[0],[2]"]
     runs: list[list[str]] = []
 
@@ -276,7 +347,9 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again
         assert main(words) == 2
         assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
         printed = capsys.readouterr()
-        assert printed.err.splitlines()[-1].startswith("knobwise: job 1 of 2 (budgets_ms=[0]): budgets_ms")
+        assert printed.err.splitlines()[-1].startswith(
+            "knobwise: job 1 of 2 (budgets_ms=[0]): budgets_ms"
+        )
         assert "budgets_ms=[2]" in printed.out
         assert "Traceback" not in printed.err
         runs.append(sorted(path.name for path in Path("runs/controller").iterdir()))
@@ -294,11 +367,15 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again
 
 
 def test_an_error_of_the_program_is_told_from_a_mistake(folder: Path, capsys: Capture) -> None:
-    with ctrl_c(lambda trainer: trainer.loss.objective == "exact", RuntimeError("out of memory\nand more")):
+    with ctrl_c(
+        lambda trainer: trainer.loss.objective == "exact", RuntimeError("out of memory\nand more")
+    ):
         assert main(OBJECTIVE) == 1
     printed = capsys.readouterr().err
     assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
-    assert printed.splitlines()[-1].startswith("knobwise: job 1 of 2 (loss=exact): RuntimeError: out of memory; repeat")
+    assert printed.splitlines()[-1].startswith(
+        "knobwise: job 1 of 2 (loss=exact): RuntimeError: out of memory; repeat"
+    )
     assert "Traceback" in printed  # where it happened, above
 
 
@@ -315,7 +392,9 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
     assert numbers("runs") == numbers(str(swept[0] / "runs"))
 
 
-def test_jobs_of_other_code_are_kept_and_said(stopped: str, monkeypatch: Patch, capsys: Capture) -> None:
+def test_jobs_of_other_code_are_kept_and_said(
+    stopped: str, monkeypatch: Patch, capsys: Capture
+) -> None:
     monkeypatch.setattr("knobwise.experiments.tracking.tracker.code_digest", lambda: "edited")
     with ctrl_c(lambda trainer: True):
         assert main(OBJECTIVE) == 130
@@ -336,12 +415,17 @@ def test_a_job_that_was_killed_before_it_could_note_its_end_is_not_run_again(
 
 def test_the_runs_of_a_sweep_with_a_name_are_named_apart(folder: Path, capsys: Capture) -> None:
     assert main([*OBJECTIVE, "name=mine"]) == 0
-    assert sorted(path.name for path in Path("runs/objective").iterdir()) == ["mine-loss-exact", "mine-loss-sampled"]
+    assert sorted(path.name for path in Path("runs/objective").iterdir()) == [
+        "mine-loss-exact",
+        "mine-loss-sampled",
+    ]
     assert Path("runs/multirun/objective/mine/jobs.yaml").exists()
     assert "job 1 of 2 (loss=exact): utility" in capsys.readouterr().err
 
 
-def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(
+    folder: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
     """As behind `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -353,8 +437,11 @@ def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder: Path, monkeypa
 
 
 @pytest.mark.usefixtures("_signals_arrive")
-def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    """One job at a time needs no process of its own; a signal while one is judged does not let the next begin."""
+def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(
+    folder: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    """One job at a time needs no process of its own; a signal while one is judged does not let the
+    next begin."""
     monkeypatch.setattr(run, "print_results", lambda *printed: os.kill(os.getpid(), signal.SIGINT))
     assert main([*OBJECTIVE, "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]) == 130
     assert [outcome.state for outcome in outcomes()] == ["stopped"]
@@ -364,14 +451,23 @@ def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(folder: Path, monkeypatch:
 def test_the_line_of_a_selectors_run(tmp_path: Path) -> None:
     rows = [
         {"policy": policy, "shots": shots, "accuracy": accuracy}
-        for policy, shots, accuracy in [("sft", 2, 0.5), ("grpo_live", 1, 0.25), ("grpo_live", 2, 0.75)]
+        for policy, shots, accuracy in [
+            ("sft", 2, 0.5),
+            ("grpo_live", 1, 0.25),
+            ("grpo_live", 2, 0.75),
+        ]
     ]
-    results = {"system": "selector", "trained_shots": 2, "rows": rows, "variants": ["grpo_live", "shuffled"]}
+    results = {
+        "system": "selector",
+        "trained_shots": 2,
+        "rows": rows,
+        "variants": ["grpo_live", "shuffled"],
+    }
     (tmp_path / "results.json").write_text(json.dumps(results))
     assert result_line(tmp_path) == "accuracy grpo_live 0.750"
 
 
-# -- at the same time --------------------------------------------------------------------------------------------------
+# -- at the same time ------------------------------------------------------------------------------
 
 
 @pytest.mark.campaign
@@ -383,7 +479,10 @@ def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) 
     if fails:
         words += ["hydra.launcher.n_jobs=2", "budgets_ms=[0],null"]
     else:  # one process for both jobs, which is slow to start
-        words += ["+hydra.launcher.ray.init.num_cpus=1", "+hydra.launcher.ray.init.include_dashboard=false"]
+        words += [
+            "+hydra.launcher.ray.init.num_cpus=1",
+            "+hydra.launcher.ray.init.include_dashboard=false",
+        ]
     command = started(words, RAY_AUTH_MODE="disabled")
     printed, message = command.communicate()
     assert command.returncode == (2 if fails else 0), message
@@ -400,7 +499,9 @@ def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) 
     if fails:
         assert [outcome.state for outcome in outcomes(launcher)] == ["failed", "finished"] * 2
         last = message.splitlines()[-1]
-        assert last.startswith("knobwise: job 1 of 4 (loss=exact budgets_ms=[0]) (and 1 more of them): budgets_ms")
+        assert last.startswith(
+            "knobwise: job 1 of 4 (loss=exact budgets_ms=[0]) (and 1 more of them): budgets_ms"
+        )
 
 
 @pytest.mark.campaign

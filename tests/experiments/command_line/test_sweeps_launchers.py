@@ -1,5 +1,5 @@
-"""Launchers of sweeps: which cannot be used, which Ray cluster is joined, where jobs stand; and one sweep for the same
-words in any order."""
+"""Launchers of sweeps: which cannot be used, which Ray cluster is joined, where jobs stand; and one
+sweep for the same words in any order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launcher(*words: str) -> DictConfig:
     return composed("train", list(words), with_hydra=True).hydra.launcher
 
 
-# -- what cannot be used -----------------------------------------------------------------------------------------------
+# -- what cannot be used ---------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -70,7 +70,10 @@ def test_a_cluster_that_does_not_answer_is_one_line_before_anything_is_made(
         monkeypatch.setenv("RAY_ADDRESS", address)
     line = refused([*SWEEP, "hydra/launcher=ray", *words], capsys)
     key = ADDRESS if way == "setting" else "RAY_ADDRESS="
-    assert line == f"knobwise: {key}{address}: no Ray cluster answers at {address} (Connection refused)"
+    assert (
+        line
+        == f"knobwise: {key}{address}: no Ray cluster answers at {address} (Connection refused)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,11 +89,13 @@ def test_what_ray_says_of_a_cluster_is_one_line(
 ) -> None:
     monkeypatch.setattr(ray, "init", Mock(side_effect=error))
     line = refused([*SWEEP, "hydra/launcher=ray", ADDRESS + address], capsys)
-    assert line.startswith(f"knobwise: {ADDRESS}{address}: no Ray cluster answers at {address} as it should (")
+    assert line.startswith(
+        f"knobwise: {ADDRESS}{address}: no Ray cluster answers at {address} as it should ("
+    )
     assert str(error).splitlines()[0] in line
 
 
-# -- which Ray ---------------------------------------------------------------------------------------------------------
+# -- which Ray -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -104,14 +109,19 @@ def listening() -> Iterator[str]:
 def test_a_cluster_is_joined_without_a_word_on_its_memory(
     way: str, folder: Path, listening: str, monkeypatch: Patch
 ) -> None:
-    """`ray.init` refuses `object_store_memory`, which Hydra's launcher sets where it is the one that calls it."""
+    """`ray.init` refuses `object_store_memory`, which Hydra's launcher sets where it is the one
+    that calls it."""
     monkeypatch.setattr(ray, "init", init := Mock())
     if way == "variable":
         monkeypatch.setenv("RAY_ADDRESS", listening)
         check_launcher(launcher("hydra/launcher=ray"))
         init.assert_called_once_with(address=None)
         return
-    check_launcher(launcher("hydra/launcher=ray", ADDRESS + listening, "+hydra.launcher.ray.init.namespace=mine"))
+    check_launcher(
+        launcher(
+            "hydra/launcher=ray", ADDRESS + listening, "+hydra.launcher.ray.init.namespace=mine"
+        )
+    )
     init.assert_called_once_with(address=listening, namespace="mine")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     check_launcher(launcher("hydra/launcher=ray", ADDRESS + listening))
@@ -128,14 +138,16 @@ def test_without_an_address_ray_is_our_own(words: list[str], folder: Path) -> No
 JOBLIB = "hydra/launcher=joblib"
 
 
-@pytest.mark.parametrize("words", [["hydra/launcher=basic"], [JOBLIB], [JOBLIB, "hydra.launcher.n_jobs=-2"]])
+@pytest.mark.parametrize(
+    "words", [["hydra/launcher=basic"], [JOBLIB], [JOBLIB, "hydra.launcher.n_jobs=-2"]]
+)
 def test_other_launchers_are_left_as_they_are(words: list[str]) -> None:
     config = launcher(*words)
     check_launcher(config)
     assert config == launcher(*words)
 
 
-# -- the order of words ------------------------------------------------------------------------------------------------
+# -- the order of words ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,11 +159,15 @@ def test_other_launchers_are_left_as_they_are(words: list[str]) -> None:
         (["b.c=1", "b={c: 2}", "a=1"], ["b.c=1", "b={c: 2}", "a=1"]),
     ],
 )
-def test_words_are_put_in_order_where_none_depends_on_it(words: list[str], ordered: list[str]) -> None:
+def test_words_are_put_in_order_where_none_depends_on_it(
+    words: list[str], ordered: list[str]
+) -> None:
     assert _in_order(words) == ordered
 
 
-def test_the_same_words_in_another_order_are_the_same_sweep(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_the_same_words_in_another_order_are_the_same_sweep(
+    folder: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
     monkeypatch.setattr(sweep_jobs, "train", trained)
     for words in (SWEEP[2:], SWEEP[:1:-1]):
         assert main(["train", *words, "-m"]) == 2
@@ -159,7 +175,7 @@ def test_the_same_words_in_another_order_are_the_same_sweep(folder: Path, monkey
     assert len(list(Path("runs/multirun/controller").iterdir())) == 1
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- what is said ----------------------------------------------------------------------------------
 
 
 def swept(folder: Path, outcomes: list[Outcome | None], at_once: bool = True) -> Sweep:
@@ -174,7 +190,12 @@ def swept(folder: Path, outcomes: list[Outcome | None], at_once: bool = True) ->
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_stopped_sweep_says_where_its_jobs_stand(at_once: bool, folder: Path) -> None:
-    outcomes = [Outcome("finished", "r"), Outcome("failed", error="x"), Outcome("stopped", error="at 3 of 4"), None]
+    outcomes = [
+        Outcome("finished", "r"),
+        Outcome("failed", error="x"),
+        Outcome("stopped", error="at 3 of 4"),
+        None,
+    ]
     sweep = swept(folder, [*outcomes, Outcome("stopped")], at_once)
     stop = KeyboardInterrupt()
     sweep.add_notes(stop)
@@ -196,12 +217,17 @@ def outcome_of(error: BaseException, folder: Path, monkeypatch: Patch, elsewhere
     return outcome
 
 
-def test_a_job_that_is_stopped_elsewhere_keeps_what_it_had_to_say(folder: Path, monkeypatch: Patch) -> None:
+def test_a_job_that_is_stopped_elsewhere_keeps_what_it_had_to_say(
+    folder: Path, monkeypatch: Patch
+) -> None:
     stop = KeyboardInterrupt()
     stop.add_note("last.pt holds iteration 3 of 4")
     stop.add_note("it is in runs/x")
     outcome = outcome_of(stop, folder, monkeypatch, elsewhere=True)
-    assert (outcome.state, outcome.error) == ("stopped", "last.pt holds iteration 3 of 4; it is in runs/x")
+    assert (outcome.state, outcome.error) == (
+        "stopped",
+        "last.pt holds iteration 3 of 4; it is in runs/x",
+    )
 
 
 @pytest.mark.parametrize(("number", "crashed"), [(errno.ENOSPC, True), (errno.EACCES, False)])
@@ -225,4 +251,6 @@ def test_paths_are_whole_however_narrow_the_terminal(
     swept(folder, [Outcome("finished", str(run.absolute()), 3.0) for run in runs]).report()
     _, *lines, _ = capsys.readouterr().out.splitlines()
     for number, (run, line) in enumerate(zip(runs, lines, strict=True), 1):
-        assert re.fullmatch(rf"{number} +policy.hidden={number - 1} +utility .* +3 s +{os.path.relpath(run)}", line)
+        assert re.fullmatch(
+            rf"{number} +policy.hidden={number - 1} +utility .* +3 s +{os.path.relpath(run)}", line
+        )

@@ -1,4 +1,5 @@
-"""What a person sees: the table of results at the width of the terminal, and the first and last lines of a run."""
+"""What a person sees: the table of results at the width of the terminal, and the first and last
+lines of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from knobwise.experiments.results.problem import DEADLINE
 
 HEADER = ["policy", *(metric.name for metric in DEADLINE.metrics)]
 ROWS = [
-    ["teacher (the stack itself)", "0.738\n[0.709, 0.765]", "0.738", "-131%\n[-160%, -103%]", "0.787", "2.79 ms"],
+    [
+        "teacher (the stack itself)",
+        "0.738\n[0.709, 0.765]",
+        "0.738",
+        "-131%\n[-160%, -103%]",
+        "0.787",
+        "2.79 ms",
+    ],
     ["random", "0.323\n[0.289, 0.357]", "0.323", "-140%\n[-171%, -116%]", "0.650", "4.31 ms"],
 ]
 ROWS = [[*row, "85.4%", "94.0%", "1,410 µs"] for row in ROWS]
@@ -70,10 +78,21 @@ def test_a_run_in_a_terminal_says_what_it_does_and_what_to_do_next(
     monkeypatch.chdir(tmp_path)
     write_table(90)
     quick = [word for word in OPTIMISER if not word.startswith("tracking")]
-    words = ["train", "experiment=lean", *TABLE, *quick, "baselines=false", "seeds=[0,1]", "tracking=offline", "name=a"]
+    words = [
+        "train",
+        "experiment=lean",
+        *TABLE,
+        *quick,
+        "baselines=false",
+        "seeds=[0,1]",
+        "tracking=offline",
+        "name=a",
+    ]
     controller, terminal = pty.openpty()
     environment = {**os.environ, **VARIABLES, "COLUMNS": "80", "TERM": "xterm"}
-    with subprocess.Popen([*COMMAND, *words], stdout=terminal, stderr=terminal, stdin=terminal, env=environment) as run:
+    with subprocess.Popen(
+        [*COMMAND, *words], stdout=terminal, stderr=terminal, stdin=terminal, env=environment
+    ) as run:
         os.close(terminal)
         content = b""
         while chunk := _read(controller):
@@ -86,7 +105,10 @@ def test_a_run_in_a_terminal_says_what_it_does_and_what_to_do_next(
     assert lines[1].startswith("training with seeds=[0, 1]")
     assert any(re.match(r"all seeds .*\d+/\d+ .* left", line) for line in lines)
     for seed in (0, 1):
-        where = rf"seed {seed}: best validation utility 0\.\d{{4}} at iteration \d+ of \d+ \((before|during) GRPO\)"
+        where = (
+            rf"seed {seed}: best validation utility 0\.\d{{4}} at iteration \d+ "
+            r"of \d+ \((before|during) GRPO\)"
+        )
         assert any(re.match(where, line) for line in lines)
     joined = "\n".join(lines)
     last = joined[joined.index("report: ") :].splitlines()

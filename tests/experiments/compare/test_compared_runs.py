@@ -1,4 +1,5 @@
-"""Finding runs, reading what they left, naming them by what differs; the page of their comparison."""
+"""Finding runs, reading what they left, naming them by what differs; the page of their
+comparison."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def test_runs_are_found_in_folders_in_order_and_once(tmp_path: Path) -> None:
     assert found == [written[name] for name in order]
     assert unfinished == []
     last, whole = written["loss.group_size-64"], tmp_path / "runs" / "lean"
-    assert find_runs([str(last), str(whole), str(tmp_path / "runs" / "latest")])[0] == [last, *found[:-1]]
+    assert find_runs([str(last), str(whole), str(tmp_path / "runs" / "latest")])[0] == [
+        last,
+        *found[:-1],
+    ]
 
 
 def test_unfinished_runs_are_told_apart(tmp_path: Path) -> None:
@@ -57,7 +61,9 @@ def test_a_sweep_is_found_by_its_own_folder_in_the_order_of_its_jobs(tmp_path: P
     sweep.mkdir(parents=True)
     OmegaConf.save(OmegaConf.create([{"words": []}] * 3), sweep / "jobs.yaml")
     for number, folder in ((1, first), (2, second)):
-        (sweep / f"{number}.json").write_text(json.dumps({"state": "finished", "folder": str(folder)}))
+        (sweep / f"{number}.json").write_text(
+            json.dumps({"state": "finished", "folder": str(folder)})
+        )
     assert find_runs([str(sweep)]) == ([first, second], [f"job 3 of {sweep}"])
 
 
@@ -87,7 +93,9 @@ def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
 def test_runs_of_different_systems_are_refused(tmp_path: Path) -> None:
     controller, selector = write_run(tmp_path / "a"), write_selector_run(tmp_path / "b")
     mean = write_run(tmp_path / "c", sense="mean")
-    with pytest.raises(InputError, match=r"/b: is a run of selectors, .*/a one of controllers under deadlines"):
+    with pytest.raises(
+        InputError, match=r"/b: is a run of selectors, .*/a one of controllers under deadlines"
+    ):
         read_runs([controller, selector])
     with pytest.raises(InputError, match="controllers under mean budgets"):
         read_runs([controller, mean])
@@ -95,9 +103,23 @@ def test_runs_of_different_systems_are_refused(tmp_path: Path) -> None:
 
 def test_settings_that_differ_without_where_runs_are_kept() -> None:
     one = {"name": "a", "runs": "x", "tracking.mode": "auto", "loss.group_size": 8, "seeds": [0, 1]}
-    other = {**one, "name": "b", "runs": "y", "tracking.mode": "disabled", "seeds": [0], "loss.kl_band": None}
+    other = {
+        **one,
+        "name": "b",
+        "runs": "y",
+        "tracking.mode": "disabled",
+        "seeds": [0],
+        "loss.kl_band": None,
+    }
     assert differing([one, other]) == {"seeds": ["[0,1]", "[0]"], "loss.kl_band": ["–", "none"]}
-    assert [value_words(v) for v in (1e-5, 0.25, True, None, "a", [])] == ["1e-05", "0.25", "true", "none", "a", "[]"]
+    assert [value_words(v) for v in (1e-5, 0.25, True, None, "a", [])] == [
+        "1e-05",
+        "0.25",
+        "true",
+        "none",
+        "a",
+        "[]",
+    ]
 
 
 MORE = {"loss.group_size": 5, "optimiser.lr": 1}
@@ -106,12 +128,18 @@ MORE = {"loss.group_size": 5, "optimiser.lr": 1}
 @pytest.mark.parametrize(
     ("runs", "wanted"),
     [
-        ({"lean/default": {}, "lean/b-5": {"loss.group_size": 5, "device": "cpu"}}, ["group_size=8", "group_size=5"]),
+        (
+            {"lean/default": {}, "lean/b-5": {"loss.group_size": 5, "device": "cpu"}},
+            ["group_size=8", "group_size=5"],
+        ),
         # a name that somebody gave says more than settings
         ({"lean/default": {}, "lean/my_best": {"loss.group_size": 5}}, ["default", "my_best"]),
         # as do folders where many settings differ
         (
-            {"lean/policy-auto": {"policy": {"teacher": False, "hidden": 9}, **MORE}, "lean/default": {}},
+            {
+                "lean/policy-auto": {"policy": {"teacher": False, "hidden": 9}, **MORE},
+                "lean/default": {},
+            },
             ["policy-auto", "default"],
         ),
         ({"lean/x": {}, "controller/x": {}}, ["lean", "controller"]),
@@ -125,7 +153,11 @@ MORE = {"loss.group_size": 5, "optimiser.lr": 1}
             ["group_size=8 (a-1)", "group_size=8 (a-1-2)", "group_size=5"],
         ),
         (
-            {f"{top}/lean/n-{n}": {"loss.group_size": n} for top in ("joblib", "ray") for n in (5, 8)},
+            {
+                f"{top}/lean/n-{n}": {"loss.group_size": n}
+                for top in ("joblib", "ray")
+                for n in (5, 8)
+            },
             [f"group_size={n} ({top})" for top in ("joblib", "ray") for n in (5, 8)],
         ),
         ({"lean/default": {}, "lean/default-2": {}}, ["default", "default-2"]),
@@ -136,14 +168,18 @@ MORE = {"loss.group_size": 5, "optimiser.lr": 1}
         ),
     ],
 )
-def test_labels_are_what_differs_or_the_folder(tmp_path: Path, runs: dict[str, dict], wanted: list[str]) -> None:
+def test_labels_are_what_differs_or_the_folder(
+    tmp_path: Path, runs: dict[str, dict], wanted: list[str]
+) -> None:
     folders = []
     for path, changed in runs.items():
         experiment = "controller" if path.startswith("controller") else "lean"
         nested = OmegaConf.create({"experiment": experiment})
         for key, value in changed.items():
             OmegaConf.update(nested, key, value)
-        folders.append(write_run(tmp_path / path, settings=OmegaConf.to_container(nested), decisions=False))
+        folders.append(
+            write_run(tmp_path / path, settings=OmegaConf.to_container(nested), decisions=False)
+        )
     assert [run.label for run in read_runs(folders)] == wanted
 
 
@@ -165,17 +201,21 @@ def test_decisions_are_the_rows_of_the_file(tmp_path: Path) -> None:
     assert run.row("nothing", 20.0) == {}
     assert decisions_of(run, "nothing") is None
     whole = pl.read_parquet(folder / "decisions.parquet")
-    whole.filter(~((pl.col("sample_id") == "s3") & (pl.col("place") == 10))).write_parquet(folder / "decisions.parquet")
+    whole.filter(~((pl.col("sample_id") == "s3") & (pl.col("place") == 10))).write_parquet(
+        folder / "decisions.parquet"
+    )
     assert decisions_of(read_runs([folder])[0], "controller") is None
 
 
-# -- the page: every number of every run, charts that can be drawn, nothing from a network -----------------------------
+# -- the page: every number of every run, charts that can be drawn, nothing from a network ---------
 
 
 def runs(folder: Path, count: int, **more: Any) -> list[str]:
     names = [folder / "lean" / f"loss.group_size-{n}" for n in range(count)]
     settings = [{"loss": {"group_size": n}} for n in range(count)]
-    return [str(write_run(names[n], gain=n / 20, settings=settings[n], **more)) for n in range(count)]
+    return [
+        str(write_run(names[n], gain=n / 20, settings=settings[n], **more)) for n in range(count)
+    ]
 
 
 def drawn(comparison: Comparison) -> dict[str, list[dict[str, Any]]]:
@@ -206,7 +246,11 @@ def test_the_page_is_one_file_and_holds_every_number(tmp_path: Path, three: Comp
         for one in family:
             row = next(line for line in rows if f"{one.run}</td>" in line)
             gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))
-            assert re.search(rf"(<td>|<small>){re.escape(gap)}\b.*?<small>\[{re.escape(low)}, {re.escape(high)}\]", row)
+            assert re.search(
+                rf"(<td>|<small>){re.escape(gap)}\b.*?<small>\[{re.escape(low)}, "
+                rf"{re.escape(high)}\]",
+                row,
+            )
 
 
 def test_every_chart_can_be_drawn_in_both_themes(three: Comparison) -> None:
@@ -225,7 +269,9 @@ def test_charts_hold_the_numbers_under_the_names_of_the_runs(three: Comparison) 
         found = {row["budget_ms"]: row["utility"] for row in lines if row.get("name") == run.label}
         assert found == {budget: run.row("controller", budget)["utility"] for budget in BUDGETS}
     quiet = {(row["policy"], row["budget_ms"]): row["utility"] for row in lines if "name" in row}
-    oracle = {("oracle (upper bound)", b): comparison.runs[0].row("oracle", b)["utility"] for b in BUDGETS}
+    oracle = {
+        ("oracle (upper bound)", b): comparison.runs[0].row("oracle", b)["utility"] for b in BUDGETS
+    }
     assert quiet.items() >= oracle.items()
     usage = specs["Which settings are used"]
     assert {title for spec in usage for title in spec["title"]} == labels
@@ -255,11 +301,17 @@ def test_curves_say_where_grpo_begins_and_a_single_point_is_a_dot(tmp_path: Path
         (folders[-1] / "results.json").write_text(json.dumps(results | {"training": training}))
     (folders[1] / "metrics.csv").write_text("seed,step,Val/Utility\n0,0,0.4\n1,0,0.6\n")
     comparison = comparison_of(list(map(str, folders)))
-    assert "Dashed: where GRPO begins." in write_comparison(comparison, tmp_path / "page.html").read_text()
+    assert (
+        "Dashed: where GRPO begins."
+        in write_comparison(comparison, tmp_path / "page.html").read_text()
+    )
     curves = drawn(comparison)["Training, on validation samples"]
     points = [point for point in points_of(*curves) if "panel" in point]
     names = [run.label for run in comparison.runs]
-    assert {(p["name"], p["grpo"], p["alone"]) for p in points} == {(names[0], 10, False), (names[1], None, True)}
+    assert {(p["name"], p["grpo"], p["alone"]) for p in points} == {
+        (names[0], 10, False),
+        (names[1], None, True),
+    }
     assert svg_of(*curves).count('stroke-dasharray="5,4"') == 1
 
 
@@ -274,7 +326,9 @@ def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Pat
     references = {"budget-aware static", "oracle (upper bound)"}
     assert {row["name"] for row in lines} == {run.label for run in comparison.runs} | references
     assert {row["policy"] for row in lines} == set(named) | references
-    assert {row["run"] for row in points_of(*specs["Which settings are used"])} == set(named) - {charts.OTHER}
+    assert {row["run"] for row in points_of(*specs["Which settings are used"])} == set(named) - {
+        charts.OTHER
+    }
     text = write_comparison(comparison, tmp_path / "page.html").read_text()
     assert "<h1>lean: 12 runs</h1>" in text
     assert "the first run and the 3 best others judged on the same samples; grey: 8 more" in text
@@ -283,7 +337,8 @@ def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Pat
     (forest,) = (spec for spec in charts_of(text) if "shown" in str(spec))
     rows = next(rows for rows in data_of(forest) if "shown" in rows[0])
     assert [(r["name"], r["value"], r["low"], r["high"]) for r in rows] == [
-        (one.run, *(100 * value for value in (one.difference, *one.ci95))) for one in comparison.differences
+        (one.run, *(100 * value for value in (one.difference, *one.ci95)))
+        for one in comparison.differences
     ]
 
 
@@ -304,9 +359,16 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path: Path, missing: str)
 def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> None:
     mean = comparison_of(runs(tmp_path / "m", 2, sense="mean"))
     assert set(drawn(mean)) == {
-        *("Over static mix by mean budget", "Which settings are used", "Training, on validation samples"),
+        *(
+            "Over static mix by mean budget",
+            "Which settings are used",
+            "Training, on validation samples",
+        ),
     }
-    folders = [str(write_selector_run(tmp_path / "s" / name, wrong=wrong)) for name, wrong in (("a", 0.6), ("b", 0.3))]
+    folders = [
+        str(write_selector_run(tmp_path / "s" / name, wrong=wrong))
+        for name, wrong in (("a", 0.6), ("b", 0.3))
+    ]
     comparison = comparison_of(folders)
     specs = drawn(comparison)
     assert set(specs) == {"Accuracy by number of shots", "Training, on validation queries"}
@@ -323,16 +385,24 @@ def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> N
         svg_of(*spec)
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
 
 
-def test_results_and_decisions_that_are_not_as_written_are_refused(tmp_path: Path, capsys: Capture) -> None:
-    folder, other = write_run(tmp_path / "runs" / "r"), write_run(tmp_path / "runs" / "other", gain=0.1)
+def test_results_and_decisions_that_are_not_as_written_are_refused(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    folder, other = (
+        write_run(tmp_path / "runs" / "r"),
+        write_run(tmp_path / "runs" / "other", gain=0.1),
+    )
     results = json.loads((folder / "results.json").read_text())
     write_results(folder, results)
     assert read_results(folder)["rows"] == results["rows"]
     assert len(read_decisions(folder))
-    whole, decisions = json.loads((folder / "results.json").read_text()), (folder / "decisions.parquet").read_bytes()
+    whole, decisions = (
+        json.loads((folder / "results.json").read_text()),
+        (folder / "decisions.parquet").read_bytes(),
+    )
     for key, wrong in itertools.product(whole, (7, "x", None, [], {})):
         if whole[key] != wrong:
             (folder / "results.json").write_text(json.dumps(whole | {key: wrong}))
@@ -343,15 +413,22 @@ def test_results_and_decisions_that_are_not_as_written_are_refused(tmp_path: Pat
         (folder / "results.json").write_text(json.dumps(whole | {"rows": rows}))
         assert "results.json: is damaged" in mistake(["compare", str(folder), str(other)], capsys)
     (folder / "results.json").write_text(json.dumps(whole, indent=1))
-    (folder / "decisions.parquet").write_bytes(decisions[:99] + bytes([decisions[99] ^ 1]) + decisions[100:])
-    assert "decisions.parquet: does not match its checksum in" in mistake(["compare", str(folder), str(other)], capsys)
+    (folder / "decisions.parquet").write_bytes(
+        decisions[:99] + bytes([decisions[99] ^ 1]) + decisions[100:]
+    )
+    assert "decisions.parquet: does not match its checksum in" in mistake(
+        ["compare", str(folder), str(other)], capsys
+    )
 
 
 def test_results_without_a_checksum_that_hold_other_types_are_refused_in_a_line(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder, other = write_run(tmp_path / "runs" / "r"), write_run(tmp_path / "runs" / "other", gain=0.1)
+    folder, other = (
+        write_run(tmp_path / "runs" / "r"),
+        write_run(tmp_path / "runs" / "other", gain=0.1),
+    )
     whole = json.loads((folder / "results.json").read_text())
     whole.pop("sha256", None)
     refused = 0

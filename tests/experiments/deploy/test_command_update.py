@@ -1,4 +1,5 @@
-"""`knobwise update`, through the command line: from a log, and for the hardware that some cells were timed on."""
+"""`knobwise update`, through the command line: from a log, and for the hardware that some cells
+were timed on."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def decides_alike(controller: DeployedController, exported: NumpyController, table: ProfileTable) -> bool:
+def decides_alike(
+    controller: DeployedController, exported: NumpyController, table: ProfileTable
+) -> bool:
     """Whether a version's checkpoint and its arrays are the same policy."""
     budgets = default_budgets(table).double().numpy()
     limits = budgets[np.arange(table.num_samples) % len(budgets)]
@@ -73,16 +76,24 @@ def timed(cells: pl.DataFrame) -> pl.DataFrame:
     """These cells with the times of the other hardware."""
     measured = pl.read_parquet("t.parquet").with_columns(pl.col("sample_id").cast(pl.String))
     keys = ["sample_id", "max_crops", "top_k", "num_active_blocks"]
-    times = cells.select(keys).with_columns(pl.col("sample_id").cast(pl.String)).join(measured, on=keys, how="left")
+    times = (
+        cells.select(keys)
+        .with_columns(pl.col("sample_id").cast(pl.String))
+        .join(measured, on=keys, how="left")
+    )
     factor = pl.col("top_k").replace_strict(FACTORS, return_dtype=pl.Float64)
     return times.with_columns(latency_ms=pl.col("latency_ms") * factor)
 
 
-def test_some_timed_cells_give_a_controller_for_other_hardware(folder: Path, capsys: Capture) -> None:
+def test_some_timed_cells_give_a_controller_for_other_hardware(
+    folder: Path, capsys: Capture
+) -> None:
     loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
     cells = pl.read_parquet("t.parquet").sample(16, seed=0)
     timed(cells).write_csv("timed.csv")
-    assert main(["update", *TRAINED_ON, "profile=table", "profile.path=timed.csv", "out=adapted"]) == 0
+    assert (
+        main(["update", *TRAINED_ON, "profile=table", "profile.path=timed.csv", "out=adapted"]) == 0
+    )
     printed = capsys.readouterr().out
     assert "16 timed cells: configurations take 2." in printed or "take 1.9" in printed
     adapted = load_checkpoint("adapted/current/controller.pt")
@@ -95,7 +106,10 @@ def test_some_timed_cells_give_a_controller_for_other_hardware(folder: Path, cap
     assert decides_alike(adapted.controller, exported, table)
     there = replace(table, latency_ms=table.latency_ms * factors)
     test, budgets = loaded.extra["test_rows"], default_budgets(there)
-    utility = [judge(each.controller, there, test, budgets).metrics()["Utility"] for each in (loaded, adapted)]
+    utility = [
+        judge(each.controller, there, test, budgets).metrics()["Utility"]
+        for each in (loaded, adapted)
+    ]
     assert utility[1] > utility[0] + 0.1
     # it is a checkpoint like any other, but not one to adapt again
     assert main(["export", "checkpoint=adapted/current", *TABLE, "out=exported"]) == 0
@@ -107,7 +121,9 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
     measured = pl.read_parquet("t.parquet")
     tables = {
         "other.csv": measured.with_columns(top_k=pl.col("top_k") + 1),
-        "strangers.csv": measured.with_columns(sample_id=pl.lit("s") + pl.col("sample_id").cast(pl.String)),
+        "strangers.csv": measured.with_columns(
+            sample_id=pl.lit("s") + pl.col("sample_id").cast(pl.String)
+        ),
         "few.csv": measured.head(3),
         "renamed.csv": measured.rename({"top_k": "experts"}),
         "untimed.csv": measured.with_columns(latency_ms=pl.lit(None)),
@@ -117,18 +133,24 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
     messages = {
         "other.csv": "12 of its configurations are not in 't'",
         "strangers.csv": "0 of its cells",
-        "few.csv": "3 of its cells (sample and configuration) are also in 't', but at least 5 are needed",
+        "few.csv": "3 of its cells (sample and configuration) are also in "
+        "'t', but at least 5 are needed",
         "renamed.csv": "top_k for a knob",
         "untimed.csv": "no row with both accuracy and latency_ms",
     }
     for name, message in messages.items():
         words = ["update", *TRAINED_ON, "profile=table", f"profile.path={name}", "out=nothing"]
         assert message in refused(words, capsys)
-    assert "is another, 'builtin'" in refused(["update", "trained_on=builtin", "profile=builtin"], capsys)
-    assert "give log=FOLDER, the requests to learn from, or profile=table profile.path=FILE, the cells" in refused(
-        ["update"], capsys
+    assert "is another, 'builtin'" in refused(
+        ["update", "trained_on=builtin", "profile=builtin"], capsys
     )
-    assert "trained_on=table trained_on.path=a.csv" in refused(["update", "trained_on=a.csv"], capsys)
+    assert (
+        "give log=FOLDER, the requests to learn from, or profile=table profile.path=FILE, the cells"
+        in refused(["update"], capsys)
+    )
+    assert "trained_on=table trained_on.path=a.csv" in refused(
+        ["update", "trained_on=a.csv"], capsys
+    )
 
 
 def for_mean_budgets(table: ProfileTable) -> DeployedController:
@@ -138,7 +160,11 @@ def for_mean_budgets(table: ProfileTable) -> DeployedController:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (untrained, "has no teacher whose expectations could be adapted; train with policy=auto or policy=utility"),
+        (
+            untrained,
+            "has no teacher whose expectations could be adapted; train with policy=auto or "
+            "policy=utility",
+        ),
         (for_mean_budgets, "decides for mean budgets"),
     ],
 )
@@ -147,7 +173,9 @@ def test_controllers_without_expectations_to_move_are_refused(
 ) -> None:
     table = small_table(40)
     save_checkpoint("other.pt", make(table), table, {})
-    assert message in refused(["update", "profile=builtin", "checkpoint=other.pt", "out=nothing"], capsys)
+    assert message in refused(
+        ["update", "profile=builtin", "checkpoint=other.pt", "out=nothing"], capsys
+    )
 
 
 def test_all_cells_are_read_by_the_knobs_of_the_controller(folder: Path, capsys: Capture) -> None:
@@ -183,7 +211,9 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     assert "700 requests by 1 controllers" in printed
     assert "100.0% labelled" in printed
     assert "1 set aside: a label of an unknown request" in printed
-    assert json.loads((tmp_path / "facts.json").read_text())["set_aside"] == {"a label of an unknown request": 1}
+    assert json.loads((tmp_path / "facts.json").read_text())["set_aside"] == {
+        "a label of an unknown request": 1
+    }
 
     assert main(["update", log, out, *quick]) == 0
     printed = capsys.readouterr().out
@@ -191,7 +221,10 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     assert "offsets of latencies" in printed
     facts = json.loads((current / "update.json").read_text())
     assert (facts["before"], facts["better"], facts["requests"]) == ("0000", True, 700)
-    assert any(step["better"] and step["doubly_robust"]["difference"][0] > 0 for step in facts["steps"].values())
+    assert any(
+        step["better"] and step["doubly_robust"]["difference"][0] > 0
+        for step in facts["steps"].values()
+    )
     updated = load_checkpoint(current / "controller.pt")
     serving = NumpyController.load(current / "controller.npz")
     assert decides_alike(updated.controller, serving, table)
@@ -215,18 +248,26 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     )
     assert "0000 is the first version" in mistake(["update", "rollback=true", out], capsys)
     # a log of another controller is refused, with the reason
-    other = DeployedController(driven_apart(table, agent.controller.config), agent.teacher, agent.settled).eval()
+    other = DeployedController(
+        driven_apart(table, agent.controller.config), agent.teacher, agent.settled
+    ).eval()
     save_checkpoint(tmp_path / "else.pt", other, table, {})
-    assert main(["update", log, f"out={tmp_path / 'else'}", f"checkpoint={tmp_path / 'else.pt'}"]) == 2
+    assert (
+        main(["update", log, f"out={tmp_path / 'else'}", f"checkpoint={tmp_path / 'else.pt'}"]) == 2
+    )
     captured = capsys.readouterr()
     assert "760 set aside: of another controller" in captured.out
     assert "no request in it can be used" in captured.err
 
 
-def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_updates_go_on_while_the_log_grows(
+    folder: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
     table = read_long_table("t.parquet", features="f.npz")
     agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
-    model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0)
+    model = logging_model(
+        tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0
+    )
     serve_requests(model, table, 40)
     polls = iter((30, 15, None))
 
@@ -237,7 +278,13 @@ def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeyp
         serve_requests(model, table, count, seed=1)
 
     monkeypatch.setattr("knobwise.experiments.deploy.update.sleep", served_between_polls)
-    words = ["update", f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "every=40", "learning.folds=2"]
+    words = [
+        "update",
+        f"log={tmp_path / 'log'}",
+        f"out={tmp_path / 'out'}",
+        "every=40",
+        "learning.folds=2",
+    ]
     words.append("tracking=offline")
     assert main(words) == 130
     out = tmp_path / "out" / "versions"
@@ -263,9 +310,14 @@ def test_updates_go_on_while_the_log_grows(folder: Path, tmp_path: Path, monkeyp
 def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     table = read_long_table("t.parquet", features="f.npz")
     agent = load_checkpoint("runs/latest/checkpoints/best.pt").controller
-    model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0)
+    model = logging_model(
+        tmp_path / "log", agent, table, lambda values: 1.0, explore=0.4, explore_loss=0.4, seed=0
+    )
     serve_requests(model, table, 60)
-    out, words = tmp_path / "out", [f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "learning.folds=2"]
+    out, words = (
+        tmp_path / "out",
+        [f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}", "learning.folds=2"],
+    )
     killing = (
         "import os, signal, sys\n"
         "from knobwise.__main__ import main\n"
@@ -282,10 +334,16 @@ def test_a_killed_update_leaves_what_served(folder: Path, tmp_path: Path, capsys
         command = [sys.executable, "-c", killing, str(writes), "update", *words]
         assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
         if writes == 2:
-            assert NumpyController.load(out / "current" / "controller.npz").digest == model.controller.digest
+            assert (
+                NumpyController.load(out / "current" / "controller.npz").digest
+                == model.controller.digest
+            )
     for _ in range(2):  # given again, it has nothing to add
         assert main(["update", *words]) == 0
-        assert NumpyController.load(out / "current" / "controller.npz").digest == model.controller.digest
+        assert (
+            NumpyController.load(out / "current" / "controller.npz").digest
+            == model.controller.digest
+        )
         assert sorted(path.name for path in (out / "versions").iterdir()) == ["0000", "0001"]
         assert not [path for path in out.rglob(".*") if path.name not in (".lock",)]
     arrays = out / "versions" / "0001" / "controller.npz"

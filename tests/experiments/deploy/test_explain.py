@@ -22,7 +22,15 @@ from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.losses import GRPOLoss
 
-QUICK = ["train", *TABLE, *OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "baselines=false"]
+QUICK = [
+    "train",
+    *TABLE,
+    *OPTIMISER,
+    "optimiser.iterations=4",
+    "policy=utility",
+    "policy.members=2",
+    "baselines=false",
+]
 RUN, MEAN, HEAD = (f"runs/controller/{name}" for name in ("deadlines", "mean", "head"))
 
 
@@ -34,9 +42,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         write_table()
         ids = read_long_table("t.parquet").sample_ids
-        pl.DataFrame({"sample_id": ids[::2], "question": [f"What is {i}?" for i in ids[::2]]}).write_parquet(
-            "samples.parquet"
-        )
+        pl.DataFrame(
+            {"sample_id": ids[::2], "question": [f"What is {i}?" for i in ids[::2]]}
+        ).write_parquet("samples.parquet")
         assert main([*QUICK, "name=deadlines", "seeds=[0,1]", "budgets_ms=[8,25]"]) == 0
         assert main([*QUICK, "name=mean", "seeds=[0]", "budget=mean", "budgets_ms=[10,14]"]) == 0
         head = ["policy=independent", "policy.members=1", "optimiser.patience=0"]
@@ -58,10 +66,14 @@ def explained(capsys: Capture, *words: str) -> tuple[str, dict[str, Any]]:
 
 def test_a_decision_is_explained_beside_what_was_measured(capsys: Capture) -> None:
     table, policy = read_long_table("t.parquet", features="f.npz"), knobwise.load(RUN)
-    text, why = explained(capsys, f"checkpoint={RUN}", f"sample={table.sample_ids[4]}", "budget_ms=12")
+    text, why = explained(
+        capsys, f"checkpoint={RUN}", f"sample={table.sample_ids[4]}", "budget_ms=12"
+    )
     features = {name: block[4] for name, block in table.features.items()}
     times = table.latency_ms
-    wanted = policy.decide(features, 12, explain=True, between_ms=(float(times.min()), float(times.max())))
+    wanted = policy.decide(
+        features, 12, explain=True, between_ms=(float(times.min()), float(times.max()))
+    )
     assert (why["decision"], why["reason"]) == (wanted.decision, wanted.reason)
     assert [tuple(step) for step in why["by_budget"]] == wanted.by_budget
     assert len(why["expected"]) == table.num_configurations
@@ -72,9 +84,16 @@ def test_a_decision_is_explained_beside_what_was_measured(capsys: Capture) -> No
     head, *lines = text.splitlines()
     assert "measured accuracy" in head
     assert sum("max_crops=" in line and " ms " in line for line in lines[:12]) in (10, 11, 12)
-    assert sum("  chosen" in line for line in lines) == sum("runner-up" in line for line in lines) == 1
-    assert f"Sample {table.sample_ids[4]} (What is {table.sample_ids[4]}?) under a budget of 12.0 ms" in text
-    assert "2 more configurations are left out" in text or "1 more configuration is left out" in text
+    assert (
+        sum("  chosen" in line for line in lines) == sum("runner-up" in line for line in lines) == 1
+    )
+    assert (
+        f"Sample {table.sample_ids[4]} (What is {table.sample_ids[4]}?) under a budget of 12.0 ms"
+        in text
+    )
+    assert (
+        "2 more configurations are left out" in text or "1 more configuration is left out" in text
+    )
     assert text.count("← this budget") == 1
     chosen = policy.configurations.index(wanted.decision)
     late = "late" if table.latency_ms[4, chosen] > 12 else "on time"
@@ -124,7 +143,9 @@ def test_what_a_tracker_has_learned_changes_the_decision(capsys: Capture) -> Non
 
 
 @pytest.mark.parametrize("run", [RUN, MEAN, HEAD])
-def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(run: str, capsys: Capture) -> None:
+def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(
+    run: str, capsys: Capture
+) -> None:
     text, why = explained(capsys, f"checkpoint={run}")
     results = json.loads((Path(run) / "results.json").read_text())
     assert why == results["explanation"] | {"knob_usage": results["knob_usage"]}
@@ -148,7 +169,9 @@ def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(run: str
         assert ", ".join(f"{name}={value}" for name, value in rule["then"].items()) in section
 
 
-def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there_is(capsys: Capture) -> None:
+def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there_is(
+    capsys: Capture,
+) -> None:
     sample = f"sample={read_long_table('t.parquet').sample_ids[1]}"
     text, why = explained(capsys, f"checkpoint={MEAN}", sample, "budget_ms=14")
     expected = {"configuration", "probability", "accuracy", "latency_ms", "utility", "measured"}
@@ -162,15 +185,27 @@ def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there
 
 
 MISTAKES = [
-    ("sample=nobody budget_ms=9", "sample=nobody: profile 't' does not hold it; it holds 60, such as "),
+    (
+        "sample=nobody budget_ms=9",
+        "sample=nobody: profile 't' does not hold it; it holds 60, such as ",
+    ),
     ("sample=0", "budget_ms=None: say how long the answer may take, a positive number of ms"),
-    *((f"sample=0 budget_ms={b}", f"budget_ms={b}: say how long") for b in ("-1.0", "0.0", "nan", "inf")),
+    *(
+        (f"sample=0 budget_ms={b}", f"budget_ms={b}: say how long")
+        for b in ("-1.0", "0.0", "nan", "inf")
+    ),
     ("budget_ms=9", "budget_ms and tracker: explain one decision; say which with sample=ID"),
     ("sample=0 budget_ms=9 tracker=nothing.json", "tracker=nothing.json: cannot be read as JSON"),
     ("sample=0 budget_ms=9 tracker=t.parquet", "tracker=t.parquet: cannot be read as JSON"),
     ("sample=0 budget_ms=9 profile=builtin", "was trained for 12 configurations"),
-    (f"checkpoint={MEAN} sample=0 budget_ms=9", "a mean budget of 9: the policy was calibrated for 10, 14 only"),
-    ("checkpoint=nowhere", "nowhere/results.json: no such file; is this the folder of a finished run?"),
+    (
+        f"checkpoint={MEAN} sample=0 budget_ms=9",
+        "a mean budget of 9: the policy was calibrated for 10, 14 only",
+    ),
+    (
+        "checkpoint=nowhere",
+        "nowhere/results.json: no such file; is this the folder of a finished run?",
+    ),
     ("checkpoint=nowhere sample=0 budget_ms=9", "nowhere: no such checkpoint"),
     ("checkpoint=old", "old: its results hold no explanation"),
 ]
@@ -191,15 +226,26 @@ def test_a_mistake_is_one_line(words: str, message: str, capsys: Capture) -> Non
     assert message in refused(["explain", f"checkpoint={RUN}", *profile, *given], capsys)
 
 
-def test_a_sample_of_several_data_sets_is_named_with_its_data_set(capsys: Capture, tmp_path: Path) -> None:
+def test_a_sample_of_several_data_sets_is_named_with_its_data_set(
+    capsys: Capture, tmp_path: Path
+) -> None:
     frame = pl.read_parquet("t.parquet")
     parts = [frame.with_columns(dataset=pl.lit(name)) for name in ("a", "b")]
     pl.concat(parts).write_parquet(tmp_path / "two.parquet")
     features = dict(np.load("f.npz"))
     twice = {name: np.concatenate([block, block]) for name, block in features.items()}
-    np.savez(tmp_path / "two.npz", **twice | {"dataset": np.repeat(["a", "b"], len(features["sample_id"]))})
+    np.savez(
+        tmp_path / "two.npz",
+        **twice | {"dataset": np.repeat(["a", "b"], len(features["sample_id"]))},
+    )
     first = str(read_long_table("t.parquet").sample_ids[0])
-    profile = ["profile=table", f"profile.path={tmp_path}/two.parquet", f"profile.features={tmp_path}/two.npz"]
+    profile = [
+        "profile=table",
+        f"profile.path={tmp_path}/two.parquet",
+        f"profile.features={tmp_path}/two.npz",
+    ]
     words = ["explain", f"checkpoint={RUN}", *profile, "budget_ms=9"]
-    assert f"sample={first}: say which of a/{first}, b/{first}" in refused([*words, f"sample={first}"], capsys)
+    assert f"sample={first}: say which of a/{first}, b/{first}" in refused(
+        [*words, f"sample={first}"], capsys
+    )
     assert main([*words, f"sample=b/{first}"]) == 0

@@ -54,7 +54,9 @@ def case() -> Case:
 
 
 def saved(path: Path, controller: DeployedController, table: ProfileTable, split: Split) -> Path:
-    save_checkpoint(path, controller, table, {f"{part}_rows": rows for part, rows in split._asdict().items()})
+    save_checkpoint(
+        path, controller, table, {f"{part}_rows": rows for part, rows in split._asdict().items()}
+    )
     return path
 
 
@@ -79,9 +81,13 @@ def served(case: Case) -> tuple[Stream, Record]:
     return stream, server.record
 
 
-def test_live_answers_are_those_that_the_profile_recorded(case: Case, served: tuple[Stream, Record]) -> None:
+def test_live_answers_are_those_that_the_profile_recorded(
+    case: Case, served: tuple[Stream, Record]
+) -> None:
     stream, record = served
-    recorded = case.table.accuracy.numpy()[stream.rows[:, None], record.served["choice"].astype(int)]
+    recorded = case.table.accuracy.numpy()[
+        stream.rows[:, None], record.served["choice"].astype(int)
+    ]
     assert np.array_equal(record.served["score"].astype(np.float32), recorded)
 
 
@@ -89,22 +95,36 @@ def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case:
     stream, server = server_of(case, replace(SHORT, requests=30))
     assert server.serve() is None
     record, table = server.record, case.table
-    blocks = [{name: block[row].numpy() for name, block in table.features.items()} for row in stream.rows]
-    of_policy = [record.policies.index(name) for name in ("controller", "controller_frozen", "budget_aware_static")]
-    learned, frozen, static = ({key: record.served[key][p, :, 0].tolist() for key in Served._fields} for p in of_policy)
+    blocks = [
+        {name: block[row].numpy() for name, block in table.features.items()} for row in stream.rows
+    ]
+    of_policy = [
+        record.policies.index(name)
+        for name in ("controller", "controller_frozen", "budget_aware_static")
+    ]
+    learned, frozen, static = (
+        {key: record.served[key][p, :, 0].tolist() for key in Served._fields} for p in of_policy
+    )
     for served in (learned, frozen):
         cells = zip(blocks, served["limit_ms"], served["drift"], strict=True)
         assert served["choice"] == [server.model.controller.decide_index(*cell) for cell in cells]
     by_static = server.static.static
-    for limit, drift, choice in zip(static["limit_ms"], static["drift"], static["choice"], strict=True):
+    for limit, drift, choice in zip(
+        static["limit_ms"], static["drift"], static["choice"], strict=True
+    ):
         assert by_static.single(limit * math.exp(-drift[0].mean(dtype=float))) == choice
     assert set(frozen["drift"]) == {None}
-    assert None not in (*learned["drift"], *static["drift"])  # each learns from its own answers, from the first on
+    assert None not in (
+        *learned["drift"],
+        *static["drift"],
+    )  # each learns from its own answers, from the first on
     assert (np.array(learned["limit_ms"]) < stream.budgets_ms).all()  # its own costs are taken off
     assert (np.array(static["limit_ms"]) < stream.budgets_ms).all()
 
 
-def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_and_writes_what_it_found(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = saved(tmp_path / "best.pt", case.controller, case.table, case.split)
     files = {name: str(tmp_path / f"live.{name}") for name in ("json", "html")}
     results = live.run_live(
@@ -130,7 +150,14 @@ def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsy
     ):
         assert words in printed
     assert [row["policy"] for row in results["rows"]] == [
-        *("controller", "controller_frozen", "budget_aware_static", "best_static", "cheapest", "most_accurate")
+        *(
+            "controller",
+            "controller_frozen",
+            "budget_aware_static",
+            "best_static",
+            "cheapest",
+            "most_accurate",
+        )
     ]
     for row in results["rows"]:
         for what in ("accuracy", "satisfaction", "utility"):
@@ -140,12 +167,16 @@ def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsy
     assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
     assert results["decisions"]["as_replayed_at_the_same_limit"] == 1
     overhead = results["overhead"]
-    assert overhead["share"] == pytest.approx(overhead["overhead_us"] / 1e3 / overhead["inference_ms"])
+    assert overhead["share"] == pytest.approx(
+        overhead["overhead_us"] / 1e3 / overhead["inference_ms"]
+    )
     parts = overhead["decision_us_p50"] + overhead["features_and_knobs_us_p50"]
     assert overhead["share_p50"] == pytest.approx(parts / 1e3 / overhead["inference_ms"])
 
 
-def test_the_controller_is_charged_its_whole_way_and_static_its_choice(served: tuple[Stream, Record]) -> None:
+def test_the_controller_is_charged_its_whole_way_and_static_its_choice(
+    served: tuple[Stream, Record],
+) -> None:
     _, record = served
     overhead, decision = record.served["overhead_ms"], record.served["decision_us"]
     assert (overhead[:3] > decision[:3] / 1e3).all()
@@ -154,7 +185,9 @@ def test_the_controller_is_charged_its_whole_way_and_static_its_choice(served: t
     assert (record.served["inference_ms"] > 0).all()
 
 
-def test_what_calls_take_beside_the_model_is_charged_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_calls_take_beside_the_model_is_charged_too(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, server = server_of(case, replace(SHORT, requests=3, warm_up=0), fixed=0)
     answer = server.model.answer
 
@@ -173,7 +206,9 @@ def test_static_allows_for_what_its_own_choices_took(case: Case) -> None:
     served = server.record.served
     took = served["overhead_ms"][2, :, 0]
     spent = [float(np.median(took[:i])) if i else 0.0 for i in range(len(took))]
-    np.testing.assert_allclose(served["limit_ms"][2, :, 0], np.maximum(stream.budgets_ms - spent, 1e-9), rtol=1e-6)
+    np.testing.assert_allclose(
+        served["limit_ms"][2, :, 0], np.maximum(stream.budgets_ms - spent, 1e-9), rtol=1e-6
+    )
     assert (served["limit_ms"][0, 1:, 0] < stream.budgets_ms[1:]).all()
 
 
@@ -196,9 +231,17 @@ def test_nothing_is_fitted_on_what_is_served(
 def test_fixed_configurations_are_what_their_names_say(case: Case) -> None:
     table, split, *_ = case
     fixed = live.fixed_configurations(table, split.train, default_budgets(table), 3)
-    accuracy, latency = table.accuracy[split.train].double().mean(0), table.latency_ms[split.train].double().mean(0)
-    assert (fixed["cheapest"], fixed["most_accurate"]) == (int(latency.argmin()), int(accuracy.argmax()))
-    assert list(live.fixed_configurations(table, split.train, default_budgets(table), 1)) == ["best_static"]
+    accuracy, latency = (
+        table.accuracy[split.train].double().mean(0),
+        table.latency_ms[split.train].double().mean(0),
+    )
+    assert (fixed["cheapest"], fixed["most_accurate"]) == (
+        int(latency.argmin()),
+        int(accuracy.argmax()),
+    )
+    assert list(live.fixed_configurations(table, split.train, default_budgets(table), 1)) == [
+        "best_static"
+    ]
 
 
 @functools.cache
@@ -208,11 +251,17 @@ def small() -> tuple[ProfileTable, NumpyController]:
 
 
 def by_hand(slower: float) -> tuple[Stream, Record]:
-    """Two requests of the first two samples, served as the profile says on a machine that is `slower`."""
+    """Two requests of the first two samples, served as the profile says on a machine that is
+    `slower`."""
     table, _ = small()
-    rows, choices = np.array([0, 1]), {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
+    rows, choices = (
+        np.array([0, 1]),
+        {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]},
+    )
     shape = (len(choices), 2, 1)
-    fields: dict[str, Any] = {name: np.zeros(shape) for name in Served._fields} | {"drift": np.full(shape, None)}
+    fields: dict[str, Any] = {name: np.zeros(shape) for name in Served._fields} | {
+        "drift": np.full(shape, None)
+    }
     for p, chosen in enumerate(choices.values()):
         fields["choice"][p, :, 0] = chosen
         fields["score"][p, :, 0] = table.accuracy[rows, chosen]
@@ -245,7 +294,9 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
 def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine() -> None:
     table, controller = small()
     stream, record = by_hand(slower=3.0)
-    stream.budgets_ms[0] = 2 * float(table.latency_ms[0].min())  # enough where it was measured, too little here
+    stream.budgets_ms[0] = 2 * float(
+        table.latency_ms[0].min()
+    )  # enough where it was measured, too little here
     assert judged(stream, record, speed=3.0)["infeasible"] == 1
     blocks = {name: block[:2].numpy() for name, block in table.features.items()}
     stream.budgets_ms[:] = 3 * table.latency_ms.median()
@@ -282,8 +333,14 @@ def test_a_stream_goes_through_the_test_samples_before_it_repeats(case: Case) ->
     table, split, *_ = case
     few, budgets = split.test[:6], torch.tensor([1.0, 2.0])
     config = LiveConfig(requests=15, calibration=4)
-    stream, again = (draw_stream(table, few, split.train, budgets, ElasticRequests(), config) for _ in range(2))
-    assert sorted(stream.rows[:6].tolist()) == sorted(stream.rows[6:12].tolist()) == sorted(few.tolist())
+    stream, again = (
+        draw_stream(table, few, split.train, budgets, ElasticRequests(), config) for _ in range(2)
+    )
+    assert (
+        sorted(stream.rows[:6].tolist())
+        == sorted(stream.rows[6:12].tolist())
+        == sorted(few.tolist())
+    )
     assert set(stream.budgets_ms.tolist()) == {1.0, 2.0}
     assert len(stream.timed) == 4
     assert set(stream.timed) <= set(split.train.tolist())
@@ -308,7 +365,9 @@ def test_fresh_samples_are_served_without_a_replay(
     case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = replace(SHORT, fresh=True, html=str(tmp_path / "live.html"))
-    results = run(saved(tmp_path / "best.pt", case.controller, case.table, case.split), case.table, config)
+    results = run(
+        saved(tmp_path / "best.pt", case.controller, case.table, case.split), case.table, config
+    )
     assert results["agreement"] == []
     assert results["infeasible"] is None
     assert len(results["timeline"]) == 10
@@ -316,11 +375,15 @@ def test_fresh_samples_are_served_without_a_replay(
     assert "The profile does not hold these samples" in printed
     assert "replay" not in printed
     assert "Live and replay" not in (tmp_path / "live.html").read_text()
-    stream = draw_stream(case.table, case.split.test, case.fitted, torch.ones(1), ElasticRequests(), config)
+    stream = draw_stream(
+        case.table, case.split.test, case.fitted, torch.ones(1), ElasticRequests(), config
+    )
     assert set(stream.rows.tolist()) == {-1}
     assert sorted(map(int, stream.ids)) == list(range(2000, 2010))
     later = replace(config, skip=10)
-    stream = draw_stream(case.table, case.split.test, case.fitted, torch.ones(1), ElasticRequests(), later)
+    stream = draw_stream(
+        case.table, case.split.test, case.fitted, torch.ones(1), ElasticRequests(), later
+    )
     assert sorted(map(int, stream.ids)) == list(range(2010, 2020))
 
 
@@ -343,7 +406,9 @@ class Failing(ElasticAdaptive):
         return super().answer(stages, configuration)
 
 
-@pytest.mark.parametrize(("answers", "kept"), [(3, (0, 0)), (12 + 6 * 25, (20, 1)), (12 + 6 * 50 + 6 * 22, (40, 1))])
+@pytest.mark.parametrize(
+    ("answers", "kept"), [(3, (0, 0)), (12 + 6 * 25, (20, 1)), (12 + 6 * 50 + 6 * 22, (40, 1))]
+)
 def test_what_was_served_before_a_server_died_is_kept(
     case: Case, tmp_path: Path, answers: int, kept: tuple[int, int]
 ) -> None:
@@ -371,9 +436,13 @@ def test_what_cannot_be_served_is_refused(case: Case, tmp_path: Path) -> None:
         run(saved(tmp_path / "a.pt", of_small, small, small.split()), table, SHORT)
     with pytest.raises(InputError, match="is not what model 'elastic' was measured on"):
         run(saved(tmp_path / "a.pt", of_small, small, small.split()), small, SHORT)
-    network = Controller.for_table(table, split.train[:50], controller.controller.config, sense="mean")
+    network = Controller.for_table(
+        table, split.train[:50], controller.controller.config, sense="mean"
+    )
     with pytest.raises(InputError, match="mean over requests"):
-        run(saved(tmp_path / "b.pt", DeployedController(network).eval(), table, split), table, SHORT)
+        run(
+            saved(tmp_path / "b.pt", DeployedController(network).eval(), table, split), table, SHORT
+        )
     for wrong in ({"requests": 0}, {"fixed": 4}, {"warm_up": -1}, {"clock": "sun"}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             LiveConfig(**wrong)  # type: ignore[arg-type]

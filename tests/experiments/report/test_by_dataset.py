@@ -29,7 +29,8 @@ from knobwise.experiments.results.controllers import judge_deadlines, judge_mean
 
 
 def two_sets() -> ProfileTable:
-    """In data set a configuration 1 is right, in b configuration 0 in three of four; all take 1 ms."""
+    """In data set a configuration 1 is right, in b configuration 0 in three of four; all take 1
+    ms."""
     b = [[1.0, 0.0]] * 3 + [[0.0, 0.0]]
     table = table_of([[0.0, 1.0]] * 6 + b, [[1.0, 1.0]] * 10)
     return replace(table, datasets=("a",) * 6 + ("b",) * 4)
@@ -72,7 +73,10 @@ def test_every_data_set_has_its_rows() -> None:
     rows = {(row["dataset"], row["policy"]): row for row in results["by_dataset"]}
     order = ["controller", "budget_aware_static", "static_per_dataset", "random", "oracle"]
     assert list(rows) == [(name, policy) for name in "ab" for policy in order]
-    assert {(row["dataset"], row["samples"]) for row in results["by_dataset"]} == {("a", 6), ("b", 4)}
+    assert {(row["dataset"], row["samples"]) for row in results["by_dataset"]} == {
+        ("a", 6),
+        ("b", 4),
+    }
     # over both data sets configuration 1 is right in 6 of 10, configuration 0 in 3
     assert rows["a", "budget_aware_static"]["utility"] == 1.0
     assert rows["b", "budget_aware_static"]["utility"] == 0.0
@@ -83,7 +87,9 @@ def test_every_data_set_has_its_rows() -> None:
     assert (together["policy"], together["budget_ms"]) == ("controller", None)
     parts = [rows[name, "controller"]["utility"] * size for name, size in (("a", 0.6), ("b", 0.4))]
     assert together["utility"] == pytest.approx(sum(parts))
-    assert set(rows["a", "controller"]) - {"dataset", "samples"} == set(together) - {"decision_us_p50"}
+    assert set(rows["a", "controller"]) - {"dataset", "samples"} == set(together) - {
+        "decision_us_p50"
+    }
     assert json.loads(json.dumps(results)) == results
 
 
@@ -92,7 +98,9 @@ def test_one_data_set_changes_nothing() -> None:
     assert "by_dataset" not in results
     assert by_dataset(results).rows == []
     assert "by_dataset" not in judged(two_sets(), torch.arange(6))
-    assert "by_dataset" not in judged(replace(small_table(20), datasets=("only",) * 20), torch.arange(20))
+    assert "by_dataset" not in judged(
+        replace(small_table(20), datasets=("only",) * 20), torch.arange(20)
+    )
 
 
 def test_the_report_shows_them(tmp_path: Path) -> None:
@@ -105,18 +113,31 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
     text = printed(print_results, results)
     assert "static per data set" in text
     assert text.count("learned controller") >= 3
-    assert [line[0].split("\n")[0] for line in by_dataset(results).rows] == ["a", "", "", "", "", "b", "", "", "", ""]
+    assert [line[0].split("\n")[0] for line in by_dataset(results).rows] == [
+        "a",
+        "",
+        "",
+        "",
+        "",
+        "b",
+        "",
+        "",
+        "",
+        "",
+    ]
 
 
 def judged_at_means() -> dict[str, Any]:
-    """Configuration 0 takes 1 ms and is right for b only, 1 takes 3 ms, in b 5, and is right for a only. The controller
-    takes 1 for all, `knn` 0."""
+    """Configuration 0 takes 1 ms and is right for b only, 1 takes 3 ms, in b 5, and is right for a
+    only. The controller takes 1 for all, `knn` 0."""
     table = table_of([[0.0, 1.0]] * 6 + [[1.0, 0.0]] * 2, [[1.0, 3.0]] * 6 + [[1.0, 5.0]] * 2)
     table = replace(table, datasets=("a",) * 6 + ("b",) * 2)
     budgets = torch.tensor([2.0, 4.0])
     worths = torch.tensor([5.0, 9.0])
     learned: Any = ruled_at_means(Always(1), budgets, worths)
-    other = MeanBudgetPolicy("knn", lambda features, group, mask: np.zeros(len(mask), np.int64), budgets, worths)
+    other = MeanBudgetPolicy(
+        "knn", lambda features, group, mask: np.zeros(len(mask), np.int64), budgets, worths
+    )
     everything = torch.arange(8)
     about = table, everything, everything, budgets, [learned] * 2, [0, 1], [other]
     return judge_mean_budgets(*about, charge=False)[0]
@@ -127,15 +148,22 @@ def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it()
     rows = {(row["dataset"], row["policy"]): row for row in results["by_dataset"]}
     order = ["controller", "static_mix", "best_single", "knn", "oracle"]
     assert list(rows) == [(name, policy) for name in "ab" for policy in order]
-    assert {(row["dataset"], row["samples"]) for row in results["by_dataset"]} == {("a", 6), ("b", 2)}
+    assert {(row["dataset"], row["samples"]) for row in results["by_dataset"]} == {
+        ("a", 6),
+        ("b", 2),
+    }
     assert [rows[name, "controller"]["accuracy"] for name in "ab"] == [1, 0]
     assert [rows[name, "knn"]["accuracy"] for name in "ab"] == [0, 1]
     assert [rows[name, "controller"]["latency_ms_mean"] for name in "ab"] == [3, 5]
-    # over all, 1 is right for six of eight: at what it takes the static mix is it, and in b 0 would have been right
+    # over all, 1 is right for six of eight: at what it takes the static mix is it, and in b 0 would
+    # have been right
     assert [rows[name, "controller"]["over_static_mix"] for name in "ab"] == [0, 0]
     assert [rows[name, "controller"]["oracle_accuracy"] for name in "ab"] == [1, 1]
-    # over all 1 takes 3.5 ms: at a budget of 2 ms two fifths of the static mix are 1, at 4 ms all of it
-    assert [rows[name, "static_mix"]["latency_ms_mean"] for name in "ab"] == pytest.approx([2.4, 3.8])
+    # over all 1 takes 3.5 ms: at a budget of 2 ms two fifths of the static mix are 1, at 4 ms all
+    # of it
+    assert [rows[name, "static_mix"]["latency_ms_mean"] for name in "ab"] == pytest.approx(
+        [2.4, 3.8]
+    )
     assert [rows[name, "static_mix"]["accuracy"] for name in "ab"] == pytest.approx([0.7, 0.3])
     assert json.loads(json.dumps(results)) == results
 
@@ -150,7 +178,14 @@ def test_the_report_of_mean_budgets_shows_them(tmp_path: Path) -> None:
     assert {len(line) for line in table.rows} == {len(table.header)}
 
 
-QUICK = ["policy=utility", "policy.members=2", *OPTIMISER, "optimiser.iterations=2", "policy.hidden=8", "seeds=[0]"]
+QUICK = [
+    "policy=utility",
+    "policy.members=2",
+    *OPTIMISER,
+    "optimiser.iterations=2",
+    "policy.hidden=8",
+    "seeds=[0]",
+]
 
 
 @pytest.fixture
@@ -159,7 +194,9 @@ def joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate("ab"):
         table = replace(small_table(40, seed=number), name=name)
-        replace(table, latency_ms=table.latency_ms * (1 + 2 * (name == "b"))).save(f"{name}.safetensors")
+        replace(table, latency_ms=table.latency_ms * (1 + 2 * (name == "b"))).save(
+            f"{name}.safetensors"
+        )
     return "profile.paths=[a.safetensors,b.safetensors]"
 
 
@@ -179,7 +216,9 @@ def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint: st
     assert results["budgets_ms"] == pytest.approx(default_budgets(table).tolist())
     assert "by_dataset" not in results
     loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
-    assert sorted(torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]).tolist()) == list(range(40))
+    assert sorted(
+        torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]).tolist()
+    ) == list(range(40))
     assert loaded.extra["test_rows"].min() == 40
     normaliser = FeatureNormaliser.fit(table, torch.arange(40))
     torch.testing.assert_close(loaded.network.normaliser.mean, normaliser.mean)

@@ -1,4 +1,5 @@
-"""What holds for every page; the page of a profile, against numbers worked out by hand or the slow way."""
+"""What holds for every page; the page of a profile, against numbers worked out by hand or the slow
+way."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ ATTACK = "</script><script>alert(1)</script><!--<script>"
 
 
 def test_a_policy_has_the_same_colour_whatever_it_is_drawn_with() -> None:
-    first, second = (domain([*names, "oracle (upper bound)"]) for names in (["learned controller"], ["SFT", "a run"]))
+    first, second = (
+        domain([*names, "oracle (upper bound)"])
+        for names in (["learned controller"], ["SFT", "a run"])
+    )
     light, dark = (theme["range"]["category"] for theme in page.THEMES.values())
     assert len(first) == len(second) == len(light) == len(dark)
     place = first.index("oracle (upper bound)")
@@ -42,7 +46,9 @@ def test_every_policy_has_a_name_a_colour_and_a_description() -> None:
     assert {tuple(words) for words in POLICIES.values()} == {("name", "colour", "description")}
     assert {words["colour"] for words in POLICIES.values()} <= set(HUES)
     assert HUE_OF[policy_name("ridge")] == POLICIES["ridge"]["colour"]
-    assert policy_name("hidden_sft", {"hidden": ["crowd", "image"]}) == "SFT, crowd and image hidden"
+    assert (
+        policy_name("hidden_sft", {"hidden": ["crowd", "image"]}) == "SFT, crowd and image hidden"
+    )
     assert policy_name("my_own") == "my own"
 
 
@@ -50,7 +56,9 @@ def test_no_text_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     template = """{% from "parts.html.j2" import figure, folded, table %}
     {{ figure(chart, words) }}{{ table([words], [[words]]) }}{{ folded(words, "<i>x</i>" | safe) }}"""
     pages = page.templates()
-    monkeypatch.setattr(pages, "loader", ChoiceLoader([DictLoader({"attack": template}), pages.loader]))
+    monkeypatch.setattr(
+        pages, "loader", ChoiceLoader([DictLoader({"attack": template}), pages.loader])
+    )
     chart = charts.plane([{"label": ATTACK, "accuracy": 0.5, "latency_ms": 1.0}])
     text = page.render_page(tmp_path / "page.html", "attack", chart=chart, words=ATTACK).read_text()
     assert ATTACK not in text
@@ -72,16 +80,26 @@ def test_a_page_runs_no_code_from_words_and_loads_nothing(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("metric", "text"),
-    [(UTILITY, "0.500\n[0.400, 0.600]"), (GAP, "12%"), (OVER_MIX, "+0.010\n[-0.010, 0.030]"), (DECISION, "12.5 µs")],
+    [
+        (UTILITY, "0.500\n[0.400, 0.600]"),
+        (GAP, "12%"),
+        (OVER_MIX, "+0.010\n[-0.010, 0.030]"),
+        (DECISION, "12.5 µs"),
+    ],
 )
 def test_cells(metric: object, text: str) -> None:
-    row = {"utility": 0.5, "utility_ci95": [0.4, 0.6], "gap_closed": 0.12, "gap_closed_ci95": [1, 1]}
+    row = {
+        "utility": 0.5,
+        "utility_ci95": [0.4, 0.6],
+        "gap_closed": 0.12,
+        "gap_closed_ci95": [1, 1],
+    }
     row |= {"over_static_mix": 0.01, "over_static_mix_ci95": [-0.01, 0.03], "decision_us_p50": 12.5}
     assert cell(row, metric) == text  # type: ignore[arg-type]
     assert (number(None, ".1%"), number(-1e-9, "+.2f"), interval(None, ".1f")) == ("–", "+0.00", "")
 
 
-# -- a profile ---------------------------------------------------------------------------------------------------------
+# -- a profile -------------------------------------------------------------------------------------
 
 
 NAN = torch.nan
@@ -105,7 +123,8 @@ def test_facts_worked_out_by_hand() -> None:
     assert (facts["samples"], facts["configurations"], facts["grid"]) == (4, 3, 4)
     assert facts["coverage"] == pytest.approx(11 / 12)
     assert facts["config_dependent_share"] == 0.5  # the first and the last
-    # latencies 10, 10, 30, 10: mean 15, deviation √75; twice as long: the same ratio; 40, 40, 40: none
+    # latencies 10, 10, 30, 10: mean 15, deviation √75; twice as long: the same ratio; 40, 40, 40:
+    # none
     assert facts["latency_cv_within_configuration"] == pytest.approx((2 * 75**0.5 / 15 + 0) / 3)
     assert facts["knobs"]["crops"]["values"] == [2, 6]
     assert facts["knobs"]["crops"]["accuracy"] == pytest.approx([1.5 / 4, 5.5 / 7])
@@ -125,10 +144,13 @@ def test_facts_worked_out_by_hand() -> None:
 
 def test_headroom_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = torch.tensor([10.0, 25.0, 40.0])
-    monkeypatch.setattr("knobwise.experiments.report.inspection.default_budgets", lambda table: budgets)
+    monkeypatch.setattr(
+        "knobwise.experiments.report.inspection.default_budgets", lambda table: budgets
+    )
     facts = inspect_table(by_hand())
     # at 10 ms only the first configuration is in time, for three samples: 0 + 1 + 0 of four
-    # at 25 ms the second is right for the first two of four; at 40 ms the third for all three it was profiled for
+    # at 25 ms the second is right for the first two of four; at 40 ms the third for all three it
+    # was profiled for
     assert facts["headroom"] == {
         "budgets_ms": [10.0, 25.0, 40.0],
         "budget_aware_static": pytest.approx([1 / 4, 2 / 4, 1.0]),
@@ -150,9 +172,16 @@ def test_facts_agree_with_the_slow_way(holes: float) -> None:
                 expected = np.mean([float(getattr(table, name)[cell]) for cell in of_value])
                 assert facts["knobs"][knob.name][name][v] == pytest.approx(expected)
     for b, budget in enumerate(budgets):
-        utility = {cell: float(table.accuracy[cell]) * (float(table.latency_ms[cell]) <= budget) for cell in cells}
-        static = max(np.mean([u for (_, c), u in utility.items() if c == chosen]) for chosen in range(12))
-        oracle = np.mean([max(u for (i, _), u in utility.items() if i == sample) for sample in range(40)])
+        utility = {
+            cell: float(table.accuracy[cell]) * (float(table.latency_ms[cell]) <= budget)
+            for cell in cells
+        }
+        static = max(
+            np.mean([u for (_, c), u in utility.items() if c == chosen]) for chosen in range(12)
+        )
+        oracle = np.mean(
+            [max(u for (i, _), u in utility.items() if i == sample) for sample in range(40)]
+        )
         assert facts["headroom"]["budget_aware_static"][b] == pytest.approx(static)
         assert facts["headroom"]["oracle"][b] == pytest.approx(oracle)
     spread = [table.latency_ms[table.mask[:, c], c].numpy() for c in range(12)]
@@ -171,7 +200,10 @@ def changed(**what: Any) -> ProfileTable:
         (changed(features={}), "No features"),
         (changed(accuracy=torch.ones(250, 12)), "Accuracy hardly depends on the configuration"),
         (changed(accuracy=torch.ones(250, 12)), "choosing per input can gain next to nothing"),
-        (changed(latency_ms=torch.arange(1.0, 13).repeat(250, 1)), "Latency is the same for every sample"),
+        (
+            changed(latency_ms=torch.arange(1.0, 13).repeat(250, 1)),
+            "Latency is the same for every sample",
+        ),
         (changed(), ""),
     ],
 )
@@ -182,8 +214,12 @@ def test_the_warnings_name_what_is_wrong_with_a_profile(table: ProfileTable, wor
 
 def test_a_knob_without_effect_is_named() -> None:
     table = small_table(250)
-    twice = torch.tensor([[*row, extra] for row in table.configurations.tolist() for extra in (0, 1)])
-    columns = {k: getattr(table, k).repeat_interleave(2, 1) for k in ("accuracy", "latency_ms", "mask")}
+    twice = torch.tensor(
+        [[*row, extra] for row in table.configurations.tolist() for extra in (0, 1)]
+    )
+    columns = {
+        k: getattr(table, k).repeat_interleave(2, 1) for k in ("accuracy", "latency_ms", "mask")
+    }
     knobs = (*table.knobs, Knob("colour", ("blue", "red")))
     facts = inspect_table(replace(table, configurations=twice, knobs=knobs, **columns))
     assert facts["warnings"] == ["Knob colour changes neither accuracy nor latency on average."]
@@ -196,8 +232,12 @@ def one_knob() -> ProfileTable:
     return replace(table, name="<solvers>", knobs=knobs, latency_ms=1e5 * table.latency_ms)
 
 
-@pytest.mark.parametrize(("table", "figures"), [(by_hand(), 8), (small_table(30, holes=0.4), 12), (one_knob(), 5)])
-def test_page_is_whole_and_its_charts_can_be_drawn(table: ProfileTable, figures: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("table", "figures"), [(by_hand(), 8), (small_table(30, holes=0.4), 12), (one_knob(), 5)]
+)
+def test_page_is_whole_and_its_charts_can_be_drawn(
+    table: ProfileTable, figures: int, tmp_path: Path
+) -> None:
     path = write_inspection(inspect_table(table), tmp_path / "new" / "profile.html")
     text = path.read_text()
     assert path.stat().st_size < 2_000_000

@@ -43,8 +43,18 @@ QUICK = [
     "policy.hidden=8",
 ]
 LEAN = [*QUICK, "policy=utility", "seeds=[3,1]", "own_cost=false"]
-SELECT = ["experiment=selector_replay", "beams.path=b.safetensors", "selector.width=16", "selector.heads=2"]
-SELECT += ["sft.epochs=1", "rce.epochs=1", "variants.grpo_recorded.epochs=1", "variants.shuffled_recorded=null"]
+SELECT = [
+    "experiment=selector_replay",
+    "beams.path=b.safetensors",
+    "selector.width=16",
+    "selector.heads=2",
+]
+SELECT += [
+    "sft.epochs=1",
+    "rce.epochs=1",
+    "variants.grpo_recorded.epochs=1",
+    "variants.shuffled_recorded=null",
+]
 SELECT += ["seeds=[0,4]", "jobs=1", "beams.train=0.6", "beams.validation=0.2"]
 
 
@@ -68,11 +78,15 @@ def run(*words: str) -> tuple[dict[str, Any], pl.DataFrame]:
 
 def frame(places: list[float], **columns: Any) -> pl.DataFrame:
     samples = pl.DataFrame({"sample_id": ["b", "a"]})
-    return pl.concat([decision_rows("controller", seed, samples, places, columns) for seed in (1, 0)])
+    return pl.concat(
+        [decision_rows("controller", seed, samples, places, columns) for seed in (1, 0)]
+    )
 
 
 def test_rows_are_read_back_in_the_order_written(tmp_path: Path) -> None:
-    rows = frame([2.0, 1.0], accuracy=np.array([[0.1, 0.2], [0.3, np.nan]]), feasible=None, decision_us=1.5)
+    rows = frame(
+        [2.0, 1.0], accuracy=np.array([[0.1, 0.2], [0.3, np.nan]]), feasible=None, decision_us=1.5
+    )
     write_decisions(tmp_path, rows.select(sorted(SCHEMA)).drop("vote"))
     found = read_decisions(tmp_path)
     assert found.equals(rows)
@@ -91,7 +105,9 @@ def test_other_columns_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_of_decisions_is_an_error_for_a_person(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"decisions\.parquet: no such file; run the experiment again"):
+    with pytest.raises(
+        InputError, match=r"decisions\.parquet: no such file; run the experiment again"
+    ):
         read_decisions(tmp_path)
     (tmp_path / decisions_file.FILE).write_bytes(b"PAR1 but not really")
     with pytest.raises(InputError, match=r"decisions\.parquet: cannot be read"):
@@ -104,7 +120,14 @@ def test_what_is_no_file_of_decisions_is_an_error_for_a_person(tmp_path: Path) -
 def test_arrays_do_not_depend_on_the_order_of_the_rows() -> None:
     labels = pl.Series(["k=1", "k=2", None, "k=1"])
     rows = frame([2.0, 1.0], accuracy=np.arange(4.0).reshape(2, 2), choice=labels)
-    rows = pl.concat([rows, decision_rows("oracle", None, pl.DataFrame({"sample_id": ["a"]}), [1.0], {"score": 1.0})])
+    rows = pl.concat(
+        [
+            rows,
+            decision_rows(
+                "oracle", None, pl.DataFrame({"sample_id": ["a"]}), [1.0], {"score": 1.0}
+            ),
+        ]
+    )
     arrays = DecisionArrays(rows)
     assert (arrays.policies, arrays.places) == (["controller", "oracle"], [2, 1])
     assert arrays.samples["sample_id"].to_list() == ["b", "a"]
@@ -123,7 +146,12 @@ def test_results_are_means_of_the_decisions(folder: Path) -> None:
     assert {p: set(found.filter(policy=p)["seed"]) for p in policies} == seeds
     assert len(found) == (len(policies) + 2) * results["test_samples"] * 5
     assert found.select(pl.struct("policy", "seed", "sample_id", "place").is_unique().all()).item()
-    shares = {"accuracy": "accuracy", "satisfaction": "in_time", "utility": "score", "latency_ms_mean": "latency_ms"}
+    shares = {
+        "accuracy": "accuracy",
+        "satisfaction": "in_time",
+        "utility": "score",
+        "latency_ms_mean": "latency_ms",
+    }
     shares |= {"reward": "reward", "decision_us_p50": "decision_us"}
     means = found.group_by("policy", "place").agg(
         *(pl.col(column).cast(pl.Float64).mean().alias(name) for name, column in shares.items()),
@@ -134,7 +162,9 @@ def test_results_are_means_of_the_decisions(folder: Path) -> None:
         if row["budget_ms"] is not None:
             for name in (*shares, "satisfaction_feasible"):
                 wanted = judged[row["policy"], row["budget_ms"]][name]
-                assert row[name] == (None if wanted is None else pytest.approx(wanted, rel=1e-6)), name
+                assert row[name] == (None if wanted is None else pytest.approx(wanted, rel=1e-6)), (
+                    name
+                )
     # row by row: what the profile says of the configuration
     table = read_long_table(folder / "t.parquet", features=folder / "f.npz")
     labels = {table.label(c): c for c in range(table.num_configurations)}
@@ -149,11 +179,18 @@ def test_results_are_means_of_the_decisions(folder: Path) -> None:
 
     # without baselines static and the oracle are left, with the same decisions
     few, kept = run(*LEAN, *TABLE, "baselines=false")
-    assert {row["policy"] for row in few["rows"]} == {"controller", "teacher", "budget_aware_static", "oracle"}
+    assert {row["policy"] for row in few["rows"]} == {
+        "controller",
+        "teacher",
+        "budget_aware_static",
+        "oracle",
+    }
     rows = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
     for row in few["rows"]:
         for name, value in rows[row["policy"], row["budget_ms"]].items():
-            assert name == "decision_us_p50" or row[name] == (value if value is None else pytest.approx(value)), name
+            assert name == "decision_us_p50" or row[name] == (
+                value if value is None else pytest.approx(value)
+            ), name
     same = found.filter(pl.col("policy").is_in(kept["policy"].unique()))
     assert kept.drop("decision_us").equals(same.drop("decision_us"))
     split = table.split()
@@ -197,14 +234,22 @@ def test_under_mean_budgets_mixtures_are_expectations(folder: Path) -> None:
 
 
 def test_decisions_of_several_data_sets_say_which(folder: Path) -> None:
-    joint = ["profile=joint", "profile.paths=[at.parquet,bt.parquet]", "profile.features=[af.npz,bf.npz]"]
+    joint = [
+        "profile=joint",
+        "profile.paths=[at.parquet,bt.parquet]",
+        "profile.features=[af.npz,bf.npz]",
+    ]
     results, found = run(*LEAN, *joint, "baselines=false")
     assert set(found["dataset"]) == {"at", "bt"}
     # the same ids stand in both
-    assert found.select(pl.struct("policy", "seed", "dataset", "sample_id", "place").is_unique().all()).item()
+    assert found.select(
+        pl.struct("policy", "seed", "dataset", "sample_id", "place").is_unique().all()
+    ).item()
     means = found.group_by("dataset", "policy").agg(pl.col("score").cast(pl.Float64).mean())
     wanted = {(row["dataset"], row["policy"]): row["utility"] for row in results["by_dataset"]}
-    assert {(dataset, policy): score for dataset, policy, score in means.iter_rows()} == pytest.approx(wanted)
+    assert {
+        (dataset, policy): score for dataset, policy, score in means.iter_rows()
+    } == pytest.approx(wanted)
 
 
 def test_recorded_sequences_that_a_selector_prefers(folder: Path) -> None:
@@ -219,14 +264,24 @@ def test_recorded_sequences_that_a_selector_prefers(folder: Path) -> None:
     # each is a recorded sequence of its query, right or wrong as recorded
     for row in found.iter_rows(named=True):
         query = table.query_ids.index(row["sample_id"])
-        recorded = [" ".join(str(int(table.pool[query, p])) for p in beam) for beam in table.sequences[query]]
-        assert table.fields["vqa_correct"][query, recorded.index(row["choice"])] == row["accuracy"] == row["score"]
+        recorded = [
+            " ".join(str(int(table.pool[query, p])) for p in beam)
+            for beam in table.sequences[query]
+        ]
+        assert (
+            table.fields["vqa_correct"][query, recorded.index(row["choice"])]
+            == row["accuracy"]
+            == row["score"]
+        )
 
 
 def test_what_is_not_known_is_null_and_nothing_known_has_no_rows() -> None:
     table, _ = small_beams(4)
     rows, nan = torch.tensor([2, 0]), float("nan")
-    shown, vote = torch.tensor([[[7, 3], [-1, -1]], [[5, -1], [6, 1]]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    shown, vote = (
+        torch.tensor([[[7, 3], [-1, -1]], [[5, -1], [6, 1]]]),
+        torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
+    )
     decided = {
         "own": {
             1: Decided(torch.tensor([[1.0, nan], [0.0, 1.0]]), shown, vote, 12.5),
@@ -246,7 +301,7 @@ def test_what_is_not_known_is_null_and_nothing_known_has_no_rows() -> None:
     ]
 
 
-# -- results.json of a selector: means, paired differences, and what happens where something is unknown ----------------
+# -- results.json of a selector: means, paired differences, and what happens where something is unknown
 
 RCE = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 0], [0, 0, 1, 1]]).float()
 SFT = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0]]).float()
@@ -258,22 +313,35 @@ BEAMS, _ = small_beams(7)
 
 def results(correct: dict[str, dict[int, Tensor]], **more: Any) -> dict[str, Any]:
     decided = {
-        name: {n: Decided(right, None, decision_us=TIMES.get((name, n))) for n, right in by_shots.items()}
+        name: {
+            n: Decided(right, None, decision_us=TIMES.get((name, n)))
+            for n, right in by_shots.items()
+        }
         for name, by_shots in correct.items()
     }
     queries = next(right.shape[1] for by_shots in correct.values() for right in by_shots.values())
-    decisions = selector_decisions(decided, small_beams(queries)[0], torch.arange(queries), (4, 5, 6))
+    decisions = selector_decisions(
+        decided, small_beams(queries)[0], torch.arange(queries), (4, 5, 6)
+    )
     return selector_results(decisions, BEAMS, **{"seeds": (4, 5, 6), "trained_shots": 2} | more)
 
 
-def difference(found: dict[str, Any], policy: str, against: str, shots: int = 2) -> tuple[float, list[float]]:
+def difference(
+    found: dict[str, Any], policy: str, against: str, shots: int = 2
+) -> tuple[float, list[float]]:
     wanted = (policy, against, shots)
-    (row,) = (row for row in found["differences"] if (row["policy"], row["against"], row["shots"]) == wanted)
+    (row,) = (
+        row
+        for row in found["differences"]
+        if (row["policy"], row["against"], row["shots"]) == wanted
+    )
     return row["difference"], row["ci95"]
 
 
 def test_rows_hold_means_over_queries_and_seeds() -> None:
-    found = results({"rce": {2: RCE, 1: SFT}, "similarity": {2: NEAR, 1: NEAR}}, hidden=["annotator"])
+    found = results(
+        {"rce": {2: RCE, 1: SFT}, "similarity": {2: NEAR, 1: NEAR}}, hidden=["annotator"]
+    )
     assert json.loads(json.dumps(found)) == found
     rows = {(row["policy"], row["shots"]): row for row in found["rows"]}
     assert list(rows) == [("rce", 1), ("rce", 2), ("similarity", 1), ("similarity", 2)]
@@ -288,17 +356,31 @@ def test_rows_hold_means_over_queries_and_seeds() -> None:
     assert {row["queries"] for row in found["rows"]} == {4}
     sizes = {"samples": 7, "candidates": len(BEAMS.candidates)}
     assert found["profile"] == {"name": BEAMS.name, "digest": BEAMS.digest} | sizes
-    head = {key: found[key] for key in ("system", "split", "test_queries", "seeds", "shots", "trained_shots", "hidden")}
+    head = {
+        key: found[key]
+        for key in ("system", "split", "test_queries", "seeds", "shots", "trained_shots", "hidden")
+    }
     assert head == {
-        **{"system": "selector", "split": "test", "test_queries": 4, "seeds": [4, 5, 6], "shots": [1, 2]},
+        **{
+            "system": "selector",
+            "split": "test",
+            "test_queries": 4,
+            "seeds": [4, 5, 6],
+            "shots": [1, 2],
+        },
         **{"trained_shots": 2, "hidden": ["annotator"]},
     }
     assert "test_digest" not in found
 
 
 def test_differences_are_paired_over_queries_and_seeds() -> None:
-    found = results({"sft": {2: SFT}, "rce": {2: RCE}, "similarity": {2: NEAR}, "grpo_live": {2: LIVE}})
-    assert difference(found, "rce", "sft") == (pytest.approx(3 / 12), pytest.approx(mean_interval(RCE - SFT)))
+    found = results(
+        {"sft": {2: SFT}, "rce": {2: RCE}, "similarity": {2: NEAR}, "grpo_live": {2: LIVE}}
+    )
+    assert difference(found, "rce", "sft") == (
+        pytest.approx(3 / 12),
+        pytest.approx(mean_interval(RCE - SFT)),
+    )
     # what no seed changes goes with all; fewer seeds go with the same seeds of the other
     assert difference(found, "sft", "similarity")[0] == pytest.approx((SFT - NEAR).mean())
     assert difference(found, "grpo_live", "rce") == (
@@ -312,8 +394,13 @@ def test_differences_are_paired_over_queries_and_seeds() -> None:
 
 def test_pairing_shows_what_two_intervals_would_not() -> None:
     hard = torch.linspace(0, 1, 400)
-    found = results({"sft": {2: (hard < 0.5).float()[None]}, "rce": {2: (hard < 0.53).float()[None]}})
-    (sft, rce), (low, _) = (row["accuracy_ci95"] for row in found["rows"]), difference(found, "rce", "sft")[1]
+    found = results(
+        {"sft": {2: (hard < 0.5).float()[None]}, "rce": {2: (hard < 0.53).float()[None]}}
+    )
+    (sft, rce), (low, _) = (
+        (row["accuracy_ci95"] for row in found["rows"]),
+        difference(found, "rce", "sft")[1],
+    )
     assert sft[1] > rce[0]
     assert low > 0
 
@@ -334,7 +421,9 @@ def test_controls_stand_apart() -> None:
     assert [row["policy"] for row in found["rows"]] == ["sft", "rce"]
     assert [row["policy"] for row in found["controls"]] == list(names)
     pairs = {(row["policy"], row["against"]) for row in found["differences"]}
-    assert {(f"shuffled_{kind}", other) for kind in ("recorded", "live") for other in ("sft", "rce")} <= pairs
+    assert {
+        (f"shuffled_{kind}", other) for kind in ("recorded", "live") for other in ("sft", "rce")
+    } <= pairs
     assert {("hidden_rce", "hidden_sft"), ("hidden_live", "hidden_sft")} <= pairs
     assert difference(found, "hidden_live", "hidden_sft") == (0.0, [0.0, 0.0])
 
@@ -343,9 +432,15 @@ def test_a_query_unknown_to_one_policy_is_left_out_for_all() -> None:
     oracle = torch.tensor([[1, 1, torch.nan, 1]])
     rce = RCE.clone()
     rce[1, 0] = torch.nan
-    found = results({"rce": {2: rce, 3: RCE}, "oracle": {2: oracle, 3: torch.full((1, 4), torch.nan)}})
+    found = results(
+        {"rce": {2: rce, 3: RCE}, "oracle": {2: oracle, 3: torch.full((1, 4), torch.nan)}}
+    )
     rows = {(row["policy"], row["shots"]): row for row in found["rows"]}
-    assert set(rows) == {("rce", 2), ("oracle", 2), ("rce", 3)}  # nothing is known of the oracle at 3
+    assert set(rows) == {
+        ("rce", 2),
+        ("oracle", 2),
+        ("rce", 3),
+    }  # nothing is known of the oracle at 3
     assert rows["rce", 2]["queries"] == rows["oracle", 2]["queries"] == 2
     assert rows["rce", 2]["accuracy"] == pytest.approx(RCE[:, [1, 3]].mean())
     assert rows["rce", 3]["queries"] == 4
@@ -369,4 +464,8 @@ def test_the_held_out_bank_is_named() -> None:
 
 
 def test_sentences_are_about_the_trained_shots_or_the_nearest() -> None:
-    assert [shown_at({"shots": s, "trained_shots": 2}) for s in ([1, 2, 3], [3, 4], [4])] == [2, 3, 4]
+    assert [shown_at({"shots": s, "trained_shots": 2}) for s in ([1, 2, 3], [3, 4], [4])] == [
+        2,
+        3,
+        4,
+    ]

@@ -1,4 +1,5 @@
-"""Explanations of a policy: difficulty and correlation by hand, importance, a tree of a tree, single decisions."""
+"""Explanations of a policy: difficulty and correlation by hand, importance, a tree of a tree,
+single decisions."""
 
 from __future__ import annotations
 
@@ -46,40 +47,59 @@ def explained(table: ProfileTable, choose: Any, budgets: Tensor = BUDGETS) -> Ex
     return Explained(table, rows, rows, Ruled(chosen), budgets)
 
 
-# -- difficulty --------------------------------------------------------------------------------------------------------
+# -- difficulty ------------------------------------------------------------------------------------
 
 ACCURACY = [[0.0, 1.0, 1.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.4, 0.5, 1.0], [NAN, 0.0, 1.0]]
 LATENCY = [[1.0, 2.0, 4.0], [3.0, 2.5, 6.0], [1.0, 2.0, 4.0], [1.0, 3.0, 9.0], [NAN, 2.0, 5.0]]
 
 
 def test_a_sample_is_as_difficult_as_its_cheapest_right_configuration_is_slow() -> None:
-    assert difficulty_of(torch.tensor(ACCURACY), torch.tensor(LATENCY)).tolist() == [2.0, 2.5, torch.inf, 3.0, 5.0]
+    assert difficulty_of(torch.tensor(ACCURACY), torch.tensor(LATENCY)).tolist() == [
+        2.0,
+        2.5,
+        torch.inf,
+        3.0,
+        5.0,
+    ]
 
 
 def test_difficulty_against_latency_by_hand() -> None:
-    """Difficulties are 2, 2.5, 3 and 5; the third sample has no right configuration. Means by configuration are 1.5,
-    2.3 and 5.6, so by setting difficulties are 2.3, 1.5, 2.3 and 5.6."""
+    """Difficulties are 2, 2.5, 3 and 5; the third sample has no right configuration. Means by
+    configuration are 1.5, 2.3 and 5.6, so by setting difficulties are 2.3, 1.5, 2.3 and 5.6."""
     table = table_of(ACCURACY, LATENCY, torch.tensor([[1.0], [0.0], [0.0], [1.0], [2.0]]))
     seen = by_difficulty(
-        explained(table, lambda x, limits: torch.where(limits < 10, x[:, 0] * 0 + 1, x[:, 0].clamp_min(1)).long())
+        explained(
+            table,
+            lambda x, limits: torch.where(
+                limits < 10, x[:, 0] * 0 + 1, x[:, 0].clamp_min(1)
+            ).long(),
+        )
     )
     assert seen["unanswered"] == 1
     tight, loose = seen["at"]
     # the second configuration for all: 2, 2.5, 3 and 2, ranks 1.5, 3, 4 and 1.5 against 1, 2, 3, 4
-    assert tight["correlation"] == pytest.approx(spearmanr([2, 2.5, 3, 5], [2, 2.5, 3, 2]).statistic)
+    assert tight["correlation"] == pytest.approx(
+        spearmanr([2, 2.5, 3, 5], [2, 2.5, 3, 2]).statistic
+    )
     assert tight["correlation"] == pytest.approx(0.5 / np.sqrt(5 * 4.5))
     assert (tight["setting"], tight["setting_ci95"]) == (None, None)
     # the last gets the third: 2, 2.5, 3 and 5; by setting 2.3, 2.3, 2.3 and 5.6
     assert loose["correlation"] == pytest.approx(1.0)
-    assert loose["setting"] == pytest.approx(spearmanr([2.3, 1.5, 2.3, 5.6], [2.3, 2.3, 2.3, 5.6]).statistic)
+    assert loose["setting"] == pytest.approx(
+        spearmanr([2.3, 1.5, 2.3, 5.6], [2.3, 2.3, 2.3, 5.6]).statistic
+    )
     assert seen["budget_ms"] == 20
     assert sorted(map(tuple, seen["points"])) == [(2.0, 2.0), (2.5, 2.5), (3.0, 3.0), (5.0, 5.0)]
-    assert [group["difficulty_ms"] for group in seen["groups"]] == sorted(g["policy_ms"] for g in seen["groups"])
+    assert [group["difficulty_ms"] for group in seen["groups"]] == sorted(
+        g["policy_ms"] for g in seen["groups"]
+    )
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=20, max_size=80))
-def test_a_rank_correlation_lies_in_its_interval_and_ignores_scale(pairs: list[tuple[int, int]]) -> None:
+def test_a_rank_correlation_lies_in_its_interval_and_ignores_scale(
+    pairs: list[tuple[int, int]],
+) -> None:
     x, y = np.array(pairs, float).T
     value, ci95 = rank_correlation(x, y)
     if value is None or ci95 is None:
@@ -103,26 +123,30 @@ def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws() -> No
     assert 43 <= inside < 50
 
 
-# -- more time ---------------------------------------------------------------------------------------------------------
+# -- more time -------------------------------------------------------------------------------------
 
 
 def test_choices_with_more_time_by_hand() -> None:
-    """The configurations take 1, 2 and 3 ms on average, and are right for 1/2, 1 and 0 of the samples."""
+    """The configurations take 1, 2 and 3 ms on average, and are right for 1/2, 1 and 0 of the
+    samples."""
     table = table_of(
-        [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]], [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], torch.tensor([[0.0], [1.0]])
+        [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]],
+        [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]],
+        torch.tensor([[0.0], [1.0]]),
     )
     order = torch.tensor([[1, 0, 2], [0, 1, 2]])  # of each sample, by budget
 
     def choose(x: Tensor, limits: Tensor) -> Tensor:
         return order[x[:, 0].long(), (limits > 4).long() + (limits > 10).long()]
 
-    # (1 → 0 is cheaper), (0 → 2 is slower and worse), (0 → 1 is neither), (1 → 2 is slower and worse)
+    # (1 → 0 is cheaper), (0 → 2 is slower and worse), (0 → 1 is neither), (1 → 2 is slower and
+    # worse)
     seen = with_more_time(explained(table, choose, torch.tensor([20.0, 2.5, 5.0])))
     assert seen == {"cheaper": 1 / 4, "worse": 2 / 4, "static_cheaper": 0.0, "static_worse": 0.0}
     assert with_more_time(explained(table, choose, torch.tensor([5.0]))) is None
 
 
-# -- importance --------------------------------------------------------------------------------------------------------
+# -- importance ------------------------------------------------------------------------------------
 
 
 def two_answers(samples: int = 200, noise: int = 2) -> ProfileTable:
@@ -141,7 +165,12 @@ def test_importance_is_the_worth_lost_with_another_samples_features() -> None:
     table = two_answers()
     table = replace(table, features=table.features | {"unread": torch.randn(200, 3)})
     block, unread, *columns = importance(explained(table, by_first))
-    assert (block["name"], block["column"], unread["name"], unread["lost"]) == ("x", None, "unread", 0.0)
+    assert (block["name"], block["column"], unread["name"], unread["lost"]) == (
+        "x",
+        None,
+        "unread",
+        0.0,
+    )
     assert block["ci95"][0] < block["lost"] < block["ci95"][1]
     assert 0.4 < block["lost"] < 0.6  # another sample has the other answer half the time
     assert (columns[0]["name"], columns[0]["column"]) == ("x", 0)
@@ -156,7 +185,7 @@ def test_of_a_narrow_block_the_ten_most_important_columns_are_listed_of_a_wide_o
     assert len(importance(explained(two_answers(noise=64), by_first))) == 1
 
 
-# -- the tree ----------------------------------------------------------------------------------------------------------
+# -- the tree --------------------------------------------------------------------------------------
 
 
 def test_a_policy_that_is_a_small_tree_is_distilled_without_loss() -> None:
@@ -168,7 +197,9 @@ def test_a_policy_that_is_a_small_tree_is_distilled_without_loss() -> None:
     assert tree["by_budget_alone"] < 0.9
     assert tree["exact"] == tree["fidelity"]  # there is one knob
     first = two_answers().configuration(0)
-    assert all(rule["then"] == first for rule in tree["rules"] if ["budget", "≤", 12.5] in rule["when"])
+    assert all(
+        rule["then"] == first for rule in tree["rules"] if ["budget", "≤", 12.5] in rule["when"]
+    )
     assert {rule["alike"] for rule in tree["rules"]} == {1.0}
     bounds = {(name, sign): value for rule in tree["rules"] for name, sign, value in rule["when"]}
     assert bounds["x[1]", "≤"] == bounds["x[1]", ">"] == pytest.approx(0.3, abs=0.1)
@@ -179,19 +210,26 @@ def test_a_policy_that_decides_by_the_budget_alone_needs_no_features() -> None:
     tree = distilled(explained(two_answers(), lambda x, limits: (limits > 10).long()))
     assert tree["fidelity"] == tree["by_budget_alone"] == tree["exact"] == 1
     assert {name for rule in tree["rules"] for name, *_ in rule["when"]} == {"budget"}
-    constant = distilled(explained(two_answers(), lambda x, limits: torch.zeros_like(limits).long()))
+    constant = distilled(
+        explained(two_answers(), lambda x, limits: torch.zeros_like(limits).long())
+    )
     assert [rule["when"] for rule in constant["rules"]] == [[]]
 
 
-# -- the best and the worst --------------------------------------------------------------------------------------------
+# -- the best and the worst ------------------------------------------------------------------------
 
 
 def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most() -> None:
     accuracy = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.2], [0.0, 0.9], [0.0, 0.4]])
-    table = table_of(accuracy, [[2.0, 3.0]] * 4 + [[2.0, 7.0]], torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]]))
-    lists = best_and_worst(explained(table, lambda x, limits: x[:, 0].long()), {table.sample_ids[3]: "why?"})
+    table = table_of(
+        accuracy, [[2.0, 3.0]] * 4 + [[2.0, 7.0]], torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]])
+    )
+    lists = best_and_worst(
+        explained(table, lambda x, limits: x[:, 0].long()), {table.sample_ids[3]: "why?"}
+    )
     ids = table.sample_ids
-    # static takes the first configuration under both budgets; the last sample is on time under the second budget only
+    # static takes the first configuration under both budgets; the last sample is on time under the
+    # second budget only
     assert [(row["sample_id"], row["gain"], row["question"]) for row in lists["best"]] == [
         (ids[3], pytest.approx(0.9), "why?"),
         (ids[4], pytest.approx(0.4), None),
@@ -200,10 +238,14 @@ def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most() ->
     (worst,) = lists["worst"]
     assert (worst["sample_id"], worst["gain"]) == (ids[2], pytest.approx(-0.8))
     assert worst["policy"]["accuracy"] == pytest.approx(0.2)
-    assert worst["static"] == {"configuration": table.configuration(0), "accuracy": 1.0, "latency_ms": 2.0}
+    assert worst["static"] == {
+        "configuration": table.configuration(0),
+        "accuracy": 1.0,
+        "latency_ms": 2.0,
+    }
 
 
-# -- real policies -----------------------------------------------------------------------------------------------------
+# -- real policies ---------------------------------------------------------------------------------
 
 POLICIES = {
     "taught": TAUGHT,
@@ -215,7 +257,9 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("kind", POLICIES)
-def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_controller_is_explained_by_its_own_decisions(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = small_table(60, holes=0.2, features=kind != "no features")
     if kind == "first look":
         table = replace(table, first_look_ms=0.5 * table.latency_ms.nan_to_num())
@@ -237,9 +281,15 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind: str, m
     at = part.rows[:, None], part.chosen
     if kind == "mean":
         prices = 1 / torch.from_numpy(agent.settled.mean["worths"])
-        assert worth.tolist() == (table.accuracy[at].double() - prices * table.latency_ms[at]).tolist()
+        assert (
+            worth.tolist() == (table.accuracy[at].double() - prices * table.latency_ms[at]).tolist()
+        )
     else:
-        late = table.latency_ms[at] - (0 if kind != "first look" else table.first_look_ms[at] * ~part.reads) > budgets
+        late = (
+            table.latency_ms[at]
+            - (0 if kind != "first look" else table.first_look_ms[at] * ~part.reads)
+            > budgets
+        )
         assert worth.tolist() == table.accuracy[at].double().masked_fill(late, 0).tolist()
     again = [explain_policy(part, {}) for _ in range(2)]
     assert again[0] == again[1]

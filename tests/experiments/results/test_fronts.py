@@ -16,7 +16,9 @@ from knobwise.envs.configurations.budgets import worth_pairs
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.fronts import MARGIN, STEPS, dominated, hypervolume, judge_fronts
 
-POINTS = arrays(np.float64, st.tuples(st.integers(1, 6), st.just(3)), elements=st.floats(0.01, 0.95))
+POINTS = arrays(
+    np.float64, st.tuples(st.integers(1, 6), st.just(3)), elements=st.floats(0.01, 0.95)
+)
 BOX = np.ones(3)
 
 
@@ -47,7 +49,9 @@ def test_mixtures_and_worse_points_add_nothing(points: np.ndarray, seed: int) ->
 
 @settings(deadline=None, max_examples=30)
 @given(POINTS, st.integers(0, 2**32 - 1))
-def test_the_volume_is_the_share_of_random_points_that_a_mixture_dominates(points: np.ndarray, seed: int) -> None:
+def test_the_volume_is_the_share_of_random_points_that_a_mixture_dominates(
+    points: np.ndarray, seed: int
+) -> None:
     from scipy.optimize import linprog
 
     for target in np.random.default_rng(seed).random((8, 3)):
@@ -67,7 +71,9 @@ def by_hand(samples: int = 30) -> ProfileTable:
 def test_a_table_where_all_samples_are_alike_by_hand() -> None:
     table = by_hand()
     fitted, test = torch.arange(20), torch.arange(20, 30)
-    policy = BestAtWorths(*(values[test] for values in (table.accuracy, table.latency_ms, table.weighed_cost)))
+    policy = BestAtWorths(
+        *(values[test] for values in (table.accuracy, table.latency_ms, table.weighed_cost))
+    )
     results, decisions = judge_fronts(table, fitted, test, [policy, policy], [0, 1], charge=False)
     assert results["reference_point"] == pytest.approx([MARGIN * 0.6, MARGIN * 5, MARGIN * 9])
     corners = np.array([[0.6, 1.0, 8.0], [0.6, 4.0, 1.0], [0.1, 4.0, 8.0]])
@@ -79,10 +85,16 @@ def test_a_table_where_all_samples_are_alike_by_hand() -> None:
         assert (row["over_static_mix"], row["gap_closed"]) == (pytest.approx(0.0, abs=1e-9), 0.0)
     worths = worth_pairs(table, STEPS)
     assert torch.tensor(results["worths"]).equal(worths)
-    last = next(row for row in results["rows"] if row["policy"] == "static_mix" and row["weights"] == len(worths) - 1)
+    last = next(
+        row
+        for row in results["rows"]
+        if row["policy"] == "static_mix" and row["weights"] == len(worths) - 1
+    )
     worth_ms, worth = worths[-1].tolist()
     assert last["reward"] == pytest.approx(0.9 - 4 / worth_ms - 8 / worth)
-    assert [last[name] for name in ("accuracy", "latency_ms_mean", "cost_mean")] == pytest.approx([0.9, 4.0, 8.0])
+    assert [last[name] for name in ("accuracy", "latency_ms_mean", "cost_mean")] == pytest.approx(
+        [0.9, 4.0, 8.0]
+    )
     assert (last["worth_ms"], last["worth_cost"]) == (worth_ms, worth)
     # a row for each policy, seed, sample and pair: two seeds of the controller
     assert len(decisions) == (2 + 1 + 1) * 10 * len(worths)
@@ -91,7 +103,9 @@ def test_a_table_where_all_samples_are_alike_by_hand() -> None:
 
 def test_what_a_decision_takes_is_charged_as_time() -> None:
     table = by_hand()
-    policy = BestAtWorths(*(values[:10] for values in (table.accuracy, table.latency_ms, table.weighed_cost)))
+    policy = BestAtWorths(
+        *(values[:10] for values in (table.accuracy, table.latency_ms, table.weighed_cost))
+    )
     rows = torch.arange(10)
     results, _ = judge_fronts(table, rows, rows, [policy], [0])
     free, charged = (
@@ -107,7 +121,9 @@ def test_looking_at_the_input_dominates_more_and_the_interval_says_so() -> None:
     """Half of the samples need configuration 0, the others 1; which one is random."""
     needs = torch.rand(60, generator=torch.Generator().manual_seed(0)) < 0.5
     accuracy = torch.stack([needs, ~needs], 1).float()
-    table = replace(table_of(accuracy, torch.ones(60, 2)), cost=torch.ones(60, 2), cost_name="price")
+    table = replace(
+        table_of(accuracy, torch.ones(60, 2)), cost=torch.ones(60, 2), cost_name="price"
+    )
     rows = torch.arange(60)
     oracle = BestAtWorths(table.accuracy, table.latency_ms, table.weighed_cost)
     results, _ = judge_fronts(table, rows, rows, [oracle], [0], charge=False)

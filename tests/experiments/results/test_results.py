@@ -1,4 +1,5 @@
-"""results.json of controllers: what was chosen, rows by hand, mean budgets end to end, costs that are no times."""
+"""results.json of controllers: what was chosen, rows by hand, mean budgets end to end, costs that
+are no times."""
 
 from __future__ import annotations
 
@@ -48,7 +49,16 @@ QUICK = [
 EXTRA = {"iteration": 30}
 SMALL = small_table(60)
 POLICIES = [
-    *("controller", "static_mix", "best_single", "latency_only", "ridge", "kernel_ridge", "knn", "random_forest"),
+    *(
+        "controller",
+        "static_mix",
+        "best_single",
+        "latency_only",
+        "ridge",
+        "kernel_ridge",
+        "knn",
+        "random_forest",
+    ),
     *("gradient_boosting", "oracle"),
 ]
 
@@ -101,7 +111,7 @@ def test_without_a_guard_no_level_was_asked_for() -> None:
         assert held_out_choices([loaded(controller)]) == {"guard": [], "chosen": [chosen]}
 
 
-# -- what GRPO added ---------------------------------------------------------------------------------------------------
+# -- what GRPO added -------------------------------------------------------------------------------
 
 
 def test_what_grpo_added_on_held_out_samples_is_paired_by_sample() -> None:
@@ -117,8 +127,12 @@ def test_what_grpo_added_on_held_out_samples_is_paired_by_sample() -> None:
     assert one["held_out"] == pytest.approx(0.75 / 4)
     # the same gain everywhere is certain, however much the samples differ
     sure = {"grpo_held_out": {"start": scores[0], "best": scores[0] + 0.1}}
-    assert gain_on_held_out([loaded(controller, **sure)])["held_out_ci95"] == pytest.approx([0.1, 0.1])
-    assert gain_on_held_out([loaded(controller, **moved), loaded(controller, grpo_held_out={})]) == {}
+    assert gain_on_held_out([loaded(controller, **sure)])["held_out_ci95"] == pytest.approx(
+        [0.1, 0.1]
+    )
+    assert (
+        gain_on_held_out([loaded(controller, **moved), loaded(controller, grpo_held_out={})]) == {}
+    )
     assert gain_on_held_out([loaded(controller)]) == {}
 
 
@@ -140,12 +154,12 @@ def test_what_grpo_added_on_test_samples_is_the_difference_to_the_policy_before(
         assert "grpo_gain" not in results
 
 
-# -- rows by hand ------------------------------------------------------------------------------------------------------
+# -- rows by hand ----------------------------------------------------------------------------------
 
 
 def by_hand() -> ProfileTable:
-    """Two samples to fit on, then two to judge on. On the first two the configurations cost 10, 20, 40 and get .25, .5,
-    1; on the last two they cost 12, 20, 44 and get .5, .5, .75."""
+    """Two samples to fit on, then two to judge on. On the first two the configurations cost 10, 20,
+    40 and get .25, .5, 1; on the last two they cost 12, 20, 44 and get .5, .5, .75."""
     return table_of(
         [[0.0, 0.5, 1.0], [0.5, 0.75, 1.0], [0.0, 0.25, 1.0], [1.0, 0.75, 0.5]],
         [[10.0, 20.0, 40.0], [10.0, 20.0, 40.0], [8.0, 16.0, 40.0], [16.0, 24.0, 48.0]],
@@ -160,9 +174,22 @@ def test_references_spend_what_the_policy_spent_on_the_test_samples() -> None:
     assert [corner["latency_ms"] for corner in reference.hull()] == [12, 20, 44]
     assert [corner["accuracy"] for corner in reference.hull()] == [0.5, 0.5, 0.75]
     spent = torch.tensor([8.0, 12.0, 16.0, 32.0, 50.0], dtype=torch.float64)
-    assert reference.static_mix(spent).T.tolist() == [[0, 1], [0, 1], [0.125, 0.875], [0.625, 0.625], [1, 0.5]]
-    assert reference.best_single(spent).T.tolist() == [[0, 1], [0, 1], [0, 1], [0.25, 0.75], [1, 0.5]]
-    # the third gains .25 for 8 ms and .75 for 24 more: no less a ms, so both in one step; the fourth gains nothing
+    assert reference.static_mix(spent).T.tolist() == [
+        [0, 1],
+        [0, 1],
+        [0.125, 0.875],
+        [0.625, 0.625],
+        [1, 0.5],
+    ]
+    assert reference.best_single(spent).T.tolist() == [
+        [0, 1],
+        [0, 1],
+        [0, 1],
+        [0.25, 0.75],
+        [1, 0.5],
+    ]
+    # the third gains .25 for 8 ms and .75 for 24 more: no less a ms, so both in one step; the
+    # fourth gains nothing
     oracle = reference.oracle(torch.tensor([12.0, 27.9, 28.0]))
     assert oracle.accuracy.T.tolist() == [[0, 1], [0, 1], [1, 1]]
     assert oracle.latency_ms.T.tolist() == [[8, 16], [8, 16], [40, 16]]
@@ -177,11 +204,15 @@ def test_rows_of_deadlines_by_hand() -> None:
     about = table, torch.arange(2), budgets, rewards, choosers, [4, 5], policies
     results, _ = judge_deadlines(*about, charge=False)
     rows = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
-    assert list(rows) == [(n, b) for n in ("controller", "budget_aware_static", "oracle") for b in (None, 5, 15, 35)]
+    assert list(rows) == [
+        (n, b) for n in ("controller", "budget_aware_static", "oracle") for b in (None, 5, 15, 35)
+    ]
     first, second, mean = (rows["oracle", budget] for budget in (5, 15, None))
     assert (first["infeasible"], first["satisfaction_feasible"]) == (1, None)
     assert (second["infeasible"], second["satisfaction_feasible"], second["utility"]) == (0.5, 0, 0)
-    assert (mean["accuracy"], mean["latency_ms_mean"], mean["infeasible"]) == pytest.approx((0.875, 30, 0.5))
+    assert (mean["accuracy"], mean["latency_ms_mean"], mean["infeasible"]) == pytest.approx(
+        (0.875, 30, 0.5)
+    )
     assert mean["satisfaction"] == mean["utility"] == mean["reward"] == pytest.approx(1 / 6)
     assert mean["satisfaction_feasible"] == pytest.approx((0 + 1 / 2) / 2)
     assert mean["latency_ms_p95"] == pytest.approx(20 + 0.95 * 20)
@@ -194,7 +225,9 @@ def test_rows_of_deadlines_by_hand() -> None:
     assert {use["share"] for use in results["knob_usage"] if use["policy"] == "controller"} == {0.5}
     assert [each["accuracy"] for each in results["configurations"]] == [0.375, 0.875]
     # on time at 15 ms one answer of the first, at 35 ms both of the first and one of the second
-    assert [each["utility"] for each in results["configurations"]] == pytest.approx([(0.25 + 0.375) / 3, 0.5 / 3])
+    assert [each["utility"] for each in results["configurations"]] == pytest.approx(
+        [(0.25 + 0.375) / 3, 0.5 / 3]
+    )
     assert learned["over_static"] == pytest.approx((1 / 6 - 5 / 24) / 2)
     assert rows["controller", 35]["over_static"] == pytest.approx((0.5 - 0.375) / 2)
     low, high = learned["over_static_ci95"]
@@ -215,19 +248,31 @@ def test_rows_of_mean_budgets_by_hand() -> None:
     rows = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
     assert (results["sense"], results["unit"], results["seeds"]) == ("mean", "ms", [4, 5])
     first, second = rows["controller", 20.0], rows["controller", 50.0]
-    assert (first["price"], first["worth_ms"], second["price"], second["worth_ms"]) == (0.125, 8, 0, None)
+    assert (first["price"], first["worth_ms"], second["price"], second["worth_ms"]) == (
+        0.125,
+        8,
+        0,
+        None,
+    )
     assert (first["latency_ms_mean"], second["latency_ms_mean"]) == (20, 44)
     assert (first["accuracy"], second["accuracy"]) == (0.5, 0.75)
     assert first["utility"] == first["accuracy"]
     assert first["latency_ms_p95"] == pytest.approx(16 + 0.95 * 8)
-    # the middle one is what the static mix is at 20 ms; in hindsight one would give both the cheapest and gain nothing
-    assert (first["over_static_mix"], first["over_best_single"], first["oracle_accuracy"]) == (0, 0, 0.5)
+    # the middle one is what the static mix is at 20 ms; in hindsight one would give both the
+    # cheapest and gain nothing
+    assert (first["over_static_mix"], first["over_best_single"], first["oracle_accuracy"]) == (
+        0,
+        0,
+        0.5,
+    )
     assert (first["gap_closed"], second["gap_closed"]) == (0, 0)
     assert second["oracle_accuracy"] == 1
     whole = rows["controller", None]
     assert (whole["accuracy"], whole["latency_ms_mean"], whole["price"]) == (0.625, 32, None)
     assert whole["utility_per_seed"] == [0.625, 0.625]
-    usage = pl.DataFrame(results["knob_usage"]).pivot("value", index=["policy", "knob", "budget_ms"], values="share")
+    usage = pl.DataFrame(results["knob_usage"]).pivot(
+        "value", index=["policy", "knob", "budget_ms"], values="share"
+    )
     used = {row[:3]: row[3:] for row in usage.rows()}
     assert usage.columns[3:] == ["0", "1", "2"]
     assert used["controller", "size", 20] == used["static_mix", "size", 20] == (0, 1, 0)
@@ -249,22 +294,36 @@ def test_a_mixture_uses_both_of_its_configurations_as_often_as_it_draws_them() -
 
 
 def results_of_words(**over: Any) -> dict[str, Any]:
-    def row(policy: str, budget: float | None, gain: float, single: float, accuracy: float) -> dict[str, Any]:
-        numbers = {"latency_ms_mean": budget, "accuracy": accuracy, "oracle_accuracy": 0.9, "gap_closed": 0.25}
+    def row(
+        policy: str, budget: float | None, gain: float, single: float, accuracy: float
+    ) -> dict[str, Any]:
+        numbers = {
+            "latency_ms_mean": budget,
+            "accuracy": accuracy,
+            "oracle_accuracy": 0.9,
+            "gap_closed": 0.25,
+        }
         numbers |= {"over_static_mix": gain, "over_static_mix_ci95": [gain - 0.01, gain + 0.01]}
         return {"policy": policy, "budget_ms": budget, "over_best_single": single} | numbers
 
-    rows = [row("controller", b, 0.04, s, 0.6) for b, s in ((None, 0.05), (9.0, 0.03), (2.0, 0.12), (4.0, 0.06))]
+    rows = [
+        row("controller", b, 0.04, s, 0.6)
+        for b, s in ((None, 0.05), (9.0, 0.03), (2.0, 0.12), (4.0, 0.06))
+    ]
     return {"sense": "mean", "rows": [*rows, row("knn", None, 0.02, 0.0, 0.5)], **over}
 
 
 def test_the_verdict_in_words() -> None:
     first, second, third = verdict(results_of_words())
     assert first == (
-        "At the two tightest mean budgets the controller gains +12.0 and +6.0 points of accuracy over the best single "
-        "configuration of equal mean latency (2.00 ms and 4.00 ms); the oracle gains +42.0 and +36.0."
+        "At the two tightest mean budgets the controller gains +12.0 and +6.0 points of accuracy "
+        "over the best single "
+        "configuration of equal mean latency (2.00 ms and 4.00 ms); the oracle gains +42.0 and "
+        "+36.0."
     )
-    assert second.startswith("The learned controller is better than the static mix of equal mean latency: accuracy +4")
+    assert second.startswith(
+        "The learned controller is better than the static mix of equal mean latency: accuracy +4"
+    )
     assert third.startswith("None of the 1 other policies that see the input does better")
     guard = [[{"deployed": False}, {"deployed": True}]] * 2
     assert "In 2 of 4 cases" in verdict(results_of_words(guard=guard))[-1]
@@ -277,7 +336,13 @@ def test_train_under_mean_budgets(folder: Path, capsys: pytest.CaptureFixture[st
     assert "tightest mean budgets" in printed
     assert "static mix" in printed
     page = (run / "report.html").read_text()
-    for words in ("budget by budget", "mean latency spent", "over the static mix", "held-out samples", "λ ="):
+    for words in (
+        "budget by budget",
+        "mean latency spent",
+        "over the static mix",
+        "held-out samples",
+        "λ =",
+    ):
         assert words in page
     assert list((run / "wandb").rglob("*.wandb"))
     assert "kind: priced" in (run / "config.yaml").read_text()
@@ -312,7 +377,20 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(
 ) -> None:
     words = ["policy=utility", "policy.members=3", "policy.guard=false"]
     quick = [word for word in QUICK if not word.startswith(("policy.experts", "seeds"))]
-    assert main(["train", *TABLE, *quick, *words, "seeds=[3]", "budgets_ms=[12.0,20.0]", "own_cost=false"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                *TABLE,
+                *quick,
+                *words,
+                "seeds=[3]",
+                "budgets_ms=[12.0,20.0]",
+                "own_cost=false",
+            ]
+        )
+        == 0
+    )
     results = results_in("runs/latest/results.json")
     assert results["budgets_ms"] == [12, 20]
     at = {row["budget_ms"]: row for row in results["rows"] if row["policy"] == "controller"}
@@ -322,7 +400,12 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(
     assert main(["evaluate", *TABLE, "baselines=false", "json=again.json", "own_cost=false"]) == 0
     again = results_in("again.json")
     before = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
-    assert {row["policy"] for row in again["rows"]} == {"controller", "static_mix", "best_single", "oracle"}
+    assert {row["policy"] for row in again["rows"]} == {
+        "controller",
+        "static_mix",
+        "best_single",
+        "oracle",
+    }
     for row in again["rows"]:
         for key in ("accuracy", "latency_ms_mean", "over_static_mix", "price", "gap_closed_ci95"):
             assert row[key] == before[row["policy"], row["budget_ms"]][key], (row["policy"], key)
@@ -331,7 +414,9 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(
     message = "policy.members=1: policy.teacher=true needs at least 2"
     assert message in mistake(["train", *TABLE, *quick, *alone], capsys)
     # heads that learn from rewards alone need neither
-    assert main(["train", *TABLE, *quick, "policy=independent", "policy.experts=[]", "seeds=[0]"]) == 0
+    assert (
+        main(["train", *TABLE, *quick, "policy=independent", "policy.experts=[]", "seeds=[0]"]) == 0
+    )
     results = results_in("runs/latest/results.json")
     assert (results["sense"], results["guard"], results["chosen"][0]["weights"]) == ("mean", [], {})
 
@@ -341,7 +426,9 @@ def test_a_run_under_mean_budgets_that_was_stopped_before_its_worths_goes_on(
 ) -> None:
     words = ["train", *TABLE, *QUICK, "seeds=[0]", "name=x"]
     with monkeypatch.context() as patch:
-        patch.setattr("knobwise.agents.training.settle.worths_for", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(
+            "knobwise.agents.training.settle.worths_for", Mock(side_effect=KeyboardInterrupt)
+        )
         assert main(words) == 130
     unpriced = "checkpoint=runs/mean_budget/x/checkpoints/seed0/best.pt"
     assert "not calibrated yet" in mistake(["evaluate", *TABLE, unpriced], capsys)
@@ -350,14 +437,19 @@ def test_a_run_under_mean_budgets_that_was_stopped_before_its_worths_goes_on(
     assert Path("runs/mean_budget/x/report.html").exists()
 
 
-# -- reliability, and fewer than five budgets --------------------------------------------------------------------------
+# -- reliability, and fewer than five budgets ------------------------------------------------------
 
 
 def test_bins_of_predicted_probabilities_by_hand() -> None:
-    rows = [{"policy": "controller", "expected_in_time": 0.05 * i, "in_time": float(i > 10)} for i in range(20, 0, -1)]
+    rows = [
+        {"policy": "controller", "expected_in_time": 0.05 * i, "in_time": float(i > 10)}
+        for i in range(20, 0, -1)
+    ]
     rows += [{"policy": "oracle", "expected_in_time": None, "in_time": 1.0}]
     bins = reliability(pl.DataFrame(rows))  # ten bins of two, of .05 and .1, .15 and .2, …
-    assert [row["expected_in_time"] for row in bins] == pytest.approx([0.075 + 0.1 * i for i in range(10)])
+    assert [row["expected_in_time"] for row in bins] == pytest.approx(
+        [0.075 + 0.1 * i for i in range(10)]
+    )
     assert [(row["decisions"], row["in_time"]) for row in bins] == [(2, 0)] * 5 + [(2, 1)] * 5
     assert [row["decisions"] for row in reliability(pl.DataFrame(rows[:3]))] == [1] * 3
 
@@ -367,7 +459,9 @@ def test_a_predicted_probability_is_that_of_the_choice_under_what_is_left_of_the
     assert controller.teacher is not None
     left, rows = torch.tensor([8.0, 12.0]).double(), torch.tensor([5, 3, 9])
     chosen = torch.tensor([[0, 11], [4, 2], [7, 7]])
-    features = controller.controller.features({name: block[rows] for name, block in SMALL.features.items()}, 3)
+    features = controller.controller.features(
+        {name: block[rows] for name, block in SMALL.features.items()}, 3
+    )
     moments = controller.teacher.moments(features)
     # the normal distribution of ln ms, at each choice
     columns = []
@@ -385,7 +479,9 @@ def test_only_policies_with_a_teacher_have_such_probabilities(has_teacher: bool)
     policy = taught() if has_teacher else untrained()
     baselines = [static_of(SMALL, rows), Oracle(SMALL, rows)]
     rewards = RewardTable(SMALL, RewardConfig())
-    results, decisions = judge_deadlines(SMALL, rows, budgets, rewards, [policy, policy], [0, 1], baselines)
+    results, decisions = judge_deadlines(
+        SMALL, rows, budgets, rewards, [policy, policy], [0, 1], baselines
+    )
     known = decisions.drop_nulls("expected_in_time")
     assert known["policy"].to_list() == ["controller"] * (2 * 60 * len(budgets) * has_teacher)
     assert sum(row["decisions"] for row in results.get("reliability", [])) == len(known)
@@ -405,26 +501,44 @@ def test_only_the_controller_is_charged_and_timed() -> None:
     assert learned["decision_us_p50"] > 0
     for row in means.values():
         assert row["utility_free"] is row["decision_us_p50"] is None
-    charged = decisions.filter(pl.col("decision_us").is_not_null() | pl.col("score_free").is_not_null())
+    charged = decisions.filter(
+        pl.col("decision_us").is_not_null() | pl.col("score_free").is_not_null()
+    )
     assert set(charged["policy"]) == {"controller"}
     # the teacher pays neither for its decisions nor for the features that it reads
     assert policy.teacher is not None
-    of_teacher = decisions.filter(policy="teacher", place=float(budgets[2])).sort(pl.col("sample_id").cast(int))
-    chosen = policy.teacher.choose(arrays(table), np.full(60, float(budgets[2])), table.mask.numpy())
+    of_teacher = decisions.filter(policy="teacher", place=float(budgets[2])).sort(
+        pl.col("sample_id").cast(int)
+    )
+    chosen = policy.teacher.choose(
+        arrays(table), np.full(60, float(budgets[2])), table.mask.numpy()
+    )
     latency_ms = table.latency_ms[rows, torch.from_numpy(chosen)]
     assert of_teacher["latency_ms"].to_list() == latency_ms.tolist()
 
 
 def test_a_run_at_fewer_budgets_says_so_once(folder: Path, capsys: Capture) -> None:
     """Three configurations that cost 1, 2 and 4 ms on every sample."""
-    table = table_of(torch.rand(60, 3), torch.tensor([[1.0, 2.0, 4.0]]).repeat(60, 1), torch.randn(60, 2))
+    table = table_of(
+        torch.rand(60, 3), torch.tensor([[1.0, 2.0, 4.0]]).repeat(60, 1), torch.randn(60, 2)
+    )
     write_long_table(table, "t.parquet")
     write_features(table, "f.npz")
-    words = [*TABLE, *OPTIMISER, "policy=utility", "policy.members=2", "seeds=[0]", "baselines=false"]
+    words = [
+        *TABLE,
+        *OPTIMISER,
+        "policy=utility",
+        "policy.members=2",
+        "seeds=[0]",
+        "baselines=false",
+    ]
     assert main(["train", *words]) == 0
     printed = "".join(capsys.readouterr())
     assert (
-        printed.count("budgets: only 3 of 5 are distinct, because many latencies are equal; budgets_ms sets others")
+        printed.count(
+            "budgets: only 3 of 5 are distinct, because many latencies are equal; budgets_ms "
+            "sets others"
+        )
         == 1
     )
     results = results_in("runs/latest/results.json")
@@ -434,7 +548,7 @@ def test_a_run_at_fewer_budgets_says_so_once(folder: Path, capsys: Capture) -> N
     assert "<h2>Reliability</h2>" in Path("runs/latest/report.html").read_text()
 
 
-# -- costs that are no times -------------------------------------------------------------------------------------------
+# -- costs that are no times -----------------------------------------------------------------------
 
 
 SCALE = 2.0**-20
@@ -445,15 +559,21 @@ def in_two_units() -> tuple[ProfileTable, ProfileTable]:
     """The same costs in ms and in USD; a sixth of the configurations is free."""
     table = small_table(90)
     cost = table.latency_ms.masked_fill((table.configurations[:, :2] == 0).all(1), 0.0)
-    return dataclasses.replace(table, latency_ms=cost), dataclasses.replace(table, latency_ms=SCALE * cost, unit="USD")
+    return dataclasses.replace(table, latency_ms=cost), dataclasses.replace(
+        table, latency_ms=SCALE * cost, unit="USD"
+    )
 
 
 def test_nothing_depends_on_the_unit() -> None:
     ms, usd = in_two_units()
     rows = torch.arange(90)
     # the tightest is that of the free ones, as little as a budget can be
-    assert default_budgets(usd).tolist()[1:] == pytest.approx((SCALE * default_budgets(ms)).tolist()[1:])
-    assert mean_budgets(usd, rows).tolist() == pytest.approx((SCALE * mean_budgets(ms, rows)).tolist())
+    assert default_budgets(usd).tolist()[1:] == pytest.approx(
+        (SCALE * default_budgets(ms)).tolist()[1:]
+    )
+    assert mean_budgets(usd, rows).tolist() == pytest.approx(
+        (SCALE * mean_budgets(ms, rows)).tolist()
+    )
     assert judged_worths(usd).tolist() == pytest.approx((SCALE * judged_worths(ms)).tolist())
     of_units = []
     for table, scale in ((ms, 1.0), (usd, SCALE)):
@@ -461,13 +581,17 @@ def test_nothing_depends_on_the_unit() -> None:
         normaliser = FeatureNormaliser.fit(table, rows)
         expert = fit_experts(table, measured, normaliser, ["ridge"], seed=0)[0].expert
         prediction = expert(normaliser(table.features))
-        assert prediction.latency_ms[:, 0].max() < 0.3 * scale * ms.latency_ms[ms.latency_ms > 0].min()
+        assert (
+            prediction.latency_ms[:, 0].max() < 0.3 * scale * ms.latency_ms[ms.latency_ms > 0].min()
+        )
         torch.manual_seed(0)
         controller = Controller.for_table(table, rows, PolicyConfig(hidden=8), sense="mean")
         worths = scale * torch.linspace(1, 900, 90)
         encoded = controller.network.encoding(worths)
         start = controller(controller.features(table.features), worths)
-        of_units.append((prediction.accuracy, prediction.log_latency - math.log(scale), encoded, start))
+        of_units.append(
+            (prediction.accuracy, prediction.log_latency - math.log(scale), encoded, start)
+        )
     for in_ms, in_usd in zip(*of_units, strict=True):
         torch.testing.assert_close(in_ms, in_usd, atol=2e-3, rtol=1e-3)
 
@@ -482,7 +606,9 @@ def test_a_price_in_usd_takes_the_place_of_latency(folder: Path, sense: str) -> 
     results = results_in("runs/latest/results.json")
     assert results["unit"] == "USD"
     assert max(results["budgets_ms"]) < 1e-4
-    paid = {row["policy"]: row["latency_ms_mean"] for row in results["rows"] if row["budget_ms"] is None}
+    paid = {
+        row["policy"]: row["latency_ms_mean"] for row in results["rows"] if row["budget_ms"] is None
+    }
     assert all(0 <= spent < 1e-4 for spent in paid.values())  # some configurations are free
     assert paid["controller"] > 0
     page = Path("runs/latest/report.html").read_text()

@@ -20,7 +20,10 @@ from knobwise.experiments.results.run_folder import UNFINISHED, claim, run_name
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.selector_options import BeamFiles, SelectorRun
 
-CONFIGS = [TrainRun(profile={"format": "builtin"}), SelectorRun(beams=BeamFiles(path="b.safetensors"))]
+CONFIGS = [
+    TrainRun(profile={"format": "builtin"}),
+    SelectorRun(beams=BeamFiles(path="b.safetensors")),
+]
 
 
 @pytest.fixture(params=CONFIGS, ids=["controller", "selector"])
@@ -111,13 +114,17 @@ def test_what_is_called_latest_and_is_no_link_is_not_touched(config: Any) -> Non
     mine = Path(config.runs) / "latest" / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(InputError, match=r"latest is not a link; move it away, or choose another runs="):
+    with pytest.raises(
+        InputError, match=r"latest is not a link; move it away, or choose another runs="
+    ):
         claim(config, []).__enter__()
     assert mine.read_text() == "mine"
     assert [path.name for path in Path(config.runs).iterdir()] == ["latest"]
 
 
-def test_a_link_to_a_run_that_is_gone_is_replaced_and_runs_may_be_moved_as_a_whole(config: Any) -> None:
+def test_a_link_to_a_run_that_is_gone_is_replaced_and_runs_may_be_moved_as_a_whole(
+    config: Any,
+) -> None:
     """The link is relative."""
     Path(config.runs).mkdir()
     (Path(config.runs) / "latest").symlink_to("controller/gone")
@@ -132,7 +139,17 @@ def test_a_link_to_a_run_that_is_gone_is_replaced_and_runs_may_be_moved_as_a_who
     ("words", "name"),
     [
         ([], "default"),
-        (["experiment=selector", "jobs=1", "runs=x", "tracking.mode=offline", "name=y", "device=cuda"], "default"),
+        (
+            [
+                "experiment=selector",
+                "jobs=1",
+                "runs=x",
+                "tracking.mode=offline",
+                "name=y",
+                "device=cuda",
+            ],
+            "default",
+        ),
         (["beams.path=/data/okvqa/beams.json", "beams=files"], "beams.path-beams.json_beams-files"),
         (["seeds=[0,1]", "+a=1", "~b"], "a-1_seeds--0,1_b"),
         (["variants.grpo_live=null"], "variants.grpo_live-null"),
@@ -153,10 +170,16 @@ def test_long_names_are_cut_and_stay_apart() -> None:
 
 
 def test_runs_that_end_at_the_same_time_all_point_at_themselves(config: Any) -> None:
-    """The last one to point is the latest, whoever it is; nobody fails, and nothing is left over."""
-    at_once(8, lambda number: [finished(replace(config, name=f"{number}-{again}")) for again in range(5)])
+    """The last one to point is the latest, whoever it is; nobody fails, and nothing is left
+    over."""
+    at_once(
+        8,
+        lambda number: [finished(replace(config, name=f"{number}-{again}")) for again in range(5)],
+    )
     assert (latest(config) / "config.yaml").exists()
-    assert sorted(path.name for path in Path(config.runs).iterdir()) == sorted([config.experiment, "latest"])
+    assert sorted(path.name for path in Path(config.runs).iterdir()) == sorted(
+        [config.experiment, "latest"]
+    )
     assert len(list(latest(config).parent.iterdir())) == 40
 
 
@@ -171,7 +194,9 @@ def test_runs_with_one_name_that_begin_at_the_same_time_have_a_folder_each(confi
     found = at_once(8, run)
     assert sorted(name for name, _ in found) == ["x", *(f"x-{number}" for number in range(2, 9))]
     assert [seeds for _, seeds in found] == [[seed] for seed in range(8)]
-    assert sorted(path.name for path in latest(config).parent.iterdir()) == sorted(name for name, _ in found)
+    assert sorted(path.name for path in latest(config).parent.iterdir()) == sorted(
+        name for name, _ in found
+    )
 
 
 def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config: Any) -> None:
@@ -191,7 +216,9 @@ def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config: Any)
     assert "another process is training this run" in found[1]
 
 
-@pytest.mark.parametrize("changed", [{"name": "a/b"}, {"name": "../x"}, {"name": ".."}, {"experiment": "a/b"}])
+@pytest.mark.parametrize(
+    "changed", [{"name": "a/b"}, {"name": "../x"}, {"name": ".."}, {"experiment": "a/b"}]
+)
 def test_a_name_is_that_of_one_folder(config: Any, changed: dict[str, str]) -> None:
     with pytest.raises(InputError, match="must be the name of one folder"):
         claim(replace(config, **changed), []).__enter__()
@@ -199,9 +226,13 @@ def test_a_name_is_that_of_one_folder(config: Any, changed: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("refusing", ["pathlib.Path.mkdir", "tempfile.mkdtemp"])
-def test_a_folder_that_cannot_be_written_is_said(refusing: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_said(
+    refusing: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(refusing, Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
-    with pytest.raises(InputError, match=r"cannot be written \(Read-only file system\); choose another runs="):
+    with pytest.raises(
+        InputError, match=r"cannot be written \(Read-only file system\); choose another runs="
+    ):
         claim(config, []).__enter__()
 
 
@@ -218,6 +249,11 @@ def test_what_killed_processes_left_goes_and_a_folder_cut_short_is_taken_up_by_t
         assert stopped(replace(config, name="r", seeds=[5])).name != "r"
         assert stopped(replace(config, name="r")) == folder
         assert (folder / "config.yaml").read_bytes() == whole
-        assert f"{folder / 'config.yaml'}: is missing or damaged; it is written again, and" in capsys.readouterr().err
+        assert (
+            f"{folder / 'config.yaml'}: is missing or damaged; it is written again, and"
+            in capsys.readouterr().err
+        )
     assert finished(replace(config, name="r")) == folder
-    assert not [path for path in Path(config.runs).rglob(".*") if path.name.startswith((".new", ".latest"))]
+    assert not [
+        path for path in Path(config.runs).rglob(".*") if path.name.startswith((".new", ".latest"))
+    ]

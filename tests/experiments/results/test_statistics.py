@@ -1,4 +1,5 @@
-"""The one bootstrap: against a naive one, at its limits; paired differences against scipy's test, and of runs."""
+"""The one bootstrap: against a naive one, at its limits; paired differences against scipy's test,
+and of runs."""
 
 from __future__ import annotations
 
@@ -75,13 +76,17 @@ def test_seeds_are_drawn_too() -> None:
 def test_splits_of_the_same_samples_are_no_more_samples() -> None:
     policy = np.random.default_rng(0).random((2, 50))
     thrice = np.stack([np.repeat(range(3), 50), np.tile(range(50), 3)])
-    single, repeated = resampled_means([policy]), resampled_means([np.tile(policy, 3)], splits=thrice)
+    single, repeated = (
+        resampled_means([policy]),
+        resampled_means([np.tile(policy, 3)], splits=thrice),
+    )
     np.testing.assert_allclose(repeated, single, atol=1e-12)
     assert np.array_equal(resampled_means([policy], splits=thrice[:, :50]), single)
 
 
 def test_splits_are_drawn_too() -> None:
-    """Where all samples of a split get the same, only the draws of splits matter; each has samples of its own."""
+    """Where all samples of a split get the same, only the draws of splits matter; each has samples
+    of its own."""
     means = np.array([0.1, 0.2, 0.9])
     splits = np.stack([np.repeat(range(3), 2000), np.arange(6000)])
     drawn = resampled_means([np.repeat(means, 2000)], splits=splits)[:, 0]
@@ -131,18 +136,29 @@ def test_where_nothing_can_be_gained_nothing_was_closed() -> None:
 def test_a_difference_is_read_from_a_row() -> None:
     row = {"policy": "rce", "against": "sft", "shots": 2, "difference": 0.1, "ci95": [0.05, 0.2]}
     one = Difference.from_row(row)
-    assert (one.policy, one.against_policy, one.place, one.ci95, one.p) == ("rce", "sft", 2, (0.05, 0.2), None)
+    assert (one.policy, one.against_policy, one.place, one.ci95, one.p) == (
+        "rce",
+        "sft",
+        2,
+        (0.05, 0.2),
+        None,
+    )
     assert one.sign == 1
     assert not one.nothing
 
 
-# -- paired differences ------------------------------------------------------------------------------------------------
+# -- paired differences ----------------------------------------------------------------------------
 
 
 LEARNED = ("controller", "controller")
 
 
-def against(first: Path, second: Path, policies: tuple[str, str] = LEARNED, places: Sequence[float] = (10.0, 20.0)):  # type: ignore[no-untyped-def]
+def against(
+    first: Path,
+    second: Path,
+    policies: tuple[str, str] = LEARNED,
+    places: Sequence[float] = (10.0, 20.0),
+):  # type: ignore[no-untyped-def]
     return differences(*read_runs([first, second]), policies, places)
 
 
@@ -152,7 +168,12 @@ def test_the_probability_is_that_of_scipys_sign_flips() -> None:
     ((*_, p0), (*_, p1), (*_, p2)) = paired(apart[None], np.zeros((1, 80, 3)), True)
     for column, p in zip(apart.T, (p0, p1, p2), strict=True):
         wanted = permutation_test(
-            (column,), np.mean, permutation_type="samples", vectorized=True, n_resamples=20_000, rng=0
+            (column,),
+            np.mean,
+            permutation_type="samples",
+            vectorized=True,
+            n_resamples=20_000,
+            rng=0,
         ).pvalue
         assert p == pytest.approx(wanted, abs=0.015)
     assert p0 != p1
@@ -161,7 +182,9 @@ def test_the_probability_is_that_of_scipys_sign_flips() -> None:
 def test_the_interval_of_a_normal_difference_is_the_one_of_the_textbook() -> None:
     draws = np.random.default_rng(0)
     apart = draws.normal(0.2, 1, (1, 400, 1))
-    noise = draws.normal(0, 5, (1, 400, 1))  # of the samples, the same for both: pairing takes it away
+    noise = draws.normal(
+        0, 5, (1, 400, 1)
+    )  # of the samples, the same for both: pairing takes it away
     ((gap, low, high, p),) = paired(apart + noise, noise, True)
     half = norm.ppf(0.975) * apart.std() / 20
     assert gap == pytest.approx(apart.mean())
@@ -170,7 +193,8 @@ def test_the_interval_of_a_normal_difference_is_the_one_of_the_textbook() -> Non
 
 
 def test_other_seeds_are_drawn_apart_and_samples_together() -> None:
-    # the same numbers, said to be of other seeds: what samples share falls out, what seeds differ in does not
+    # the same numbers, said to be of other seeds: what samples share falls out, what seeds differ
+    # in does not
     shared = np.random.default_rng(0).normal(0, 5, (1, 200, 1)) * np.ones((6, 1, 1))
     of_seeds = np.linspace(-1, 1, 6)[:, None, None]
     ((gap, low, high, _),) = paired(shared + of_seeds, shared + of_seeds, False)
@@ -245,19 +269,28 @@ def test_runs_without_a_difference_are_told_apart_no_more_often_than_said() -> N
     assert np.mean(np.array(p) < 0.5) == pytest.approx(0.5, abs=0.12)
 
 
-def null_runs(draws: np.random.Generator, seeds: tuple[int, int], spread: float) -> list[np.ndarray]:
-    """Two runs without a difference but chance: samples are as hard for both, seeds differ, each errs on its own."""
+def null_runs(
+    draws: np.random.Generator, seeds: tuple[int, int], spread: float
+) -> list[np.ndarray]:
+    """Two runs without a difference but chance: samples are as hard for both, seeds differ, each
+    errs on its own."""
     shared = draws.normal(0, 1, (1, 60, 1))
-    return [shared + draws.normal(0, spread, (s, 1, 1)) + draws.normal(0, 0.3, (s, 60, 1)) for s in seeds]
+    return [
+        shared + draws.normal(0, spread, (s, 1, 1)) + draws.normal(0, 0.3, (s, 60, 1))
+        for s in seeds
+    ]
 
 
-@pytest.mark.parametrize(("seeds", "same"), [((5, 5), True), ((5, 5), False), ((5, 3), False), ((3, 3), True)])
+@pytest.mark.parametrize(
+    ("seeds", "same"), [((5, 5), True), ((5, 5), False), ((5, 3), False), ((3, 3), True)]
+)
 def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(
     seeds: tuple[int, int], same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("knobwise.experiments.results.statistics.DRAWS", 500)
     monkeypatch.setattr("knobwise.experiments.results.statistics.FLIPS", 199)
-    # of what chance makes here, seeds make nearly all: without widening one in seven would be told apart
+    # of what chance makes here, seeds make nearly all: without widening one in seven would be told
+    # apart
     draws, missed, found = np.random.default_rng(7), 0, 0
     for number in range(150):
         ((_, low, high, p),) = paired(*null_runs(draws, seeds, 0.3), same, seed=number)
@@ -269,7 +302,9 @@ def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(
 
 def test_five_seeds_that_are_all_the_difference_have_students_interval() -> None:
     of_seeds = np.array([0.1, 0.3, 0.2, 0.6, 0.4])
-    ((gap, low, high, p),) = paired(of_seeds[:, None, None] * np.ones((5, 400, 1)), np.zeros((5, 400, 1)), True)
+    ((gap, low, high, p),) = paired(
+        of_seeds[:, None, None] * np.ones((5, 400, 1)), np.zeros((5, 400, 1)), True
+    )
     half = t.ppf(0.975, 4) * of_seeds.std(ddof=1) / 5**0.5
     assert gap == pytest.approx(0.32)
     assert (low, high) == pytest.approx((0.32 - half, 0.32 + half), abs=0.03)
@@ -302,7 +337,9 @@ def test_what_cannot_be_paired_is_not_tested_and_it_is_said_why(tmp_path: Path) 
         return words
 
     assert "has no decisions.parquet, so it is shown but not tested" in note(decisions=False)
-    assert "was judged on other measurements than" in note(digest="sha256:other", samples=range(1, 61))
+    assert "was judged on other measurements than" in note(
+        digest="sha256:other", samples=range(1, 61)
+    )
     assert "no test sample in common" in note(samples=range(100, 160))
     assert "only 2 test samples in common" in note(samples=range(58, 118))
     assert "judged at none of the budgets" in note(budgets=(11.0, 21.0))
@@ -322,16 +359,23 @@ def test_what_is_restricted_is_said(tmp_path: Path) -> None:
     assert "trained with other seeds" in note
 
 
-def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(tmp_path: Path) -> None:
+def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(
+    tmp_path: Path,
+) -> None:
     first = write_run(tmp_path / "a", sense="mean")
-    free, dear = write_run(tmp_path / "b", sense="mean"), write_run(tmp_path / "c", sense="mean", spent=5.0)
+    free, dear = (
+        write_run(tmp_path / "b", sense="mean"),
+        write_run(tmp_path / "c", sense="mean", spent=5.0),
+    )
     assert [one.difference for one in against(first, free)[0]] == [0, 0, 0]
     found = against(first, dear)[0]
     # the hull rises by 0.8 in 40 ms
     assert [one.difference for one in found] == pytest.approx([-0.1] * 3)
 
 
-def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(tmp_path: Path) -> None:
+def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(
+    tmp_path: Path,
+) -> None:
     first = write_selector_run(tmp_path / "a", wrong=0.6)
     second = write_selector_run(tmp_path / "b", wrong=0.3, form="grpo_live", unknown=7)
     found, note = against(first, second, ("grpo_recorded", "grpo_live"), [1.0, 2.0])

@@ -1,4 +1,5 @@
-"""Reference results: what is run, what is kept, what stops it; tables and sentences follow from the numbers."""
+"""Reference results: what is run, what is kept, what stops it; tables and sentences follow from the
+numbers."""
 
 from __future__ import annotations
 
@@ -19,11 +20,24 @@ from knobwise.experiments.command_line.sweep_jobs import train as train_controll
 from knobwise.experiments.results.decisions import SCHEMA
 from knobwise.experiments.results.selectors import selector_results
 from knobwise.experiments.studies.page import Section, Study, StudyRun, results_page
-from knobwise.experiments.studies.study import ReferenceConfig, check, main, plan, read_study, train, train_or_note
+from knobwise.experiments.studies.study import (
+    ReferenceConfig,
+    check,
+    main,
+    plan,
+    read_study,
+    train,
+    train_or_note,
+)
 from knobwise.experiments.studies.study import training_settings as settings_of
 
 TINY = [*SIMULATED, "policy.members=2", "policy.hidden=8"]
-TINY += ["optimiser.warmup_iterations=2", "optimiser.iterations=1", "optimiser.contexts=16", "optimiser.minibatch=16"]
+TINY += [
+    "optimiser.warmup_iterations=2",
+    "optimiser.iterations=1",
+    "optimiser.contexts=16",
+    "optimiser.minibatch=16",
+]
 
 OTHER_HEADS = ["heads/reference-builtin-policy-independent"]
 
@@ -39,15 +53,21 @@ def few(tmp_path: Path) -> str:
 
 
 @pytest.mark.campaign
-def test_a_small_study_from_the_command_line(few: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_study_from_the_command_line(
+    few: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs, out = tmp_path / "runs", tmp_path / "page.md"
     words = ["seeds=[0,1]", f"study={few}", f"runs={runs}", f"out={out}", "jobs=1"]
     runs.mkdir()
     (runs / "heads").write_text("in the way")
     # a run that fails does not stop the others
     assert main(words) == 1
-    failed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("reference: ")]
-    assert [line.split(": ")[1] for line in failed] == [f"{runs}/{folder}" for folder in OTHER_HEADS]
+    failed = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("reference: ")
+    ]
+    assert [line.split(": ")[1] for line in failed] == [
+        f"{runs}/{folder}" for folder in OTHER_HEADS
+    ]
     assert [path.parent.name for path in runs.glob("*/*/results.json")] == ["reference-builtin"]
     assert "**Not complete: 1 runs are not finished.**" in out.read_text()
 
@@ -62,21 +82,41 @@ def test_a_small_study_from_the_command_line(few: str, tmp_path: Path, capsys: p
     assert folders == [*OTHER_HEADS, "lean/reference-builtin"]
     assert first.stat().st_mtime_ns == before
     results = json.loads(first.read_text())
-    assert {row["policy"] for row in results["rows"]} == {"controller", "teacher", "budget_aware_static", "oracle"}
-    (utility,) = (r["utility"] for r in results["rows"] if r["policy"] == "controller" and r["budget_ms"] is None)
+    assert {row["policy"] for row in results["rows"]} == {
+        "controller",
+        "teacher",
+        "budget_aware_static",
+        "oracle",
+    }
+    (utility,) = (
+        r["utility"]
+        for r in results["rows"]
+        if r["policy"] == "controller" and r["budget_ms"] is None
+    )
     lines = page.splitlines()
     assert any(line.startswith(f"| built-in | `lean` | {utility:.3f}") for line in lines)
     assert any(line.startswith(f"| built-in | `policy=utility` | {utility:.3f}") for line in lines)
     assert any(line.startswith("- Built-in: against `policy=utility`: ") for line in lines)
-    assert "validation" not in capsys.readouterr().err  # the study tells how far it is, not each training
+    assert (
+        "validation" not in capsys.readouterr().err
+    )  # the study tells how far it is, not each training
     # what was made with other settings is not passed off as this
     assert main(["seeds=[0,2]", *words[1:]]) == 2
     assert "seeds" in capsys.readouterr().err
     assert out.read_text() == page
 
 
-def test_a_wrong_word_is_named_before_anything_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for word in ("experiments=[other]", "profiles=[other]", "seeds=[]", "jobs=0", "sections=1", "study=x.yaml"):
+def test_a_wrong_word_is_named_before_anything_is_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for word in (
+        "experiments=[other]",
+        "profiles=[other]",
+        "seeds=[]",
+        "jobs=0",
+        "sections=1",
+        "study=x.yaml",
+    ):
         assert main([word, f"runs={tmp_path}", f"out={tmp_path / 'page.md'}"]) == 2
         message = capsys.readouterr().err
         assert word.split("=")[0] in message
@@ -110,7 +150,9 @@ def test_a_finished_run_is_checked_by_its_settings(tmp_path: Path) -> None:
 
 def test_a_finished_selector_that_chose_its_reward_is_taken(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("reward: {mode: hard_plus_soft_v2}\ngrpo: {epochs: 4}\n")
-    made = StudyRun("selector", "beams", "", True, tmp_path, [], {"reward.mode": "auto", "grpo.epochs": 4})
+    made = StudyRun(
+        "selector", "beams", "", True, tmp_path, [], {"reward.mode": "auto", "grpo.epochs": 4}
+    )
     check(made)
     with pytest.raises(InputError, match=r"made with grpo\.epochs=4, now it is 5"):
         check(made._replace(settings={"reward.mode": "auto", "grpo.epochs": 5}))
@@ -125,19 +167,28 @@ def test_a_selector_that_others_are_training_is_left_to_them(tmp_path: Path) -> 
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 STUDY = read_study()
-STUDY.controllers["miss"] = Section("The cost of a missed budget")  # three variants, of which the file sets one
-STUDY.selectors = read_study(str(Path(ReferenceConfig.study).with_name("demonstrations.yaml"))).selectors
+STUDY.controllers["miss"] = Section(
+    "The cost of a missed budget"
+)  # three variants, of which the file sets one
+STUDY.selectors = read_study(
+    str(Path(ReferenceConfig.study).with_name("demonstrations.yaml"))
+).selectors
 
 
 def decisions(utilities: dict[str, float], samples: int = 50) -> pl.DataFrame:
-    """Of each policy the first so many samples are right, under every budget and with every seed."""
+    """Of each policy the first so many samples are right, under every budget and with every
+    seed."""
     rows = [
         {"policy": policy, "seed": seed, "dataset": None, "sample_id": str(sample), "place": budget}
-        | {"score": float(sample < share * 50), "accuracy": float(sample < share * 50), "latency_ms": budget / 2}
+        | {
+            "score": float(sample < share * 50),
+            "accuracy": float(sample < share * 50),
+            "latency_ms": budget / 2,
+        }
         for policy, share in utilities.items()
         for seed in ([0, 1] if policy == "controller" else [None])
         for sample in range(samples)
@@ -146,17 +197,39 @@ def decisions(utilities: dict[str, float], samples: int = 50) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=SCHEMA)
 
 
-def run(experiment: str, utility: float, variant: str = "", default: bool = True, **more: float) -> StudyRun:
+def run(
+    experiment: str, utility: float, variant: str = "", default: bool = True, **more: float
+) -> StudyRun:
     """A finished run; by default static gets .4 and the oracle .9."""
     utilities = {"controller": utility, "budget_aware_static": 0.4, **more, "oracle": 0.9}
     rows = [
-        {"policy": policy, "budget_ms": None, "utility": value, "utility_ci95": [value - 0.1, value + 0.1]}
-        | {"gap_closed": (value - 0.4) / 0.5, "gap_closed_ci95": [0.0, 1.0], "satisfaction_feasible": 0.75}
+        {
+            "policy": policy,
+            "budget_ms": None,
+            "utility": value,
+            "utility_ci95": [value - 0.1, value + 0.1],
+        }
+        | {
+            "gap_closed": (value - 0.4) / 0.5,
+            "gap_closed_ci95": [0.0, 1.0],
+            "satisfaction_feasible": 0.75,
+        }
         for policy, value in utilities.items()
     ]
     results: dict[str, Any] = {"rows": rows, "test_samples": 50, "seeds": [0, 1]}
     results["profile"] = {"name": "x", "samples": 100, "configurations": 8}
-    return StudyRun(experiment, "builtin", variant, default, Path(), [], {}, False, results, decisions(utilities))
+    return StudyRun(
+        experiment,
+        "builtin",
+        variant,
+        default,
+        Path(),
+        [],
+        {},
+        False,
+        results,
+        decisions(utilities),
+    )
 
 
 def lines_of(*finished: StudyRun) -> list[str]:
@@ -176,15 +249,22 @@ def test_variants_are_held_against_what_the_file_sets() -> None:
         run("miss", 0.4, "reward.miss=0.5", default=False),
     )
     assert f"### {STUDY.controllers['miss'].title}" in lines
-    assert any(line.startswith(f"*{question_of('miss')}* `knobwise train -m experiment=miss") for line in lines)
+    assert any(
+        line.startswith(f"*{question_of('miss')}* `knobwise train -m experiment=miss")
+        for line in lines
+    )
     assert "| 0.800 [0.700, 0.900] | – | 80% [0%, 100%] | 75.0% | +20.00 [" in only(
         lines, "| built-in | `reward.miss=0` "
     )
     assert only(lines, "| built-in | `reward.miss=0.2` ").endswith("| – |")
     sentence = only(lines, "- ")
-    assert sentence.startswith("- Built-in: against `reward.miss=0.2`: better: `reward.miss=0` (+20.00 [")
+    assert sentence.startswith(
+        "- Built-in: against `reward.miss=0.2`: better: `reward.miss=0` (+20.00 ["
+    )
     assert "; worse: `reward.miss=0.5` (-20.00 [" in sentence
-    assert only(lines, f"| [{STUDY.controllers['miss'].title}]").endswith("(against `reward.miss=0.2`) |")
+    assert only(lines, f"| [{STUDY.controllers['miss'].title}]").endswith(
+        "(against `reward.miss=0.2`) |"
+    )
 
 
 def test_nothing_is_claimed_that_the_interval_does_not_show() -> None:
@@ -192,22 +272,36 @@ def test_nothing_is_claimed_that_the_interval_does_not_show() -> None:
     lines = lines_of(run("lean", 0.6), run("seeds", 0.62), run("warm_up_only", 0.6))
     assert "- Built-in: against `lean`: no difference shown: `seeds` (+2.00 [0.00, 6.00])." in lines
     assert "- Built-in: against `lean`: the same on every sample: `warm_up_only`." in lines
-    assert any(line.endswith("built-in: the same on every sample (against `lean`) |") for line in lines)
-    assert any("no difference shown, the interval is [0.00, 6.00] (against `lean`) |" in line for line in lines)
-    assert not any("better" in line or "worse" in line for line in lines[8 : lines.index("## Measured before")])
+    assert any(
+        line.endswith("built-in: the same on every sample (against `lean`) |") for line in lines
+    )
+    assert any(
+        "no difference shown, the interval is [0.00, 6.00] (against `lean`) |" in line
+        for line in lines
+    )
+    assert not any(
+        "better" in line or "worse" in line for line in lines[8 : lines.index("## Measured before")]
+    )
     chance = only(lines, "The tables on controllers hold 2 differences.")
     assert "put 0.1 of their intervals entirely above or below 0; 0 are." in chance
-    assert chance.endswith("0 differences pass; by chance alone, at most 0.1 of the 2 questions would show any.")
+    assert chance.endswith(
+        "0 differences pass; by chance alone, at most 0.1 of the 2 questions would show any."
+    )
 
 
 def test_what_only_uncorrected_intervals_show_is_not_claimed() -> None:
     # 7 of 50 samples: p is 1/64, which is enough for one difference, and not for the first of four
-    variants = [run("miss", 0.54 if k else 0.4, f"reward.miss={k}", default=not k) for k in range(2)]
+    variants = [
+        run("miss", 0.54 if k else 0.4, f"reward.miss={k}", default=not k) for k in range(2)
+    ]
     assert "better: `reward.miss=1` (+14.00 [" in only(lines_of(*variants), "- ")
     others = [run("miss", 0.4, f"reward.miss={k}", default=False) for k in range(2, 5)]
     lines = lines_of(*variants, *others)
     assert "no difference shown: `reward.miss=1` (+14.00 [" in only(lines, "- ")
-    assert any("entirely above or below 0; 1 are." in line and "0 differences pass;" in line for line in lines)
+    assert any(
+        "entirely above or below 0; 1 are." in line and "0 differences pass;" in line
+        for line in lines
+    )
 
 
 def test_what_grpo_did_not_change_is_said() -> None:
@@ -221,7 +315,12 @@ def test_what_grpo_did_not_change_is_said() -> None:
 
 def test_what_grpo_added_to_the_deployed_policy_is_said() -> None:
     finished = run("lean", 0.6)
-    gain = {"test": 0.0123, "test_ci95": [-0.004, 0.03], "held_out": 0.02, "held_out_ci95": [0.01, 0.03]}
+    gain = {
+        "test": 0.0123,
+        "test_ci95": [-0.004, 0.03],
+        "held_out": 0.02,
+        "held_out_ci95": [0.01, 0.03],
+    }
     lines = lines_of(finished._replace(results={**finished.results, "grpo_gain": gain}))
     said = "by +1.23 points (95% interval -0.40 to 3.00) on test samples"
     assert [line for line in lines if "GRPO changes" in line] == [
@@ -232,12 +331,21 @@ def test_what_grpo_added_to_the_deployed_policy_is_said() -> None:
 def test_the_default_controller_stands_beside_every_simple_way() -> None:
     lines = lines_of(run("controller", 0.7, ridge=0.7, knn=0.88))
     sentence = only(lines, "- ")
-    assert sentence.startswith("- Built-in: `controller` is better than budget-aware static (+30.00 [")
+    assert sentence.startswith(
+        "- Built-in: `controller` is better than budget-aware static (+30.00 ["
+    )
     assert "; worse than nearest neighbours (-18.00 [" in sentence
     assert sentence.endswith("; the same on every sample: ridge regression.")
-    of_study = lines[: lines.index("## Measured before")]  # below are tables that were measured before
+    of_study = lines[
+        : lines.index("## Measured before")
+    ]  # below are tables that were measured before
     ranks = [line.split(" | ")[0] for line in of_study if line.startswith("| ") and " [0." in line]
-    order = ("oracle (upper bound)", "nearest neighbours", "**learned controller**", "ridge regression")
+    order = (
+        "oracle (upper bound)",
+        "nearest neighbours",
+        "**learned controller**",
+        "ridge regression",
+    )
     assert ranks == [f"| {name}" for name in (*order, "budget-aware static")]
     answer = only(lines, "| [The controller against")
     assert "better than budget-aware static (+30.00 [" in answer
@@ -249,9 +357,16 @@ def test_mean_budgets_are_compared_at_equal_latency() -> None:
     row = next(row for row in finished.results["rows"] if row["policy"] == "controller")
     row |= {"latency_ms_mean": 1.5, "accuracy": 0.8, "accuracy_ci95": [0.7, 0.9]}
     hull = [{"latency_ms": 0.0, "accuracy": 0.2}, {"latency_ms": 2.0, "accuracy": 1.0}]
-    lines = lines_of(finished._replace(results={**finished.results, "sense": "mean", "static_hull": hull}))
-    assert any(line.startswith("- Built-in: against static mix: better: `mean_budget` (+20.00 [") for line in lines)
-    assert any("| 0.800 [0.700, 0.900] | – | 80% [0%, 100%] | 1.50 ms | +20.00 [" in line for line in lines)
+    lines = lines_of(
+        finished._replace(results={**finished.results, "sense": "mean", "static_hull": hull})
+    )
+    assert any(
+        line.startswith("- Built-in: against static mix: better: `mean_budget` (+20.00 [")
+        for line in lines
+    )
+    assert any(
+        "| 0.800 [0.700, 0.900] | – | 80% [0%, 100%] | 1.50 ms | +20.00 [" in line for line in lines
+    )
 
 
 def test_fewer_common_samples_are_said() -> None:
@@ -266,9 +381,17 @@ def test_a_policy_of_the_same_run_may_be_the_reference() -> None:
 
 
 def test_sentences_open_a_complete_page_and_long_tables_fold() -> None:
-    shorter = Study(STUDY.profiles, {name: STUDY.controllers[name] for name in ("lean", "miss")}, {})
-    runs = [run("lean", 0.6), *(run("miss", k / 10, f"reward.miss={k}", default=k == 2) for k in range(7))]
-    complete, partial = results_page(shorter, runs, [0, 1]), results_page(shorter, runs, [0, 1], unfinished=1)
+    shorter = Study(
+        STUDY.profiles, {name: STUDY.controllers[name] for name in ("lean", "miss")}, {}
+    )
+    runs = [
+        run("lean", 0.6),
+        *(run("miss", k / 10, f"reward.miss={k}", default=k == 2) for k in range(7)),
+    ]
+    complete, partial = (
+        results_page(shorter, runs, [0, 1]),
+        results_page(shorter, runs, [0, 1], unfinished=1),
+    )
     assert complete.splitlines()[2].startswith("1. ")
     assert "](results.svg)" in complete
     assert "](results.svg)" not in partial
@@ -283,11 +406,12 @@ def test_every_experiment_of_the_page_asks_something() -> None:
     assert all("?" in question_of(name) for name in (*STUDY.controllers, *STUDY.selectors))
 
 
-# -- selectors ---------------------------------------------------------------------------------------------------------
+# -- selectors -------------------------------------------------------------------------------------
 
 
 def selector(experiment: str, accuracies: dict[str, float], variants: list[str]) -> StudyRun:
-    """With made-up answers: for both seeds the first of 400 queries are right, as many as the accuracy says."""
+    """With made-up answers: for both seeds the first of 400 queries are right, as many as the
+    accuracy says."""
     rows = [
         {"policy": policy, "seed": seed, "sample_id": str(query), "place": shots}
         | {"accuracy": float(shots == 4 or query < 400 * share)}
@@ -303,14 +427,26 @@ def selector(experiment: str, accuracies: dict[str, float], variants: list[str])
 
 
 def test_what_a_learned_reward_cost_and_expects() -> None:
-    run = selector("selector_reward_model", {"sft": 0.6, "rce": 0.6, "live": 0.9, "mine": 0.8}, ["live", "mine"])
+    run = selector(
+        "selector_reward_model",
+        {"sft": 0.6, "rce": 0.6, "live": 0.9, "mine": 0.8},
+        ["live", "mine"],
+    )
     calls = [{"policy": "live", "calls": [5000, 6000]}, {"policy": "mine", "calls": [10, 10]}]
     bins = [("rce", 0.2, 0.4), ("rce", 0.4, 0.5), ("mine", 0.8, 0.75), ("mine", 0.9, 0.85)]
-    calibration = [{"policy": "mine", "drawn_by": by, "expected": share, "right": right} for by, share, right in bins]
-    lines = lines_of(run._replace(results={**run.results, "true_calls": calls, "calibration": calibration}))
-    assert only(lines, "- True calls of").endswith("a mean over seeds: 5,500 for live, 10 for mine.")
+    calibration = [
+        {"policy": "mine", "drawn_by": by, "expected": share, "right": right}
+        for by, share, right in bins
+    ]
+    lines = lines_of(
+        run._replace(results={**run.results, "true_calls": calls, "calibration": calibration})
+    )
+    assert only(lines, "- True calls of").endswith(
+        "a mean over seeds: 5,500 for live, 10 for mine."
+    )
     assert only(lines, "- Mine, share").endswith(
-        ": 0.300 for draws of RCE, where it is 0.450; 0.850 for draws of its own policy, where it is 0.800."
+        ": 0.300 for draws of RCE, where it is 0.450; 0.850 for draws of its own policy, where "
+        "it is 0.800."
     )
 
 
@@ -322,10 +458,14 @@ def test_selectors_by_hand() -> None:
     )
     assert f"### {STUDY.selectors['selector'].title}" in lines
     assert any(question_of("selector_rewards") in line for line in lines)
-    ranks = [line.split("|")[1].strip() for line in lines if line.startswith("| ") and " | 0." in line]
+    ranks = [
+        line.split("|")[1].strip() for line in lines if line.startswith("| ") and " | 0." in line
+    ]
     assert ranks[0] == "GRPO on live draws"
     assert any(line.startswith("| b | 0.700 [") for line in lines)
-    assert any(line.startswith("- Against RCE: better: GRPO on live draws (+30.0 [") for line in lines)
+    assert any(
+        line.startswith("- Against RCE: better: GRPO on live draws (+30.0 [") for line in lines
+    )
     assert only(lines, "- Against a: worse: b (-10.0 [").endswith("; the same on every sample: c.")
     assert "- Against SFT: the same on every sample: RCE." in lines
     answer = only(lines, f"| [{STUDY.selectors['selector_rewards'].title}]")

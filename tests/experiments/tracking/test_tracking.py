@@ -1,4 +1,5 @@
-"""One set of numbers, three places: everything is logged for real (W&B offline) and read back; metrics.csv alone."""
+"""One set of numbers, three places: everything is logged for real (W&B offline) and read back;
+metrics.csv alone."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ UTILITIES |= {f"baseline_{i}": (0.3, 0.2, 0.4) for i in range(8)}
 RESULTS = {
     "profile": {"name": "small profile", "digest": DIGEST, "samples": 60, "configurations": 12},
     "rows": [
-        {"policy": policy, "budget_ms": budget, "utility": utility, "utility_ci95": [utility - 0.1, utility + 0.1]}
+        {
+            "policy": policy,
+            "budget_ms": budget,
+            "utility": utility,
+            "utility_ci95": [utility - 0.1, utility + 0.1],
+        }
         | {f"number {i}": 0.5 for i in range(10)}
         | {"gap_closed": 0.4, "utility_per_seed": [utility, utility, utility]}
         for policy, utilities in UTILITIES.items()
@@ -57,7 +63,12 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 
 def tracker(folder: Path, mode: str = "offline", **more: object) -> Tracker:
-    arguments = {"name": "lr-0.003", "experiment": "controller", "job_type": "train", "config": CONFIG}
+    arguments = {
+        "name": "lr-0.003",
+        "experiment": "controller",
+        "job_type": "train",
+        "config": CONFIG,
+    }
     settings = TrackingSettings(mode=mode, tags=["nightly"], notes="Is a low learning rate better?")
     arguments |= {"settings": settings, "profile": RESULTS["profile"]}
     return Tracker(folder, **arguments | more)  # type: ignore[arg-type]
@@ -65,7 +76,10 @@ def tracker(folder: Path, mode: str = "offline", **more: object) -> Tracker:
 
 def numbers(seed: int, step: int) -> dict[str, float]:
     validation = {"Val/Accuracy_Mean": 0.5 + step / 100} if step % 20 == 0 else {}
-    return {"Train/Loss": 1 / (3 + step + seed), "Train/Reward_Mean": 0.1 * seed - step / 7} | validation
+    return {
+        "Train/Loss": 1 / (3 + step + seed),
+        "Train/Reward_Mean": 0.1 * seed - step / 7,
+    } | validation
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +125,9 @@ def of_kind(session: ReceivedRun, kind: str) -> list[dict]:
 def charts(session: ReceivedRun) -> dict[str, dict]:
     """The custom charts of a run, by name."""
     updates = [item for record in of_kind(session, "config") for item in record["update"].items()]
-    return {key.removeprefix("_wandb.visualize."): chart for key, chart in updates if "visualize" in key}
+    return {
+        key.removeprefix("_wandb.visualize."): chart for key, chart in updates if "visualize" in key
+    }
 
 
 @pytest.fixture(scope="module")
@@ -132,35 +148,63 @@ def events(folder: Path) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_tensorboard_and_wandb_hold_the_numbers_of_metrics_csv(run: Path, logged: Sessions, seed: int) -> None:
-    expected = {(name, step): value for step in STEPS for name, value in numbers(seed, step).items()}
-    assert events(run / "tensorboard" / f"seed{seed}") == pytest.approx(expected, rel=1e-6)  # event files are float32
-    assert logged[f"lr-0.003 s{seed}"].history == [{"step": step, **numbers(seed, step)} for step in STEPS]
+def test_tensorboard_and_wandb_hold_the_numbers_of_metrics_csv(
+    run: Path, logged: Sessions, seed: int
+) -> None:
+    expected = {
+        (name, step): value for step in STEPS for name, value in numbers(seed, step).items()
+    }
+    assert events(run / "tensorboard" / f"seed{seed}") == pytest.approx(
+        expected, rel=1e-6
+    )  # event files are float32
+    assert logged[f"lr-0.003 s{seed}"].history == [
+        {"step": step, **numbers(seed, step)} for step in STEPS
+    ]
 
 
 def test_wandb_run_says_where_it_belongs_and_what_was_best(logged: Sessions) -> None:
     assert set(logged) == {"lr-0.003 s0", "lr-0.003 s1", "lr-0.003"}
     session = logged["lr-0.003 s1"]
-    about = {"displayName": "lr-0.003 s1", "groupName": "controller", "jobType": "train", "project": "knobwise"}
-    assert session.about == about | {"tags": ["nightly", "theirs", "small"], "notes": "Is a low learning rate better?"}
+    about = {
+        "displayName": "lr-0.003 s1",
+        "groupName": "controller",
+        "jobType": "train",
+        "project": "knobwise",
+    }
+    assert session.about == about | {
+        "tags": ["nightly", "theirs", "small"],
+        "notes": "Is a low learning rate better?",
+    }
     assert session.config["run"] == logged["lr-0.003"].config["run"] == "controller/lr-0.003"
     assert session.config["optimiser"] == {"lr": 0.003}
-    assert session.config["loss"] == {"ends": ["inf", 1.0]}  # as on the command line; JSON has no infinity
+    assert session.config["loss"] == {
+        "ends": ["inf", 1.0]
+    }  # as on the command line; JSON has no infinity
     assert (session.config["seed"], session.config["profile_digest"]) == (1, DIGEST)
-    steps = {m.get("step_metric") for m in of_kind(session, "metric") if m.get("name", "").startswith("Train/")}
+    steps = {
+        m.get("step_metric")
+        for m in of_kind(session, "metric")
+        if m.get("name", "").startswith("Train/")
+    }
     assert steps == {"step"}
     rewards = [numbers(1, step)["Train/Reward_Mean"] for step in STEPS]
     assert session.summary["Train/Reward_Mean"] == {"max": max(rewards), "last": rewards[-1]}
 
 
 def test_test_scores_are_in_the_runs_that_trained(run: Path, logged: Sessions) -> None:
-    """So that grouping them shows means and standard deviations; their curves and summaries stay what they were."""
+    """So that grouping them shows means and standard deviations; their curves and summaries stay
+    what they were."""
     for seed in (0, 1):
         summary = logged[f"lr-0.003 s{seed}"].summary
-        assert {name: value for name, value in summary.items() if name.startswith("Test/")} == SCORES[seed]
+        assert {
+            name: value for name, value in summary.items() if name.startswith("Test/")
+        } == SCORES[seed]
         assert summary["Train/Loss"] == {"min": 1 / (23 + seed), "last": 1 / (23 + seed)}
     assert not {"Test/Utility", "Test/On_Time_Feasible"} & logged["lr-0.003"].summary.keys()
-    models = {name: [a for a in of_kind(one, "artifact") if a["type"] == "model"] for name, one in logged.items()}
+    models = {
+        name: [a for a in of_kind(one, "artifact") if a["type"] == "model"]
+        for name, one in logged.items()
+    }
     assert [name for name, found in models.items() if found] == ["lr-0.003 s1"]
     (model,) = models["lr-0.003 s1"]
     metadata = model["metadata"]
@@ -175,17 +219,26 @@ def test_results_are_logged_inside_the_run_and_in_few_keys(run: Path, logged: Se
     assert session.summary["Test/controller/utility_ci95_low"] == 0.4
     assert session.summary["Test/controller/gap_closed"] == 0.4
     assert "Test/oracle/gap_closed" not in session.summary
-    assert len([name for name in session.summary if name.startswith("Test/") and name.count("/") == 2]) == 13
+    assert (
+        len([name for name in session.summary if name.startswith("Test/") and name.count("/") == 2])
+        == 13
+    )
     keys = {key.split(".")[0] for row in session.history for key in row}
     assert keys == {"Test/policies", "Test/by_budget_table", "report", "Charts/Utility"}
     (chart,) = charts(session).items()
     assert chart[0] == "Test/by_budget"
-    assert chart[1]["panel_config"]["fieldSettings"] == {"x": "budget_ms", "y": "utility", "stroke": "policy"}
+    assert chart[1]["panel_config"]["fieldSettings"] == {
+        "x": "budget_ms",
+        "y": "utility",
+        "stroke": "policy",
+    }
     # a scalar of a single step is no curve
     assert not (run / "tensorboard" / "evaluate").exists()
     (picture,) = (run / "wandb").glob("offline-run-*/files/media/images/Charts/*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    (data,) = (artifact for artifact in of_kind(session, "artifact") if artifact["type"] == "dataset")
+    (data,) = (
+        artifact for artifact in of_kind(session, "artifact") if artifact["type"] == "dataset"
+    )
     assert data["name"] == "profile-small-profile"
     assert DIGEST in json.dumps(data["metadata"])
 
@@ -197,13 +250,20 @@ def test_tensorboard_tells_runs_apart_by_their_settings(run: Path) -> None:
     reader = EventAccumulator(str(run / "tensorboard" / "seed1")).Reload()
     content = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     hparams = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
-    assert {name: value.number_value for name, value in hparams.items()} == {"optimiser.lr": 0.003, "seed": 1.0}
+    assert {name: value.number_value for name, value in hparams.items()} == {
+        "optimiser.lr": 0.003,
+        "seed": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "stage", "seed", "title"),
     [
-        *(("default", "", 0, "lean s0"), ("default", "", None, "lean"), ("default", "sft", 2, "sft s2")),
+        *(
+            ("default", "", 0, "lean s0"),
+            ("default", "", None, "lean"),
+            ("default", "sft", 2, "sft s2"),
+        ),
         ("loss.group_size-8_optimiser.lr-0.001", "", 1, "group_size-8_lr-0.001 s1"),
         ("profile-table_profile.path-a.b.csv", "rce", None, "profile-table_path-a.b.csv rce"),
     ],
@@ -214,28 +274,43 @@ def test_names_of_runs_are_short(name: str, stage: str, seed: int | None, title:
 
 
 def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path: Path) -> None:
-    """metrics.csv holds the stages of a seed one after the other, W&B and TensorBoard each from step 0."""
+    """metrics.csv holds the stages of a seed one after the other, W&B and TensorBoard each from
+    step 0."""
     for stage, first in (("sft", 0), ("grpo", 3)):
-        with tracker(tmp_path, seed=2, stage=stage, first=first, resume_step=first - 1 if first else None) as log:
+        with tracker(
+            tmp_path, seed=2, stage=stage, first=first, resume_step=first - 1 if first else None
+        ) as log:
             for step in range(3):
                 log.log({"Val/Loss": first + step / 2, wandb_run.THROUGHPUT: 1e3}, step)
-    with tracker(tmp_path, seed=2, stage="grpo", first=3, resume_step=4) as log:  # its last step was not saved
+    with tracker(
+        tmp_path, seed=2, stage="grpo", first=3, resume_step=4
+    ) as log:  # its last step was not saved
         log.log({"Val/Loss": 4.0, wandb_run.THROUGHPUT: 1e3}, 2)
     names = [{k: v for k, v in row.items() if v} for row in written(tmp_path)]
     assert names == [
         *({"seed": "2", "step": str(step), "Val/sft/Loss": str(step / 2)} for step in range(3)),
-        *({"seed": "2", "step": str(3 + step), "Val/grpo/Loss": str(3 + step / 2)} for step in range(3)),
+        *(
+            {"seed": "2", "step": str(3 + step), "Val/grpo/Loss": str(3 + step / 2)}
+            for step in range(3)
+        ),
     ]
     runs = {name: joined(sessions) for name, sessions in sessions_of(tmp_path).items()}
     for name, first in (("lr-0.003 sft s2", 0), ("lr-0.003 grpo s2", 3)):
         assert runs[name].config["stage"] == name.split()[1]
-        wanted = [{"step": step, "Val/Loss": first + step / 2, wandb_run.THROUGHPUT: 1e3} for step in range(3)]
+        wanted = [
+            {"step": step, "Val/Loss": first + step / 2, wandb_run.THROUGHPUT: 1e3}
+            for step in range(3)
+        ]
         assert runs[name].history == wanted
     assert ("Val/Loss", 2) in events(tmp_path / "tensorboard" / "seed2" / "grpo")
 
 
 def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path: Path) -> None:
-    ends = {"crash": (ValueError("broken"), 1), "ctrl-c": (KeyboardInterrupt(), 130), "exit": (SystemExit(0), 0)}
+    ends = {
+        "crash": (ValueError("broken"), 1),
+        "ctrl-c": (KeyboardInterrupt(), 130),
+        "exit": (SystemExit(0), 0),
+    }
     for name, (error, _) in ends.items():
         log = tracker(tmp_path / name, name=name)
         with pytest.raises(type(error)), log:  # noqa: PT012 (what was logged before the end must survive it)
@@ -247,7 +322,9 @@ def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path: Path) -> None:
     assert codes == {name: status for name, (_, status) in ends.items()}
 
 
-def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_drops_what_was_logged_after_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # two event files of one second are told apart by a number only, and `9` sorts after `10`
     now = time.time()
     monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: now))
@@ -261,17 +338,24 @@ def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path: Path, mon
     kept = [(r["seed"], r["step"], r["Train/Loss"]) for r in written(tmp_path) if r["seed"] == "0"]
     assert kept == [("0", "0", "0.0"), ("0", "1", "1.0"), ("0", "2", "20.0")]
     assert len([r for r in written(tmp_path) if r["seed"] == "1"]) == 4
-    assert events(tmp_path / "tensorboard" / "seed0") == {("Train/Loss", s): v for s, v in enumerate((0.0, 1.0, 20.0))}
+    assert events(tmp_path / "tensorboard" / "seed0") == {
+        ("Train/Loss", s): v for s, v in enumerate((0.0, 1.0, 20.0))
+    }
 
 
-WHOLE = {s: {"Train/Loss": 1 / (s + 1)} | ({"Val/Utility": 0.5 - s / 10} if s < 3 else {}) for s in range(6)}
+WHOLE = {
+    s: {"Train/Loss": 1 / (s + 1)} | ({"Val/Utility": 0.5 - s / 10} if s < 3 else {})
+    for s in range(6)
+}
 
 
 def test_what_a_killed_run_had_not_written_is_made_up_for(tmp_path: Path) -> None:
     with tracker(tmp_path, seed=0) as log:
         for step in range(3):
             log.log(WHOLE[step], step)
-    with tracker(tmp_path, "disabled", seed=0, resume_step=2) as log:  # all of it lost, but for metrics.csv
+    with tracker(
+        tmp_path, "disabled", seed=0, resume_step=2
+    ) as log:  # all of it lost, but for metrics.csv
         for step in range(3, 5):
             log.log(WHOLE[step], step)
     shutil.rmtree(tmp_path / "tensorboard")
@@ -286,7 +370,11 @@ def test_what_a_killed_run_had_not_written_is_made_up_for(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "best"),
     [
-        *(("Val/Utility", "max"), ("Val/sft/Beam_Score_Mean", "max"), ("Val/rce/Accuracy_Mean", "max")),
+        *(
+            ("Val/Utility", "max"),
+            ("Val/sft/Beam_Score_Mean", "max"),
+            ("Val/rce/Accuracy_Mean", "max"),
+        ),
         *(("Val/Budget_Violation_Rate", "min"), ("Train/sft/Loss", "min"), ("Train/ESS", "max")),
         *(("Train/KL", None), ("Train/Reward_Std", None)),
     ],
@@ -300,7 +388,8 @@ def test_which_value_is_the_best_of_a_run(name: str, best: str | None) -> None:
 def test_where_wandb_does_not_start_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], mode: str
 ) -> None:
-    """Its service is a process of its own; on a busy machine, or with a full disk, it may not come up."""
+    """Its service is a process of its own; on a busy machine, or with a full disk, it may not come
+    up."""
     monkeypatch.setattr(wandb, "init", Mock(side_effect=OSError("No space left on device")))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     environment = dict(os.environ)
@@ -372,7 +461,9 @@ def test_mode_follows_settings_then_environment_then_key(monkeypatch: pytest.Mon
         wandb_mode(TrackingSettings())
 
 
-def test_names_are_refused_exactly_where_wandb_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_refused_exactly_where_wandb_refuses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where nothing is logged there, any name will do."""
     for name in ("a" * 129, *(f"a{sign}b" for sign in "/\\#?%:")):
         with pytest.raises(InputError, match=r"tracking\.project"):
@@ -382,24 +473,33 @@ def test_names_are_refused_exactly_where_wandb_refuses_them(monkeypatch: pytest.
         with pytest.raises(InputError, match=r"tracking\.tags"):
             wandb_mode(TrackingSettings(mode="offline", tags=[tag]))
     for name in ("knobwise", "a b", "a.b-c_d", "é", "a" * 128, *(f"a{sign}b" for sign in ",;@&")):
-        assert wandb_mode(TrackingSettings(mode="offline", project=name, tags=["a", "a" * 64])) == "offline"
+        assert (
+            wandb_mode(TrackingSettings(mode="offline", project=name, tags=["a", "a" * 64]))
+            == "offline"
+        )
     monkeypatch.setenv("WANDB_PROJECT", "a/b")
     with pytest.raises(InputError, match="WANDB_PROJECT=a/b"):
         wandb_mode(TrackingSettings(mode="offline"))
     assert wandb_mode(TrackingSettings(mode="offline", project="mine")) == "offline"
 
 
-# -- metrics.csv gives back what was written, whatever came between ----------------------------------------------------
+# -- metrics.csv gives back what was written, whatever came between --------------------------------
 
 ROWS = st.lists(
-    st.dictionaries(st.sampled_from(["Train/Loss", "Val/Loss", 'odd, "name"']), st.floats(allow_nan=False), min_size=1),
+    st.dictionaries(
+        st.sampled_from(["Train/Loss", "Val/Loss", 'odd, "name"']),
+        st.floats(allow_nan=False),
+        min_size=1,
+    ),
     min_size=1,
     max_size=6,
 )
 
 
 def values_of(row: dict[str, str]) -> dict[str, float]:
-    return {name: float(value) for name, value in row.items() if value and name not in ("seed", "step")}
+    return {
+        name: float(value) for name, value in row.items() if value and name not in ("seed", "step")
+    }
 
 
 def fill(path: Path, *seeds: int) -> None:
@@ -414,7 +514,9 @@ def fill(path: Path, *seeds: int) -> None:
 
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(rows=ROWS)
-def test_metrics_file_gives_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, rows: list) -> None:
+def test_metrics_file_gives_back_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, rows: list
+) -> None:
     folder = tmp_path_factory.mktemp("metrics")
     file = MetricsFile(folder / "metrics.csv", seed=3)
     for step, row in enumerate(rows):
@@ -445,21 +547,31 @@ def test_seeds_side_by_side_keep_their_rows_and_columns(tmp_path: Path) -> None:
     ]
 
 
-def test_a_seed_that_goes_on_drops_its_own_later_rows_alone_and_has_all_at_hand(tmp_path: Path) -> None:
+def test_a_seed_that_goes_on_drops_its_own_later_rows_alone_and_has_all_at_hand(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.csv"
     fill(path, 0, 1, 10)
     again = MetricsFile(path, seed=1, resume_step=0)
-    assert again.earlier == [row for s in range(3) for row in ((s, {"Val/Loss": 1.0}), (s, {"Train/Loss": s / 2}))]
+    assert again.earlier == [
+        row for s in range(3) for row in ((s, {"Val/Loss": 1.0}), (s, {"Train/Loss": s / 2}))
+    ]
     assert again.kept == again.earlier[:2]
     steps = [str(step) for step in range(3) for _ in range(2)]
-    expected = [*(("0", step) for step in steps), ("1", "0"), ("1", "0"), *(("10", step) for step in steps)]
+    expected = [
+        *(("0", step) for step in steps),
+        ("1", "0"),
+        ("1", "0"),
+        *(("10", step) for step in steps),
+    ]
     assert [(row["seed"], row["step"]) for row in written(tmp_path)] == expected
     MetricsFile(path, seed=1)
     assert {row["seed"] for row in written(tmp_path)} == {"0", "10"}
 
 
 def append_many(path: Path, seed: int, rows: int) -> None:
-    """What one process of several does: its rows hold ever new names, so that the file is rewritten again and again."""
+    """What one process of several does: its rows hold ever new names, so that the file is rewritten
+    again and again."""
     file = MetricsFile(path, seed)
     for step in range(rows):
         file.append(step, {f"seed{seed}/{step // 5}": seed + step / 100})

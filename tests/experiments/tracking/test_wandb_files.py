@@ -36,10 +36,16 @@ def stub() -> Iterator[WandbStub]:
 
 
 def panels(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    return [panel for section in spec["section"]["panelBankConfig"]["sections"] for panel in section["panels"]]
+    return [
+        panel
+        for section in spec["section"]["panelBankConfig"]["sections"]
+        for panel in section["panels"]
+    ]
 
 
-def test_without_a_key_it_is_built_and_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_a_key_it_is_built_and_checked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["workspace", "json=view.json", "knobs=[size]"]) == 0
     out, err = capsys.readouterr()
     assert "valid" in out
@@ -49,32 +55,64 @@ def test_without_a_key_it_is_built_and_checked(capsys: pytest.CaptureFixture[str
     spec = WorkspaceViewspec.model_validate(content)
     assert json.loads(spec.model_dump_json(by_alias=True, exclude_none=True)) == content
     kinds = {panel["viewType"] for panel in panels(content)}
-    charts = {"Scatter Plot", "Run History Line Plot", "Bar Chart", "Parallel Coordinates Plot", "Run Comparer"}
+    charts = {
+        "Scatter Plot",
+        "Run History Line Plot",
+        "Bar Chart",
+        "Parallel Coordinates Plot",
+        "Run Comparer",
+    }
     assert kinds == charts | {"Weave", "Media Browser", "Vega2"}
-    (pareto,) = (panel["config"] for panel in panels(content) if panel["viewType"] == "Scatter Plot")
+    (pareto,) = (
+        panel["config"] for panel in panels(content) if panel["viewType"] == "Scatter Plot"
+    )
     assert pareto["showMaxYAxisLine"]
     # the shares of every run that is selected, from the table of each
-    (shares,) = (panel["config"] for panel in panels(content) if "Knobs/" in json.dumps(panel["config"]))
+    (shares,) = (
+        panel["config"] for panel in panels(content) if "Knobs/" in json.dumps(panel["config"])
+    )
     assert '"value": "Knobs/size_table"' in json.dumps(shares)
     assert shares["fieldSettings"] == {"x": "budget_ms", "y": "share", "stroke": "value"}
-    spreads = {panel["config"].get("groupArea") for panel in panels(content) if panel["viewType"] == "Bar Chart"}
+    spreads = {
+        panel["config"].get("groupArea")
+        for panel in panels(content)
+        if panel["viewType"] == "Bar Chart"
+    }
     assert spreads == {"stddev"}
-    losses = [panel["config"]["metrics"] for panel in panels(content) if "Loss" in str(panel["config"].get("metrics"))]
+    losses = [
+        panel["config"]["metrics"]
+        for panel in panels(content)
+        if "Loss" in str(panel["config"].get("metrics"))
+    ]
     before = [["Train/Regression_Loss"], ["Train/Imitation_Loss"], ["Train/RCE_Loss"]]
     assert losses == [*before, ["Train/Loss"], ["Val/Loss"]]
     grouping = content["section"]["runSets"][0]["grouping"]
     keys = [{"section": "config", "name": f"{key}.value"} for key in ("run", "stage")]
     assert grouping == [{"section": "run", "name": "group"}, *keys]
-    named = {"entity": "e", "project": "p", "displayName": "n", "name": "nw-n-v", "id": "i", "spec": content}
+    named = {
+        "entity": "e",
+        "project": "p",
+        "displayName": "n",
+        "name": "nw-n-v",
+        "id": "i",
+        "spec": content,
+    }
     read_back = Workspace._from_model(View.model_validate(named))
     sections = view_of(WorkspaceRun(knobs=["size"])).sections
-    assert [len(section.panels) for section in read_back.sections] == [len(section.panels) for section in sections]
+    assert [len(section.panels) for section in read_back.sections] == [
+        len(section.panels) for section in sections
+    ]
 
 
 def test_every_setting_that_is_shown_exists() -> None:
-    content = json.loads(view_of(WorkspaceRun())._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+    content = json.loads(
+        view_of(WorkspaceRun())._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
+    )
     shown = [
-        [one["accessor"].removeprefix("config:").replace(".value", "") for one in panel["config"]["columns"]]
+        [
+            one["accessor"].removeprefix("config:").replace(".value", "")
+            for one in panel["config"]["columns"]
+        ]
         for panel in panels(content)
         if panel["viewType"] == "Parallel Coordinates Plot"
     ]
@@ -100,15 +138,23 @@ def test_a_project_of_the_environment_and_offline_by_wish(
     assert "not saved: WANDB_MODE is offline" in capsys.readouterr().out
 
 
-def test_with_a_key_it_is_saved_and_replaced(stub: WandbStub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_with_a_key_it_is_saved_and_replaced(
+    stub: WandbStub, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["workspace", "name='our runs'", "json=view.json"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     ((identity, view),) = stub.views.items()
-    assert (view["entityName"], view["projectName"], view["displayName"]) == (ENTITY, "knobwise", "our runs")
+    assert (view["entityName"], view["projectName"], view["displayName"]) == (
+        ENTITY,
+        "knobwise",
+        "our runs",
+    )
     assert view["type"] == "project-view"
     assert json.loads(view["spec"]) == json.loads(Path("view.json").read_text())
-    address = f"{stub.url}/{ENTITY}/knobwise?nw={view['name'].removeprefix('nw-').removesuffix('-v')}"
+    address = (
+        f"{stub.url}/{ENTITY}/knobwise?nw={view['name'].removeprefix('nw-').removesuffix('-v')}"
+    )
     assert f"saved: {address}" in out
     assert main(["workspace", "name='our runs'", "knobs=[size]"]) == 0
     assert f"saved: {address}" in capfd.readouterr().out
@@ -125,7 +171,9 @@ def test_the_first_online_run_saves_the_view_and_no_other_touches_it(
 ) -> None:
     save_once(TrackingSettings(), ["size"])
     ((identity, view),) = stub.views.items()
-    address = f"{stub.url}/{ENTITY}/knobwise?nw={view['name'].removeprefix('nw-').removesuffix('-v')}"
+    address = (
+        f"{stub.url}/{ENTITY}/knobwise?nw={view['name'].removeprefix('nw-').removesuffix('-v')}"
+    )
     assert capfd.readouterr().out == f"W&B view of all runs: {address}\n"
     assert "Knobs/size_table" in view["spec"]
     save_once(TrackingSettings(), ["width"])  # people may have changed it
@@ -139,9 +187,14 @@ def test_the_first_online_run_saves_the_view_and_no_other_touches_it(
     assert line.endswith("tracking.workspace=false saves no view")
 
 
-def test_what_goes_wrong_in_saving_is_said_in_a_line(stub: WandbStub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_goes_wrong_in_saving_is_said_in_a_line(
+    stub: WandbStub, capfd: pytest.CaptureFixture[str]
+) -> None:
     stub.refuse = lambda what: what == "UpsertView2"
-    for words, message in ((["project=none"], f"there is no project {ENTITY}/none yet"), ([], "did not take the view")):
+    for words, message in (
+        (["project=none"], f"there is no project {ENTITY}/none yet"),
+        ([], "did not take the view"),
+    ):
         assert main(["workspace", *words]) == 2
         (line,) = capfd.readouterr().err.splitlines()
         assert message in line

@@ -1,4 +1,5 @@
-"""v2_lora through the command line: a CLIP model in a folder that learns along with the selector."""
+"""v2_lora through the command line: a CLIP model in a folder that learns along with the
+selector."""
 
 from __future__ import annotations
 
@@ -26,9 +27,27 @@ from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.selector_options import BeamFiles, ClipLora
 
-CLIP = ["encoder=clip", "encoder.model=clip", "encoder.data=queries.jsonl", "encoder.bank=bank.jsonl"]
-SHORT = ["sft.epochs=1", "variants.grpo_recorded.epochs=1", "variants.shuffled_recorded=null", "judged_shots=[2]"]
-TRAIN = [*commands.REPLAY, *CLIP, *SHORT, "sft.lr=1e-2", "sft.keep=last", "rce.keep=last", "grpo.keep=last"]
+CLIP = [
+    "encoder=clip",
+    "encoder.model=clip",
+    "encoder.data=queries.jsonl",
+    "encoder.bank=bank.jsonl",
+]
+SHORT = [
+    "sft.epochs=1",
+    "variants.grpo_recorded.epochs=1",
+    "variants.shuffled_recorded=null",
+    "judged_shots=[2]",
+]
+TRAIN = [
+    *commands.REPLAY,
+    *CLIP,
+    *SHORT,
+    "sft.lr=1e-2",
+    "sft.keep=last",
+    "rce.keep=last",
+    "grpo.keep=last",
+]
 SEED = Path("whole/latest/checkpoints/seed0")
 
 
@@ -37,13 +56,16 @@ def write_items(path: str, count: int, prefix: str) -> None:
     rows = []
     for n in range(count):
         question = f"How many {'dogs' if n % 3 else 'cats'} ?"
-        rows.append({"id": f"{prefix}{n}", "image": f"{n % 4}.png", "question": question, "answers": ["2"]})
+        rows.append(
+            {"id": f"{prefix}{n}", "image": f"{n % 4}.png", "question": question, "answers": ["2"]}
+        )
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Beams as a table that names items by their ids, and as RL data; their items; a CLIP model; a finished run."""
+    """Beams as a table that names items by their ids, and as RL data; their items; a CLIP model; a
+    finished run."""
     folder = tmp_path_factory.mktemp("clip")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -76,16 +98,30 @@ def lora_of(path: Path) -> dict[str, torch.Tensor]:
     return dict(encoder.state_dict())
 
 
-def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpoint(folder: Path) -> None:
-    assert load_checkpoint(SEED / "sft" / "best.pt").selector.features == 12, "CLIP's width, not that of the beams"
+def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpoint(
+    folder: Path,
+) -> None:
+    assert load_checkpoint(SEED / "sft" / "best.pt").selector.features == 12, (
+        "CLIP's width, not that of the beams"
+    )
     sft, rce, grpo = (lora_of(SEED / stage) for stage in ("sft", "rce", "grpo_recorded"))
     for before, after in ((sft, rce), (rce, grpo)):
         assert any(not torch.equal(before[name], after[name]) for name in before)
-        assert all((before[name] - after[name]).abs().max() < 0.1 for name in before), "it goes on where it was"
+        assert all((before[name] - after[name]).abs().max() < 0.1 for name in before), (
+            "it goes on where it was"
+        )
     beams = ["beams=files", "beams.path=b.safetensors", "beams.train=0.6", "beams.validation=0.2"]
-    again = ["evaluate", *beams, f"checkpoint={SEED}/grpo_recorded/best.pt", "judged_shots=[2]", "json=again.json"]
+    again = [
+        "evaluate",
+        *beams,
+        f"checkpoint={SEED}/grpo_recorded/best.pt",
+        "judged_shots=[2]",
+        "json=again.json",
+    ]
     assert main([*again, *CLIP]) == 0
-    trained, judged = (json.loads(Path(path).read_text()) for path in ("whole/latest/results.json", "again.json"))
+    trained, judged = (
+        json.loads(Path(path).read_text()) for path in ("whole/latest/results.json", "again.json")
+    )
     accuracy = {row["policy"]: row["accuracy"] for row in trained["rows"]}
     assert {row["policy"]: row["accuracy"] for row in judged["rows"]}.items() <= accuracy.items()
     assert "grpo_recorded" in {row["policy"] for row in judged["rows"]}
@@ -95,12 +131,16 @@ def test_an_interrupted_run_with_clip_ends_like_any(folder: Path) -> None:
     with commands.ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == ("grpo", 2)):
         assert main([*TRAIN, "name=x"]) == 130
     assert main([*TRAIN, "name=x"]) == 0
-    first, second = (load_checkpoint(f"{runs}/latest/checkpoints/best.pt") for runs in ("runs", "whole"))
+    first, second = (
+        load_checkpoint(f"{runs}/latest/checkpoints/best.pt") for runs in ("runs", "whole")
+    )
     assert commands.same(first.selector.state_dict(), second.selector.state_dict())
     assert_frame_equal(*(pl.read_csv(f"{runs}/latest/metrics.csv") for runs in ("runs", "whole")))
 
 
-def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(folder: Path, capsys: Capture) -> None:
+def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(
+    folder: Path, capsys: Capture
+) -> None:
     words = ["evaluate", "beams=files", "beams.path=b.safetensors", "judged_shots=[2]"]
     line = mistake([*words, f"checkpoint={SEED}/sft/best.pt"], capsys)
     assert "was trained with encoder=clip" in line
@@ -111,7 +151,9 @@ def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(folde
     assert "was trained with encoder=stored" in line
 
 
-def test_a_run_with_clip_starts_from_a_checkpoint_with_clip_alone(folder: Path, capsys: Capture) -> None:
+def test_a_run_with_clip_starts_from_a_checkpoint_with_clip_alone(
+    folder: Path, capsys: Capture
+) -> None:
     start = f"init_from={SEED}/sft/best.pt"
     assert main([*TRAIN, start, "sft.epochs=0", "rce.epochs=0"]) == 0
     saved, taken = lora_of(SEED / "sft"), lora_of(Path("runs/latest/checkpoints/seed0/sft"))
@@ -124,9 +166,15 @@ def test_items_are_those_of_the_rows_in_json_and_those_of_the_ids_in_a_table(fol
     lines = Path("queries.jsonl").read_text().splitlines()
     Path("turned.jsonl").write_text("\n".join(lines[::-1]))
     read = []
-    for path, data in (("f.json", "queries"), ("b.safetensors", "queries"), ("b.safetensors", "turned")):
+    for path, data in (
+        ("f.json", "queries"),
+        ("b.safetensors", "queries"),
+        ("b.safetensors", "turned"),
+    ):
         beams = BeamFiles(path=path, embeddings="c.safetensors", query_embeddings="q.safetensors")
-        items = read_data(beams, ClipLora(model="clip", data=f"{data}.jsonl", bank="bank.jsonl")).items
+        items = read_data(
+            beams, ClipLora(model="clip", data=f"{data}.jsonl", bank="bank.jsonl")
+        ).items
         assert items is not None
         read.append(items.pixel_values[items.queries.long().flatten()])
     assert len(read[0].flatten(1).unique(dim=0)) == 4
@@ -140,11 +188,16 @@ def test_items_are_those_of_the_rows_in_json_and_those_of_the_ids_in_a_table(fol
         ({"data": None}, "and encoder.data"),
         ({"data": "none.jsonl"}, "none.jsonl: no such file"),
         ({"data": "fewer.jsonl"}, "fewer.jsonl: has no item for query 'q7' of 'small beams'"),
-        ({"bank": "queries.jsonl"}, "queries.jsonl: has 40 items, but 'small beams' has 32 candidates"),
+        (
+            {"bank": "queries.jsonl"},
+            "queries.jsonl: has 40 items, but 'small beams' has 32 candidates",
+        ),
     ],
     ids=str,
 )
-def test_items_that_do_not_fit_the_beams_are_refused(wrong: dict[str, str], message: str, folder: Path) -> None:
+def test_items_that_do_not_fit_the_beams_are_refused(
+    wrong: dict[str, str], message: str, folder: Path
+) -> None:
     lines = Path("queries.jsonl").read_text().splitlines()
     Path("fewer.jsonl").write_text("\n".join(lines[:7] + lines[8:]))
     options = {"model": "clip", "data": "queries.jsonl", "bank": "bank.jsonl"} | wrong
@@ -156,7 +209,10 @@ def test_items_that_do_not_fit_the_beams_are_refused(wrong: dict[str, str], mess
     ("words", "message"),
     [
         (["encoder.model=./nowhere"], "encoder.model=./nowhere: ./nowhere: no such folder"),
-        (["variants={mine:{hidden:[liar]}}"], "variants.mine: hidden and reward_model are for stored"),
+        (
+            ["variants={mine:{hidden:[liar]}}"],
+            "variants.mine: hidden and reward_model are for stored",
+        ),
         (["encoder=stored"], "encoder.model=clip: is an option of encoder=clip; give that too"),
     ],
     ids=lambda value: None if isinstance(value, str) else value[0],
@@ -167,7 +223,9 @@ def test_a_mistake_is_refused_before_anything_is_written(
     assert message in refused([*TRAIN, *words], capsys)
 
 
-def test_builtin_beams_and_missing_packages_are_refused(folder: Path, capsys: Capture, monkeypatch: Patch) -> None:
+def test_builtin_beams_and_missing_packages_are_refused(
+    folder: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
     assert "give beams=files" in refused(["train", "experiment=selector", *CLIP], capsys)
     monkeypatch.setitem(sys.modules, "peft", None)
     assert "pip install 'knobwise[peft]'" in refused(TRAIN, capsys)

@@ -1,4 +1,5 @@
-"""What a power cut leaves of a run's files: it goes on from what came before, says so, and ends like the unbroken."""
+"""What a power cut leaves of a run's files: it goes on from what came before, says so, and ends
+like the unbroken."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from helpers import small_beams
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 
-CONTROLLER = [*("train", "name=r", "seeds=[0,2]", "policy.members=2", "policy.experts=[]", "baselines=false")]
+CONTROLLER = [
+    *("train", "name=r", "seeds=[0,2]", "policy.members=2", "policy.experts=[]", "baselines=false")
+]
 CONTROLLER += ["own_cost=false", *TABLE, *OPTIMISER]
 COMMANDS = {"controller": CONTROLLER, "selector": [*REPLAY, "name=r"]}
 SEED = {"controller": "checkpoints/seed2", "selector": "checkpoints/seed0/sft"}
@@ -26,7 +29,9 @@ CUTS: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda whole: b"",
     "half": lambda whole: whole[: len(whole) // 2],
     "last block lost": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK],
-    "last block zero": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK].ljust(len(whole), b"\0"),
+    "last block zero": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK].ljust(
+        len(whole), b"\0"
+    ),
 }
 
 
@@ -41,7 +46,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each system a folder with a run that was stopped in the middle, and one with the unbroken run."""
+    """For each system a folder with a run that was stopped in the middle, and one with the unbroken
+    run."""
     patch, folders = pytest.MonkeyPatch(), {}
     for system, words in COMMANDS.items():
         for kind in ("stopped", "unbroken"):
@@ -69,7 +75,9 @@ def run_in(folder: Path) -> Path:
 
 def outcome(run: Path) -> Any:
     """What a run ends in."""
-    checkpoints = {path.relative_to(run): torch.load(path, weights_only=True) for path in run.rglob("best.pt")}
+    checkpoints = {
+        path.relative_to(run): torch.load(path, weights_only=True) for path in run.rglob("best.pt")
+    }
     return checkpoints, (run / "metrics.csv").read_text(), (run / "config.yaml").read_text()
 
 
@@ -92,7 +100,9 @@ def test_a_run_with_a_torn_file_ends_like_the_unbroken_run(
     assert main(COMMANDS[system]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
     assert len(said) <= (2 if file == "metrics.csv" else 1)  # a line for each seed
-    assert {line.split(":")[0].removeprefix(f"{tmp_path}/") for line in said} == {str(torn.relative_to(tmp_path))}
+    assert {line.split(":")[0].removeprefix(f"{tmp_path}/") for line in said} == {
+        str(torn.relative_to(tmp_path))
+    }
     unbroken = run_in(stopped[f"{system} unbroken"])
     assert [path.name for path in run.parent.iterdir()] == ["r"]
     for mine, other in zip(outcome(run), outcome(unbroken), strict=True):
@@ -105,12 +115,16 @@ def test_a_run_that_was_stopped_before_it_settled_what_it_deploys_ends_like_the_
     shutil.copytree(stopped["controller stopped"], tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("knobwise.experiments.train.controller.deployed_by", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(
+            "knobwise.experiments.train.controller.deployed_by", Mock(side_effect=KeyboardInterrupt)
+        )
         assert main(CONTROLLER) == 130
     run, unbroken = run_in(tmp_path), run_in(stopped["controller unbroken"])
     training = load_checkpoint(run / SEED["controller"] / "last.pt").extra["training"]
     assert training["finished"]
-    assert training["best"]["iteration"] < training["iteration"], "the last weights must not be the best for this test"
+    assert training["best"]["iteration"] < training["iteration"], (
+        "the last weights must not be the best for this test"
+    )
     assert main(CONTROLLER) == 0
     for mine, other in zip(outcome(run), outcome(unbroken), strict=True):
         assert same(mine, other)

@@ -1,4 +1,5 @@
-"""`split.repeats`: several random splits are one run with one table, each judged on its own test samples."""
+"""`split.repeats`: several random splits are one run with one table, each judged on its own test
+samples."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from knobwise.envs.readers.long_table import long_frame
 from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.train import controller
 
-TRAIN = ["train", *TABLE, *OPTIMISER, "policy=independent", "seeds=[0,1]", "baselines=false", "own_cost=false"]
+TRAIN = [
+    "train",
+    *TABLE,
+    *OPTIMISER,
+    "policy=independent",
+    "seeds=[0,1]",
+    "baselines=false",
+    "own_cost=false",
+]
 TRAIN += ["tracking.tensorboard=false"]
 RUNS = Path("runs/controller")
 SPLITS = [1, 2, 3]
@@ -31,7 +40,8 @@ SPLITS = [1, 2, 3]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a profile, a run on three splits, and a run on each of them at the same budgets."""
+    """A folder with a profile, a run on three splits, and a run on each of them at the same
+    budgets."""
     folder = tmp_path_factory.mktemp("splits")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -70,11 +80,16 @@ def test_rows_are_means_over_the_splits(folder: Path) -> None:
     assert together["test_samples"] == 36
     for row in together["rows"]:
         key = row["policy"], row["budget_ms"]
-        of_splits = [next(r for r in each["rows"] if (r["policy"], r["budget_ms"]) == key) for each in single]
+        of_splits = [
+            next(r for r in each["rows"] if (r["policy"], r["budget_ms"]) == key) for each in single
+        ]
         utilities = [each["utility"] for each in of_splits]
         assert row["utility_per_split"] == pytest.approx(utilities)
         for name in ("utility", "accuracy", "latency_ms_mean", "satisfaction", "infeasible"):
-            assert row[name] == pytest.approx(np.mean([each[name] for each in of_splits])), (key, name)
+            assert row[name] == pytest.approx(np.mean([each[name] for each in of_splits])), (
+                key,
+                name,
+            )
         low, high = row["utility_ci95"]
         assert low <= row["utility"] <= high
         if row["policy"] == "controller":
@@ -85,7 +100,9 @@ def test_the_first_split_is_deployed_and_reported(folder: Path) -> None:
     together, first = results_of("three"), results_of("split1")
     for name in ("best_seed", "validation_utility", "chosen", "guard"):
         assert together[name] == first[name]
-    weights = [load_checkpoint(RUNS / name / "checkpoints" / "best.pt") for name in ("three", "split1")]
+    weights = [
+        load_checkpoint(RUNS / name / "checkpoints" / "best.pt") for name in ("three", "split1")
+    ]
     assert same(*(each.controller.state_dict() for each in weights))
     assert_frame_equal(*(pl.read_csv(RUNS / name / "metrics.csv") for name in ("three", "split1")))
     page = (RUNS / "three" / "report.html").read_text()
@@ -99,7 +116,9 @@ def test_no_split_is_fitted_on_what_it_is_judged_on(folder: Path) -> None:
     for number, path in enumerate(("checkpoints", "split1/checkpoints", "split2/checkpoints")):
         extra = load_checkpoint(RUNS / "three" / path / "best.pt").extra
         tests.append(set(extra["test_rows"].tolist()))
-        assert tests[-1].isdisjoint(torch.cat([extra["train_rows"], extra["validation_rows"]]).tolist())
+        assert tests[-1].isdisjoint(
+            torch.cat([extra["train_rows"], extra["validation_rows"]]).tolist()
+        )
         judged = decisions.filter(pl.col("split") == number)["sample_id"].unique()
         assert set(judged) == {table.sample_ids[row] for row in tests[-1]}
     assert tests[0] != tests[1] != tests[2]
@@ -107,7 +126,9 @@ def test_no_split_is_fitted_on_what_it_is_judged_on(folder: Path) -> None:
 
 def test_an_interrupted_run_resumes_split_by_split(folder: Path, capsys: Capture) -> None:
     words = [*TRAIN, "split.seed=1", "split.repeats=3", "name=killed"]
-    with ctrl_c(lambda trainer: trainer.title.startswith("split 1, seed 1") and trainer.iteration == 6):
+    with ctrl_c(
+        lambda trainer: trainer.title.startswith("split 1, seed 1") and trainer.iteration == 6
+    ):
         assert main(words) == 130
     assert not (RUNS / "killed" / "split2").exists()
     finished = RUNS / "killed" / "split1" / "checkpoints" / "seed0" / "last.pt"
@@ -115,11 +136,15 @@ def test_an_interrupted_run_resumes_split_by_split(folder: Path, capsys: Capture
     assert main(words) == 0
     assert finished.stat().st_mtime_ns == before
     assert_frame_equal(decisions_of("killed"), decisions_of("three"))
-    for whole, killed in zip(results_of("three")["rows"], results_of("killed")["rows"], strict=True):
+    for whole, killed in zip(
+        results_of("three")["rows"], results_of("killed")["rows"], strict=True
+    ):
         assert whole | {"decision_us_p50": 0} == killed | {"decision_us_p50": 0}
 
 
-def test_every_split_divides_the_folds_of_its_baselines_anew(folder: Path, monkeypatch: Patch) -> None:
+def test_every_split_divides_the_folds_of_its_baselines_anew(
+    folder: Path, monkeypatch: Patch
+) -> None:
     seeds, make = [], controller.make_baselines
 
     def noted(table: Any, split: Any, seed: int, *rest: Any, **others: Any) -> Any:
@@ -128,11 +153,15 @@ def test_every_split_divides_the_folds_of_its_baselines_anew(folder: Path, monke
 
     monkeypatch.setattr(controller, "make_baselines", noted)
     for module in (baselines, controller):
-        monkeypatch.setattr(module, "FAMILIES", ("ridge",), raising=False)  # the others take seconds
+        monkeypatch.setattr(
+            module, "FAMILIES", ("ridge",), raising=False
+        )  # the others take seconds
     words = [word for word in TRAIN if not word.startswith(("baselines", "seeds"))]
     assert main([*words, "seeds=[4]", "split.repeats=2", "name=baselines"]) == 0
     assert seeds == [4, 5]
-    rows = {row["policy"]: row for row in results_of("baselines")["rows"] if row["budget_ms"] is None}
+    rows = {
+        row["policy"]: row for row in results_of("baselines")["rows"] if row["budget_ms"] is None
+    }
     assert len(rows["ridge"]["utility_per_split"]) == 2
     assert len(rows["controller"]["utility_per_seed"]) == 1
     assert "utility_per_seed" not in rows["ridge"]
@@ -150,24 +179,47 @@ def test_a_comparison_shows_such_a_run_but_does_not_test_it(folder: Path, capsys
     ("words", "message"),
     [
         (["split.repeats=0"], "split.repeats=0: must be at least 1"),
-        (["split.repeats=2", "split.leave_out=small"], "split.repeats=2: split.leave_out fixes the test part"),
-        (["split.repeats=2", "profile.path=fixed.parquet"], "split.repeats=2: profile 'fixed' fixes the test part"),
+        (
+            ["split.repeats=2", "split.leave_out=small"],
+            "split.repeats=2: split.leave_out fixes the test part",
+        ),
+        (
+            ["split.repeats=2", "profile.path=fixed.parquet"],
+            "split.repeats=2: profile 'fixed' fixes the test part",
+        ),
         (["split.repeats=2", "budget=mean", "policy=utility"], "split.repeats: is for deadlines"),
         (["split.folds=2", "budget=mean", "policy=utility"], "split.folds: is for deadlines"),
         (["split.folds=1"], "split.folds=1: must be 0 or at least 2"),
-        (["split.folds=2", "split.repeats=2"], "split.folds=2: must be 0 or at least 2, and without split.repeats"),
-        (["split.folds=2", "split.leave_out=small"], "split.folds=2: split.leave_out fixes the test part"),
-        (["split.folds=2", "profile.path=fixed.parquet"], "split.folds=2: profile 'fixed' fixes the test part"),
+        (
+            ["split.folds=2", "split.repeats=2"],
+            "split.folds=2: must be 0 or at least 2, and without split.repeats",
+        ),
+        (
+            ["split.folds=2", "split.leave_out=small"],
+            "split.folds=2: split.leave_out fixes the test part",
+        ),
+        (
+            ["split.folds=2", "profile.path=fixed.parquet"],
+            "split.folds=2: profile 'fixed' fixes the test part",
+        ),
         (["split.folds=61"], "split.folds=61: profile 't' has too few samples"),
     ],
 )
-def test_what_cannot_be_repeated_is_refused(folder: Path, words: list[str], message: str, capsys: Capture) -> None:
-    parts = pl.DataFrame({"sample_id": [str(i) for i in range(60)], "split": 3 * (["train"] * 12 + ["test"] * 8)})
+def test_what_cannot_be_repeated_is_refused(
+    folder: Path, words: list[str], message: str, capsys: Capture
+) -> None:
+    parts = pl.DataFrame(
+        {"sample_id": [str(i) for i in range(60)], "split": 3 * (["train"] * 12 + ["test"] * 8)}
+    )
     frame = long_frame(small_table(60))
-    frame.with_columns(pl.col("sample_id").cast(pl.String)).join(parts, "sample_id").write_parquet("fixed.parquet")
+    frame.with_columns(pl.col("sample_id").cast(pl.String)).join(parts, "sample_id").write_parquet(
+        "fixed.parquet"
+    )
     assert message in refused([*TRAIN, *words], capsys)
 
 
 def test_fit_takes_one_split() -> None:
-    with pytest.raises(InputError, match=r"split\.repeats and split\.folds: fit trains on one split"):
+    with pytest.raises(
+        InputError, match=r"split\.repeats and split\.folds: fit trains on one split"
+    ):
         knobwise.fit(small_table(60), policy="independent", **{"split.repeats": 2})

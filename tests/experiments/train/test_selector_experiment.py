@@ -29,7 +29,12 @@ from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.selector_options import BuiltinBeams
 
 EPOCHS = ["sft.epochs=2", "grpo.epochs=2"]
-REPLAY = [*commands.REPLAY, *EPOCHS, "variants.grpo_recorded.epochs=2", "variants.shuffled_recorded.epochs=2"]
+REPLAY = [
+    *commands.REPLAY,
+    *EPOCHS,
+    "variants.grpo_recorded.epochs=2",
+    "variants.shuffled_recorded.epochs=2",
+]
 FILES = ["train", "experiment=selector", "beams=files", *commands.BEAMS, *EPOCHS]
 EMBEDDINGS = ["beams.embeddings=c.safetensors", "beams.query_embeddings=q.safetensors"]
 MODEL = [*(f"variants.{name}=null" for name in ("grpo_recorded", "shuffled_recorded"))]
@@ -40,14 +45,17 @@ STAGES = ("sft", "rce", "grpo_recorded", "shuffled_recorded")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """An empty folder with the same small beams as a table (b), in legacy JSON (e) and as RL data (f)."""
+    """An empty folder with the same small beams as a table (b), in legacy JSON (e) and as RL data
+    (f)."""
     monkeypatch.chdir(tmp_path)
     table, _ = small_beams(60)
     table.save("b.safetensors")
     write_rl_data(table, "f.json")
     ids = table.pool.gather(1, table.sequences.flatten(1)).view(table.sequences.shape).tolist()
     scores = table.fields["beam_score"].tolist()
-    legacy = {q: {"id_list": ids[i], "score_list": scores[i]} for i, q in enumerate(table.query_ids)}
+    legacy = {
+        q: {"id_list": ids[i], "score_list": scores[i]} for i, q in enumerate(table.query_ids)
+    }
     Path("e.json").write_text(json.dumps(legacy))
     save_file({"embeddings": table.candidates}, "c.safetensors")
     save_file({"embeddings": table.queries}, "q.safetensors")
@@ -71,8 +79,12 @@ def results_of(run: Path | str = "runs/latest") -> dict[str, Any]:
 
 
 def numbers(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What is the same for the same settings: all but times, the words of the command line, and checksums of both."""
-    rows = {kind: [{**row, "decision_us_p50": None} for row in results[kind]] for kind in ("rows", "controls")}
+    """What is the same for the same settings: all but times, the words of the command line, and
+    checksums of both."""
+    rows = {
+        kind: [{**row, "decision_us_p50": None} for row in results[kind]]
+        for kind in ("rows", "controls")
+    }
     return {**results, **rows, "command": "", "run": {}, "sha256": []}
 
 
@@ -80,15 +92,23 @@ def named(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
     return {(row["policy"], row["shots"]): row for row in rows}
 
 
-# -- what a run leaves -------------------------------------------------------------------------------------------------
+# -- what a run leaves -----------------------------------------------------------------------------
 
 
-def test_recorded_beams_leave_what_the_contract_says(folder: Path, whole: Path, capsys: Capture) -> None:
+def test_recorded_beams_leave_what_the_contract_says(
+    folder: Path, whole: Path, capsys: Capture
+) -> None:
     words = [*REPLAY, *EMBEDDINGS, "beams.path=f.json", "tracking=offline", "name=first"]
     assert main(words) == 0
     run = folder / RUN / "first"
     assert (folder / "runs" / "latest").resolve() == run
-    for name in ("config.yaml", "results.json", "report.html", "metrics.csv", "checkpoints/last.pt"):
+    for name in (
+        "config.yaml",
+        "results.json",
+        "report.html",
+        "metrics.csv",
+        "checkpoints/last.pt",
+    ):
         assert (run / name).stat().st_size > 0
     assert not (run / ".unfinished").exists()
     assert list((run / "tensorboard").rglob("events.*"))
@@ -103,20 +123,36 @@ def test_recorded_beams_leave_what_the_contract_says(folder: Path, whole: Path, 
 
     metrics = pl.read_csv(run / "metrics.csv")
     assert metrics["step"].is_sorted()
-    for stage, steps in zip(STAGES, (11, 6, 11, 11), strict=True):  # 36 training queries, 8 in a step
+    for stage, steps in zip(
+        STAGES, (11, 6, 11, 11), strict=True
+    ):  # 36 training queries, 8 in a step
         column = metrics.filter(pl.col(f"Val/{stage}/Accuracy_Mean").is_not_null())["step"]
         assert column.n_unique() == len(column)
         assert column.max() - column.min() == steps - 1
         assert metrics[f"Train/{stage}/Loss"].is_not_null().any()
 
     results = results_of(run)
-    assert results["reward_mode"] == OmegaConf.load(run / "config.yaml").reward.mode == "hard_plus_soft_v2"
-    assert numbers(results) == numbers(results_of(whole)), "RL data and a saved table are the same beams"
+    assert (
+        results["reward_mode"]
+        == OmegaConf.load(run / "config.yaml").reward.mode
+        == "hard_plus_soft_v2"
+    )
+    assert numbers(results) == numbers(results_of(whole)), (
+        "RL data and a saved table are the same beams"
+    )
     assert results["profile"]["samples"] == 60
     assert (results["split"], results["seeds"], results["judged_by"]) == ("test", [0], "recorded")
     assert (results["shots"], results["trained_shots"], results["test_queries"]) == ([2], 2, 12)
     rows = named(results["rows"])
-    assert {"random", "image_similarity", "similarity", "sft", "rce", "grpo_recorded", "oracle"} <= {n for n, _ in rows}
+    assert {
+        "random",
+        "image_similarity",
+        "similarity",
+        "sft",
+        "rce",
+        "grpo_recorded",
+        "oracle",
+    } <= {n for n, _ in rows}
     assert [row["policy"] for row in results["controls"]] == ["shuffled_recorded"]
     assert all(row["accuracy"] <= rows["oracle", 2]["accuracy"] for row in rows.values())
     pairs = {(row["policy"], row["against"]) for row in results["differences"]}
@@ -140,27 +176,62 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
     monkeypatch.chdir(tmp_path)
     few_demonstrations(monkeypatch, test=1500)
     small = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]"]
-    short = [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=1024")]
+    short = [
+        f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=1024")
+    ]
     left_out = [f"variants.{name}=null" for name in ("grpo_rounds", "shuffled_live", "hidden_live")]
-    words = ["train", "experiment=selector", *small, *short, *left_out, "variants.grpo_live.epochs=1", "name=x"]
+    words = [
+        "train",
+        "experiment=selector",
+        *small,
+        *short,
+        *left_out,
+        "variants.grpo_live.epochs=1",
+        "name=x",
+    ]
     assert main(words) == 0
     results = results_of()
     learned = ["sft", "rce", "grpo_recorded", "grpo_live"]
-    issue = ["random", "image_similarity", "similarity", "part_similarity", "vote", *learned, "oracle"]
+    issue = [
+        "random",
+        "image_similarity",
+        "similarity",
+        "part_similarity",
+        "vote",
+        *learned,
+        "oracle",
+    ]
     rows = named(results["rows"])
     assert {(name, shots) for name in issue for shots in (1, 2, 3, 4)} <= set(rows)
     assert {row["policy"] for row in results["controls"]} == {"shuffled_recorded"}
-    assert (results["shots"], results["judged_by"], results["seeds"]) == ([1, 2, 3, 4], "scorer", [0])
+    assert (results["shots"], results["judged_by"], results["seeds"]) == (
+        [1, 2, 3, 4],
+        "scorer",
+        [0],
+    )
     assert results["test_queries"] == 1500
     assert results["test_digest"] != results["profile"]["digest"]
     for row in [*results["rows"], *results["controls"]]:
         low, high = row["accuracy_ci95"]
         assert 0 <= low - 1e-9 <= row["accuracy"] <= high + 1e-9
-        assert (row["decision_us_p50"] is not None) == (row["policy"] in (*learned, "shuffled_recorded"))
-    differences = {(row["policy"], row["against"], row["shots"]): row["difference"] for row in results["differences"]}
-    accuracy = {key: row["accuracy"] for key, row in named([*results["rows"], *results["controls"]]).items()}
-    for policy, against in (("grpo_live", "rce"), ("grpo_recorded", "rce"), ("shuffled_recorded", "sft")):
-        assert differences[policy, against, 2] == pytest.approx(accuracy[policy, 2] - accuracy[against, 2])
+        assert (row["decision_us_p50"] is not None) == (
+            row["policy"] in (*learned, "shuffled_recorded")
+        )
+    differences = {
+        (row["policy"], row["against"], row["shots"]): row["difference"]
+        for row in results["differences"]
+    }
+    accuracy = {
+        key: row["accuracy"] for key, row in named([*results["rows"], *results["controls"]]).items()
+    }
+    for policy, against in (
+        ("grpo_live", "rce"),
+        ("grpo_recorded", "rce"),
+        ("shuffled_recorded", "sft"),
+    ):
+        assert differences[policy, against, 2] == pytest.approx(
+            accuracy[policy, 2] - accuracy[against, 2]
+        )
     trained = {path.name for path in Path("runs/latest/checkpoints/seed0").iterdir()}
     assert trained == {*learned, "shuffled_recorded"}
 
@@ -168,10 +239,21 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
 def test_a_learned_reward_through_the_command_line(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     few_demonstrations(monkeypatch)
-    small = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]", "judged_shots=[2]", "jobs=1"]
-    short = [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=256")]
+    small = [
+        "selector.width=16",
+        "selector.heads=2",
+        "tracking=disabled",
+        "seeds=[0]",
+        "judged_shots=[2]",
+        "jobs=1",
+    ]
+    short = [
+        f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=256")
+    ]
     short += ["reward_model.width=8", "reward_model.epochs=1", "variants.shuffled_learned.epochs=1"]
-    short += [f"variants.{name}.reward_model.calls=90" for name in ("learned_10k", "shuffled_learned")]
+    short += [
+        f"variants.{name}.reward_model.calls=90" for name in ("learned_10k", "shuffled_learned")
+    ]
     short += ["variants.learned_1k=null"]
     assert main(["train", "experiment=selector_reward_model", *small, *short, "name=x"]) == 0
     results = results_of()
@@ -220,9 +302,11 @@ def test_every_network_through_the_command_line(folder: Path, network: list[str]
         assert str(getattr(config, key)) == value
 
 
-def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder: Path, capsys: Capture) -> None:
-    """Format E knows neither right answers nor sequences that were found without looking at the answer. A folder with
-    such a file picks the reward by itself and says so."""
+def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(
+    folder: Path, capsys: Capture
+) -> None:
+    """Format E knows neither right answers nor sequences that were found without looking at the
+    answer. A folder with such a file picks the reward by itself and says so."""
     groups = [f"variants.{name}.groups=all" for name in ("grpo_recorded", "shuffled_recorded")]
     Path("recorded").mkdir()
     Path("e.json").rename("recorded/e.json")
@@ -237,7 +321,9 @@ def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder: Path,
     assert "reward.mode=legacy:" not in capsys.readouterr().err
     assert numbers(results_of()) == numbers(results)
     assert {"sft", "rce", "grpo_recorded"} <= {row["policy"] for row in results["rows"]}
-    best = next(row for row in results["rows"] if row["policy"] == "best_recorded" and row["shots"] == 2)
+    best = next(
+        row for row in results["rows"] if row["policy"] == "best_recorded" and row["shots"] == 2
+    )
     assert best["accuracy"] == 1
 
 
@@ -253,19 +339,34 @@ def test_the_command_in_the_results_gives_the_same_numbers(folder: Path) -> None
 
 def test_a_sweep_over_rewards(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "argv", ["knobwise"])
-    assert main([*REPLAY, "-m", "reward.mode=legacy,hard_plus_soft_v2", "hydra.sweep.dir=sweep"]) == 0
-    modes = {OmegaConf.load(run / "config.yaml").reward.mode for run in RUN.iterdir() if (run / "report.html").exists()}
+    assert (
+        main([*REPLAY, "-m", "reward.mode=legacy,hard_plus_soft_v2", "hydra.sweep.dir=sweep"]) == 0
+    )
+    modes = {
+        OmegaConf.load(run / "config.yaml").reward.mode
+        for run in RUN.iterdir()
+        if (run / "report.html").exists()
+    }
     assert modes == {"legacy", "hard_plus_soft_v2"}
 
 
 def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
     assert main(["train", "experiment=selector", "--help"]) == 0
     keys = {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}
-    assert {"beams", "beams.path", "variants", "reward.mode", "sft.epochs", "judged_shots", "jobs", "seeds"} <= keys
+    assert {
+        "beams",
+        "beams.path",
+        "variants",
+        "reward.mode",
+        "sft.epochs",
+        "judged_shots",
+        "jobs",
+        "seeds",
+    } <= keys
     assert not keys & {"profile", "budget", "policy"}
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
+# -- mistakes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -277,21 +378,42 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*FILES, "variants.grpo_rounds.epochz=3"], "variants.grpo_rounds"),
         ([*REPLAY, "variants.grpo_recorded={epochz: 3}"], "variants"),
         ([*REPLAY, "variants.sft={}"], "variants.sft: the name is taken"),
-        ([*REPLAY, "variants={mine:{hiden:[liar]}}"], "variants.mine: Key 'hiden' not in 'Variant'"),
-        ([*REPLAY, "variants={mine:{hidden:[annotator]}}"], "hidden=annotator: small beams has the blocks image, liar"),
-        ([*REPLAY, "variants={mine:{hidden:[liar]},yours:{hidden:[image]}}"], "must hide the same blocks"),
-        ([*REPLAY, "variants={mine:{live:true}}"], "variants.mine: live draws and rounds need a scorer"),
-        ([*REPLAY, "variants={mine:{rounds:2}}"], "variants.mine: live draws and rounds need a scorer"),
+        (
+            [*REPLAY, "variants={mine:{hiden:[liar]}}"],
+            "variants.mine: Key 'hiden' not in 'Variant'",
+        ),
+        (
+            [*REPLAY, "variants={mine:{hidden:[annotator]}}"],
+            "hidden=annotator: small beams has the blocks image, liar",
+        ),
+        (
+            [*REPLAY, "variants={mine:{hidden:[liar]},yours:{hidden:[image]}}"],
+            "must hide the same blocks",
+        ),
+        (
+            [*REPLAY, "variants={mine:{live:true}}"],
+            "variants.mine: live draws and rounds need a scorer",
+        ),
+        (
+            [*REPLAY, "variants={mine:{rounds:2}}"],
+            "variants.mine: live draws and rounds need a scorer",
+        ),
         ([*REPLAY, "variants={mine:{reward:{mode:best}}}"], "variants.mine.reward"),
         ([*REPLAY, "variants={mine:{loss:{advantage:best}}}"], "variants.mine.loss"),
         ([*REPLAY, *MODEL, "reward_model.calls=-1"], "reward_model.calls=-1: must be at least 0"),
-        ([*REPLAY, *MODEL, "variants.mine.reward_model.calls=-1"], "variants.mine.reward_model: reward_model.calls=-1"),
+        (
+            [*REPLAY, *MODEL, "variants.mine.reward_model.calls=-1"],
+            "variants.mine.reward_model: reward_model.calls=-1",
+        ),
         (
             [*REPLAY, *MODEL, "variants.mine.reward_model.calls=1000"],
             "reward_model.calls=1000: true calls need a scorer",
         ),
         ([*REPLAY, *MODEL, "variants.mine.live=true"], "leave out one of them"),
-        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", *MODEL], "recorded as right or wrong; record vqa_correct"),
+        (
+            [*REPLAY, *EMBEDDINGS, "beams.path=e.json", *MODEL],
+            "recorded as right or wrong; record vqa_correct",
+        ),
         ([*REPLAY, "variants.grpo_recorded=3"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.epochs=-1"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.groups=own"], "groups.methods=policy"),
@@ -300,7 +422,10 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "reward.information=x"], "logprob_score"),
         ([*REPLAY, "seeds=[1,1]"], "at least one seed is needed, and none twice"),
         ([*REPLAY, "judged_shots=[0,2]"], "judged_shots=0: must be at least 1"),
-        ([*REPLAY, "judged_shots=[2,2]"], "judged_shots=[2, 2]: give at least one number, and none twice"),
+        (
+            [*REPLAY, "judged_shots=[2,2]"],
+            "judged_shots=[2, 2]: give at least one number, and none twice",
+        ),
         ([*REPLAY, "judged_shots=[3,4]"], "[2] shots only"),
         ([*REPLAY, "shots=3"], "[2] demonstrations"),
         ([*REPLAY, "jobs=0"], "jobs"),
@@ -357,15 +482,24 @@ def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folde
 
 
 def test_hidden_blocks_are_hidden_from_all_that_start_there(folder: Path) -> None:
-    assert main([*REPLAY, *ALONE, "variants={plain:{epochs:1},blind:{epochs:1,hidden:[liar]}}"]) == 0
+    assert (
+        main([*REPLAY, *ALONE, "variants={plain:{epochs:1},blind:{epochs:1,hidden:[liar]}}"]) == 0
+    )
     seed = Path("runs/latest/checkpoints/seed0")
-    assert sorted(path.name for path in seed.iterdir()) == ["blind", "hidden_rce", "hidden_sft", "plain", "rce", "sft"]
+    assert sorted(path.name for path in seed.iterdir()) == [
+        "blind",
+        "hidden_rce",
+        "hidden_sft",
+        "plain",
+        "rce",
+        "sft",
+    ]
     for name in ("blind", "hidden_rce", "hidden_sft", "plain", "sft"):
         seen = load_checkpoint(seed / name / "best.pt").selector.scale.isfinite().tolist()
         assert seen == [True, True, True, name in ("plain", "sft")]
 
 
-# -- stopping and going on ---------------------------------------------------------------------------------------------
+# -- stopping and going on -------------------------------------------------------------------------
 
 
 def metrics_of(run: Path | str) -> pl.DataFrame:
@@ -379,7 +513,9 @@ def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_w
 ) -> None:
     words = [*REPLAY, "name=x"]
     for stop in (("sft", 3), ("rce", 2), ("grpo", 7), None):
-        in_training = commands.ctrl_c(lambda trainer, stop=stop: (trainer.stage.name, trainer.iteration) == stop)
+        in_training = commands.ctrl_c(
+            lambda trainer, stop=stop: (trainer.stage.name, trainer.iteration) == stop
+        )
         with in_training if stop else commands.ctrl_c_in_report():
             assert main(words) == 130, stop
         assert "repeat the command to resume" in capsys.readouterr().err
@@ -393,7 +529,13 @@ def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_w
 @pytest.mark.campaign
 @commands.in_proc
 def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> None:
-    words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=6", "seeds=[0,1]", "name=x"]
+    words = [
+        *REPLAY,
+        "variants.shuffled_recorded=null",
+        "variants.grpo_recorded.epochs=6",
+        "seeds=[0,1]",
+        "name=x",
+    ]
     killed = commands.Command(words)
     seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
     children: list[int] = []

@@ -54,7 +54,9 @@ class Watched(selector.SelectorTrainer):
 
     stages: dict[str, dict[str, Any]] = {}
 
-    def __init__(self, stage: str, table: BeamTable, split: Any, start: Selector, **settings: Any) -> None:
+    def __init__(
+        self, stage: str, table: BeamTable, split: Any, start: Selector, **settings: Any
+    ) -> None:
         self.stages[settings["folder"].name] = {"table": table, "start": start, **settings}
         super().__init__(stage, table, split, start, **settings)
 
@@ -84,7 +86,10 @@ def test_what_the_stages_start_from(stages: dict[str, dict[str, Any]], tmp_path:
     assert not equal_states(last["sft"], last["rce"])
     before = {"rce": "sft", "cold": "sft", "rounds": "rounds-1"}
     before |= dict.fromkeys(("warm", "live", "shuffled", "rounds-1"), "rce")
-    before |= {"other": "other-rce", "hot": "hot-rce"}  # what RCE reads differs, so each has an RCE stage for itself
+    before |= {
+        "other": "other-rce",
+        "hot": "hot-rce",
+    }  # what RCE reads differs, so each has an RCE stage for itself
     for name, start in before.items():
         assert equal_states(stages[name]["start"], last[start])
     for name in ("other", "hot"):
@@ -108,7 +113,9 @@ def test_own_draws_are_those_of_the_selector(tmp_path: Path) -> None:
     table, scorer = small_beams(30)
     torch.manual_seed(0)
     stages = SelectorStages(run_of({}), data_of(table, scorer), 0, tmp_path)
-    sharp = Selector.fitted(SelectorConfig(width=16, heads=2, temperature=1e-4), table.queries, table.candidates)
+    sharp = Selector.fitted(
+        SelectorConfig(width=16, heads=2, temperature=1e-4), table.queries, table.candidates
+    )
     recorded = stages.recorded(table, sharp, 3, 1)
     draws = recorded.found_by == POLICY
     chosen = sharp.choose(table.queries, table.candidates[table.pool], table.pool_mask, 2)
@@ -130,17 +137,32 @@ def test_the_kept_epoch_is_judged(tmp_path: Path) -> None:
         (seed / name / "last.pt").write_bytes((seed / "sft" / "epoch0.pt").read_bytes())
     again, decided_again = selector.judge_run(config, data, tmp_path)
     assert decisions.drop("decision_us").equals(decided_again.drop("decision_us"))
-    rows = [[{**row, "decision_us_p50": None} for row in results["rows"]] for results in (before, again)]
+    rows = [
+        [{**row, "decision_us_p50": None} for row in results["rows"]] for results in (before, again)
+    ]
     assert rows[0] == rows[1]
     assert before["epochs"] == {"sft": [1], "rce": [1], "warm": [1]}
     assert {row["policy"] for row in before["votes"]} == {"sft", "rce", "warm"}
 
 
-# -- runs that start from a checkpoint, through the command line -------------------------------------------------------
+# -- runs that start from a checkpoint, through the command line -----------------------------------
 
 TRAIN = [
-    *("train", *TABLE, "policy=independent", "seeds=[0]", "optimiser.warmup_iterations=0", "optimiser.iterations=9"),
-    *("policy.hidden=16", "policy.dropout=0", "baselines=false", "tracking=disabled", "optimiser.contexts=32"),
+    *(
+        "train",
+        *TABLE,
+        "policy=independent",
+        "seeds=[0]",
+        "optimiser.warmup_iterations=0",
+        "optimiser.iterations=9",
+    ),
+    *(
+        "policy.hidden=16",
+        "policy.dropout=0",
+        "baselines=false",
+        "tracking=disabled",
+        "optimiser.contexts=32",
+    ),
     "optimiser.evaluate_every=3",
 ]
 START = "init_from=runs/controller/warm"
@@ -149,7 +171,8 @@ SFT = "checkpoints/seed0/sft/best.pt"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a profile, beams, a finished run of a controller, and the stages of a selector."""
+    """A folder with a profile, beams, a finished run of a controller, and the stages of a
+    selector."""
     folder = tmp_path_factory.mktemp("starts")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -157,7 +180,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         beams = small_beams(60)
         beams[0].save("b.safetensors")
         SelectorStages(run_of({"warm": {}}), data_of(*beams), 0, folder).all()
-        assert main([*TRAIN, "optimiser.warmup_iterations=30", "optimiser.iterations=0", "name=warm"]) == 0
+        assert (
+            main([*TRAIN, "optimiser.warmup_iterations=30", "optimiser.iterations=0", "name=warm"])
+            == 0
+        )
     return folder
 
 
@@ -186,14 +212,26 @@ def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption(folder: 
         assert same(*(state(f"{run}/checkpoints/{name}") for run in runs))
     assert Path(runs[0], "metrics.csv").read_bytes() == Path(runs[1], "metrics.csv").read_bytes()
     start = dict(load_checkpoint("runs/controller/warm/checkpoints/best.pt").network.state_dict())
-    assert same(load_checkpoint(f"{runs[0]}/checkpoints/last.pt").extra["training"]["reference"], start)
+    assert same(
+        load_checkpoint(f"{runs[0]}/checkpoints/last.pt").extra["training"]["reference"], start
+    )
     results = json.loads(Path(runs[0], "results.json").read_text())
-    assert results["training"] == {"warmup_iterations": 0, "iterations": 9, "method": "GRPO", "hidden": 16}
+    assert results["training"] == {
+        "warmup_iterations": 0,
+        "iterations": 9,
+        "method": "GRPO",
+        "hidden": 16,
+    }
     assert "grpo_gain" not in results  # without a warm-up there is nothing to compare with
 
 
-def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder: Path, tmp_path: Path) -> None:
-    config, data = run_of({"warm": {}, "blind": {"hidden": ["liar"]}}, init_from=SFT), data_of(*small_beams(60))
+def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(
+    folder: Path, tmp_path: Path
+) -> None:
+    config, data = (
+        run_of({"warm": {}, "blind": {"hidden": ["liar"]}}, init_from=SFT),
+        data_of(*small_beams(60)),
+    )
     config.sft = replace(STAGE, epochs=0)
     SelectorStages(config, data, 0, tmp_path / "whole").all()
     with (
@@ -206,7 +244,9 @@ def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder: 
     start = state(SFT)
     assert same(start, state(f"{seeds[0]}/sft/best.pt"))
     reference = load_checkpoint(seeds[0] / "warm" / "last.pt").extra["training"]["reference"]
-    assert same(start, {name.removeprefix("selector."): values for name, values in reference.items()})
+    assert same(
+        start, {name.removeprefix("selector."): values for name, values in reference.items()}
+    )
     for name in ("rce", "warm"):
         assert same(*(state(f"{seed}/{name}/last.pt") for seed in seeds))
     # what must not see a block does not start from weights that have seen it
@@ -217,7 +257,9 @@ def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder: 
         SelectorStages(config, data, 0, tmp_path / "whole").all()
 
 
-def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(folder: Path, tmp_path: Path) -> None:
+def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(
+    folder: Path, tmp_path: Path
+) -> None:
     SelectorStages(run_of({}, init_from=SFT), data_of(*small_beams(60)), 0, tmp_path).all()
     more = tmp_path / "checkpoints" / "seed0" / "sft"
     assert same(state(SFT), state(f"{more}/epoch0.pt"))

@@ -36,20 +36,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["train", "experiment=weights", *TABLE, *SHORT, "name=grpo"]) == 0
-        assert main(["train", "experiment=weights", *TABLE, *SHORT, "name=alone", "optimiser.iterations=0"]) == 0
+        assert (
+            main(
+                [
+                    "train",
+                    "experiment=weights",
+                    *TABLE,
+                    *SHORT,
+                    "name=alone",
+                    "optimiser.iterations=0",
+                ]
+            )
+            == 0
+        )
     return folder
 
 
-def test_a_run_leaves_fronts_a_report_and_a_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_leaves_fronts_a_report_and_a_policy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     run = Path("runs/weights/grpo")
     results = json.loads((run / "results.json").read_text())
-    assert (results["sense"], results["cost_name"], len(results["worths"])) == ("weights", "energy_j", 49)
+    assert (results["sense"], results["cost_name"], len(results["worths"])) == (
+        "weights",
+        "energy_j",
+        49,
+    )
     means = {row["policy"]: row for row in results["rows"] if row["weights"] is None}
     assert list(means) == ["controller", "static_mix", "oracle"]
     assert means["static_mix"]["hypervolume"] < means["oracle"]["hypervolume"] < 1
-    assert (means["static_mix"]["gap_closed"], means["oracle"]["gap_closed"]) == (0.0, pytest.approx(1.0))
-    scores = read_decisions(run).group_by("policy", maintain_order=True).agg(pl.col("score").mean())["score"].to_list()
+    assert (means["static_mix"]["gap_closed"], means["oracle"]["gap_closed"]) == (
+        0.0,
+        pytest.approx(1.0),
+    )
+    scores = (
+        read_decisions(run)
+        .group_by("policy", maintain_order=True)
+        .agg(pl.col("score").mean())["score"]
+        .to_list()
+    )
     assert scores == pytest.approx([row["reward"] for row in means.values()], rel=1e-4)
     page = (run / "report.html").read_text()
     assert "mixtures on the front of the learned controller dominate" in page
@@ -64,7 +90,9 @@ def test_a_run_leaves_fronts_a_report_and_a_policy(folder: Path, monkeypatch: py
     assert exported.configuration(chosen) == decision
 
 
-def test_what_is_exported_decides_as_the_run_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_exported_decides_as_the_run_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     assert main(["export", CHECKPOINT, *TABLE]) == 0
     facts = json.loads(Path("exported/export.json").read_text())
@@ -80,7 +108,9 @@ def test_what_grpo_added_is_known_on_held_out_samples_where_there_was_grpo(folde
     assert results["grpo"]["grpo_gain"].keys() == {"held_out", "held_out_ci95"}
     assert "grpo_gain" not in results["alone"]
     page = (folder / "runs/weights/grpo/report.html").read_text()
-    assert re.search("GRPO (changes the reward of the deployed controller|does not improve this policy)", page)
+    assert re.search(
+        "GRPO (changes the reward of the deployed controller|does not improve this policy)", page
+    )
 
 
 def test_compare_shows_the_hypervolume_beside_static_mixtures(
@@ -91,14 +121,25 @@ def test_compare_shows_the_hypervolume_beside_static_mixtures(
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split("  ")[0]: line for line in lines}
     volumes = {}
-    for name, run in {"alone": "alone", "grpo": "grpo", "static mix": "grpo", "oracle (upper bound)": "grpo"}.items():
+    for name, run in {
+        "alone": "alone",
+        "grpo": "grpo",
+        "static mix": "grpo",
+        "oracle (upper bound)": "grpo",
+    }.items():
         results = json.loads(Path(f"runs/weights/{run}/results.json").read_text())
-        policy = {"static mix": "static_mix", "oracle (upper bound)": "oracle"}.get(name, "controller")
+        policy = {"static mix": "static_mix", "oracle (upper bound)": "oracle"}.get(
+            name, "controller"
+        )
         row = next(row for row in results["rows"] if row["policy"] == policy)
         volumes[name] = f"{row['hypervolume']:.3f}"
         assert f" {volumes[name]} [" in rows[name]
     (difference,) = json.loads(Path("numbers.json").read_text())["differences"]
-    assert (difference["run"], difference["against"], difference["samples"]) == ("grpo", "alone", 16)
+    assert (difference["run"], difference["against"], difference["samples"]) == (
+        "grpo",
+        "alone",
+        16,
+    )
     page = Path("page.html").read_text()
     assert "<h2>Fronts</h2>" in page
     assert "at 49 pairs of worths" in page
@@ -108,7 +149,15 @@ def test_the_default_policy_goes_without_experts_and_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    words = ["train", "experiment=controller", "budget=weights", *TABLE, *SHORT[:-1], "seeds=[0]", "name=default"]
+    words = [
+        "train",
+        "experiment=controller",
+        "budget=weights",
+        *TABLE,
+        *SHORT[:-1],
+        "seeds=[0]",
+        "name=default",
+    ]
     assert main(words) == 0
     assert "budget=weights: the network teaches alone, without experts" in capsys.readouterr().err
     settings = Path("runs/controller/default/config.yaml").read_text()
@@ -116,9 +165,19 @@ def test_the_default_policy_goes_without_experts_and_says_so(
     assert "kind: priced" in settings
 
 
-def test_heads_without_a_teacher_draw_a_front_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_without_a_teacher_draw_a_front_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
-    words = ["train", "experiment=weights", *TABLE, *SHORT[:-1], "seeds=[0]", "policy=independent", "name=heads"]
+    words = [
+        "train",
+        "experiment=weights",
+        *TABLE,
+        *SHORT[:-1],
+        "seeds=[0]",
+        "policy=independent",
+        "name=heads",
+    ]
     assert main(words) == 0
     results = json.loads(Path("runs/weights/heads/results.json").read_text())
     assert {row["policy"] for row in results["rows"]} == {"controller", "static_mix", "oracle"}
@@ -126,12 +185,16 @@ def test_heads_without_a_teacher_draw_a_front_too(folder: Path, monkeypatch: pyt
 
 
 MISTAKES = {
-    "train experiment=weights profile=table profile.path=without.csv": "has no further cost; add a column cost.NAME",
+    "train experiment=weights profile=table "
+    "profile.path=without.csv": "has no further cost; add a column cost.NAME",
     "train experiment=weights budgets_ms=[3]": "budgets_ms: is for budget=mean and deadlines",
-    "train experiment=weights split.repeats=2": "split.repeats: is for deadlines; under budget=weights there is one",
-    f"export {CHECKPOINT} onnx=true": "onnx=true: the controller is for worths or a mean over requests",
+    "train experiment=weights split.repeats=2": "split.repeats: is for deadlines; under "
+    "budget=weights there is one",
+    f"export {CHECKPOINT} onnx=true": "onnx=true: the controller is for worths or "
+    "a mean over requests",
     f"evaluate {CHECKPOINT}": "was trained with budget=weights, which only its own run can judge",
-    f"explain {CHECKPOINT} sample=1 budget_ms=5": "budget_ms=5.0: must be a pair of worths, in ms and of a further",
+    f"explain {CHECKPOINT} sample=1 budget_ms=5": "budget_ms=5.0: must be a pair of worths, "
+    "in ms and of a further",
 }
 
 

@@ -49,7 +49,10 @@ def test_the_file_is_as_readable_as_any_new_file(tmp_path):
 def test_nowhere_to_write(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    with pytest.raises(InputError, match=r"file/t\.csv: cannot be written"), written_whole(tmp_path / "file" / "t.csv"):
+    with (
+        pytest.raises(InputError, match=r"file/t\.csv: cannot be written"),
+        written_whole(tmp_path / "file" / "t.csv"),
+    ):
         pytest.fail("the block must not begin")
     with pytest.raises(InputError, match="folder: is a folder"), written_whole(tmp_path / "folder"):
         pytest.fail("the block must not begin")
@@ -68,8 +71,12 @@ def test_a_full_disk_is_called_that_whatever_the_writer_says(tmp_path, monkeypat
 
 def test_bytes_and_name_are_on_disk_before_the_block_has_ended(tmp_path, monkeypatch):
     synced, fsync, replace = [], os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), fsync(handle)))
-    monkeypatch.setattr(Path, "replace", lambda *paths: (synced.append("renamed"), replace(*paths))[1])
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), fsync(handle))
+    )
+    monkeypatch.setattr(
+        Path, "replace", lambda *paths: (synced.append("renamed"), replace(*paths))[1]
+    )
     with written_whole(tmp_path / "t.pt") as temporary:
         temporary.write_text("whole")
     assert synced == [os.stat(tmp_path / "t.pt").st_ino, "renamed", os.stat(tmp_path).st_ino]
@@ -79,7 +86,10 @@ def test_the_file_before_is_kept_where_that_is_asked_for(tmp_path):
     for content in ("first", "second", "third"):
         with written_whole(tmp_path / "last.pt", previous=tmp_path / "previous.pt") as temporary:
             temporary.write_text(content)
-    assert [(tmp_path / name).read_text() for name in ("last.pt", "previous.pt")] == ["third", "second"]
+    assert [(tmp_path / name).read_text() for name in ("last.pt", "previous.pt")] == [
+        "third",
+        "second",
+    ]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -102,7 +112,11 @@ def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(tmp_path
             fast.write_text("fast")
         assert (tmp_path / "last.pt").read_text() == "fast"
     assert (tmp_path / "last.pt").read_text() == "slow"
-    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == [".other", "last.pt", "last[1].pt"]
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == [
+        ".other",
+        "last.pt",
+        "last[1].pt",
+    ]
 
 
 def test_a_checkpoint_that_is_not_as_it_was_written_is_damaged(tmp_path):
@@ -111,12 +125,21 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_damaged(tmp_path):
     whole = path.read_bytes()
     assert not is_damaged(path)
     first = whole[: len(whole) // 4096 * 4096]
-    for cut in (b"", whole[: len(whole) // 2], first, first.ljust(len(whole), b"\0"), bytes(len(whole)), bytes(99)):
+    for cut in (
+        b"",
+        whole[: len(whole) // 2],
+        first,
+        first.ljust(len(whole), b"\0"),
+        bytes(len(whole)),
+        bytes(99),
+    ):
         path.write_bytes(cut)
         assert is_damaged(path)
     begin = whole.index(torch.arange(5000.0).numpy().tobytes())
     for place in draw.sample(range(begin, begin + 20_000), 50):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :]
+        )
         assert is_damaged(path)
     for foreign in (b"text", b"\x80\x02}q\x00."):
         path.write_bytes(foreign)
@@ -125,7 +148,15 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_damaged(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "short"),
-    [(b"", 1), (b"a: \xc3", 1), (b"a\0\0\0", 1), (bytes(9), 1), (b"a: \xc3\xa9", 0), (b"b", 0), (b"a: x", 0)],
+    [
+        (b"", 1),
+        (b"a: \xc3", 1),
+        (b"a\0\0\0", 1),
+        (bytes(9), 1),
+        (b"a: \xc3\xa9", 0),
+        (b"b", 0),
+        (b"a: x", 0),
+    ],
 )
 def test_a_text_is_cut_short_where_its_beginning_is_left_or_zeros_follow(content, short):
     assert is_cut_short(content, "a: é") == bool(short)
@@ -142,7 +173,9 @@ def test_a_file_that_is_longer_than_allowed_is_called_that_whatever_the_writer_s
     assert not list(tmp_path.iterdir())
     status, line = refused_by_system(caught.value)
     assert status == 1
-    assert line.startswith(f"{tmp_path / 't.pt'}: File too large; raise the limit on the size of files (ulimit -f)")
+    assert line.startswith(
+        f"{tmp_path / 't.pt'}: File too large; raise the limit on the size of files (ulimit -f)"
+    )
 
 
 WITHOUT = """
@@ -157,16 +190,24 @@ print(files.longest_file(), len(interruption.SIGNALS), processes.in_processes("l
 
 def test_what_windows_lacks_is_not_needed_to_begin(tmp_path):
     """Windows itself has not been tried."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     assert done.stdout.split(maxsplit=2) == ["-1", "2", "['A']\n"]
     folders = os.walk(Path(knobwise.__file__).parent, followlinks=True)
-    ours = [Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")]
+    ours = [
+        Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")
+    ]
     assert len(ours) > 200
     for path in ours:
-        assert not re.search(r"^(?:import|from) (?:fcntl|resource|termios|pwd|grp)\b", path.read_text(), re.M), path
+        assert not re.search(
+            r"^(?:import|from) (?:fcntl|resource|termios|pwd|grp)\b", path.read_text(), re.M
+        ), path
 
 
-@pytest.mark.parametrize(("number", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")])
+@pytest.mark.parametrize(
+    ("number", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")]
+)
 def test_a_limit_is_named_with_what_helps(number, words):
     status, line = refused_by_system(OSError(number, os.strerror(number)))
     assert (status, words in line, "\n" in line) == (1, True, False)

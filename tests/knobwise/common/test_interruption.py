@@ -20,7 +20,18 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import COMMAND, REPLAY, TABLE, VARIABLES, Capture, Patch, iteration_of, same, visible, wait_for
+from commands import (
+    COMMAND,
+    REPLAY,
+    TABLE,
+    VARIABLES,
+    Capture,
+    Patch,
+    iteration_of,
+    same,
+    visible,
+    wait_for,
+)
 from helpers import small_beams, small_table
 from polars.testing import assert_frame_equal
 
@@ -53,10 +64,12 @@ def stopped(work: Callable[[], object]) -> KeyboardInterrupt:
     return stop.value
 
 
-# -- holding back ------------------------------------------------------------------------------------------------------
+# -- holding back ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_each_signal_stops_at_once_and_gives_its_status(number: int, status: int) -> None:
     handler = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt) as stop, stopped_by_signals():
@@ -77,8 +90,12 @@ def test_what_was_told_to_be_ignored_stays_ignored() -> None:
     assert held.number is None
 
 
-@pytest.mark.parametrize(("checks", "places"), [(True, ["sent"]), (False, ["sent", "end of the block"])])
-def test_a_signal_is_held_back_to_where_it_may_stop_or_to_the_end(checks: bool, places: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("checks", "places"), [(True, ["sent"]), (False, ["sent", "end of the block"])]
+)
+def test_a_signal_is_held_back_to_where_it_may_stop_or_to_the_end(
+    checks: bool, places: list[str]
+) -> None:
     passed = []
 
     def work() -> None:
@@ -136,18 +153,26 @@ def test_in_another_thread_nothing_changes() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
-SHORT = OptimiserConfig(4, warmup_iterations=8, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=6)
+SHORT = OptimiserConfig(
+    4, warmup_iterations=8, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=6
+)
 
 
 def controller(folder: Path, how: str) -> ControllerTrainer:
-    """`how`: what the heads learn from, or the sense of the budgets, and objective. A teacher takes 8 iterations."""
+    """`how`: what the heads learn from, or the sense of the budgets, and objective. A teacher takes
+    8 iterations."""
     table, (kind, objective) = small_table(80, holes=0.2), how.split()
     taught = {"teacher": True, "experts": ("ridge",), "drift": 0.2} if kind != "rewards" else {}
     policy = PolicyConfig(hidden=16, teacher_hidden=8, members=3, **taught)
     loss = LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1))
-    settings: dict[str, Any] = {"policy": policy, "loss": loss, "optimiser": SHORT, "reward": RewardConfig("utility")}
+    settings: dict[str, Any] = {
+        "policy": policy,
+        "loss": loss,
+        "optimiser": SHORT,
+        "reward": RewardConfig("utility"),
+    }
     settings["budget"] = BudgetConfig(sense="mean") if kind == "mean" else None
     return ControllerTrainer(table, table.split(), folder=folder, **settings)
 
@@ -156,11 +181,17 @@ def selector(folder: Path, how: str) -> SelectorTrainer:
     """`how`: stage, and which epoch is kept."""
     (table, scorer), (stage, keep) = small_beams(), how.split()
     torch.manual_seed(0)
-    start = Selector.fitted(SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates)
+    start = Selector.fitted(
+        SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates
+    )
     settings: dict[str, Any] = {"scorer": scorer, "live": stage == "live", "folder": folder}
-    settings["loss"] = SelectorLossConfig(kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001), curriculum=0.4)
+    settings["loss"] = SelectorLossConfig(
+        kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001), curriculum=0.4
+    )
     settings["config"] = StageConfig(epochs=3, lr=3e-3, queries=8, keep=keep)
-    return SelectorTrainer("grpo" if stage == "live" else stage, table, table.split(0.8, 0.1), start, **settings)
+    return SelectorTrainer(
+        "grpo" if stage == "live" else stage, table, table.split(0.8, 0.1), start, **settings
+    )
 
 
 def press(trainer: Trainer, iteration: int, times: int = 1, error: Exception | None = None) -> None:
@@ -196,7 +227,8 @@ def press(trainer: Trainer, iteration: int, times: int = 1, error: Exception | N
 def test_what_was_stopped_ends_bit_for_bit_like_any(
     tmp_path: Path, make: Callable[[Path, str], Trainer], how: str, stops: list[int], crash: int
 ) -> None:
-    """Ctrl-C saves the iteration that it comes in; a crash loses those since the last evaluation."""
+    """Ctrl-C saves the iteration that it comes in; a crash loses those since the last
+    evaluation."""
     make(tmp_path / "whole", how).run()
 
     def resumed() -> Any:
@@ -210,9 +242,18 @@ def test_what_was_stopped_ends_bit_for_bit_like_any(
         state = load_checkpoint(tmp_path / "stopped" / "last.pt").extra["training"]
         assert state["iteration"] == stop + 1  # nothing of what was done is lost
         load_checkpoint(tmp_path / "stopped" / "best.pt")
-        assert f"{tmp_path / 'stopped' / 'last.pt'} holds iteration {stop + 1} of {trainer.total}" in note
-        score = "" if state["best"]["state"] is None else f"{trainer.judged_by} {state['best']['score']:.4f} at"
-        assert (f"; best.pt beside it holds the best so far (validation {score}" in note) == bool(score)
+        assert (
+            f"{tmp_path / 'stopped' / 'last.pt'} holds iteration {stop + 1} of {trainer.total}"
+            in note
+        )
+        score = (
+            ""
+            if state["best"]["state"] is None
+            else f"{trainer.judged_by} {state['best']['score']:.4f} at"
+        )
+        assert (f"; best.pt beside it holds the best so far (validation {score}" in note) == bool(
+            score
+        )
         assert resumed().iteration == stop + 1
     press(trainer := resumed(), crash, error=RuntimeError("no power"))
     with pytest.raises(RuntimeError, match="no power"):
@@ -223,13 +264,17 @@ def test_what_was_stopped_ends_bit_for_bit_like_any(
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert sorted(path.name for path in (tmp_path / "stopped").iterdir()) == names
     for name in names:
-        checkpoints = [torch.load(tmp_path / runs / name, weights_only=True) for runs in ("whole", "stopped")]
+        checkpoints = [
+            torch.load(tmp_path / runs / name, weights_only=True) for runs in ("whole", "stopped")
+        ]
         for end in checkpoints:
             end["extra"].pop("policy", None)  # named after the folder
         assert same(*checkpoints), name
 
 
-def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
     trainer = controller(tmp_path, "rewards sampled")
     press(trainer, 9, times=2)
@@ -264,16 +309,25 @@ def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path)
     assert again.finished
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 TRAIN = [
     *("train", *TABLE, "policy=utility", "seeds=[0,1]"),
     *("policy.hidden=16", "baselines=false", "tracking=disabled", "name=x"),
-    *("optimiser.teacher_iterations=10", "optimiser.warmup_iterations=20", "optimiser.iterations=180"),
+    *(
+        "optimiser.teacher_iterations=10",
+        "optimiser.warmup_iterations=20",
+        "optimiser.iterations=180",
+    ),
     *("optimiser.contexts=64", "optimiser.evaluate_every=25", "optimiser.patience=0"),
 ]
 BEAMS = [
-    *(*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=1", "sft.epochs=20"),
+    *(
+        *REPLAY,
+        "variants.shuffled_recorded=null",
+        "variants.grpo_recorded.epochs=1",
+        "sft.epochs=20",
+    ),
     *("seeds=[0,1,2]", "jobs=2", "name=x"),
 ]
 TERMINAL = {"TERM": "xterm", "COLUMNS": "120"}
@@ -289,13 +343,17 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 
 def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -> None:
-    """Stopped in the middle of the second seed; all that it prints is true. Ctrl-C is pressed in a terminal below."""
+    """Stopped in the middle of the second seed; all that it prints is true. Ctrl-C is pressed in a
+    terminal below."""
     kept = Path("runs/controller/x/checkpoints/seed1")
     process = commands.Command(TRAIN)
-    message = commands.stop_when(lambda: iteration_of(kept / "last.pt") >= 25, process, signal.SIGTERM)
+    message = commands.stop_when(
+        lambda: iteration_of(kept / "last.pt") >= 25, process, signal.SIGTERM
+    )
     assert "Traceback" not in message
     note = re.search(
-        rf"seed 1: {kept}/last\.pt holds iteration (\d+) of 220; best\.pt beside it holds the best so far "
+        rf"seed 1: {kept}/last\.pt holds iteration (\d+) of 220; best\.pt beside it holds the best "
+        r"so far "
         r"\(validation utility (0\.\d{4}) at iteration (\d+)\)",
         message,
     )
@@ -315,7 +373,9 @@ def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -
     for name in ("seed1/last.pt", "seed1/best.pt", "best.pt"):
         paths = [Path(runs, "controller/x/checkpoints", name) for runs in ("runs", "whole")]
         assert same(*(torch.load(path, weights_only=True) for path in paths)), name
-    assert_frame_equal(*(pl.read_csv(f"{runs}/controller/x/metrics.csv") for runs in ("runs", "whole")))
+    assert_frame_equal(
+        *(pl.read_csv(f"{runs}/controller/x/metrics.csv") for runs in ("runs", "whole"))
+    )
 
 
 def check_stopped(message: str, children: list[int]) -> None:
@@ -324,7 +384,10 @@ def check_stopped(message: str, children: list[int]) -> None:
     assert len(children) >= 2
     wait_for(lambda: not any(map(commands.alive, children)), 10)
     for seed in (0, 1):
-        note = re.search(rf"seed {seed} · (\w+): (runs/\S+/seed{seed}/\1/last\.pt) holds iteration (\d+) of", message)
+        note = re.search(
+            rf"seed {seed} · (\w+): (runs/\S+/seed{seed}/\1/last\.pt) holds iteration (\d+) of",
+            message,
+        )
         assert note is not None, message
         assert iteration_of(Path(note[2])) == int(note[3])
     assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()  # that one was waiting
@@ -343,7 +406,8 @@ def test_several_processes_are_stopped_by_a_scheduler_that_signals_them_all(fold
 
 
 def in_terminal(words: list[str]) -> tuple[int, int]:
-    """The command in a terminal of its own: the number of its process, and what reads and writes the terminal."""
+    """The command in a terminal of its own: the number of its process, and what reads and writes
+    the terminal."""
     process, terminal = pty.fork()
     if process == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -360,7 +424,9 @@ def read_to_end(terminal: int, output: bytearray) -> None:
 
 @commands.in_proc
 @pytest.mark.parametrize("system", ["controller", "selector"])
-def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Path, system: str) -> None:
+def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(
+    folder: Path, system: str
+) -> None:
     several = system == "selector"
     process, terminal = in_terminal(BEAMS if several else TRAIN)
     output = bytearray()
@@ -373,7 +439,10 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Pat
         bar = re.compile("seeds +[━╸╺]+ +0/3 +– it/s · time left unknown")
 
     def begun() -> bool:
-        return all(iteration_of(path) >= 10 for path in watched) and bar.search(visible(output)) is not None
+        return (
+            all(iteration_of(path) >= 10 for path in watched)
+            and bar.search(visible(output)) is not None
+        )
 
     wait_for(lambda: begun() or not commands.alive(process))
     children = commands.children_of(process)
@@ -394,13 +463,18 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Pat
 def test_a_stderr_that_is_gone_does_not_stop_training(folder: Path, gone: str) -> None:
     words = [*COMMAND, *TRAIN, "optimiser.iterations=2", "seeds=[0]"]
     command = ["bash", "-c", f"{shlex.join(words)} {gone}"]
-    done = subprocess.run(command, env={**os.environ, **VARIABLES, **TERMINAL}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, **VARIABLES, **TERMINAL}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert Path("runs/controller/x/report.html").exists()
 
 
 def test_closed_streams_are_opened_for_libraries_and_other_processes() -> None:
-    lines = "import os, sys; from knobwise.__main__ import main; main(['--version']); sys.stderr.flush(); "
+    lines = (
+        "import os, sys; from knobwise.__main__ import main; "
+        "main(['--version']); sys.stderr.flush(); "
+    )
     lines += "print([os.get_inheritable(n) for n in (0, 2)], open('/dev/zero').fileno() > 2)"
     command = ["bash", "-c", '"$@" 0<&- 2>&-', "", sys.executable, "-c", lines]
     done = subprocess.run(command, capture_output=True, text=True)

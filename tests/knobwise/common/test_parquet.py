@@ -39,9 +39,24 @@ def test_without_stderr_a_file_is_read(tmp_path):
 
 
 def test_a_process_that_never_had_a_stderr_reads_a_file(tmp_path):
-    """Polars' own event queue then has the number of stderr; a reader that sent it elsewhere would wait for ever."""
+    """Polars' own event queue then has the number of stderr; a reader that sent it elsewhere would
+    wait for ever."""
     lines = "import sys, polars; from knobwise.common.parquet import read_parquet; "
-    lines += "polars.DataFrame({'a': [1]}).write_parquet(sys.argv[1]); print(read_parquet(sys.argv[1]).shape)"
-    command = ["bash", "-c", '"$@" 2>&-', "", sys.executable, "-c", lines, str(tmp_path / "t.parquet")]
-    done = subprocess.run(command, env={**os.environ, "POLARS_MAX_THREADS": "1"}, capture_output=True, timeout=60)
+    lines += (
+        "polars.DataFrame({'a': [1]}).write_parquet(sys.argv[1]); "
+        "print(read_parquet(sys.argv[1]).shape)"
+    )
+    command = [
+        "bash",
+        "-c",
+        '"$@" 2>&-',
+        "",
+        sys.executable,
+        "-c",
+        lines,
+        str(tmp_path / "t.parquet"),
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "POLARS_MAX_THREADS": "1"}, capture_output=True, timeout=60
+    )
     assert done.stdout == b"(1, 1)\n"

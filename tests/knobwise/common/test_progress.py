@@ -1,4 +1,5 @@
-"""What a person sees of long work: lines, bars, and what several processes do and leave when they are stopped."""
+"""What a person sees of long work: lines, bars, and what several processes do and leave when they
+are stopped."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def clock(monkeypatch: Patch) -> Clock:
 
 
 class Terminal:
-    """A pseudo-terminal. Each test puts it in the place of stderr: pytest puts its stderr there after the fixtures."""
+    """A pseudo-terminal. Each test puts it in the place of stderr: pytest puts its stderr there
+    after the fixtures."""
 
     def __init__(self) -> None:
         self.reader, writer = pty.openpty()
@@ -74,7 +76,7 @@ def terminal(monkeypatch: Patch) -> Iterator[Terminal]:
     os.close(output.reader)
 
 
-# -- without a terminal ------------------------------------------------------------------------------------------------
+# -- without a terminal ----------------------------------------------------------------------------
 
 
 SILENT = float("inf")
@@ -86,7 +88,12 @@ SILENT = float("inf")
         (
             {"total": 100, "every_s": 60},
             [(2, done) for done in range(1, 101)],
-            ["30/100, 2 min left", "60/100, 80 s left", "90/100, 20 s left", "100/100, done in 3 min"],
+            [
+                "30/100, 2 min left",
+                "60/100, 80 s left",
+                "90/100, 20 s left",
+                "100/100, done in 3 min",
+            ],
         ),
         ({"total": 2, "every_s": SILENT}, [(1, 1), (1, 2), (1, 2)], ["2/2, done in 2 s"]),
         ({"total": 4, "every_s": 0}, [(0.9, 3)], ["3/4, 1 s left"]),
@@ -95,10 +102,22 @@ SILENT = float("inf")
         ({"total": 4, "quiet_s": 2}, [(0.75, done) for done in range(1, 5)], ["4/4, done in 3 s"]),
         ({"total": 10}, [(3600, 1)], ["1/10, 9.0 h left"]),
     ],
-    ids=["once in a while", "the end once", "no 0 s", "resumed work", "short work", "longer work", "hours"],
+    ids=[
+        "once in a while",
+        "the end once",
+        "no 0 s",
+        "resumed work",
+        "short work",
+        "longer work",
+        "hours",
+    ],
 )
 def test_without_a_terminal_it_says_a_plain_line_now_and_then(
-    settings: dict[str, Any], ticks: list[tuple[float, int]], lines: list[str], capsys: Capture, clock: Clock
+    settings: dict[str, Any],
+    ticks: list[tuple[float, int]],
+    lines: list[str],
+    capsys: Capture,
+    clock: Clock,
 ) -> None:
     with progress("work", **settings) as tick:
         for seconds, done in ticks:
@@ -133,17 +152,22 @@ def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: Patch) -> None:
         broken.close()
 
 
-# -- in a terminal -----------------------------------------------------------------------------------------------------
+# -- in a terminal ---------------------------------------------------------------------------------
 
 
-def test_a_bar_says_title_count_rate_time_left_and_the_note(terminal: Terminal, clock: Clock) -> None:
+def test_a_bar_says_title_count_rate_time_left_and_the_note(
+    terminal: Terminal, clock: Clock
+) -> None:
     with redirect_stderr(terminal.stderr), progress("seed 3", total=400, done=100) as tick:
         assert "seed 3" in (begun := terminal.visible())
         assert "100/400 – it/s · time left unknown" in begun
         clock.now += 10
         tick(300, "GRPO · best validation utility 0.6431")
         visible = terminal.visible()
-        assert re.search(r"seed 3 [━╸╺]+ 300/400 20\.0 it/s · 5 s left GRPO · best validation utility 0\.6431", visible)
+        assert re.search(
+            r"seed 3 [━╸╺]+ 300/400 20\.0 it/s · 5 s left GRPO · best validation utility 0\.6431",
+            visible,
+        )
         assert max(map(len, visible.splitlines())) <= 100
         clock.now += 10
         tick(303, "")
@@ -225,14 +249,16 @@ def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: Patch) -> None:
         gone.stderr.close()
 
 
-def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, clock: Clock, monkeypatch: Patch) -> None:
+def test_a_dumb_terminal_gets_plain_lines(
+    terminal: Terminal, clock: Clock, monkeypatch: Patch
+) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with redirect_stderr(terminal.stderr), progress("training", total=2) as tick:
         tick(2, "")
     assert terminal.visible().strip() == "training: 2/2, done in 0 s"
 
 
-# -- of several processes ----------------------------------------------------------------------------------------------
+# -- of several processes --------------------------------------------------------------------------
 
 
 def test_another_process_writes_plain_lines(terminal: Terminal, capfd: Capture) -> None:
@@ -241,11 +267,13 @@ def test_another_process_writes_plain_lines(terminal: Terminal, capfd: Capture) 
         ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool,
     ):
         assert pool.submit(work, 4).result() == 4
-    assert re.search(r"^worker 4: 3/3, done in \d+ s · note 4$", capfd.readouterr().err, re.MULTILINE)
+    assert re.search(
+        r"^worker 4: 3/3, done in \d+ s · note 4$", capfd.readouterr().err, re.MULTILINE
+    )
     assert terminal.visible() == ""
 
 
-# -- work in several processes: what comes back, and how it ends when it is stopped ------------------------------------
+# -- work in several processes: what comes back, and how it ends when it is stopped ----------------
 
 
 def test_each_piece_is_done_once_by_another_process(tmp_path: Path, capsys: Capture) -> None:
@@ -257,7 +285,9 @@ def test_each_piece_is_done_once_by_another_process(tmp_path: Path, capsys: Capt
 
 
 @pytest.mark.usefixtures("_signals_arrive")
-@pytest.mark.parametrize(("number", "to_a_worker"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+@pytest.mark.parametrize(
+    ("number", "to_a_worker"), [(signal.SIGINT, False), (signal.SIGTERM, True)]
+)
 def test_a_signal_to_this_process_or_a_worker_stops_all_and_what_waits_is_not_begun(
     number: int, to_a_worker: bool, tmp_path: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""Recording beam data: what is written, interruptions, rounds of a policy, and the command line with real models."""
+"""Recording beam data: what is written, interruptions, rounds of a policy, and the command line
+with real models."""
 
 import hashlib
 import json
@@ -77,7 +78,9 @@ def test_what_is_written_fits_together(tmp_path, capsys):
     out = tmp_path / "out"
     table = profile_beams(out, task(), CONFIG)
     assert BeamTable.load(out / "beams.safetensors").digest == table.digest
-    again = read_beam_data(out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors")
+    again = read_beam_data(
+        out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors"
+    )
     assert torch.equal(again.sequences, table.sequences)
     assert torch.equal(again.found_by, table.found_by)
     assert torch.equal(again.candidates, table.candidates)
@@ -85,7 +88,8 @@ def test_what_is_written_fits_together(tmp_path, capsys):
 
     info = json.loads((out / "beams-info.json").read_text())
     assert info["command"] == (
-        "knobwise profile model=hand out=DIR beams.width=3 beams.retrieved=2 beams.random=2 beams.chunk=2"
+        "knobwise profile model=hand out=DIR beams.width=3 beams.retrieved=2 beams.random=2 "
+        "beams.chunk=2"
     )
     for name, digest in info["sha256"].items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
@@ -97,7 +101,9 @@ def test_what_is_written_fits_together(tmp_path, capsys):
     assert row["any_correct"] == pytest.approx(sum(right) / 6, abs=1e-6)
     assert f"{row['correct']:.1%}" in capsys.readouterr().out
     assert not list(out.rglob(".*"))
-    assert profile_beams(out, task(), replace(CONFIG, json=False)).digest == table.digest  # no other run
+    assert (
+        profile_beams(out, task(), replace(CONFIG, json=False)).digest == table.digest
+    )  # no other run
 
 
 @pytest.mark.parametrize("at", [0, 1, 8, 14])
@@ -110,13 +116,18 @@ def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tm
     with pytest.raises(KeyboardInterrupt):
         profile_beams(tmp_path / "out", task(stopped), CONFIG)
     assert not (tmp_path / "out" / "beams.safetensors").exists()
-    saved = {int(path.stem) for path in (tmp_path / "out" / "state" / "search").glob("*.safetensors")}
+    saved = {
+        int(path.stem) for path in (tmp_path / "out" / "state" / "search").glob("*.safetensors")
+    }
     second = task()
     assert profile_beams(tmp_path / "out", second, CONFIG).digest == wanted.digest
     # nothing of a chunk that was finished is scored again
     finished = {query for start in saved for query in (start, start + 1)}
     assert not {query for query, *_ in second.scorer.scored} & finished
-    assert len([row for row in stopped.scored if row[0] in finished]) + len(second.scorer.scored) == in_all
+    assert (
+        len([row for row in stopped.scored if row[0] in finished]) + len(second.scorer.scored)
+        == in_all
+    )
     third = task()
     assert profile_beams(tmp_path / "out", third, CONFIG).digest == wanted.digest
     assert third.scorer.scored == []
@@ -129,7 +140,9 @@ def test_rounds_of_a_policy_are_added_once_each(tmp_path):
     first = profile_beams(out, adding, config, backwards, "one")
     drawn = (first.round == 1).sum(1)
     assert drawn.tolist() == [4] * 7
-    assert torch.equal(first.sequences[:, : base.num_beams][base.beam_mask], base.sequences[base.beam_mask])
+    assert torch.equal(
+        first.sequences[:, : base.num_beams][base.beam_mask], base.sequences[base.beam_mask]
+    )
     # each different sequence once, and none that had been recorded
     recorded = {
         (query, *base.pool[query, [p for p in row if p >= 0]].tolist())
@@ -143,15 +156,21 @@ def test_rounds_of_a_policy_are_added_once_each(tmp_path):
     assert not first.fields["vqa_correct"][first.beam_mask].isnan().any()
 
     unused = task()
-    assert profile_beams(out, unused, config, backwards, "one").digest == first.digest  # the same command: nothing new
+    assert (
+        profile_beams(out, unused, config, backwards, "one").digest == first.digest
+    )  # the same command: nothing new
     second = profile_beams(out, task(), replace(config, draws=2), backwards, "two")
     assert [(second.round == number).sum().item() for number in (1, 2)] == [28, 14]
-    assert profile_beams(out, unused, config).digest == second.digest  # without a policy: all there is
+    assert (
+        profile_beams(out, unused, config).digest == second.digest
+    )  # without a policy: all there is
     assert unused.scorer.scored == []
     info = json.loads((out / "beams-info.json").read_text())
     assert [about["policy"] for about in info["rounds"]] == ["one", "two"]
     assert {"policy-1", "policy-2"} <= {row["found_by"] for row in info["figures"]["found"]}
-    again = read_beam_data(out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors")
+    again = read_beam_data(
+        out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors"
+    )
     assert again.round.max() == 2
 
 
@@ -181,7 +200,10 @@ def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     assert "search: 12/12, done in " in printed.err
     table = BeamTable.load("out/beams.safetensors")
     assert [int((table.found_by == m).sum()) for m in (BEAM, RETRIEVAL, RANDOM)] == [60, 36, 48]
-    by = {row["found_by"]: row for row in json.loads(Path("out/beams-info.json").read_text())["figures"]["found"]}
+    by = {
+        row["found_by"]: row
+        for row in json.loads(Path("out/beams-info.json").read_text())["figures"]["found"]
+    }
     assert by["beam"]["correct"] > 0.8 > 0.6 > by["random"]["correct"]
     assert (table.fields["beam_score"][table.found_by == BEAM] > 0).float().mean() > 0.9
 
@@ -200,12 +222,20 @@ def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
 
 
 def test_the_built_in_task_with_pools_by_similarity(tmp_path):
-    words = [*TINY[:3], f"out={tmp_path}", "pool.sampler=image_similarity", "pool.size=9", "beams.json=false"]
+    words = [
+        *TINY[:3],
+        f"out={tmp_path}",
+        "pool.sampler=image_similarity",
+        "pool.size=9",
+        "beams.json=false",
+    ]
     assert main(["profile", *words]) == 0
     table = BeamTable.load(tmp_path / "beams.safetensors")
     assert table.pool.shape == (12, 9)
     image = slice(*table.blocks["image"])
-    cosines = torch.nn.functional.cosine_similarity(table.queries[:, None, image], table.candidates[None, :, image], 2)
+    cosines = torch.nn.functional.cosine_similarity(
+        table.queries[:, None, image], table.candidates[None, :, image], 2
+    )
     assert torch.equal(table.pool.sort(1).values, cosines.topk(9).indices.sort(1).values)
     assert not (tmp_path / "beams.json").exists()
 
@@ -223,7 +253,12 @@ def vlm_files(tmp_path_factory):
     for number in range(6):
         name = f"{number % 4}.png"
         Image.new("RGB", (8, 8), (40 * number, 90, 10)).save(folder / name)
-        item = {"id": f"q{number}", "image": name, "question": "How many dogs ?", "answers": [str(1 + number % 3)]}
+        item = {
+            "id": f"q{number}",
+            "image": name,
+            "question": "How many dogs ?",
+            "answers": [str(1 + number % 3)],
+        }
         lines.append(json.dumps(item | {"choices": ["1", "2", "3"]}))
     (folder / "items.jsonl").write_text("\n".join(lines))
     embeddings = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
@@ -235,7 +270,10 @@ def vlm_files(tmp_path_factory):
 
 def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(vlm_files)
-    words = f"{VLM} vlm.image_columns=2 vlm.device=cpu pool.size=4 beams.width=2 beams.random=1 out={tmp_path}"
+    words = (
+        f"{VLM} vlm.image_columns=2 vlm.device=cpu pool.size=4 "
+        f"beams.width=2 beams.random=1 out={tmp_path}"
+    )
     assert main(["profile", *words.split()]) == 0, capsys.readouterr().err
     table = BeamTable.load(tmp_path / "beams.safetensors")
     assert table.query_ids == tuple(f"q{i}" for i in range(6))
@@ -257,12 +295,12 @@ def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, ca
         ("model=model vlm.data=none.jsonl vlm.embeddings=e.safetensors", "none.jsonl"),
         (f"{ITEMS} vlm.embeddings=none.npz", "none.npz"),
         (f"{ITEMS} vlm.embeddings=short.safetensors", "4 rows for 6 items"),
-        (f"{VLM} vlm.bank=items.jsonl", "query_emb"), (f"{VLM} vlm.image_columns=5", "image_columns=5"),
+        (f"{VLM} " "vlm.bank=items.jsonl", "query_emb"), (f"{VLM} " "vlm.image_columns=5", "image_columns=5"),
         (f"{VLM} vlm.bank=items.jsonl vlm.query_embeddings=narrow.safetensors", "3 wide"),
         (f"{VLM} pool.sampler=covers", "covers"), (f"{VLM} model=empty", "empty: cannot be loaded"),
         ("model=learner learner.variant=lazy", "no variant 'lazy'; there are careless, careful"),
         ("model=learner learner.part=validation", "no part 'validation'; there are train, test"),
-        ("model=learner learner.queries=0", "at least one query"), ("model=learner pool.size=0", "pool.size"),
+        ("model=learner " "learner.queries=0", "at least one query"), ("model=learner " "pool.size=0", "pool.size"),
         ("model=learner pool.sampler=nearest", "pool.sampler=nearest"),
         ("model=learner beams.shots=0", "beams.shots=0: must be at least 1"),
         ("model=learner beams.random=-1", "beams.random=-1: must be at least 0"),
@@ -297,4 +335,6 @@ def test_a_bank_of_its_own_and_fewer_queries(vlm_files, monkeypatch):
 
 def test_only_what_is_not_the_default_is_named():
     assert changed_settings("beams.", BeamProfileConfig()) == []
-    assert changed_settings("beams.", BeamProfileConfig(json=False, width=2), ("width",)) == ["beams.json=false"]
+    assert changed_settings("beams.", BeamProfileConfig(json=False, width=2), ("width",)) == [
+        "beams.json=false"
+    ]

@@ -1,4 +1,5 @@
-"""Pools of candidates, and beam search and its companions, with a scorer small enough to be worked out by hand."""
+"""Pools of candidates, and beam search and its companions, with a scorer small enough to be worked
+out by hand."""
 
 import itertools
 import math
@@ -22,11 +23,14 @@ BEAM = METHODS.index("beam")
 BLOCKS = {"image": (0, 2), "question": (2, 4)}
 # cosines with the query: image 1, .8, .6, 0; question 0, .6, 1, .8 (by triangles of sides 3, 4, 5)
 QUERY = torch.tensor([[2.0, 0.0, 0.0, 3.0]])
-BANK = torch.tensor([[1.0, 0.0, 1.0, 0.0], [8.0, 6.0, 4.0, 3.0], [3.0, 4.0, 0.0, 5.0], [0.0, 9.0, 0.3, 0.4]])
+BANK = torch.tensor(
+    [[1.0, 0.0, 1.0, 0.0], [8.0, 6.0, 4.0, 3.0], [3.0, 4.0, 0.0, 5.0], [0.0, 9.0, 0.3, 0.4]]
+)
 
 
 class HandScorer:
-    """ln P(answer) = −3 + Σₜ worth[query, demonstration t] / t: order counts, and so does every demonstration."""
+    """ln P(answer) = −3 + Σₜ worth[query, demonstration t] / t: order counts, and so does every
+    demonstration."""
 
     def __init__(self, worth, calls=math.inf):
         self.worth, self.calls = torch.as_tensor(worth), calls
@@ -36,10 +40,18 @@ class HandScorer:
         if self.calls == 0:  # Ctrl-C after so many calls
             raise KeyboardInterrupt
         self.calls -= 1
-        self.scored += [(q, *row) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)]
-        worth = self.worth[queries[:, None], demonstrations.clamp_min(0)].masked_fill(demonstrations < 0, 0.0)
+        self.scored += [
+            (q, *row) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)
+        ]
+        worth = self.worth[queries[:, None], demonstrations.clamp_min(0)].masked_fill(
+            demonstrations < 0, 0.0
+        )
         log_prob = -3 + (worth / torch.arange(1, demonstrations.shape[1] + 1)).sum(1)
-        return {"logprob_score": log_prob, "vqa_gt_prob": log_prob.exp(), "vqa_correct": (log_prob > -0.9).float()}
+        return {
+            "logprob_score": log_prob,
+            "vqa_gt_prob": log_prob.exp(),
+            "vqa_correct": (log_prob > -0.9).float(),
+        }
 
     def vote(self, queries, demonstrations):
         raise AssertionError("finding beams asks for no vote")
@@ -48,7 +60,9 @@ class HandScorer:
 def test_beam_search_by_hand():
     """The bank's rows 3, 2, 1, 0 are worth 2, 1, 0, −1 to the query."""
     scorer = HandScorer([[9, 9, 9, 9], [-1, 0, 1, 2]])
-    found = search.beam_search(scorer, torch.tensor([1]), torch.tensor([[3, 2, 1, 0]]), shots=2, width=2)
+    found = search.beam_search(
+        scorer, torch.tensor([1]), torch.tensor([[3, 2, 1, 0]]), shots=2, width=2
+    )
     # (0, 1) is −3 + 2 + 1/2; (0, 2) and (1, 0) are both −1: the one that begins earlier goes on
     assert found.sequences.tolist() == [[[0, NONE], [1, NONE], [0, 1], [0, 2]]]
     assert found.found_by.tolist() == [[BEAM] * 4]
@@ -64,7 +78,10 @@ def test_beam_search_by_hand():
 def test_gains_of_the_picks_add_up_to_the_beam_score():
     scorer = HandScorer([[0.3, 1.4, 0.8, -0.2]])
     found = search.beam_search(scorer, torch.tensor([0]), torch.arange(4)[None], shots=3, width=1)
-    p = [float(search.probability(scorer, torch.tensor([0]))), *found.fields["vqa_gt_prob"][0].tolist()]
+    p = [
+        float(search.probability(scorer, torch.tensor([0]))),
+        *found.fields["vqa_gt_prob"][0].tolist(),
+    ]
     gains = [after - before for before, after in itertools.pairwise(p)]
     assert found.sequences[0, 2].tolist() == [1, 2, 0]
     assert found.fields["beam_score"][0, 2].item() == pytest.approx(sum(gains))
@@ -72,7 +89,9 @@ def test_gains_of_the_picks_add_up_to_the_beam_score():
 
 @settings(max_examples=20, deadline=None)
 @given(
-    worth=st.lists(st.lists(st.floats(-2, 2, width=16), min_size=4, max_size=4), min_size=1, max_size=3),
+    worth=st.lists(
+        st.lists(st.floats(-2, 2, width=16), min_size=4, max_size=4), min_size=1, max_size=3
+    ),
     sizes=st.lists(st.integers(0, 4), min_size=3, max_size=3),
     width=st.integers(1, 30),
     shots=st.integers(1, 5),
@@ -92,8 +111,13 @@ def test_it_never_repeats_a_candidate_and_a_wide_beam_finds_the_best(worth, size
             assert set(mine) <= set(possible)
             if width >= 24:  # nothing is ever cut off
                 assert len(mine) == min(width, len(possible))
-                best = [math.exp(-3 + sum(worth[query][p] / t for t, p in enumerate(s, 1))) for s in possible]
-                kept = [score for s, score in zip(sequences, scores, strict=True) if len(s) == length]
+                best = [
+                    math.exp(-3 + sum(worth[query][p] / t for t, p in enumerate(s, 1)))
+                    for s in possible
+                ]
+                kept = [
+                    score for s, score in zip(sequences, scores, strict=True) if len(s) == length
+                ]
                 assert kept == pytest.approx(sorted(best, reverse=True)[:width], rel=1e-5)
     for field in found.fields.values():
         assert torch.equal(field.isnan(), (found.sequences < 0).all(2))
@@ -114,7 +138,9 @@ def test_an_answer_that_is_impossible_after_everything_still_gives_beams():
     found = search.beam_search(
         HandScorer([[-math.inf, -math.inf]]), torch.tensor([0]), torch.tensor([[0, 1, NONE]]), 2, 3
     )
-    assert found.sequences.tolist() == [[[0, NONE], [1, NONE], [NONE] * 2, [0, 1], [1, 0], [NONE] * 2]]
+    assert found.sequences.tolist() == [
+        [[0, NONE], [1, NONE], [NONE] * 2, [0, 1], [1, 0], [NONE] * 2]
+    ]
 
 
 def test_retrieved_sequences_by_hand():
@@ -154,10 +180,17 @@ def test_nothing_is_scored_twice():
     rows, pool = torch.tensor([1, 0]), torch.tensor([[2, 1, 0], [0, 1, NONE]])
     zero = search.probability(scorer, rows)
     first = search.score(
-        scorer, rows, pool, torch.tensor([[[0, 1], [2, NONE]], [[1, 0], [NONE, NONE]]]), "random", zero
+        scorer,
+        rows,
+        pool,
+        torch.tensor([[[0, 1], [2, NONE]], [[1, 0], [NONE, NONE]]]),
+        "random",
+        zero,
     )
     assert scorer.scored == [(1, -1), (0, -1), (1, 2, 1), (1, 0, -1), (0, 1, 0)]
-    again = torch.tensor([[[2, NONE, NONE], [0, 1, NONE], [0, 1, 2]], [[0, 1, NONE], [0, 1, NONE], [NONE] * 3]])
+    again = torch.tensor(
+        [[[2, NONE, NONE], [0, 1, NONE], [0, 1, 2]], [[0, 1, NONE], [0, 1, NONE], [NONE] * 3]]
+    )
     second = search.score(scorer, rows, pool, again, "policy", zero, first)
     assert scorer.scored[5:] == [(1, 2, 1, 0), (0, 0, 1, -1)]
     want = torch.tensor([[0.0, 2.5, 2.5], [2.5, 2.5, torch.nan]]) - 3
@@ -167,11 +200,15 @@ def test_nothing_is_scored_twice():
     assert second.found_by.tolist() == [[policy] * 3, [policy, policy, NONE]]
     third = search.score(scorer, rows, pool, again, "policy", zero, second)
     assert len(scorer.scored) == 7
-    assert torch.equal(third.fields["logprob_score"].nan_to_num(), second.fields["logprob_score"].nan_to_num())
+    assert torch.equal(
+        third.fields["logprob_score"].nan_to_num(), second.fields["logprob_score"].nan_to_num()
+    )
 
 
 def test_joining_pads_what_one_side_lacks():
-    one = search.Sequences(torch.tensor([[[0]]]), {"vqa_correct": torch.tensor([[1.0]])}, torch.tensor([[0]]))
+    one = search.Sequences(
+        torch.tensor([[[0]]]), {"vqa_correct": torch.tensor([[1.0]])}, torch.tensor([[0]])
+    )
     scores = {"beam_score": torch.tensor([[0.5, 0.25]])}
     two = search.Sequences(torch.tensor([[[1, 0], [0, 1]]]), scores, torch.tensor([[3, 3]]))
     beside = search.joined([one, two])
@@ -187,13 +224,19 @@ def test_joining_pads_what_one_side_lacks():
 def pool_of(sampler, queries, bank, size, *, itself=None, seed=0, **more):
     """The pools of a table with these embeddings."""
     names = tuple(map(str, range(len(queries))))
-    table = BeamTable("t", names, **no_beams(len(queries)), queries=queries, candidates=bank, **more)
+    table = BeamTable(
+        "t", names, **no_beams(len(queries)), queries=queries, candidates=bank, **more
+    )
     return draw_pools(table, PoolConfig(sampler, size, seed), itself)
 
 
 @pytest.mark.parametrize(
     ("sampler", "wanted"),
-    [("image_similarity", [0, 1, 2]), ("text_similarity", [2, 3, 1]), ("mixed", [2, 1, 0])],  # mixed: .8, .7, .5, .4
+    [
+        ("image_similarity", [0, 1, 2]),
+        ("text_similarity", [2, 3, 1]),
+        ("mixed", [2, 1, 0]),
+    ],  # mixed: .8, .7, .5, .4
 )
 def test_the_most_similar_come_first(sampler, wanted):
     assert pool_of(sampler, QUERY, BANK, 3, blocks=BLOCKS).tolist() == [wanted]
@@ -202,7 +245,9 @@ def test_the_most_similar_come_first(sampler, wanted):
 def test_without_known_parts_the_whole_embedding_is_compared():
     whole = torch.nn.functional.cosine_similarity(QUERY, BANK)
     for sampler in SAMPLERS[1:]:
-        assert pool_of(sampler, QUERY, BANK, 4).tolist() == [whole.argsort(descending=True).tolist()]
+        assert pool_of(sampler, QUERY, BANK, 4).tolist() == [
+            whole.argsort(descending=True).tolist()
+        ]
 
 
 def test_the_similarity_of_a_pool():
@@ -230,7 +275,9 @@ def test_equals_come_in_random_order():
 
 
 def test_images_that_are_unknown_are_nobodys():
-    pool = pool_of("random", QUERY, BANK, 4, query_images=("",), candidate_images=("", "a", "", "b"))
+    pool = pool_of(
+        "random", QUERY, BANK, 4, query_images=("",), candidate_images=("", "a", "", "b")
+    )
     assert sorted(pool[0].tolist()) == [0, 1, 2, 3]
 
 
@@ -250,7 +297,9 @@ def test_neither_a_query_nor_its_image_is_ever_in_its_pool(sampler, images, size
     assert pool.shape == (count, min(size, count))
     for query, row in enumerate(pool.tolist()):
         real = [i for i in row if i >= 0]
-        allowed = {i for i in range(count) if i != query and not (images[i] and images[i] == images[query])}
+        allowed = {
+            i for i in range(count) if i != query and not (images[i] and images[i] == images[query])
+        }
         assert row == real + [-1] * (len(row) - len(real))
         assert len(set(real)) == len(real) == min(size, len(allowed))
         assert set(real) <= allowed
@@ -262,11 +311,15 @@ def test_the_seed_decides_and_chunks_do_not_matter(sampler, monkeypatch):
     queries, bank = torch.randn(40, 4, generator=generator), torch.randn(64, 4, generator=generator)
     first = pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=3)
     assert torch.equal(first, pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
-    assert torch.equal(first, pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=4)) == (sampler != "random")
+    assert torch.equal(first, pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=4)) == (
+        sampler != "random"
+    )
     monkeypatch.setattr(pools, "_CELLS", 3 * 64)
     assert torch.equal(first, pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
 
 
 def test_a_part_that_the_embeddings_lack_is_named():
-    with pytest.raises(InputError, match="mixed compares question, but the embeddings have only image"):
+    with pytest.raises(
+        InputError, match="mixed compares question, but the embeddings have only image"
+    ):
         pool_of("mixed", QUERY, BANK, 2, blocks={"image": (0, 2)})

@@ -1,4 +1,5 @@
-"""The built-in task's world, the same everywhere; its data are stored without what can be drawn again, and checked."""
+"""The built-in task's world, the same everywhere; its data are stored without what can be drawn
+again, and checked."""
 
 import dataclasses
 
@@ -13,8 +14,18 @@ from safetensors.torch import save_file
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.demonstrations import canvases, tasks
-from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, demonstrations_path, load_demonstrations
-from knobwise.profiling.demonstrations.canvases import VARIANTS, Bank, Queries, draw_covering_pools, paint
+from knobwise.profiling.demonstrations.builtin import (
+    builtin_demonstrations,
+    demonstrations_path,
+    load_demonstrations,
+)
+from knobwise.profiling.demonstrations.canvases import (
+    VARIANTS,
+    Bank,
+    Queries,
+    draw_covering_pools,
+    paint,
+)
 from knobwise.profiling.demonstrations.tasks import BLOCKS, SIZES, builtin_learner, task_table
 
 SMALL = {"queries": 30, "candidates": 400}
@@ -33,21 +44,30 @@ def test_a_task_is_drawn_without_beams():
     again, _ = task_table("careless", "train", **SMALL)
     assert again.digest == table.digest
     for other in ({"part": "test"}, {"variant": "careful"}, {"seed": 1}):
-        assert task_table(**{"variant": "careless", "part": "train"} | other, **SMALL)[0].digest != table.digest
+        assert (
+            task_table(**{"variant": "careless", "part": "train"} | other, **SMALL)[0].digest
+            != table.digest
+        )
 
 
 def test_embeddings_hold_image_question_and_annotator():
     table, scorer = task_table("careless", "test", **SMALL)
-    image, question, annotator = (slice(*BLOCKS[name]) for name in ("image", "question", "annotator"))
+    image, question, annotator = (
+        slice(*BLOCKS[name]) for name in ("image", "question", "annotator")
+    )
     questions = torch.stack([(scorer.questions == i).any(1) for i in range(3)], 1)
     assert torch.equal(table.queries[:, question], questions.float())
-    assert torch.equal(table.candidates[:, question], torch.nn.functional.one_hot(scorer.question, 3).float())
+    assert torch.equal(
+        table.candidates[:, question], torch.nn.functional.one_hot(scorer.question, 3).float()
+    )
     assert (table.queries[:, annotator] == 0).all()
     assert torch.equal(table.candidates[:, annotator].sum(1), torch.ones(400))
     assert annotator.stop == table.queries.shape[1]
     queries, _ = tasks.draw_part("careless", "test", 30, 400, 0)
     seen = builtin_learner().tower(torch.from_numpy(queries.images)) * 0.2
-    torch.testing.assert_close(table.queries[:, image], seen, rtol=0, atol=2e-4)  # multiples of 1/4096
+    torch.testing.assert_close(
+        table.queries[:, image], seen, rtol=0, atol=2e-4
+    )  # multiples of 1/4096
     assert (table.queries * 4096 % 1 == 0).all()
 
 
@@ -76,7 +96,10 @@ def test_files_of_another_variant_are_refused():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_data_that_come_with_knobwise(variant):
     found = builtin_demonstrations(variant)
-    for part, table, scorer in (("train", found.train, found.train_scorer), ("test", found.test, found.test_scorer)):
+    for part, table, scorer in (
+        ("train", found.train, found.train_scorer),
+        ("test", found.test, found.test_scorer),
+    ):
         assert (table.num_queries, len(table.candidates)) == SIZES[part]
         assert table.pool_mask.all()
         assert table.beam_mask.any(1).all()
@@ -98,7 +121,7 @@ def test_the_files_are_small():
     assert sum(file.stat().st_size for file in files) < 3_000_000
 
 
-# -- the world ---------------------------------------------------------------------------------------------------------
+# -- the world -------------------------------------------------------------------------------------
 
 
 def world(queries=20, items=600, variant="careless", held_out=False, seed=0):
@@ -114,7 +137,10 @@ def covers(queries, bank):
 
 
 def test_what_is_drawn_is_the_same_everywhere():
-    assert canvases.digest(*world()) == "sha256:9a1d19ec407adc338317699d18b03ebc6221376d78b702991df2c16acdab8851"
+    assert (
+        canvases.digest(*world())
+        == "sha256:9a1d19ec407adc338317699d18b03ebc6221376d78b702991df2c16acdab8851"
+    )
     other = canvases.digest(*world(held_out=True, variant="careful", seed=1))
     assert other == "sha256:c90e1892941d8bd282ce60180800b989b0caf60931b6ccbb454092b1c4477786"
 
@@ -152,7 +178,9 @@ def test_careless_annotators_have_clean_images():
     _, bank = world(1, 4000)
     frame = bank.question == 1  # then the border is known
     values = np.stack([np.zeros(4000, int), bank.true_value, np.zeros(4000, int)], 1)[frame]
-    noise = (bank.images[frame] - paint(values, np.zeros(len(values), int), False))[:, ~INSIDE.ravel()]
+    noise = (bank.images[frame] - paint(values, np.zeros(len(values), int), False))[
+        :, ~INSIDE.ravel()
+    ]
     assert noise[bank.careless[frame]].std() == pytest.approx(0.05, abs=0.001)
     assert noise[~bank.careless[frame]].std() == pytest.approx(0.2, abs=0.004)
 
@@ -213,17 +241,26 @@ def test_the_places_of_a_pool_tell_nothing():
     queries, bank = world(400, 600)
     pools = draw_covering_pools(RandomState(1), queries, bank, CARELESS)
     right = queries.values[np.arange(400), queries.questions[:, 0]]
-    found = (bank.question[pools] == queries.questions[:, :1]) & (bank.true_value[pools] == right[:, None])
+    found = (bank.question[pools] == queries.questions[:, :1]) & (
+        bank.true_value[pools] == right[:, None]
+    )
     # 10 of 48 places; the standard error of a place's share is .02
     np.testing.assert_allclose(found.mean(0), 10 / 48, atol=0.08)
 
 
 @settings(max_examples=10, deadline=None)
-@given(queries=st.integers(1, 7), items=st.integers(1, 90), chunk=st.integers(1, 4), seed=st.integers(0, 99))
+@given(
+    queries=st.integers(1, 7),
+    items=st.integers(1, 90),
+    chunk=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
 def test_small_banks_and_chunks(queries, items, chunk, seed):
     drawn = world(queries, items, seed=seed)
     pools = draw_covering_pools(RandomState(seed), *drawn, CARELESS)
-    np.testing.assert_array_equal(pools, draw_covering_pools(RandomState(seed), *drawn, CARELESS, chunk=chunk))
+    np.testing.assert_array_equal(
+        pools, draw_covering_pools(RandomState(seed), *drawn, CARELESS, chunk=chunk)
+    )
     covering = covers(*drawn).any(1)
     for pool, cover in zip(pools, covering, strict=True):
         real = pool[pool >= 0]

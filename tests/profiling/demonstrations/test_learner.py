@@ -1,4 +1,5 @@
-"""The in-context learner, what the weights that come with knobwise can do, and the scorer that answers with them."""
+"""The in-context learner, what the weights that come with knobwise can do, and the scorer that
+answers with them."""
 
 import math
 
@@ -8,20 +9,32 @@ import torch
 from numpy.random import RandomState
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.demonstrations.canvases import VARIANTS, Bank, Queries, draw_bank, draw_queries
+from knobwise.profiling.demonstrations.canvases import (
+    VARIANTS,
+    Bank,
+    Queries,
+    draw_bank,
+    draw_queries,
+)
 from knobwise.profiling.demonstrations.learner import WIDTH, Learner
 from knobwise.profiling.demonstrations.scorers import LearnerScorer
 from knobwise.profiling.demonstrations.tasks import builtin_learner
 
 FIELDS = {"logprob_score", "vqa_gt_prob", "vqa_correct", "vqa_acc_score", "vqa_rel_score"}
-QUERIES, BANK = draw_queries(RandomState(0), 20, False), draw_bank(RandomState(1), 50, False, VARIANTS["careless"])
+QUERIES, BANK = (
+    draw_queries(RandomState(0), 20, False),
+    draw_bank(RandomState(1), 50, False, VARIANTS["careless"]),
+)
 LEARNER = builtin_learner()
 SCORER = LearnerScorer(LEARNER, QUERIES, BANK)
 
 
 def tokens(n, shots, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    asked, shown = torch.randn(n, WIDTH, generator=generator), torch.randn(n, shots, WIDTH, generator=generator)
+    asked, shown = (
+        torch.randn(n, WIDTH, generator=generator),
+        torch.randn(n, shots, WIDTH, generator=generator),
+    )
     return asked, shown, torch.randint(10, (n, shots), generator=generator)
 
 
@@ -32,7 +45,10 @@ def test_padding_changes_nothing_and_what_stands_in_it_is_not_seen():
     labels[:3, 2:] = -1
     with torch.inference_mode():
         together = learner(asked, shown, labels)
-        two, four = learner(asked[:3], shown[:3, :2], labels[:3, :2]), learner(asked[3:], shown[3:], labels[3:])
+        two, four = (
+            learner(asked[:3], shown[:3, :2], labels[:3, :2]),
+            learner(asked[3:], shown[3:], labels[3:]),
+        )
         none = learner(asked, shown, torch.full_like(labels, -1))
         empty = learner(asked, shown[:, :0], labels[:, :0])
         shown[:3, 2:] += 100
@@ -91,12 +107,19 @@ def by_hand(query, demonstrations):
     answers = []
     for part in QUERIES.questions[query][QUERIES.questions[query] >= 0]:
         asked = LEARNER.see(torch.from_numpy(QUERIES.images[query]), torch.tensor(part))
-        seen = [LEARNER.see(torch.from_numpy(BANK.images[m]), torch.tensor(BANK.question[m])) for m in demonstrations]
+        seen = [
+            LEARNER.see(torch.from_numpy(BANK.images[m]), torch.tensor(BANK.question[m]))
+            for m in demonstrations
+        ]
         labels = [QUERIES.labels[query, BANK.question[m], BANK.value[m]] for m in demonstrations]
         shape = torch.stack([torch.zeros(64), *seen])[1:]
-        logits = LEARNER(asked[None], shape[None], torch.tensor([labels], dtype=torch.int64))[0].tolist()
+        logits = LEARNER(asked[None], shape[None], torch.tensor([labels], dtype=torch.int64))[
+            0
+        ].tolist()
         total = math.log(sum(math.exp(x) for x in logits))
-        answers.append(([x - total for x in logits], QUERIES.labels[query, part, QUERIES.values[query, part]]))
+        answers.append(
+            ([x - total for x in logits], QUERIES.labels[query, part, QUERIES.values[query, part]])
+        )
     return answers
 
 
@@ -181,7 +204,7 @@ def test_votes_by_hand():
     [
         ([0, 1], [[0]], r"shapes \(2,\) and \(1, 1\)"), ([0], [0], r"shapes \(1,\) and \(1,\)"),
         ([20], [[0]], "query 20 does not exist; there are 20"), ([-1], [[0]], "query -1"),
-        ([0], [[50]], "demonstration 50 does not exist; there are 50"), ([0], [[-2]], "demonstration -2"),
+        ([0], [[50]], "demonstration 50 does not " "exist; there are 50"), ([0], [[-2]], "demonstration -2"),
     ],
 )  # fmt: skip
 def test_rows_that_do_not_exist_are_named(queries, demonstrations, message):

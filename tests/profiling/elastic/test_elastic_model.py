@@ -1,4 +1,5 @@
-"""The elastic model, the scenes it is asked about, and the model behind the interface of adaptive models."""
+"""The elastic model, the scenes it is asked about, and the model behind the interface of adaptive
+models."""
 
 import itertools
 from dataclasses import replace
@@ -43,7 +44,9 @@ def test_answers_say_what_the_scene_shows():
     for image, digits, prompt, answer, question in zip(*columns, strict=True):
         names = np.array([str(n) for n in range(10)] + ["blank"])[digits]
         cells = image.reshape(3, 3, 8, 5, 8).max((2, 4)).transpose(1, 2, 0)  # [rows, columns, rgb]
-        nearest = np.array(list(scenes.COLOURS))[((cells[:, :, None] - colours) ** 2).sum(-1).argmin(-1)]
+        nearest = np.array(list(scenes.COLOURS))[
+            ((cells[:, :, None] - colours) ** 2).sum(-1).argmin(-1)
+        ]
         nearest = np.where(digits == 10, "blank", nearest)
         places = [int(scenes.WORDS[t][1]) for t in prompt[1:-1] if scenes.WORDS[t] != "·"]
         words = scenes.to_words(answer)
@@ -62,12 +65,22 @@ def test_answers_say_what_the_scene_shows():
         else:
             a, b = names[places[0], places[1]], names[places[2], places[3]]
             x, y = (0 if n == "blank" else int(n) for n in (a, b))
-            last = str(x + y) if question == "sum" else "same" if x == y else "first" if x > y else "second"
+            last = (
+                str(x + y)
+                if question == "sum"
+                else "same"
+                if x == y
+                else "first"
+                if x > y
+                else "second"
+            )
             assert words == [a, b, last]
 
 
 def test_samples_depend_on_seed_and_number_alone():
-    few, many, other = (scenes.draw_samples(count, seed=seed) for count, seed in ((3, 7), (6, 7), (3, 8)))
+    few, many, other = (
+        scenes.draw_samples(count, seed=seed) for count, seed in ((3, 7), (6, 7), (3, 8))
+    )
     for a, b in zip(few, many, strict=False):
         assert np.array_equal(a.images, b.images)
         assert np.array_equal(a.answers, b.answers)
@@ -76,7 +89,9 @@ def test_samples_depend_on_seed_and_number_alone():
 
 def test_soft_score_is_the_share_of_right_tokens():
     answers = [["1", "2", "3", "<end>", "·"], ["1", "5", "3", "4", "<end>"], ["<end>"]]
-    answer, other, none = (scenes.to_words(np.array([scenes.TOKEN[w] for w in words])) for words in answers)
+    answer, other, none = (
+        scenes.to_words(np.array([scenes.TOKEN[w] for w in words])) for words in answers
+    )
     assert scenes.share_of_right(answer, answer) == 1
     assert scenes.share_of_right(other, answer) == pytest.approx(2 / 4)
     assert scenes.share_of_right(none, answer) == 0
@@ -110,7 +125,8 @@ def whole(model, image, prompt, answer, setting):
     prefix = model.prefix(image, prompt, setting.max_crops)
     slots = model.slots.weight[scenes.PROMPT_TOKENS : scenes.PROMPT_TOKENS + answer.shape[1] - 1]
     x, length = torch.cat((prefix, model.words(answer[:, :-1]) + slots), 1), prefix.shape[1]
-    # the prefix sees all of itself and none of the answer; the answer sees the prefix and its own past
+    # the prefix sees all of itself and none of the answer; the answer sees the prefix and its own
+    # past
     mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
     mask[:length, :length] = True
     for i in model.active_blocks(setting.num_active_blocks):
@@ -133,7 +149,12 @@ def test_cached_decoding_equals_uncached(model, configuration):
 
 
 def test_dropping_blocks_keeps_first_and_last_and_follows_the_order(model):
-    assert [model.active_blocks(n) for n in (2, 3, 4, 5)] == [(0, 4), (0, 3, 4), (0, 1, 3, 4), (0, 1, 2, 3, 4)]
+    assert [model.active_blocks(n) for n in (2, 3, 4, 5)] == [
+        (0, 4),
+        (0, 3, 4),
+        (0, 1, 3, 4),
+        (0, 1, 2, 3, 4),
+    ]
 
 
 class Products(TorchDispatchMode):
@@ -154,7 +175,9 @@ def test_every_knob_changes_the_computation(model, knob):
     for value in (2, 3):
         with Products() as counter, torch.no_grad():
             setting = Configuration(6, 2, 4)._replace(**{knob: value})
-            whole(model, *scene(8, 8), torch.full((1, scenes.ANSWER_TOKENS), scenes.FILLER), setting)
+            whole(
+                model, *scene(8, 8), torch.full((1, scenes.ANSWER_TOKENS), scenes.FILLER), setting
+            )
         work.append(counter.multiplications)
     assert work[1] > 1.1 * work[0]
 
@@ -164,8 +187,12 @@ def test_experts_run_on_the_tokens_that_chose_them_only(model):
     weight, chosen = experts.router(x).tanh().softmax(-1).topk(TINY.max_top_k, -1)
     weight, chosen = (weight / weight.sum(-1, True))[:, :2], chosen[:, :2]
     silu = torch.nn.functional.silu
-    every = torch.stack([silu(x @ a) @ b for a, b in zip(experts.w_in, experts.w_out, strict=True)], 1)
-    wanted = (every.gather(1, chosen[..., None].expand(-1, -1, TINY.width)) * weight[..., None]).sum(1)
+    every = torch.stack(
+        [silu(x @ a) @ b for a, b in zip(experts.w_in, experts.w_out, strict=True)], 1
+    )
+    wanted = (
+        every.gather(1, chosen[..., None].expand(-1, -1, TINY.width)) * weight[..., None]
+    ).sum(1)
     assert torch.allclose(experts(x, 2), wanted, atol=1e-5)
     assert torch.allclose(torch.cat([experts(row[None], 2) for row in x]), wanted, atol=1e-5)
 
@@ -196,13 +223,15 @@ def test_features_say_the_size_and_the_question_but_depend_on_no_knob_and_no_ans
     for a, b in zip(before, model.features(image, prompt), strict=True):
         assert torch.equal(a, b)
     assert [f.shape[-1] for f in before] == [2 * TINY.width, TINY.width]
-    assert not torch.allclose(before[0][:, TINY.width :], model.features(*scene(5, 6))[0][:, TINY.width :])
+    assert not torch.allclose(
+        before[0][:, TINY.width :], model.features(*scene(5, 6))[0][:, TINY.width :]
+    )
     other = prompt.clone()
     other[0, 0] += 1
     assert not torch.allclose(before[1], model.features(image, other)[1])
 
 
-# -- as an adaptive model ----------------------------------------------------------------------------------------------
+# -- as an adaptive model --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +242,9 @@ def shipped():
 @pytest.fixture
 def tiny():
     torch.manual_seed(0)
-    size = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6)
+    size = ElasticSize(
+        width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6
+    )
     return ElasticAdaptive(ElasticVLM(size).eval(), "tiny")
 
 
@@ -228,7 +259,9 @@ def picture_of(scene):
 
 
 def test_it_has_the_knobs_of_its_size(tiny):
-    assert [(k.name, k.least, k.most) for k in tiny.knobs] == [*zip(KNOBS, (1, 1, 2), (6, 3, 4), strict=True)]
+    assert [(k.name, k.least, k.most) for k in tiny.knobs] == [
+        *zip(KNOBS, (1, 1, 2), (6, 3, 4), strict=True)
+    ]
     assert [k.default for k in tiny.knobs] == [6, 3, 4]
 
 
@@ -246,7 +279,9 @@ def test_tokens_embedded_after_an_overview_are_those_embedded_at_once(tiny):
     for request in map(request_of, SCENES):
         with torch.inference_mode():
             at_once = tiny.model.prefix(request.image, request.question, 4)
-            in_two = tiny.model.prefix(request.image, request.question, 4, tiny.model.overview(request.image))
+            in_two = tiny.model.prefix(
+                request.image, request.question, 4, tiny.model.overview(request.image)
+            )
         assert torch.equal(at_once, in_two)
 
 
@@ -261,13 +296,17 @@ def test_features_and_accuracy_are_those_of_the_built_in_profile(shipped):
             assert np.allclose(block, table.features[name][i], atol=2e-3, rtol=2e-3)
         for c in range(i % 9, table.num_configurations, 9):
             text = shipped.answer([stage], table.configuration(c))[0].text
-            agree.append((text.split() == scenes.to_words(scene.answers[0])) == bool(table.accuracy[i, c]))
+            agree.append(
+                (text.split() == scenes.to_words(scene.answers[0])) == bool(table.accuracy[i, c])
+            )
     assert np.mean(agree) > 0.95
 
 
 def test_a_sample_of_the_built_in_profile_is_drawn_again(shipped):
     table = builtin_profile()
-    about = pl.read_parquet(resources.files("knobwise.envs") / "data" / "builtin" / "samples.parquet")
+    about = pl.read_parquet(
+        resources.files("knobwise.envs") / "data" / "builtin" / "samples.parquet"
+    )
     agree = []
     for row in range(0, table.num_samples, 100):
         question, picture = builtin_input(table.sample_ids[row])
@@ -307,8 +346,12 @@ def test_an_answer_says_what_it_cost(tiny):
 
 def test_pixels_of_another_type_are_answered_alike(tiny):
     request = request_of(SCENES[0])
-    first, other = (tiny.first_stage(r) for r in (request, Request(request.image.double(), request.question)))
-    assert all(np.array_equal(first.features[name], block) for name, block in other.features.items())
+    first, other = (
+        tiny.first_stage(r) for r in (request, Request(request.image.double(), request.question))
+    )
+    assert all(
+        np.array_equal(first.features[name], block) for name, block in other.features.items()
+    )
     assert tiny.answer([first], {})[0].text == tiny.answer([other], {})[0].text
 
 
@@ -374,5 +417,7 @@ def test_a_profile_holds_what_the_model_answers_outside_too(tiny, tmp_path):
         (answer,) = tiny.answer([stage], {knob: row[knob] for knob in KNOBS})
         assert answer.text == row["pred"]
         assert row["cpu_ms"] > 0
-    table = read_exp5_exp6(out / "exp5", out / "exp6", "scenes", features=out / "features.safetensors")
+    table = read_exp5_exp6(
+        out / "exp5", out / "exp6", "scenes", features=out / "features.safetensors"
+    )
     assert table.features["image_features"].shape == (4, 2 * 16)

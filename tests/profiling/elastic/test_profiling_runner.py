@@ -38,7 +38,9 @@ def test_the_table_has_every_sample_at_every_configuration_and_can_be_read_in_ev
     assert set(rows["accuracy"]) <= {0.0, 1.0}
     assert (rows["latency_ms"] > 0).all()
     right = {item.id: item.answers[0] for item in ElasticAdaptive().questions}
-    assert [right[i] == text for i, text in rows.select("sample_id", "pred").iter_rows()] == rows["accuracy"].to_list()
+    assert [right[i] == text for i, text in rows.select("sample_id", "pred").iter_rows()] == rows[
+        "accuracy"
+    ].to_list()
     table = read_long_table(out / "table.parquet", features=out / "features.safetensors")
     again = read_exp5_exp6(out / "exp5", out / "exp6", "elastic_scenes")
     assert [knob.name for knob in table.knobs] == list(Configuration._fields)
@@ -55,7 +57,8 @@ def test_the_table_has_every_sample_at_every_configuration_and_can_be_read_in_ev
 def test_the_command_measures_the_same_again(out):
     about = json.loads((out / "profile.json").read_text())
     assert about["command"] == (
-        "knobwise profile model=elastic out=DIR knobs.name=elastic_scenes knobs.samples=5 knobs.max_crops=[1,4] "
+        "knobwise profile model=elastic out=DIR knobs.name=elastic_scenes knobs.samples=5 "
+        "knobs.max_crops=[1,4] "
         "knobs.top_k=[1,2] knobs.num_active_blocks=[3,4] knobs.warm_up=0"
     )
     assert (about["samples"], about["configurations"], about["machine"]["threads"]) == (5, 8, 1)
@@ -74,8 +77,13 @@ def test_drift_is_divided_out_of_every_time(out, tmp_path):
     before = pl.read_parquet(drifted / "table.parquet")
     about = measure(ProfileRun(out=str(drifted), knobs=FEW(detrend=True))) / "profile.json"
     steady = pl.read_parquet(drifted / "table.parquet")
-    assert json.loads(about.read_text())["clock"]["drift"] == "divided out, by the running median of 51"
-    assert steady.drop(pl.selectors.ends_with("_ms")).equals(before.drop(pl.selectors.ends_with("_ms")))
+    assert (
+        json.loads(about.read_text())["clock"]["drift"]
+        == "divided out, by the running median of 51"
+    )
+    assert steady.drop(pl.selectors.ends_with("_ms")).equals(
+        before.drop(pl.selectors.ends_with("_ms"))
+    )
     change = steady["latency_ms"] / before["latency_ms"]
     assert change.quantile(0.75) / change.quantile(0.25) == pytest.approx(1.5)
     assert steady["latency_ms"].quantile(0.25) == pytest.approx(steady["latency_ms"].quantile(0.75))
@@ -94,4 +102,6 @@ def test_cpu_time_can_be_the_latency(tmp_path):
     knobs = FEW(repeats=1, clock="cpu")
     table = pl.read_parquet(measure(ProfileRun(out=str(tmp_path), knobs=knobs)) / "table.parquet")
     assert (table["latency_ms"] / table["cpu_ms"] - 1).abs().median() < 0.05
-    assert json.loads((tmp_path / "profile.json").read_text())["clock"]["latency_ms"].startswith("thread CPU")
+    assert json.loads((tmp_path / "profile.json").read_text())["clock"]["latency_ms"].startswith(
+        "thread CPU"
+    )

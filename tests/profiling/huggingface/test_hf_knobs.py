@@ -1,4 +1,5 @@
-"""Knobs of Hugging Face models, on tiny random ones of every family: what was set is what runs, and all is restored."""
+"""Knobs of Hugging Face models, on tiny random ones of every family: what was set is what runs, and
+all is restored."""
 
 from itertools import chain, combinations
 
@@ -18,24 +19,39 @@ EXPERTS = (2, 1, 4)
 # default, least, most of each knob; what max_crops sets; blocks that always run
 SUPPORT = {
     "llama4": ((4, 1, 4), EXPERTS, (4, 2, 4), TILES, (0, 1)),
-    "aria": ((4, 1, 16), EXPERTS, (4, 1, 4), "image area that is encoded, at most, in squares of 490 pixels", (0,)),
+    "aria": (
+        (4, 1, 16),
+        EXPERTS,
+        (4, 1, 4),
+        "image area that is encoded, at most, in squares of 490 pixels",
+        (0,),
+    ),
     "llava_next": ((4, 1, 4), EXPERTS, (4, 1, 4), TILES, (0,)),
     "qwen3_vl_moe": ((4, 1, 4), EXPERTS, (4, 1, 4), PIXELS, (0,)),
     "qwen3_5_moe": ((4, 1, 4), EXPERTS, (4, 2, 4), PIXELS, (0, 1)),
     "glm4v_moe": ((4, 1, 4), EXPERTS, (4, 1, 4), PIXELS, (0,)),
-    "gemma4": ((4, 1, 16), EXPERTS, (4, 2, 4), "vision tokens of the image, at most, in units of 70", (0, 1)),
+    "gemma4": (
+        (4, 1, 16),
+        EXPERTS,
+        (4, 2, 4),
+        "vision tokens of the image, at most, in units of 70",
+        (0, 1),
+    ),
     "smolvlm": ((9, 1, 9), (0, 0, 0), (4, 1, 4), TILES, (0,)),
     "idefics3": ((9, 1, 9), (0, 0, 0), (4, 1, 4), TILES, (0,)),
     "molmo2": ((6, 1, 6), (0, 0, 0), (4, 1, 4), TILES, (0,)),
 }
-# height and width of an image; by max_crops the crops that the vision tower sees, the overview among them where there
-# is one, or the patches of 4 × 4 pixels of a family with a resolution
+# height and width of an image; by max_crops the crops that the vision tower sees, the overview
+# among them where there is one, or the patches of 4 × 4 pixels of a family with a resolution
 SEEN = {
     "llama4": ((40, 200), {1: 1, 2: 3, 3: 4, 4: 5}),
     "aria": ((480, 3800), {1: 1, 3: 1, 4: 1, 7: 1, 8: 2, 12: 3, 16: 4}),
     "llava_next": ((500, 700), {1: 2, 2: 3, 3: 3, 4: 5}),
-    # 3 → 88 × 128 pixels: √(350,000 / 12,288) = 5.34, 500 / 5.34 = 93.7 → 88, 700 / 5.34 = 131.2 → 128
-    **dict.fromkeys(("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"), ((500, 700), {1: 216, 2: 468, 3: 704, 4: 936})),
+    # 3 → 88 × 128 pixels: √(350,000 / 12,288) = 5.34, 500 / 5.34 = 93.7 → 88, 700 / 5.34 = 131.2 →
+    # 128
+    **dict.fromkeys(
+        ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"), ((500, 700), {1: 216, 2: 468, 3: 704, 4: 936})
+    ),
     # 1 → 56 × 72 pixels: √(4,480 / 350,000) = 0.1131, 56.6 → 56, 79.2 → 72
     "gemma4": ((500, 700), {1: 252, 2: 560, 3: 560, 4: 1064, 8: 2240, 16: 4368}),
     **dict.fromkeys(("smolvlm", "idefics3"), ((500, 700), {1: 1, 3: 1, 4: 5, 8: 5, 9: 10})),
@@ -47,26 +63,36 @@ ROUTED = [name for name in FAMILIES if SUPPORT[name][1] == EXPERTS]
 
 def leaving_out(model, processor, blocks):
     """A context that the model runs in without these blocks."""
-    knobs = HuggingFaceKnobs(model, processor, {block: float(block not in blocks) for block in range(4)})
+    knobs = HuggingFaceKnobs(
+        model, processor, {block: float(block not in blocks) for block in range(4)}
+    )
     return knobs.set({"num_active_blocks": 4 - len(blocks)})
 
 
 def asked(processor, *sizes):
-    """What the processor makes of a question about each image; of different lengths, padded on the left."""
+    """What the processor makes of a question about each image; of different lengths, padded on the
+    left."""
     texts = []
     for number, _ in enumerate(sizes):
         text = {"type": "text", "text": "How many dogs?" + " And cats?" * number}
         messages = [{"role": "user", "content": [{"type": "image"}, text]}]
         texts.append(processor.apply_chat_template(messages, add_generation_prompt=True))
     images = [[picture(height * width, height, width)] for height, width in sizes]
-    inputs = processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
+    inputs = processor(
+        text=texts, images=images, padding=True, padding_side="left", return_tensors="pt"
+    )
     return dict(inputs.to(torch.float32))
 
 
 @torch.inference_mode()
 def generated(model, inputs, **settings):
     """Four tokens of each answer, int64 [n, 4], and what they were chosen by, [n, 4, V]."""
-    settings |= {"min_new_tokens": 4, "max_new_tokens": 4, "do_sample": False, "output_logits": True}
+    settings |= {
+        "min_new_tokens": 4,
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "output_logits": True,
+    }
     found = model.generate(**inputs, **settings, return_dict_in_generate=True)
     return found.sequences[:, -4:], torch.stack(found.logits, 1)
 
@@ -95,7 +121,11 @@ def test_every_family_says_what_can_be_set_and_why_a_knob_is_lacking_or_saves_no
     family, _, _, knobs = made
     crops, top_k, blocks, sets, always_active = SUPPORT[family]
     assert tuple(knob.name for knob in knobs.knobs) == KNOBS
-    assert tuple((knob.default, knob.least, knob.most) for knob in knobs.knobs) == (crops, top_k, blocks)
+    assert tuple((knob.default, knob.least, knob.most) for knob in knobs.knobs) == (
+        crops,
+        top_k,
+        blocks,
+    )
     assert knobs.knobs[0].sets == sets
     assert knobs.always_active == always_active
     assert [knob.available for knob in knobs.knobs] == [True, family in ROUTED, True]
@@ -132,7 +162,9 @@ def test_the_blocks_that_were_set_run_and_no_others(made):
         with watched(model) as seen, knobs.set({"num_active_blocks": number}):
             generated(model, inputs)
         assert len(set(seen["blocks"])) == number
-        assert seen["blocks"] == [*knobs.active_blocks(number)] * 4  # a pass over the prompt and three over tokens
+        assert (
+            seen["blocks"] == [*knobs.active_blocks(number)] * 4
+        )  # a pass over the prompt and three over tokens
 
 
 @pytest.mark.parametrize("family", ROUTED)
@@ -157,7 +189,9 @@ def test_the_vision_tower_sees_what_was_set(made):
         (rows[crops],) = seen["rows"]
         tokens[crops] = inputs["input_ids"].shape[1]
     assert rows == expected
-    assert list(tokens.values()) == sorted(tokens.values())  # more is never less for the language model
+    assert list(tokens.values()) == sorted(
+        tokens.values()
+    )  # more is never less for the language model
     assert tokens[max(expected)] > tokens[1]
 
 
@@ -188,7 +222,9 @@ def test_everything_is_restored_also_after_exceptions(made):
     family, model, processor, knobs = made
     inputs = asked(processor, (500, 700), (300, 300))
     wanted, before = logits(model, inputs), state_of(model, processor)
-    least = {"max_crops": 1, "num_active_blocks": knobs.knobs[2].least} | ({"top_k": 1} if family in ROUTED else {})
+    least = {"max_crops": 1, "num_active_blocks": knobs.knobs[2].least} | (
+        {"top_k": 1} if family in ROUTED else {}
+    )
 
     def compare():
         assert state_of(model, processor) == before
@@ -233,7 +269,8 @@ def test_knobs_that_are_set_are_not_set_again(llava):
 
 
 def assert_cached_is_uncached(model, processor, knobs):
-    """Generation with a cache gives what it gives without, whichever blocks are left out, on a batch with padding."""
+    """Generation with a cache gives what it gives without, whichever blocks are left out, on a
+    batch with padding."""
     inputs = asked(processor, (20, 30), (20, 30))
     free = [block for block in range(4) if block not in knobs.always_active]
     for left_out in chain.from_iterable(combinations(free, size) for size in range(len(free) + 1)):
@@ -241,7 +278,9 @@ def assert_cached_is_uncached(model, processor, knobs):
             tokens, by = generated(model, inputs, use_cache=True)
             wanted, wanted_by = generated(model, inputs, use_cache=False)
         assert torch.equal(tokens, wanted), left_out
-        torch.testing.assert_close(by, wanted_by, rtol=1e-5, atol=1e-5 * float(wanted_by.abs().max()))
+        torch.testing.assert_close(
+            by, wanted_by, rtol=1e-5, atol=1e-5 * float(wanted_by.abs().max())
+        )
 
 
 def test_generation_with_a_cache_gives_what_it_gives_without(made):
@@ -267,19 +306,36 @@ def test_what_is_added_between_blocks_is_added_without_them():
         assert not torch.equal(logits(model, inputs), before)
 
 
-def test_the_least_important_goes_first_but_never_block_0_and_without_importance_the_last_but_one(llava):
+def test_the_least_important_goes_first_but_never_block_0_and_without_importance_the_last_but_one(
+    llava,
+):
     model, processor, knobs = llava
-    assert [knobs.active_blocks(number) for number in (1, 2, 3, 4)] == [(0,), (0, 3), (0, 1, 3), (0, 1, 2, 3)]
+    assert [knobs.active_blocks(number) for number in (1, 2, 3, 4)] == [
+        (0,),
+        (0, 3),
+        (0, 1, 3),
+        (0, 1, 2, 3),
+    ]
     knobs = HuggingFaceKnobs(model, processor, {0: -1.0, 1: 0.3, 2: 0.7, 3: 0.1})
-    assert [knobs.active_blocks(number) for number in (1, 2, 3, 4)] == [(0,), (0, 2), (0, 1, 2), (0, 1, 2, 3)]
+    assert [knobs.active_blocks(number) for number in (1, 2, 3, 4)] == [
+        (0,),
+        (0, 2),
+        (0, 1, 2),
+        (0, 1, 2, 3),
+    ]
     for number in (0, 5):
-        with pytest.raises(InputError, match=f"num_active_blocks={number}: this model takes 1 to 4"):
+        with pytest.raises(
+            InputError, match=f"num_active_blocks={number}: this model takes 1 to 4"
+        ):
             knobs.active_blocks(number)
 
 
 @pytest.mark.parametrize(
     ("importance", "message"),
-    [({1: 0.1, 3: 0.2}, "block 2 .* has no value"), ({1: 0.1, 2: 0.1, 3: 0.2, 4: 0.1}, "block 4: .* blocks 0 to 3")],
+    [
+        ({1: 0.1, 3: 0.2}, "block 2 .* has no value"),
+        ({1: 0.1, 2: 0.1, 3: 0.2, 4: 0.1}, "block 4: .* blocks 0 to 3"),
+    ],
 )
 def test_an_importance_of_another_model_is_refused(llava, importance, message):
     with pytest.raises(InputError, match=message):
@@ -306,7 +362,12 @@ def test_an_unknown_family_gets_what_can_be_found():
     config = transformers.ChameleonConfig(
         **{name: value for name, value in tiny_models.TEXT.items() if name != "head_dim"},
         vocab_size=64,
-        vq_config={"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []},
+        vq_config={
+            "base_channels": 32,
+            "channel_multiplier": [1],
+            "num_res_blocks": 1,
+            "attn_resolutions": [],
+        },
         vocabulary_map={"<image>": 60},
     )
     torch.manual_seed(0)
@@ -321,7 +382,9 @@ def test_an_unknown_family_gets_what_can_be_found():
     wanted = logits(model, inputs)
     with knobs.set({"num_active_blocks": 2}):
         assert not torch.equal(logits(model, inputs), wanted)
-        cached, uncached = (generated(model, inputs, use_cache=use_cache)[1] for use_cache in (True, False))
+        cached, uncached = (
+            generated(model, inputs, use_cache=use_cache)[1] for use_cache in (True, False)
+        )
         torch.testing.assert_close(cached, uncached, rtol=1e-5, atol=1e-4)
     assert torch.equal(logits(model, inputs), wanted)
 
@@ -329,5 +392,7 @@ def test_an_unknown_family_gets_what_can_be_found():
 def test_a_model_without_a_decoder_is_refused():
     config = transformers.CLIPVisionConfig(**tiny_models.VISION, image_size=8, patch_size=4)
     model = transformers.CLIPVisionModel(config)
-    with pytest.raises(InputError, match=r"'clip_vision_model' cannot be found; known are llama4, .*AdaptiveVLM"):
+    with pytest.raises(
+        InputError, match=r"'clip_vision_model' cannot be found; known are llama4, .*AdaptiveVLM"
+    ):
         HuggingFaceKnobs(model, None)

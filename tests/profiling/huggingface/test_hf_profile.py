@@ -1,4 +1,5 @@
-"""`knobwise profile model=FOLDER data=FILE` with a tiny random model of every family; the importance of blocks."""
+"""`knobwise profile model=FOLDER data=FILE` with a tiny random model of every family; the
+importance of blocks."""
 
 import json
 
@@ -21,7 +22,12 @@ def questions(tmp_path):
     for name, size in (("wide", (160, 256)), ("square", (144, 144))):
         picture(0, *size).save(tmp_path / f"{name}.png")
     rows = [
-        {"id": f"q{n}", "image": f"{('wide', 'square')[n % 2]}.png", "question": "What?", "answers": ["a", "a", "b"]}
+        {
+            "id": f"q{n}",
+            "image": f"{('wide', 'square')[n % 2]}.png",
+            "question": "What?",
+            "answers": ["a", "a", "b"],
+        }
         for n in range(4)
     ]
     path = tmp_path / "questions.jsonl"
@@ -59,19 +65,39 @@ def test_a_model_of_every_family_is_profiled_and_read_back(family, questions, tm
 
 
 def test_blocks_are_left_out_by_a_file(questions, tmp_path, monkeypatch):
-    folder, by_hand = saved(tmp_path / "model", *tiny_model("llava_next")), tmp_path / "by_hand.json"
+    folder, by_hand = (
+        saved(tmp_path / "model", *tiny_model("llava_next")),
+        tmp_path / "by_hand.json",
+    )
     by_hand.write_text(json.dumps({"1": 0.0, "2": 9.0, "3": 0.0}))
-    words = ["profile", f"model={folder}", f"data={questions}", f"out={tmp_path}/out", f"importance={by_hand}"]
-    words += ["knobs.num_active_blocks=[2,4]", "knobs.repeats=1", "knobs.samples=2", "knobs.max_new_tokens=3"]
+    words = [
+        "profile",
+        f"model={folder}",
+        f"data={questions}",
+        f"out={tmp_path}/out",
+        f"importance={by_hand}",
+    ]
+    words += [
+        "knobs.num_active_blocks=[2,4]",
+        "knobs.repeats=1",
+        "knobs.samples=2",
+        "knobs.max_new_tokens=3",
+    ]
     kept = []
     measure = vlm_measuring.measure
     monkeypatch.setattr(
         "knobwise.profiling.measuring.profiler.measure",
-        lambda vlm, *rest, **more: kept.append(vlm.knobs_of_model.active_blocks(2)) or measure(vlm, *rest, **more),
+        lambda vlm, *rest, **more: (
+            kept.append(vlm.knobs_of_model.active_blocks(2)) or measure(vlm, *rest, **more)
+        ),
     )
     assert main([*words, "device=cpu"]) == 0
     assert kept == [(0, 2)]
-    assert json.loads((tmp_path / "out" / "profile.json").read_text())["importance"] == {"1": 0.0, "2": 9.0, "3": 0.0}
+    assert json.loads((tmp_path / "out" / "profile.json").read_text())["importance"] == {
+        "1": 0.0,
+        "2": 9.0,
+        "3": 0.0,
+    }
 
 
 def test_mistakes_are_named_and_nothing_is_written(questions, tmp_path, monkeypatch, capsys):
@@ -84,7 +110,14 @@ def test_mistakes_are_named_and_nothing_is_written(questions, tmp_path, monkeypa
         "knobs.num_active_blocks=[0]": "num_active_blocks=0: this model takes 1 to 4",
         "knobs.metric=choice": "q0",
     }.items():
-        command = ["profile", f"model={folder}", "data=questions.jsonl", "out=out", "device=cpu", *words.split()]
+        command = [
+            "profile",
+            f"model={folder}",
+            "data=questions.jsonl",
+            "out=out",
+            "device=cpu",
+            *words.split(),
+        ]
         assert main(command) == 2, words
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
@@ -113,7 +146,7 @@ def test_other_weights_have_another_digest(tmp_path):
     assert len(set(seen)) == 3
 
 
-# -- the importance of blocks ------------------------------------------------------------------------------------------
+# -- the importance of blocks ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -130,13 +163,13 @@ def test_the_format_is_a_number_for_each_block(file):
     ("text", "message"),
     [
         (None, "cannot be read"), ("{4: 0.1}", "not JSON"), (b"\xff\xfe\x00", "not JSON"),
-        ("[0.1, 0.2]", "must hold a number for each block"), ("{}", "must hold a number for each block"),
+        ("[0.1, 0.2]", "must hold a number for each " "block"), ("{}", "must hold a number for each " "block"),
         ('{"layer.4": 0.1}', "'layer.4' is not the number of a block"),
         ('{"-1": 0.1}', "'-1' is not the number of a block"),
-        ('{"²": 0.1}', "'²' is not the number of a block"), ('{"4": 0.1, "4": 0.2}', "the key '4' occurs twice"),
+        ('{"²": 0.1}', "'²' is not the number of a " "block"), ('{"4": 0.1, "4": 0.2}', "the key '4' occurs twice"),
         ('{"4": NaN}', "holds NaN, which is not JSON"),
-        ('{"4": 1e999}', "importance of block 4 is inf"), ('{"4": "0.1"}', "importance of block 4 is '0.1'"),
-        ('{"4": true}', "importance of block 4 is True"), ('{"4": {"4": 0.1}}', "importance of block 4 is"),
+        ('{"4": 1e999}', "importance of block 4 is " "inf"), ('{"4": "0.1"}', "importance of block 4 is " "'0.1'"),
+        ('{"4": true}', "importance of block 4 is " "True"), ('{"4": {"4": 0.1}}', "importance of block 4 is"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_wrong_is_refused(file, text, message):

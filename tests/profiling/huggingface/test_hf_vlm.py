@@ -1,4 +1,5 @@
-"""Hugging Face models behind the interface of adaptive models, on a tiny random one of every family."""
+"""Hugging Face models behind the interface of adaptive models, on a tiny random one of every
+family."""
 
 import sys
 from dataclasses import replace
@@ -8,7 +9,17 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tiny_models import BLOCKS, FAMILIES, TOP_K, picture, saved, state_of, tiny_model, tower_of, watched
+from tiny_models import (
+    BLOCKS,
+    FAMILIES,
+    TOP_K,
+    picture,
+    saved,
+    state_of,
+    tiny_model,
+    tower_of,
+    watched,
+)
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.loading import INSTRUCTION
@@ -46,7 +57,9 @@ def family(vlm):
 def settings(vlm):
     """Two configurations: everything at its least, and everything but the default in between."""
     able = [knob for knob in vlm.knobs if knob.available]
-    return {knob.name: knob.least for knob in able}, {knob.name: min(knob.least + 1, knob.most) for knob in able}
+    return {knob.name: knob.least for knob in able}, {
+        knob.name: min(knob.least + 1, knob.most) for knob in able
+    }
 
 
 def without_reuse(stages):
@@ -71,8 +84,12 @@ def test_an_answer_runs_the_blocks_experts_and_crops_that_were_set(vlm):
         ran = configuration.get("num_active_blocks", BLOCKS)
         assert len(set(seen["blocks"])) == ran
         assert seen["blocks"] == sorted(set(seen["blocks"])) * answer.output_tokens
-        routed = top_k.available and ran > (family(vlm) == "glm4v_moe")  # whose first block has no experts
-        assert set().union(*seen["experts"]) == ({configuration.get("top_k", TOP_K)} if routed else set())
+        routed = top_k.available and ran > (
+            family(vlm) == "glm4v_moe"
+        )  # whose first block has no experts
+        assert set().union(*seen["experts"]) == (
+            {configuration.get("top_k", TOP_K)} if routed else set()
+        )
         value = configuration.get("max_crops", crops.default)
         if family(vlm) in CROPS:
             assert seen["rows"] == [CROPS[family(vlm)][which]]
@@ -84,9 +101,18 @@ def test_an_answer_runs_the_blocks_experts_and_crops_that_were_set(vlm):
 @pytest.mark.parametrize("name", ["llava_next", "qwen3_vl_moe", "idefics3", "aria"])
 def test_features_are_means_of_the_models_own_first_stage(name):
     vlm = HuggingFaceVLM(*tiny_model(name))
-    model, processor, (picture, question) = vlm.model, vlm.processor, (REQUESTS[0].image, REQUESTS[0].question)
+    model, processor, (picture, question) = (
+        vlm.model,
+        vlm.processor,
+        (REQUESTS[0].image, REQUESTS[0].question),
+    )
     found = vlm.first_stage(REQUESTS[0]).features
-    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"{question}\n{INSTRUCTION}"}]}]
+    asked = [
+        {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "text", "text": f"{question}\n{INSTRUCTION}"}],
+        }
+    ]
     text = processor.apply_chat_template(asked, add_generation_prompt=True)
     with vlm.set_knobs({"max_crops": vlm.knobs[0].least}), torch.no_grad():
         inputs = processor(text=text, images=picture, return_tensors="pt")
@@ -97,10 +123,16 @@ def test_features_are_means_of_the_models_own_first_stage(name):
         elif name == "aria":  # 40 × 64 leaves the lower of the 5 × 5 patches empty
             shown = torch.zeros(1, 5, 5, dtype=torch.bool)
             shown[:, :4] = True
-            states = tower_of(model)(inputs["pixel_values"], patch_attention_mask=shown).last_hidden_state[:, :20]
+            states = tower_of(model)(
+                inputs["pixel_values"], patch_attention_mask=shown
+            ).last_hidden_state[:, :20]
         else:
-            states = tower_of(model)(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).last_hidden_state
-        letters = processor.tokenizer(f"user: {question}\n{INSTRUCTION}<end>\nassistant:")["input_ids"]
+            states = tower_of(model)(
+                inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]
+            ).last_hidden_state
+        letters = processor.tokenizer(f"user: {question}\n{INSTRUCTION}<end>\nassistant:")[
+            "input_ids"
+        ]
         words = model.get_input_embeddings().weight[letters]
     torch.testing.assert_close(torch.tensor(found["image_features"]), states.flatten(0, -2).mean(0))
     torch.testing.assert_close(torch.tensor(found["language_features"]), words.mean(0))
@@ -141,7 +173,9 @@ def test_going_on_from_the_first_stage_changes_nothing_but_the_work(vlm):
 
 
 def test_an_image_asked_about_twice_is_known_once(llava):
-    stages = [llava.first_stage(Request(picture(0), question)) for question in ("Why?", "What is this?")]
+    stages = [
+        llava.first_stage(Request(picture(0), question)) for question in ("Why?", "What is this?")
+    ]
     with watched(llava.model) as seen:
         answers = llava.answer(stages, {})
     assert [a.text for a in answers] == [a.text for a in llava.answer(without_reuse(stages), {})]
@@ -162,7 +196,9 @@ def test_a_picture_of_any_mode_and_size_is_asked_about_as_in_rgb(llava, mode):
     for size in ((1, 1), (1, 50), (64, 40)):
         one = Request(picture(0, *size).convert(mode), "Où est-ce? 🙂")
         same = replace(one, image=one.image.convert("RGB"))
-        (found,), (wanted,) = (llava.answer([llava.first_stage(request)], {}) for request in (one, same))
+        (found,), (wanted,) = (
+            llava.answer([llava.first_stage(request)], {}) for request in (one, same)
+        )
         assert (found.text, found.vision_tokens) == (wanted.text, wanted.vision_tokens)
 
 
@@ -234,9 +270,12 @@ def test_the_clock_waits_for_every_device_of_the_model(llava, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_times_cover_the_work_of_a_gpu():
-    """Kernels run on after the call that started them: the clock must not be read before they have finished."""
+    """Kernels run on after the call that started them: the clock must not be read before they have
+    finished."""
     vlm = HuggingFaceVLM(*tiny_model("qwen3_vl_moe"), max_new_tokens=3, device="cuda")
-    vlm.answer([vlm.first_stage(REQUESTS[0])], {})  # what is loaded at the first call counts nowhere
+    vlm.answer(
+        [vlm.first_stage(REQUESTS[0])], {}
+    )  # what is loaded at the first call counts nowhere
     matrix, spans = torch.rand(4096, 4096, device="cuda"), []
 
     def busy(*_):
@@ -256,7 +295,9 @@ def test_times_cover_the_work_of_a_gpu():
 
 
 def test_everything_is_restored(vlm):
-    stage = vlm.first_stage(REQUESTS[0])  # at its first call transformers installs hooks of its own, which stay
+    stage = vlm.first_stage(
+        REQUESTS[0]
+    )  # at its first call transformers installs hooks of its own, which stay
     inputs, before = vlm.inputs(REQUESTS[:1]), state_of(vlm.model, vlm.processor)
     with torch.no_grad():
         logits = vlm.model(**inputs).logits
@@ -289,7 +330,10 @@ def test_an_answer_ends_with_the_end_of_the_text_the_turn_or_the_line():
     assert tokenizer.convert_ids_to_tokens(plain.end_tokens) == ["</s>", "Ċ"]
     assert plain._text("Why?") == "<image> Question: Why? Answer:"
     assert plain._text("Why?", image=False) == " Question: Why? Answer:"
-    assert plain.answer([plain.first_stage(REQUESTS[0])], {})[0].language_tokens == len(" Question: Why? Answer:") + 9
+    assert (
+        plain.answer([plain.first_stage(REQUESTS[0])], {})[0].language_tokens
+        == len(" Question: Why? Answer:") + 9
+    )
 
 
 def test_a_model_that_can_reason_is_told_to_answer_at_once(llava):
@@ -305,7 +349,9 @@ def test_a_model_that_can_reason_is_told_to_answer_at_once(llava):
 
 def test_decoding_is_greedy_whatever_the_model_came_with(llava):
     model, processor = tiny_model("llava_next")
-    model.generation_config.update(do_sample=True, temperature=9.0, top_k=50, top_p=0.9, num_beams=4, use_cache=False)
+    model.generation_config.update(
+        do_sample=True, temperature=9.0, top_k=50, top_p=0.9, num_beams=4, use_cache=False
+    )
     model.generation_config.update(num_return_sequences=2, return_dict_in_generate=True)
     vlm = HuggingFaceVLM(model, processor, max_new_tokens=5)
     with watched(vlm.model) as seen:
@@ -357,6 +403,9 @@ def test_mistakes_are_said(llava):
     for wrong in ({"max_crops": 99}, {"top_k": 0}, {"experts": 2}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             llava.answer([stage], wrong)
-    for image, question, said in (("a.png", "Why?", "has str and str"), (picture(0), 3, "has Image and int")):
+    for image, question, said in (
+        ("a.png", "Why?", "has str and str"),
+        (picture(0), 3, "has Image and int"),
+    ):
         with pytest.raises(InputError, match=said):
             llava.first_stage(Request(image, question))

@@ -1,4 +1,5 @@
-"""The scorer of Hugging Face models, on tiny random ones of three families made here without any download."""
+"""The scorer of Hugging Face models, on tiny random ones of three families made here without any
+download."""
 
 import math
 
@@ -14,7 +15,14 @@ from knobwise.profiling.measuring.questions import VQAData, VQAItem
 
 
 def item(seed, question, *answers, **more):
-    return VQAItem(str(seed), picture(seed, 8 + 4 * (seed % 3), 12), question, answers, image_id=str(seed), **more)
+    return VQAItem(
+        str(seed),
+        picture(seed, 8 + 4 * (seed % 3), 12),
+        question,
+        answers,
+        image_id=str(seed),
+        **more,
+    )
 
 
 DATA = VQAData(
@@ -51,7 +59,8 @@ def rows(prompts):
 
 
 def by_hand(model, processor, text, images, answer):
-    """ln P of the words of an answer after a text, from the model's logits over the whole, word by word."""
+    """ln P of the words of an answer after a text, from the model's logits over the whole, word by
+    word."""
     inputs = processor(text=[text + answer], images=[images], return_tensors="pt")
     words = processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
     with torch.no_grad():
@@ -66,8 +75,14 @@ def by_hand(model, processor, text, images, answer):
 
 def test_likelihoods_are_the_sums_over_the_models_own_logits(llava):
     scorer = VLMScorer(*llava, DATA)
-    text = "user :<image> How many cats ?\nAnswer with a single word or a short phrase. <end>\nassistant : 3 <end>\n"
-    text += "user :<image> How many dogs ?\nAnswer with a single word or a short phrase. <end>\nassistant :"
+    text = (
+        "user :<image> How many cats ?\nAnswer with a single word or a short "
+        "phrase. <end>\nassistant : 3 <end>\n"
+    )
+    text += (
+        "user :<image> How many dogs ?\nAnswer with a single word or a "
+        "short phrase. <end>\nassistant :"
+    )
     (likelihoods,) = scorer.log_likelihoods([(0, [0])])
     images = [DATA.bank[0].picture(), DATA.queries[0].picture()]
     assert scorer.answers(0) == ("2", "3", "red", "red blue green")
@@ -79,7 +94,9 @@ def test_without_a_chat_template_the_prompt_is_plain(llava):
     model, processor = tiny_model("llava")
     processor.chat_template = None
     scorer = VLMScorer(model, processor, DATA)
-    text = "<image> Question: What color is it ? Answer: green\n<image> Question: How many ? Answer:"
+    text = (
+        "<image> Question: What color is it ? Answer: green\n<image> Question: How many ? Answer:"
+    )
     (likelihoods,) = scorer.log_likelihoods([(2, [3])])
     images = [DATA.bank[3].picture(), DATA.queries[2].picture()]
     wanted = [by_hand(model, processor, text, images, f" {answer}\n") for answer in "123"]
@@ -124,7 +141,9 @@ def test_the_order_the_number_and_the_presence_of_demonstrations_matter(llava):
     prompts = [(0, [0, 1]), (0, [1, 0]), (0, [0]), (0, [])]
     scores = VLMScorer(*llava, DATA)(*rows(prompts))
     assert len(scores["logprob_score"].unique()) == 4
-    narrow = VLMScorer(*llava, DATA)(torch.tensor([0]), torch.full((1, 1), -1))  # zero-shot, whatever the width
+    narrow = VLMScorer(*llava, DATA)(
+        torch.tensor([0]), torch.full((1, 1), -1)
+    )  # zero-shot, whatever the width
     assert narrow["logprob_score"][0] == pytest.approx(float(scores["logprob_score"][3]), abs=1e-4)
 
 
@@ -142,7 +161,11 @@ def test_fields_follow_from_the_ranking(llava):
         (ranked[2],): (2, 0.0, 0.0),
         (*[ranked[0]] * 3, *[ranked[1]] * 7): (1, 1.0, 1.0),
         (*[ranked[0]] * 2, *[ranked[1]] * 8): (1, 2 / 3, 0.0),
-        (ranked[3], ranked[0]): (0 if words.index(ranked[0]) < words.index(ranked[3]) else 3, 0.5, 1.0),
+        (ranked[3], ranked[0]): (
+            0 if words.index(ranked[0]) < words.index(ranked[3]) else 3,
+            0.5,
+            1.0,
+        ),
     }
     for answers, (right, accuracy, correct) in cases.items():
         scores = VLMScorer(*llava, with_answers(*answers))(*rows([(0, [0, 1])]))
@@ -159,11 +182,18 @@ def test_fields_follow_from_the_ranking(llava):
 def test_a_vote_counts_the_demonstrations_own_answers(llava):
     answers = ("2", "Two.", "3", "3", "red")
     bank = tuple(item(10 + place, "How many ?", answer) for place, answer in enumerate(answers))
-    queries = (item(0, "How many ?", "2"), item(1, "How many ?", "3", "3", "3", "2", "2", "2", "2", "4"))
+    queries = (
+        item(0, "How many ?", "2"),
+        item(1, "How many ?", "3", "3", "3", "2", "2", "2", "2", "4"),
+    )
     scorer = VLMScorer(*llava, VQAData(queries, bank))
     shown = [
         ([0, 2, -1], 1, 1),  # a tie: the first counts, which is right for the first query
-        ([2, 0, -1], 0, 1),  # 3 is right for the second one too: three of its references are as good as four
+        (
+            [2, 0, -1],
+            0,
+            1,
+        ),  # 3 is right for the second one too: three of its references are as good as four
         ([2, 0, 1], 1, 1),  # 2 and "Two." are one answer
         ([4, 2, 3], 0, 1),
         ([4, -1, -1], 0, 0),
@@ -201,8 +231,10 @@ def test_where_the_cache_does_not_serve_every_answer_is_computed_whole(llava, ho
     ("template", "tokens"),
     [
         (chat("<image>"), ["red", "blue", "<end>"]),
-        (chat("<image>").replace("<end>", ""), ["red", "blue", "</s>"]),  # nothing ends an answer: the end of text does
-        (chat("<image>").replace("assistant:{", "assistant: it{"), ["red", "blue", "</s>"]),  # a prompt that opens more
+        # nothing ends an answer: the end of text does
+        (chat("<image>").replace("<end>", ""), ["red", "blue", "</s>"]),
+        # a prompt that opens more
+        (chat("<image>").replace("assistant:{", "assistant: it{"), ["red", "blue", "</s>"]),
     ],
 )  # fmt: skip
 def test_the_tokens_of_an_answer_go_up_to_its_end(template, tokens):
@@ -212,7 +244,9 @@ def test_the_tokens_of_an_answer_go_up_to_its_end(template, tokens):
     assert processor.tokenizer.convert_ids_to_tokens(found) == tokens
 
 
-def test_a_model_is_loaded_from_a_folder_and_a_tokenizer_without_padding_pads_with_its_end(llava, tmp_path):
+def test_a_model_is_loaded_from_a_folder_and_a_tokenizer_without_padding_pads_with_its_end(
+    llava, tmp_path
+):
     loaded = VLMScorer.load(saved(tmp_path, *llava), DATA, device="cpu", batch_size=3)
     assert not loaded.model.training
     model, processor = tiny_model("llava")

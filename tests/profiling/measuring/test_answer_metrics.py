@@ -27,9 +27,12 @@ def test_answers_are_compared_without_what_does_not_matter(text, plain):
     assert metrics.normalised(text) == plain
 
 
-@pytest.mark.parametrize(("agreeing", "accuracy"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (10, 1)])
+@pytest.mark.parametrize(
+    ("agreeing", "accuracy"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (10, 1)]
+)
 def test_vqa_accuracy_leaves_each_of_ten_references_out_once(agreeing, accuracy):
-    # 3 agree: left out is one of them 3 times (2/3 each) and another 7 times (1 each): (3 · 2/3 + 7) / 10 = .9
+    # 3 agree: left out is one of them 3 times (2/3 each) and another 7 times (1 each): (3 · 2/3 +
+    # 7) / 10 = .9
     references = ["Cats"] * agreeing + [f"other {i}" for i in range(10 - agreeing)]
     assert metrics.vqa_accuracy("cats.", references) == pytest.approx(accuracy)
 
@@ -40,7 +43,8 @@ def test_vqa_accuracy_leaves_each_of_ten_references_out_once(agreeing, accuracy)
         ("vqa", "Two", ["2"], 1), ("vqa", "two", ["3"], 0),
         ("vqa", "a dog", ["dog", "dog", "dog"], 1),  # both others agree, of 2 there are
         ("vqa", "dog", ["dog", "cat"], 0.5), ("vqa", "dog", ["dog", "dog", "cat"], (0.5 + 0.5 + 1) / 3),
-        ("exact", "The Two dogs.", ["2 dogs"], 1), ("exact", "dogs", ["dog", "two dogs"], 0),  # after normalisation
+        # after normalisation
+        ("exact", "The Two dogs.", ["2 dogs"], 1), ("exact", "dogs", ["dog", "two dogs"], 0),
         # the sign of a number is part of it, though not in VQA evaluation
         ("exact", "5", ["-5"], 0), ("vqa", "5", ["-5"], 1), ("exact", "-5", ["-5"], 1), ("exact", "−$5", ["-$5"], 1),
         ("exact", "minus 5", ["-5"], 1), ("exact", "-.5 m", [".5 m"], 0),
@@ -68,8 +72,8 @@ ANIMALS = ("cat", "dog", "cow", "hen", "fox", "pig", "rat", "bat", "owl")
         ("B) dog", 1),
         ("(B) cat", 1),  # the letter counts
         ("B: whatever", 1), ("b. dog", 1), ("The answer is B", 1), ("The answer is (B).", 1),
-        ("the answer is b.", 1), ("The correct answer is: D", 3), ("Answer: C", 2), ("Option D is right", 3),
-        ("I think it is (b) since it barks", 1), ("It must be B, since it barks", 1), ("I see a dog here", 1),
+        ("the answer is b.", 1), ("The correct answer is: " "D", 3), ("Answer: C", 2), ("Option D is right", 3),
+        ("I think it is (b) since it " "barks", 1), ("It must be B, since it " "barks", 1), ("I see a dog here", 1),
         ("It is a black cat", 2),  # and not the cat in it
         ("A dog is sitting there", 1),  # an article
         ("The answer is a dog", 1), ("A is right", 0), ("answer: b", 1), ("Bears eat the cat", 0),
@@ -100,14 +104,17 @@ def test_choice_takes_references_as_texts_or_letters():
         (ANIMALS, "I see a dog", 1), (ANIMALS, "It is I.", 8),  # the pronoun is no ninth option
     ],
 )  # fmt: skip
-def test_choices_that_marks_letters_or_pronouns_could_confuse_are_distinguished(choices, answer, place):
+def test_choices_that_marks_letters_or_pronouns_could_confuse_are_distinguished(
+    choices, answer, place
+):
     assert metrics.chosen_option(answer, choices) == place
     assert metrics.answer_accuracy("choice", answer, [choices[place]], choices) == 1
     assert metrics.answer_accuracy("choice", answer, [choices[1 - place]], choices) == 0
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "distance"), [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("flaw", "lawn", 2), ("a", "b", 1)]
+    ("a", "b", "distance"),
+    [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("flaw", "lawn", 2), ("a", "b", 1)],
 )
 def test_levenshtein_distances(a, b, distance):
     assert metrics.levenshtein(a, b) == metrics.levenshtein(b, a) == distance
@@ -124,7 +131,11 @@ def test_levenshtein_distances(a, b, distance):
     ],
 )  # fmt: skip
 def test_relaxed_match_of_numbers_and_texts(answer, reference, right):
-    assert metrics.relaxed_match(answer, [reference]) == metrics.relaxed_match(answer, ["no", reference]) == right
+    assert (
+        metrics.relaxed_match(answer, [reference])
+        == metrics.relaxed_match(answer, ["no", reference])
+        == right
+    )
 
 
 @settings(max_examples=60)
@@ -133,11 +144,18 @@ def test_relaxed_match_of_numbers_and_texts(answer, reference, right):
     answer=st.text(max_size=12),
     references=st.lists(st.text(max_size=8), min_size=1, max_size=10),
 )
-def test_an_accuracy_is_between_0_and_1_and_1_for_a_reference_that_all_gave(metric, answer, references):
+def test_an_accuracy_is_between_0_and_1_and_1_for_a_reference_that_all_gave(
+    metric, answer, references
+):
     choices = tuple(references) if metric == "choice" else ()
     assert 0 <= metrics.answer_accuracy(metric, answer, references, choices) <= 1
     first = references[0]
-    assert metrics.answer_accuracy(metric, first, [first] * len(references), (first,) if choices else ()) == 1
+    assert (
+        metrics.answer_accuracy(
+            metric, first, [first] * len(references), (first,) if choices else ()
+        )
+        == 1
+    )
 
 
 @settings(max_examples=40)
@@ -152,7 +170,7 @@ def test_normalising_again_changes_nothing_but_what_was_kept_whole(text):
     [
         (("vqa", "a", []), "no reference answer"),
         (("choice", "a", ["cat"]), "1 to 26 choices, not 0"),
-        *((("choice", "a", [wrong], ("cat", "dog")), "none of the choices") for wrong in ("cow", "C")),
+        *((("choice", "a", [wrong], ("cat", "dog")), "none of the " "choices") for wrong in ("cow", "C")),
     ],
 )  # fmt: skip
 def test_what_cannot_be_judged_is_refused(arguments, message):

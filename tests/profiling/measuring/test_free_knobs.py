@@ -1,4 +1,5 @@
-"""Knobs of any name, measured by either clock and served by a controller; which configurations of a grid are taken."""
+"""Knobs of any name, measured by either clock and served by a controller; which configurations of a
+grid are taken."""
 
 import itertools
 import json
@@ -18,17 +19,28 @@ from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.profiling.measuring import adaptive_model as adaptive
-from knobwise.profiling.measuring.adaptive_model import KnobSupport, Request, check_configuration, clock_ms, clocked_by
+from knobwise.profiling.measuring.adaptive_model import (
+    KnobSupport,
+    Request,
+    check_configuration,
+    clock_ms,
+    clocked_by,
+)
 from knobwise.profiling.measuring.grid_sampling import sample_grid
 from knobwise.profiling.measuring.profiler import command, profile_vlm
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 ARRAYS = [np.eye(4, dtype=np.float32) * n for n in (1, 2, 3)]
-ITEMS = tuple(VQAItem(f"id{n}", array, "How bright?", (str(n + 1),)) for n, array in enumerate(ARRAYS))
+ITEMS = tuple(
+    VQAItem(f"id{n}", array, "How bright?", (str(n + 1),)) for n, array in enumerate(ARRAYS)
+)
 DATA = VQAData(ITEMS, ())
 CONFIG = VLMProfileConfig(
-    name="bright", values={"side": [4, 1], "mode": ["fast", "exact"], "share": [1, 0.5]}, repeats=1, warm_up=0
+    name="bright",
+    values={"side": [4, 1], "mode": ["fast", "exact"], "share": [1, 0.5]},
+    repeats=1,
+    warm_up=0,
 )
 
 
@@ -52,7 +64,9 @@ class Bright:
         yield
 
     def first_stage(self, request, features=True):
-        return adaptive.FirstStage(request, {"image_features": request.image.mean(0)}, request.image, 0.0, 0.0)
+        return adaptive.FirstStage(
+            request, {"image_features": request.image.mean(0)}, request.image, 0.0, 0.0
+        )
 
     def answer(self, stages, configuration):
         start, wall = self.clock(), time.perf_counter()
@@ -60,12 +74,17 @@ class Bright:
         self.settings.append(setting)
         if setting["mode"] == "exact" and self.spends == "sleep":
             time.sleep(0.004)
-        while setting["mode"] == "exact" and self.spends == "spin" and time.perf_counter() - wall < 0.004:
+        while (
+            setting["mode"] == "exact"
+            and self.spends == "spin"
+            and time.perf_counter() - wall < 0.004
+        ):
             pass
         right = setting["mode"] == "exact" and setting["side"] == 4
         took = self.clock() - start
         return [
-            adaptive.Answer(str(int(stage.kept[0, 0])) if right else "0", took, took, took, 1, 1, 1) for stage in stages
+            adaptive.Answer(str(int(stage.kept[0, 0])) if right else "0", took, took, took, 1, 1, 1)
+            for stage in stages
         ]
 
 
@@ -76,8 +95,12 @@ def out(tmp_path_factory):
 
 def test_knobs_of_any_name_are_columns_of_the_table(out):
     frame = pl.read_parquet(out / "table.parquet")
-    assert frame.height == frame.select("sample_id", "side", "mode", "share").unique().height == 3 * 8
-    assert (frame.filter((pl.col("mode") == "exact") & (pl.col("side") == 4))["accuracy"] == 1).all()
+    assert (
+        frame.height == frame.select("sample_id", "side", "mode", "share").unique().height == 3 * 8
+    )
+    assert (
+        frame.filter((pl.col("mode") == "exact") & (pl.col("side") == 4))["accuracy"] == 1
+    ).all()
     table = read_long_table(out / "table.parquet", features=out / "features.safetensors")
     assert {knob.name: knob.values for knob in table.knobs} == {
         "side": (1, 4), "mode": ("exact", "fast"), "share": (0.5, 1)
@@ -144,7 +167,9 @@ def test_the_wall_clock_counts_sleep_and_the_cpu_clock_does_not(tmp_path, spends
     about = json.loads((tmp_path / "profile.json").read_text())["clock"]["latency_ms"]
     assert about.startswith("wall" if clock == "wall" else "thread CPU")
     with pytest.raises(InputError, match="clock:"):
-        profile_vlm(tmp_path, Bright(), DATA, replace(config, clock="wall" if clock == "cpu" else "cpu"))
+        profile_vlm(
+            tmp_path, Bright(), DATA, replace(config, clock="wall" if clock == "cpu" else "cpu")
+        )
 
 
 def test_a_model_with_a_clock_of_its_own_is_refused_by_cpu_time(tmp_path):
@@ -216,10 +241,14 @@ def test_requests_are_timed_by_the_clock_that_is_chosen(clock, counted):
         AdaptiveModel(Bright(), controller_of(KNOBS), clock="sun")
 
 
-# -- grids -------------------------------------------------------------------------------------------------------------
+# -- grids -----------------------------------------------------------------------------------------
 
 
-BIG = {"max_crops": (2, 4, 6, 8, 10, 12), "top_k": (4, 8, 12, 16, 20, 24, 28, 32), "num_active_blocks": (8, 10, 12, 14)}
+BIG = {
+    "max_crops": (2, 4, 6, 8, 10, 12),
+    "top_k": (4, 8, 12, 16, 20, 24, 28, 32),
+    "num_active_blocks": (8, 10, 12, 14),
+}
 
 
 @st.composite
@@ -252,7 +281,8 @@ def test_a_latin_hypercube_spreads_over_every_knob():
     chosen = sample_grid(BIG, 24, 3)
     for knob, of_knob in BIG.items():
         times = Counter(c[knob] for c in chosen)
-        # 24 points are 24/n in each of n values; only a point that fell on another's place may have moved away
+        # 24 points are 24/n in each of n values; only a point that fell on another's place may have
+        # moved away
         assert all(abs(times[value] - 24 / len(of_knob)) <= 2 for value in of_knob)
 
 

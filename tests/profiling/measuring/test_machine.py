@@ -11,7 +11,9 @@ from knobwise.profiling.measuring.machine import claim
 @pytest.mark.parametrize("content", ["[1]", '{"a": 1, "a": 2}', "[" * 100_000, "7"])
 def test_a_damaged_note_is_refused_in_a_line(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(InputError, match=r"config\.json: is damaged .*; choose another out folder") as refused:
+    with pytest.raises(
+        InputError, match=r"config\.json: is damaged .*; choose another out folder"
+    ) as refused:
         claim(tmp_path / "config.json", {"a": 1})
     assert "\n" not in str(refused.value)
 

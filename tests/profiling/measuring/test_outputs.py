@@ -13,7 +13,8 @@ SAMPLES, CONFIGURATIONS, REPEATS = 50, 8, 5
 
 
 def measured() -> tuple[Plan, pl.DataFrame, np.ndarray]:
-    """A plan, its log with a drift of ± 30 % and a jitter of 3 %, and the latencies without either, [N, C]."""
+    """A plan, its log with a drift of ± 30 % and a jitter of 3 %, and the latencies without either,
+    [N, C]."""
     items = tuple(VQAItem(str(i), None, "?", ("yes",)) for i in range(SAMPLES))
     contents = tuple(f"content {i}" for i in range(SAMPLES))
     configurations = tuple({"side": j} for j in range(CONFIGURATIONS))
@@ -25,8 +26,18 @@ def measured() -> tuple[Plan, pl.DataFrame, np.ndarray]:
         for i, j in measuring_order(SAMPLES, CONFIGURATIONS, (0, repeat)).tolist():
             drift = 0.3 * np.sin(2 * np.pi * len(rows) / 1100) + 0.03 * rng.normal()
             ms = latency[i, j] * np.exp(drift)
-            times = dict.fromkeys(TIMES, ms) | {"vision_ms": ms / 4, "features_ms": 0.1, "extra.cpu_ms": ms / 2}
-            row = {"sample_id": str(i), "content": contents[i], "side": j, "repeat": repeat, "text": "yes"}
+            times = dict.fromkeys(TIMES, ms) | {
+                "vision_ms": ms / 4,
+                "features_ms": 0.1,
+                "extra.cpu_ms": ms / 2,
+            }
+            row = {
+                "sample_id": str(i),
+                "content": contents[i],
+                "side": j,
+                "repeat": repeat,
+                "text": "yes",
+            }
             rows.append({**row, **times, **dict.fromkeys(TOKENS, 1)})
     return plan, pl.DataFrame(rows), latency
 
@@ -38,7 +49,10 @@ def test_drift_is_divided_out_of_all_times_and_jitter_stays() -> None:
     assert steadiness(plan, log)["log_spread_of_one_measurement"] > 0.15
     assert 0.02 < steadiness(plan, steady)["log_spread_of_one_measurement"] < 0.05
     cells = plan.select(steady).group_by("sample", "configuration").agg(pl.median("total_ms"))
-    far = np.log(cells["total_ms"].to_numpy() / latency[tuple(cells.select("sample", "configuration").to_numpy().T)])
+    far = np.log(
+        cells["total_ms"].to_numpy()
+        / latency[tuple(cells.select("sample", "configuration").to_numpy().T)]
+    )
     assert far.std() < 0.04
     assert abs(far.mean()) < 0.1  # the level in the median stays
     np.testing.assert_allclose(steady["vision_ms"] / steady["total_ms"], 1 / 4)

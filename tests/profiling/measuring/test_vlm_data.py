@@ -1,4 +1,5 @@
-"""Visual questions from files, how their answers are compared, and features on disk: nothing computed twice or lost."""
+"""Visual questions from files, how their answers are compared, and features on disk: nothing
+computed twice or lost."""
 
 import io
 import json
@@ -39,7 +40,13 @@ def folder(tmp_path):
 
 
 def row(number, image="a", **more):
-    return {"id": number, "image": f"images/{image}.png", "question": f"Question {number}?", "answers": ["2"], **more}
+    return {
+        "id": number,
+        "image": f"images/{image}.png",
+        "question": f"Question {number}?",
+        "answers": ["2"],
+        **more,
+    }
 
 
 def written(path, rows):
@@ -77,9 +84,14 @@ def test_queries_and_bank_stand_in_one_file_or_in_two(folder):
 def test_other_spellings_of_a_row(folder):
     other = {"question_id": "q", "image_path": str(folder / "images" / "b.png")}
     other |= {"question": "?", "answer": "two\u2028x"}
-    annotated = {**row(3), "answers": [{"answer": "yes", "answer_id": 1}, {"answer": 3, "answer_id": 2}]}
+    annotated = {
+        **row(3),
+        "answers": [{"answer": "yes", "answer_id": 1}, {"answer": 3, "answer_id": 2}],
+    }
     path = folder / "vqa.jsonl"
-    path.write_text(json.dumps(other, ensure_ascii=False) + "\n" + json.dumps(annotated), encoding="utf-8")
+    path.write_text(
+        json.dumps(other, ensure_ascii=False) + "\n" + json.dumps(annotated), encoding="utf-8"
+    )
     first, second = read_vqa_data(path).queries
     assert (first.id, first.answers, second.answers) == ("q", ("two\u2028x",), ("yes", "3"))
 
@@ -94,7 +106,9 @@ def test_images_in_parquet_files_of_hugging_face_datasets(folder):
 def test_one_image_is_known_again_without_an_image_id(folder):
     (folder / "bank").mkdir()
     bank = [{**row(1), "image": "../images/a.png"}, {**row(2), "image": "../images/b.png"}]
-    data = read_vqa_data(written(folder / "q.json", [row(1)]), written(folder / "bank" / "b.json", bank))
+    data = read_vqa_data(
+        written(folder / "q.json", [row(1)]), written(folder / "bank" / "b.json", bank)
+    )
     assert [item.image_id == data.queries[0].image_id for item in data.bank] == [True, False]
     pictures = [{**row(n), "image": png(colour)} for n, colour in enumerate(("red", "blue", "red"))]
     first, second, third = read_vqa_data(written(folder / "vqa.parquet", pictures)).queries
@@ -107,16 +121,28 @@ def test_one_image_is_known_again_without_an_image_id(folder):
         ([], "holds no items"),
         (["text"], "row 1: must be an object"),
         ([row(1), row(1)], "row 2: the id '1' occurs twice"),
-        ([row(1), {k: v for k, v in row(2).items() if k != "question"}], "row 2: has no question; it has id, image"),
+        (
+            [row(1), {k: v for k, v in row(2).items() if k != "question"}],
+            "row 2: has no question; it has id, image",
+        ),
         ([row(1), row(2, "c")], r"row 2: no image file .*c\.png"),
         ([{**row(1), "image": None, "image_path": "x"}], r"row 1: no image file .*x"),
         ([{**row(1), "answers": []}], "row 1: has no answers or answer"),
-        ([{**row(1), "answers": ["2", ""]}], "row 1: answers must be texts, and none of them empty"),
+        (
+            [{**row(1), "answers": ["2", ""]}],
+            "row 1: answers must be texts, and none of them empty",
+        ),
         ([{**row(1), "answers": [["2"]]}], "row 1: answers must be texts"),
-        ([row(1, choices=["3", "4"])], r"row 1: none of its choices \['3', '4'\] is one of its answers \['2'\]"),
+        (
+            [row(1, choices=["3", "4"])],
+            r"row 1: none of its choices \['3', '4'\] is one of its answers \['2'\]",
+        ),
         ([{**row(1), "id": [1]}], "row 1: id must be a text or a whole number"),
         ({"queries": [row(1)]}, "must hold a list of items, or"),
-        ({"queries": [row(1)], "bank": [row(1), {}]}, r"bank, row 2: has no id or question_id; it has nothing"),
+        (
+            {"queries": [row(1)], "bank": [row(1), {}]},
+            r"bank, row 2: has no id or question_id; it has nothing",
+        ),
         ({"queries": [row(1)], "bank": []}, r"holds no items \(bank\)"),
         (3, "must hold a list of items"),
     ],
@@ -203,14 +229,22 @@ def test_candidates_are_the_references_then_the_answers_to_alike_questions_then_
         *[item(f"Is it {n}?", "yes") for n in range(5)],
         *[item(f"Is it not {n}?", "no") for n in range(3)],
     ]
-    queries = item("What color is it?", "red", "yellow", "red"), item("Is it?", "yes", choices=("no", "yes"))
+    queries = (
+        item("What color is it?", "red", "yellow", "red"),
+        item("Is it?", "yes", choices=("no", "yes")),
+    )
     data = VQAData(queries, tuple(bank))
-    by_number = {2: "red yellow", 3: "blue red yellow", 4: "blue red yellow yes", 9: "blue no red yellow yes"}
+    by_number = {
+        2: "red yellow",
+        3: "blue red yellow",
+        4: "blue red yellow yes",
+        9: "blue no red yellow yes",
+    }
     assert {number: " ".join(data.candidates(0, number)) for number in by_number} == by_number
     assert data.candidates(1, 9) == ("no", "yes")
 
 
-# -- features ----------------------------------------------------------------------------------------------------------
+# -- features --------------------------------------------------------------------------------------
 
 
 ITEMS = tuple(VQAItem(f"q{n}", png((n, 0, 0)), f"Question {n}?", ("yes",)) for n in range(5))
@@ -222,13 +256,19 @@ def keys_of(items, model="m"):
 
 def take(item):
     n = int(item.id[1:])
-    return {"image_features": np.float32([n, n + 0.25, -n]), "language_features": np.float32([0.1, n])}
+    return {
+        "image_features": np.float32([n, n + 0.25, -n]),
+        "language_features": np.float32([0.1, n]),
+    }
 
 
 def collected(store, items=ITEMS, model="m", force=False):
-    """Add the features that the store lacks, or all; return the keys of the items and the ids of those computed."""
+    """Add the features that the store lacks, or all; return the keys of the items and the ids of
+    those computed."""
     keys = keys_of(items, model)
-    missing = [(key, item) for key, item in zip(keys, items, strict=True) if force or key not in store]
+    missing = [
+        (key, item) for key, item in zip(keys, items, strict=True) if force or key not in store
+    ]
     for key, item in missing:
         store.add(key, take(item), item.id)
     store.flush()
@@ -268,12 +308,16 @@ def test_what_a_kill_left_half_written_is_passed_over(tmp_path):
     (tmp_path / "own" / ".000001-x1y2.safetensors").write_bytes(b"half")
     assert keys[0] in FeatureStore(tmp_path / "own", keys)
     assert keys[0] in FeatureStore(tmp_path / "other", keys, [tmp_path / "own"])
-    assert keys[0] not in FeatureStore(tmp_path / "other", keys[1:], [tmp_path / "own"])  # nobody asks for it
+    assert keys[0] not in FeatureStore(
+        tmp_path / "other", keys[1:], [tmp_path / "own"]
+    )  # nobody asks for it
 
 
 def test_only_what_changed_is_computed_again_and_all_with_force(tmp_path):
     def run(items, model="m", force=False):
-        store = FeatureStore(tmp_path / "parts", keys_of(items, model), [tmp_path / "f.safetensors"])
+        store = FeatureStore(
+            tmp_path / "parts", keys_of(items, model), [tmp_path / "f.safetensors"]
+        )
         keys, computed = collected(store, items, model, force)
         store.write(tmp_path / "f.safetensors", keys, [item.id for item in items])
         return computed
@@ -293,14 +337,19 @@ def test_only_what_changed_is_computed_again_and_all_with_force(tmp_path):
 
 def test_the_same_image_from_a_file_and_from_bytes_is_the_same_content(tmp_path):
     (tmp_path / "a.png").write_bytes(png("red"))
-    of_file, of_bytes = (VQAItem("1", image, "?", ("a",)) for image in (tmp_path / "a.png", png("red")))
+    of_file, of_bytes = (
+        VQAItem("1", image, "?", ("a",)) for image in (tmp_path / "a.png", png("red"))
+    )
     assert image_digests([of_file, of_file]) == image_digests([of_bytes, of_bytes])
-    red, blue = (VQAItem("1", Image.new("RGB", (2, 3), colour), "?", ("a",)) for colour in ("red", "blue"))
+    red, blue = (
+        VQAItem("1", Image.new("RGB", (2, 3), colour), "?", ("a",)) for colour in ("red", "blue")
+    )
     wide = VQAItem("1", Image.new("RGB", (3, 2), "red"), "?", ("a",))
     assert len(set(image_digests([of_file, red, blue, wide]))) == 4
     # the same indices into another palette are another picture
     palettes = [
-        VQAItem("1", item.image.convert("P", palette=Image.Palette.ADAPTIVE), "?", ("a",)) for item in (red, blue)
+        VQAItem("1", item.image.convert("P", palette=Image.Palette.ADAPTIVE), "?", ("a",))
+        for item in (red, blue)
     ]
     assert palettes[0].image.tobytes() == palettes[1].image.tobytes()
     assert image_digests(palettes) == image_digests([red, blue])
@@ -309,8 +358,14 @@ def test_the_same_image_from_a_file_and_from_bytes_is_the_same_content(tmp_path)
 def test_features_in_half_precision_are_taken_anew(tmp_path):
     keys = keys_of(ITEMS)
     words = {"key": json.dumps(keys)}
-    save_file({"image_features": torch.zeros(len(keys), 2, dtype=torch.float16)}, tmp_path / "f.safetensors", words)
-    assert not any(key in FeatureStore(tmp_path / "new", keys, [tmp_path / "f.safetensors"]) for key in keys)
+    save_file(
+        {"image_features": torch.zeros(len(keys), 2, dtype=torch.float16)},
+        tmp_path / "f.safetensors",
+        words,
+    )
+    assert not any(
+        key in FeatureStore(tmp_path / "new", keys, [tmp_path / "f.safetensors"]) for key in keys
+    )
 
 
 def test_mistakes_are_named(tmp_path):
@@ -318,7 +373,10 @@ def test_mistakes_are_named(tmp_path):
     store = FeatureStore(tmp_path / "parts", keys)
     store.add(keys[0], take(ITEMS[0]), "q0")
     for features, message in (
-        ({"image_features": np.zeros(4, np.float32)}, r"sample q1: widths are \{'image_features': 4\}"),
+        (
+            {"image_features": np.zeros(4, np.float32)},
+            r"sample q1: widths are \{'image_features': 4\}",
+        ),
         ({"image_features": np.float32([np.nan])}, "sample q1: image_features are not all finite"),
         ({}, "there are none"),
     ):

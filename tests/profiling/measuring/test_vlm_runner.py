@@ -1,4 +1,5 @@
-"""Profiles of a model whose knobs are set: measured once, whatever happens, and read back as they were written."""
+"""Profiles of a model whose knobs are set: measured once, whatever happens, and read back as they
+were written."""
 
 import json
 import time
@@ -15,7 +16,13 @@ from knobwise.common.errors import InputError
 from knobwise.envs.readers.exp_files import read_exp5_exp6
 from knobwise.envs.readers.feature_files import read_features
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.profiling.measuring.adaptive_model import KNOBS, Answer, FirstStage, KnobSupport, check_configuration
+from knobwise.profiling.measuring.adaptive_model import (
+    KNOBS,
+    Answer,
+    FirstStage,
+    KnobSupport,
+    check_configuration,
+)
 from knobwise.profiling.measuring.machine import rendered
 from knobwise.profiling.measuring.measuring import appended, measuring_order, read_logs
 from knobwise.profiling.measuring.outputs import knob_report
@@ -26,7 +33,8 @@ from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 
 class Blurred:
-    """A model with two knobs that sees the image at `max_crops` pixels a side and says its colour: really computed."""
+    """A model with two knobs that sees the image at `max_crops` pixels a side and says its colour:
+    really computed."""
 
     name = "blurred"
     knobs = (
@@ -43,7 +51,10 @@ class Blurred:
 
     @contextmanager
     def set_knobs(self, configuration):
-        before, self.configuration = self.configuration, check_configuration(self.knobs, configuration)
+        before, self.configuration = (
+            self.configuration,
+            check_configuration(self.knobs, configuration),
+        )
         yield
         self.configuration = before
 
@@ -54,7 +65,9 @@ class Blurred:
         words = np.array([len(request.question), request.question.count(" ")], np.float32)
         ms = (time.perf_counter() - start) * 1e3
         features = {"image_features": mean, "language_features": words}
-        return FirstStage(request, features, mean if self.reuse else None, ms, 0.0 if self.reuse else ms)
+        return FirstStage(
+            request, features, mean if self.reuse else None, ms, 0.0 if self.reuse else ms
+        )
 
     def answer(self, stages, configuration):
         with self.set_knobs(configuration):
@@ -71,7 +84,9 @@ class Blurred:
         seen = (time.perf_counter() - start) * 1e3 + stage.total_ms
         text = ("red", "green", "blue")[int(small[0, 0].argmax())]
         total = seen + (time.perf_counter() - start) * 1e3
-        return Answer(text, total, seen, seen, side * side, 2, 1, {"cpu_ms": total, "rounds": float(rounds)})
+        return Answer(
+            text, total, seen, seen, side * side, 2, 1, {"cpu_ms": total, "rounds": float(rounds)}
+        )
 
 
 def corner(colour, size=8):
@@ -94,7 +109,9 @@ CELLS = 6 * 4
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    return profile_vlm(tmp_path_factory.mktemp("profile"), Blurred(), DATA, CONFIG, {"weights": "none"})
+    return profile_vlm(
+        tmp_path_factory.mktemp("profile"), Blurred(), DATA, CONFIG, {"weights": "none"}
+    )
 
 
 def test_the_table_holds_what_the_model_answered_how_right_it_was_and_every_time(out):
@@ -110,14 +127,20 @@ def test_the_table_holds_what_the_model_answered_how_right_it_was_and_every_time
     cell = {"sample_id": "id3", "max_crops": 8, "num_active_blocks": 3}
     log, rows = (frame.filter(**cell).sort("repeat") for frame in (read_logs(out / "state"), table))
     assert rows["repeat"].to_list() == [0, 1]
-    for written, measured in {"latency_ms": "total_ms", "vision_ms": "vision_ms", "cpu_ms": "extra.cpu_ms"}.items():
+    for written, measured in {
+        "latency_ms": "total_ms",
+        "vision_ms": "vision_ms",
+        "cpu_ms": "extra.cpu_ms",
+    }.items():
         assert rows[written].to_list() == pytest.approx(log[measured].to_list(), abs=1e-4)
     decoding = rows["latency_ms"] - rows["prefill_ms"]
     assert rows["decode_ms"].to_list() == pytest.approx(decoding.to_list(), abs=1e-4)
 
 
 def test_exp_files_and_long_table_are_the_same_profile_with_features(out):
-    again = read_exp5_exp6(out / "exp5", out / "exp6", "colours", features=out / "features.safetensors")
+    again = read_exp5_exp6(
+        out / "exp5", out / "exp6", "colours", features=out / "features.safetensors"
+    )
     table = read_long_table(out / "table.parquet", features=out / "features.safetensors")
     assert [knob.name for knob in table.knobs] == [knob.name for knob in again.knobs] == list(KNOBS)
     assert table.sample_ids == again.sample_ids == tuple(item.id for item in ITEMS)
@@ -128,17 +151,31 @@ def test_exp_files_and_long_table_are_the_same_profile_with_features(out):
     assert torch.equal(table.features["image_features"], again.features["image_features"])
     mean = torch.from_numpy(np.asarray(ITEMS[1].image, dtype=np.float32).mean((0, 1)))
     assert torch.equal(table.features["image_features"][1], mean)
-    row = json.loads(next((out / "exp6").rglob("*crops8_topk0_blocks3.json")).read_text())["per_sample_latencies"][0]
-    assert (row["question_id"], row["num_vision_tokens"], row["num_total_tokens"]) == ("id0", 64, 67)
+    row = json.loads(next((out / "exp6").rglob("*crops8_topk0_blocks3.json")).read_text())[
+        "per_sample_latencies"
+    ][0]
+    assert (row["question_id"], row["num_vision_tokens"], row["num_total_tokens"]) == (
+        "id0",
+        64,
+        67,
+    )
 
 
 def test_the_description_says_what_was_measured_where_and_what_knobs_do(out):
     about = json.loads((out / "profile.json").read_text())
     assert (about["samples"], about["configurations"], about["metrics"]) == (6, 4, {"exact": 6})
-    assert (about["model"], about["weights"], about["machine"]["torch"]) == ("blurred", "none", torch.__version__)
+    assert (about["model"], about["weights"], about["machine"]["torch"]) == (
+        "blurred",
+        "none",
+        torch.__version__,
+    )
     assert about["clock"]["repeats_that_changed_an_answer"] == 0
     knobs = {k["name"]: (k["available"], k["measured"]) for k in about["knobs"]}
-    assert knobs == {"max_crops": (True, [1, 8]), "top_k": (False, [0]), "num_active_blocks": (True, [1, 3])}
+    assert knobs == {
+        "max_crops": (True, [1, 8]),
+        "top_k": (False, [0]),
+        "num_active_blocks": (True, [1, 3]),
+    }
     assert not [path for path in out.rglob("*") if path.name.startswith(".")]
 
 
@@ -147,20 +184,29 @@ def test_a_knob_that_is_lacking_or_saves_nothing_is_reported(out, tmp_path, caps
     printed = capsys.readouterr().out
     assert "top_k: this model lacks it (it has no experts)" in printed
     assert "num_active_blocks: rounds; " in printed
-    rng, settings = np.random.default_rng(0), np.array([[c, k, b] for c in (2, 4) for k in (1, 2, 3) for b in (5, 9)])
+    rng, settings = (
+        np.random.default_rng(0),
+        np.array([[c, k, b] for c in (2, 4) for k in (1, 2, 3) for b in (5, 9)]),
+    )
     base = np.where(settings[:, 0] == 4, 8.0, 6.0) * np.where(settings[:, 2] == 9, 2.0, 1.0)
     latency = base * np.exp(rng.normal(0, 0.01, (200, len(settings))))
     knobs = [replace(Blurred.knobs[0], name=name) for name in KNOBS]
     report = knob_report(knobs, settings, latency)
     assert [row["saves"] for row in report] == pytest.approx([0.25, 0, 0.5], abs=0.003)
     assert [row["saves_nothing"] for row in report] == [False, True, False]
-    assert ["SAVES NO TIME" in line for line in rendered("knobs", knobs=report).split("\n")] == [False, True, False]
+    assert ["SAVES NO TIME" in line for line in rendered("knobs", knobs=report).split("\n")] == [
+        False,
+        True,
+        False,
+    ]
     # two samples, of which one is faster with top_k=3 and the other slower: nothing can be said
     two = np.stack([np.where(settings[:, 1] == 3, factor, 1.0) * base for factor in (1.1, 0.95)])
     lines = rendered("knobs", knobs=knob_report(knobs, settings, two)).split("\n")
     assert ["no saving shown" in line for line in lines] == [False, True, False]
     assert "saves 50.0 % ± 0.0 of the time, from 9 down to 5" in lines[2]
-    assert report[0]["saves_error"] == pytest.approx(0.75 * 0.01 * np.sqrt(2 / 6) / np.sqrt(200), rel=0.25)
+    assert report[0]["saves_error"] == pytest.approx(
+        0.75 * 0.01 * np.sqrt(2 / 6) / np.sqrt(200), rel=0.25
+    )
     # not on all combinations either; nor is anything made up where there are too few of them
     some = [0, 3, 5, 6, 8, 11, 10]
     report = knob_report(knobs, settings[some], latency[:, some])
@@ -187,17 +233,30 @@ def test_more_of_it_is_measured_beside_what_is_there(tmp_path):
     profile_vlm(tmp_path, model := Blurred(), DATA, replace(small, samples=5))
     assert len(model.asked) == 2 * 4
     assert first < set(pl.read_parquet(tmp_path / "table.parquet")["sample_id"])
-    profile_vlm(tmp_path, model := Blurred(), DATA, replace(small, samples=5, repeats=2, max_crops=(1, 4, 8)))
+    profile_vlm(
+        tmp_path,
+        model := Blurred(),
+        DATA,
+        replace(small, samples=5, repeats=2, max_crops=(1, 4, 8)),
+    )
     assert len(model.asked) == 5 * 2 + 5 * 6
-    profile_vlm(tmp_path, model := Blurred(), DATA, replace(small, samples=5, max_crops=(8,), metric="vqa"))
+    profile_vlm(
+        tmp_path, model := Blurred(), DATA, replace(small, samples=5, max_crops=(8,), metric="vqa")
+    )
     assert model.asked == []
-    assert len(list((tmp_path / "exp5").rglob("*.json"))) == 2  # none of what is not asked for any more
+    assert (
+        len(list((tmp_path / "exp5").rglob("*.json"))) == 2
+    )  # none of what is not asked for any more
 
 
 def test_a_sample_whose_question_changed_is_measured_again_and_no_other(tmp_path):
     twice = replace(ONCE, repeats=2)
     profile_vlm(tmp_path, Blurred(), DATA, twice)
-    items = (replace(ITEMS[0], question="Another?"), replace(ITEMS[1], answers=("blue",)), *ITEMS[2:])
+    items = (
+        replace(ITEMS[0], question="Another?"),
+        replace(ITEMS[1], answers=("blue",)),
+        *ITEMS[2:],
+    )
     profile_vlm(tmp_path, model := Blurred(), VQAData(items, items), twice)
     assert len(model.asked) == 4 * 2
     assert {question for question, *_ in model.asked} == {"Another?"}
@@ -226,7 +285,9 @@ def test_after_an_interruption_it_goes_on_and_measures_nothing_twice(tmp_path):
     lines = [json.loads(line) for line in log.read_bytes().splitlines()]
     keys = [(line["sample_id"], line["repeat"], *(line[knob] for knob in KNOBS)) for line in lines]
     assert len(keys) == len(set(keys)) == 2 * CELLS
-    assert read_features(tmp_path / "features.safetensors").sample_ids == tuple(item.id for item in ITEMS)
+    assert read_features(tmp_path / "features.safetensors").sample_ids == tuple(
+        item.id for item in ITEMS
+    )
 
 
 def test_two_processes_do_not_measure_into_one_file(tmp_path):
@@ -236,7 +297,9 @@ def test_two_processes_do_not_measure_into_one_file(tmp_path):
 
 
 def test_a_model_that_fails_is_named_and_the_rest_can_be_had_without(tmp_path):
-    message = r"'id4' with max_crops=8 top_k=0 .*\(RuntimeError: out of memory\).*measured is on disk"
+    message = (
+        r"'id4' with max_crops=8 top_k=0 .*\(RuntimeError: out of memory\).*measured is on disk"
+    )
     with pytest.raises(InputError, match=message):
         profile_vlm(tmp_path, model := Blurred(("Which colour 4?", 8)), DATA, ONCE)
     done = read_logs(tmp_path / "state")
@@ -245,21 +308,27 @@ def test_a_model_that_fails_is_named_and_the_rest_can_be_had_without(tmp_path):
     left = VQAData(tuple(item for item in ITEMS if item.id != "id4"), ())
     profile_vlm(tmp_path, model := Blurred(), left, ONCE)
     assert len(model.asked) == 5 * 4 - (done["sample_id"] != "id4").sum()
-    assert read_long_table(tmp_path / "table.parquet").sample_ids == tuple(item.id for item in left.queries)
+    assert read_long_table(tmp_path / "table.parquet").sample_ids == tuple(
+        item.id for item in left.queries
+    )
 
 
 def test_parts_measure_each_their_configurations_and_the_last_one_merges(tmp_path, capsys):
     models = [Blurred() for _ in range(3)]
     for shard in (2, 0, 1):
         assert not (tmp_path / "table.parquet").exists()
-        profile_vlm(tmp_path, models[shard], DATA, replace(CONFIG, shard=shard, shards=3, warm_up=0))
+        profile_vlm(
+            tmp_path, models[shard], DATA, replace(CONFIG, shard=shard, shards=3, warm_up=0)
+        )
         printed = capsys.readouterr().out
         assert ("measurements of the others are missing" in printed) == (shard != 1)
     parts = [{asked[1:] for asked in model.asked} for model in models]
     assert sum(map(len, parts)) == len(set.union(*parts)) == 4
     assert sum(len(model.asked) for model in models) == 2 * CELLS
     assert pl.read_parquet(tmp_path / "table.parquet").height == 2 * CELLS
-    assert read_features(tmp_path / "features.safetensors").sample_ids == tuple(item.id for item in ITEMS)
+    assert read_features(tmp_path / "features.safetensors").sample_ids == tuple(
+        item.id for item in ITEMS
+    )
     assert sum(model.first for model in models) == 2 * CELLS  # features came with the measurements
     # another number of parts goes on from the same state
     profile_vlm(tmp_path, model := Blurred(), DATA, CONFIG)
@@ -297,7 +366,9 @@ def test_features_are_kept_when_nothing_changed_and_taken_anew_by_force(tmp_path
     out = profile_vlm(tmp_path, Blurred(), DATA, once)
     old = read_features(out / "features.safetensors").blocks
     profile_vlm(tmp_path, Other(), DATA, replace(once, repeats=2))
-    assert torch.equal(read_features(out / "features.safetensors").blocks["image_features"], old["image_features"])
+    assert torch.equal(
+        read_features(out / "features.safetensors").blocks["image_features"], old["image_features"]
+    )
     profile_vlm(tmp_path, model := Other(), DATA, replace(once, repeats=2, force=True))
     assert (model.asked, model.first) == ([], 6)
     new = read_features(out / "features.safetensors").blocks
@@ -312,7 +383,10 @@ def test_a_profile_without_features(tmp_path):
 def test_a_first_stage_that_nothing_goes_on_from_runs_once_for_each_sample(tmp_path):
     profile_vlm(tmp_path, model := Blurred(reuse=False), DATA, CONFIG)
     assert model.first == 6
-    assert (pl.read_parquet(tmp_path / "table.parquet").filter(pl.col("max_crops") == 8)["accuracy"] == 1).all()
+    assert (
+        pl.read_parquet(tmp_path / "table.parquet").filter(pl.col("max_crops") == 8)["accuracy"]
+        == 1
+    ).all()
 
 
 def test_every_pair_comes_once_in_random_order():
@@ -324,11 +398,17 @@ def test_every_pair_comes_once_in_random_order():
 
 
 def test_options_are_shown_with_their_letters_and_metrics_are_chosen(tmp_path):
-    with_choices = VQAItem("1", ITEMS[0].image, "Which {choices}?", ("red",), choices=("red", "green"))
+    with_choices = VQAItem(
+        "1", ITEMS[0].image, "Which {choices}?", ("red",), choices=("red", "green")
+    )
     assert question_text(with_choices) == "Which {choices}?\nA. red\nB. green"
     assert question_text(with_choices, "{question} Briefly.") == "Which {choices}? Briefly."
     three = replace(ITEMS[0], answers=("red", "red", "dark red"))
-    assert [metric_of(item) for item in (with_choices, three, ITEMS[0])] == ["choice", "vqa", "exact"]
+    assert [metric_of(item) for item in (with_choices, three, ITEMS[0])] == [
+        "choice",
+        "vqa",
+        "exact",
+    ]
     assert metric_of(three, "anls") == "anls"
     data = VQAData((with_choices, replace(three, id="2")), ())
     profile_vlm(tmp_path, Blurred(), data, replace(CONFIG, name="both_kinds"))
@@ -343,7 +423,8 @@ def test_options_are_shown_with_their_letters_and_metrics_are_chosen(tmp_path):
 def test_the_command_names_what_was_changed():
     config = replace(CONFIG, prompt="{question} Say it.", shard=1, shards=2)
     assert command("m", config) == (
-        "knobwise profile model=m data=FILE out=DIR knobs.name=colours 'knobs.prompt=\"{question} Say it.\"' "
+        "knobwise profile model=m data=FILE out=DIR knobs.name=colours "
+        "'knobs.prompt=\"{question} Say it.\"' "
         "knobs.max_crops=[1,8] knobs.num_active_blocks=[1,3] knobs.repeats=2"
     )
 
@@ -360,8 +441,8 @@ def test_a_large_grid_is_sampled(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"repeats": 0}, "repeats=0: must be at least 1"), ({"samples": 0}, "samples=0: must be at least 1"),
-        ({"shard": 2, "shards": 2}, "shard must be 0 to 1"), ({"metric": "bleu"}, "must be one of auto, vqa"),
+        ({"repeats": 0}, "repeats=0: must be at least " "1"), ({"samples": 0}, "samples=0: must be at least " "1"),
+        ({"shard": 2, "shards": 2}, "shard must be 0 to 1"), ({"metric": "bleu"}, "must be one of auto, " "vqa"),
         ({"count": 5}, "make 4 configurations"), ({"prompt": "Answer!"}, "must contain {question}"),
         ({"max_crops": (1, 9)}, "max_crops=9: this model takes 1 to 8"),
         ({"top_k": (2,)}, "lacks the knob .it has no experts."),

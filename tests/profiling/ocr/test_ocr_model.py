@@ -21,7 +21,8 @@ from knobwise.profiling.ocr.scenes import Scenes
 from knobwise.profiling.ocr.settings import PASSES, SIDES
 
 GRID = [
-    {"side": side, "boxes": boxes, "passes": passes} for side, boxes, passes in itertools.product(SIDES, (2, 7), PASSES)
+    {"side": side, "boxes": boxes, "passes": passes}
+    for side, boxes, passes in itertools.product(SIDES, (2, 7), PASSES)
 ]
 
 
@@ -37,7 +38,12 @@ def test_a_scene_depends_on_its_number_alone() -> None:
     assert np.array_equal(scene.image, again.image)
     assert (scene.question, scene.answer) == (again.question, again.answer)
     assert not np.array_equal(scene.image, first[6].image)
-    assert [aspect_of(first[row].question) for row in (0, 1, 2, 4)] == ["title", "beside", "code", "total"]
+    assert [aspect_of(first[row].question) for row in (0, 1, 2, 4)] == [
+        "title",
+        "beside",
+        "code",
+        "total",
+    ]
 
 
 def test_scenes_are_requests_without_end() -> None:
@@ -52,7 +58,9 @@ def test_scenes_are_requests_without_end() -> None:
     assert scenes.score("2", "") == 0
 
 
-def line(number: int, text: str | None, x: float, y: float, width: float = 60, height: float = 20) -> Line:
+def line(
+    number: int, text: str | None, x: float, y: float, width: float = 60, height: float = 20
+) -> Line:
     return Line(number, text, x, y, width, height)
 
 
@@ -80,7 +88,9 @@ UNREAD = {2: "2.50", 3: "Soup"}
         ("Which code is given?", "AB-1234"),
     ],
 )
-def test_answers_from_what_was_read_and_the_neighbour_that_is_read_for_it(question: str, answer: str) -> None:
+def test_answers_from_what_was_read_and_the_neighbour_that_is_read_for_it(
+    question: str, answer: str
+) -> None:
     assert find_answer(question, MENU, UNREAD.__getitem__) == answer
     assert find_answer(question, [], UNREAD.__getitem__) == ""
 
@@ -122,15 +132,22 @@ def test_features_have_a_fixed_length_and_are_finite(count: int, seed: int) -> N
 
 
 @pytest.mark.parametrize("row", ["0", "4"])  # one stands upside down, one is small
-def test_answers_composed_from_shared_steps_are_those_of_straight_runs(model: RapidOCRModel, row: str) -> None:
+def test_answers_composed_from_shared_steps_are_those_of_straight_runs(
+    model: RapidOCRModel, row: str
+) -> None:
     scenes = Scenes()
     stage = model.first_stage(scenes.request(row))
     for setting in GRID[::5]:
         with model.set_knobs(setting):
             composed = model.answer_from(stage.kept)
-        (straight,) = model.answer([model.first_stage(scenes.request(row), features=False)], setting)
+        (straight,) = model.answer(
+            [model.first_stage(scenes.request(row), features=False)], setting
+        )
         assert composed.text == straight.text
-        assert (composed.vision_tokens, composed.language_tokens) == (straight.vision_tokens, straight.language_tokens)
+        assert (composed.vision_tokens, composed.language_tokens) == (
+            straight.vision_tokens,
+            straight.language_tokens,
+        )
         assert straight.vision_ms <= straight.total_ms
     best = model.answer([stage], {"boxes": 10})[0].text
     assert scenes.score(row, best) == (0.0 if row == "0" else 1.0)
@@ -139,7 +156,10 @@ def test_answers_composed_from_shared_steps_are_those_of_straight_runs(model: Ra
 def test_a_step_that_is_reused_counts_once_in_each_answer(model: RapidOCRModel) -> None:
     stage = model.first_stage(Scenes().request("4"))
     work: Work = stage.kept
-    work.results = {key: (result, 1e6 if key == ("pixels",) else 1e7) for key, (result, _) in work.results.items()}
+    work.results = {
+        key: (result, 1e6 if key == ("pixels",) else 1e7)
+        for key, (result, _) in work.results.items()
+    }
     with model.set_knobs({"side": FIRST_SIDE, "boxes": 2}):
         assert round(model.answer_from(work).total_ms, -5) == 1.1e7
         assert round(model.answer_from(work).total_ms, -5) == 1.1e7
@@ -151,7 +171,9 @@ def test_only_the_side_of_the_first_look_continues_from_it(model: RapidOCRModel)
     stage = model.first_stage(Scenes().request("4"))
     assert set(stage.features) == {"image_features", "language_features"}
     assert stage.unused_ms({"side": FIRST_SIDE}) == 0
-    assert stage.unused_ms({"side": 416}) == stage.unused_ms({}) == stage.total_ms - stage.extra_ms > 0
+    assert (
+        stage.unused_ms({"side": 416}) == stage.unused_ms({}) == stage.total_ms - stage.extra_ms > 0
+    )
     stage.kept.results = {key: (result, 1e7) for key, (result, _) in stage.kept.results.items()}
     assert model.answer([stage], {"side": FIRST_SIDE, "boxes": 2})[0].total_ms > 1e7
     assert model.answer([stage], {"side": 416, "boxes": 2})[0].total_ms < 1e6
@@ -188,7 +210,11 @@ def test_values_that_a_knob_does_not_take_are_refused(
         pass
 
 
-def test_without_its_packages_the_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_packages_the_model_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "rapidocr", None)
-    with pytest.raises(InputError, match=r"^model=ocr: rapidocr is not installed; pip install 'knobwise\[ocr\]'$"):
+    with pytest.raises(
+        InputError, match=r"^model=ocr: rapidocr is not installed; pip install 'knobwise\[ocr\]'$"
+    ):
         load_model("ocr", None, VLMProfileConfig())
