@@ -1,5 +1,8 @@
-"""The same bandit as gymnasium environments: one context at a time for stepping by hand, and many
-at once."""
+"""The configuration bandit as gymnasium environments.
+
+`ConfigBanditEnv` has one context at a time, to be stepped by hand. `ConfigBanditVectorEnv` has
+many at once.
+"""
 
 from __future__ import annotations
 
@@ -32,47 +35,69 @@ from knobwise.envs.tables.profile_table import ProfileTable
 Observation = dict[str, NDArray[Any]]
 Info = dict[str, NDArray[Any]]
 Inputs = Callable[[str], tuple[str, Any]]
-"""Sample id → its question, and its picture as a PIL image or an array (None if there is none)."""
+"""A sample id → its question, and its picture as a PIL image or an array (None if it has none)."""
 _PROCESS = os.getpid()
+"""The process that imported this module; a process forked from it has another id."""
 
 
 class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
     """Choose the knobs of a measured model for one input under a latency budget, and see the
     outcome.
 
-    Description: A contextual bandit that replays a profile: no model runs, every outcome was
-        measured before. Under a mean budget (`BudgetConfig(sense="mean")`) no request has a budget
-        of its own; it is limited by the worth of a right answer, in ms, and the reward is accuracy
-        − latency/worth. Under weights (`sense="weights"`) this worth is also in the unit of the
-        profile's further cost, and the reward is accuracy − latency/worth − cost/worth. Action
-        space: `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index
-        of its value; under `action_keys="knobs"` a `Dict` of one `Discrete` for each knob, by name;
-        under `action="configuration"` `Discrete(C)`, a configuration of
-        `env.unwrapped.table.configurations`. Observation space: `Dict` of one `Box` per feature
-        block (`image_features`, `language_features`, …; a missing value is the column's median),
-        `budget_ms`, a `Box` of shape (), and `mask`, `MultiBinary(C)`: the configurations that were
-        profiled for the sample. Under a mean budget there is `worth_ms` instead of `budget_ms`,
-        under weights `worths`, of shape (2,). Rewards: By default the one that training uses, see
-        `Replay`. Starting state: A random sample and a random budget or worth, unless
-        `reset(options=…)` chooses them: `row` or `sample_id` (with `dataset`, where data sets share
-        ids), `budget_ms`, `worth_ms` or `worths`. Episode end: After one step, always. Info: After
-        reset: `row` of the table, `sample_id`, `budget_ms`, `worth_ms` or `worths`, `mask` (bool
-        [C]), and `action_mask`, for `env.action_space.sample(info["action_mask"])` to draw a
-        profiled action (None if no mask of the knobs allows the profiled configurations only).
+    Description:
+        A contextual bandit that replays a profile: no model runs, because every outcome was
+        measured before. Under a mean budget (`BudgetConfig(sense="mean")`) a request has no budget
+        of its own. It is limited by the worth of a right answer, in ms, and the reward is
+        accuracy − latency/worth. Under weights (`sense="weights"`) there is a second worth, in the
+        unit of the profile's further cost, and the reward is accuracy − latency/worth − cost/worth.
+
+    Action space:
+        `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its
+        value. Under `action_keys="knobs"` a `Dict` with one `Discrete` for each knob, by name.
+        Under `action="configuration"` `Discrete(C)`, the index of a configuration in
+        `env.unwrapped.table.configurations`.
+
+    Observation space:
+        A `Dict` of one `Box` per feature block (`image_features`, `language_features`, …; a missing
+        value is the column's median), `budget_ms`, a `Box` of shape (), and `mask`,
+        `MultiBinary(C)`: the configurations that were profiled for the sample. Under a mean budget
+        there is `worth_ms` instead of `budget_ms`, under weights `worths`, of shape (2,).
+
+    Rewards:
+        By default the reward that training uses, see `Replay`.
+
+    Starting state:
+        A random sample and a random budget or worth, unless `reset(options=…)` chooses them: `row`
+        or `sample_id` (with `dataset`, where data sets share ids), `budget_ms`, `worth_ms` or
+        `worths`.
+
+    Episode end:
+        After one step, always.
+
+    Info:
+        After reset: `row` of the table, `sample_id`, `budget_ms`, `worth_ms` or `worths`, `mask`
+        (bool [C]), and `action_mask`, for `env.action_space.sample(info["action_mask"])` to draw a
+        profiled action (None if no mask of the knobs allows exactly the profiled configurations).
         After a step also `accuracy`, `latency_ms`, `violation` (only under deadlines), `cost` where
         the profile has a further one, `configuration` (the knob values that were replayed, by
-        name), and the same with the prefix `oracle_` for the best configuration (its median
+        name), and all these with the prefix `oracle_` for the best configuration (its median
         latency, where it was measured repeatedly). With `numeric_infos` numbers alone, as in
-        `ConfigBanditVectorEnv`. Arguments: table: the profile; None for the built-in one. budget,
-        reward, unprofiled, action, action_keys, repeats: as `Replay` takes them. rows: int64 [n],
-        the samples to draw from; None for all. render_mode: None, "ansi" (words) or "rgb_array"
-        (uint8 [520, 900, 3]), which `gymnasium.make` shows in a window for "human". numeric_infos:
-        leave out what is not a number, and write configurations as value indices; TorchRL wants it
-        of environments that `SyncVectorEnv` or `AsyncVectorEnv` puts side by side. inputs: sample
-        id → question and picture, for rendering; a text `module:function` names such a function for
-        the built-in profile alone.
+        `ConfigBanditVectorEnv`.
 
-    Raises InputError for settings, options of `reset` and actions that do not exist.
+    Args:
+        table: the profile; None for the built-in one.
+        budget, reward, unprofiled, action, action_keys, repeats: see `Replay`.
+        rows: int64 [n], the samples to draw from; None for all.
+        render_mode: None, "ansi" (words) or "rgb_array" (uint8 [520, 900, 3]), which
+            `gymnasium.make` shows in a window for "human".
+        numeric_infos: leave out what is not a number, and write configurations as value indices.
+            TorchRL needs it in environments that `SyncVectorEnv` or `AsyncVectorEnv` puts side by
+            side.
+        inputs: a function from a sample id to its question and picture, for rendering. A text
+            `module:function` names such a function for the built-in profile alone.
+
+    Raises:
+        InputError: a setting, an option of `reset` or an action that does not exist.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
@@ -119,14 +144,14 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         return self._single(*self._batch.draw(seed, options), None)
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Set the knobs; the episode ends."""
+        """Set the knobs and end the episode."""
         observations, rewards, infos = self._batch.decide(action)
         reward = rewards[0].item()
         observation, info = self._single(observations, infos, reward)
         return observation, reward, True, False, info
 
     def render(self) -> Any:
-        """The last reset or step: its words or its picture."""
+        """Return the last reset or step in words or as a picture, as `render_mode` says."""
         if self.render_mode is None:
             return None
         if self._last is None:
@@ -137,7 +162,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         else:
             inputs = self._inputs
         if inputs is None:
-            question, picture = ("", None)
+            question, picture = "", None
         else:
             question, picture = inputs(info["sample_id"])
         view = View(
@@ -150,7 +175,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
     def _single(
         self, observations: Observation, infos: Info, reward: float | None
     ) -> tuple[Observation, dict[str, Any]]:
-        """The only observation and info of a batch, which are kept for `render`."""
+        """Take the only observation and info out of a batch of one, and keep them for `render`."""
         # copies, because an observation must not share memory with the next one
         observation = {name: np.array(block[0]) for name, block in observations.items()}
         info = {
@@ -158,10 +183,8 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
             for name, value in infos.items()
         }
         # after a step TorchRL looks for the parts of a Dict observation in the infos
-        if reward is None:
-            numbers = dict(info)
-        else:
-            numbers = {**info, **observation}
+        numbers = dict(info) if reward is None else {**info, **observation}
+        # what is added from here on is for people
         key = self._batch.limit_key
         mask = observation["mask"].astype(bool)
         info |= {
@@ -177,13 +200,17 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         return observation, numbers if self.numeric_infos else info
 
     def _knob_masks(self, mask: NDArray[np.bool_]) -> Any:
-        """For each knob which of its values were profiled, if all their combinations were: their
-        product."""
-        columns = zip(self.table.configurations.numpy()[mask].T, self.table.knob_sizes, strict=True)
+        """Return for each knob the mask of its profiled values, int8 [values].
+
+        None if not all combinations of these values were profiled, because masks of single knobs
+        would then allow too much.
+        """
+        profiled = self.table.configurations.numpy()[mask]
+        columns = zip(profiled.T, self.table.knob_sizes, strict=True)
         masks = tuple(
             (np.bincount(values, minlength=size) > 0).astype(np.int8) for values, size in columns
         )
-        if math.prod(int(knob.sum()) for knob in masks) != mask.sum():
+        if math.prod(int(knob.sum()) for knob in masks) != len(profiled):
             return None
         names = self._batch.knob_keys
         if names:
@@ -192,24 +219,23 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
 
 
 class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
-    """Many contexts at once, as a gymnasium vector environment.
+    """Decide for many contexts at once, as a gymnasium vector environment.
 
     Spaces and rewards are those of `ConfigBanditEnv` with a leading axis `num_envs`. All infos are
     numbers, because TorchRL reads them all: `row` in place of `sample_id`; `configuration` as value
     indices, int64 [num_envs, K]; `action_mask`, int8 [num_envs, C], under `action="configuration"`
-    only; what the observation holds is not in them. Nothing is rendered; `gymnasium.make_vec(…,
+    only. What the observation holds is not in them. Nothing is rendered; `gymnasium.make_vec(…,
     vectorization_mode="sync")` renders each environment.
 
-    Every episode is one decision, so that all of them end together. `autoreset_mode` is
-    gymnasium's:
+    Every episode is one decision, so all of them end together. `autoreset_mode` is gymnasium's:
 
     - `SAME_STEP` (the default): `step` returns the observations of the next contexts; those of the
       decisions are in `infos["final_obs"]`, an array of num_envs of them, and their outcomes in
       `infos["final_info"]`.
     - `NEXT_STEP`: `step` returns the decisions; the next `step` ignores its actions, draws new
       contexts and returns reward 0, not terminated.
-    - `DISABLED`: `reset` draws new contexts, after the first one those where
-      `options["reset_mask"]`, bool [num_envs], is True.
+    - `DISABLED`: only `reset` draws new contexts; after the first reset
+      `options["reset_mask"]`, bool [num_envs], says for which environments.
     """
 
     def __init__(
@@ -228,8 +254,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         action_keys: str = "action",
     ) -> None:
         if os.getpid() != _PROCESS:
-            # this process was forked off: threads of torch would be waited for, and they stayed
-            # behind
+            # torch would wait for its threads, which a fork leaves behind
             torch.set_num_threads(1)
         table = _builtin() if table is None else table
         if not isinstance(table, ProfileTable):
@@ -243,10 +268,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self.limit_key = limit_key(budget)
         self._repeats = repeats
-        if self.limit_key == "worths":
-            self._pair: tuple[int, ...] = (2,)
-        else:
-            self._pair = ()
+        self._limit_shape: tuple[int, ...] = (2,) if self.limit_key == "worths" else ()
         self._replay = Replay(table, budget, reward, unprofiled, action, None, repeats, action_keys)
         self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=None)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
@@ -254,20 +276,9 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             name: torch.where(block.isnan(), block.nanmedian(0).values.nan_to_num(), block)
             for name, block in table.features.items()
         }
-        self.single_observation_space: Any = spaces.Dict(
-            {name: _box(block) for name, block in self._features.items()}
-            | {self.limit_key: spaces.Box(0.0, float(np.finfo(np.float32).max), self._pair)}
-            | {"mask": spaces.MultiBinary(table.num_configurations)}
-        )
-        self.single_action_space: Any = spaces.MultiDiscrete(table.knob_sizes)
         self.knob_keys = self._replay.knob_keys
-        if self.knob_keys:
-            each = zip(self.knob_keys, table.knob_sizes, strict=True)
-            self.single_action_space = spaces.Dict(
-                {name: spaces.Discrete(size) for name, size in each}
-            )
-        elif action == "configuration":
-            self.single_action_space = spaces.Discrete(table.num_configurations)
+        self.single_observation_space: Any = self._observation_space()
+        self.single_action_space: Any = self._action_space()
         self.observation_space = gymnasium.vector.utils.batch_space(
             self.single_observation_space, num_envs
         )
@@ -275,10 +286,27 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self._context: tuple[Tensor, Tensor] | None = None
         self._over = np.zeros(num_envs, dtype=bool)  # whose episode has ended
 
+    def _observation_space(self) -> spaces.Dict:
+        """Return the space of one observation."""
+        blocks: dict[str, Any] = {name: _box(block) for name, block in self._features.items()}
+        most = float(np.finfo(np.float32).max)
+        limit = spaces.Box(0.0, most, self._limit_shape)
+        mask = spaces.MultiBinary(self.table.num_configurations)
+        return spaces.Dict({**blocks, self.limit_key: limit, "mask": mask})
+
+    def _action_space(self) -> spaces.Space[Any]:
+        """Return the space of one action."""
+        if self.knob_keys:
+            knobs = zip(self.knob_keys, self.table.knob_sizes, strict=True)
+            return spaces.Dict({name: spaces.Discrete(size) for name, size in knobs})
+        if self._replay.action == "configuration":
+            return spaces.Discrete(self.table.num_configurations)
+        return spaces.MultiDiscrete(self.table.knob_sizes)
+
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw contexts. One seed serves all of them; of a list the first counts."""
+        """Draw contexts. One seed serves all of them; of a list of seeds the first counts."""
         seed = seed[0] if isinstance(seed, list) else seed
         super().reset(seed=seed)
         options = dict(options or {})
@@ -300,36 +328,35 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         ended = np.ones(self.num_envs, dtype=bool)
         if self.autoreset_mode == AutoresetMode.NEXT_STEP and self._over.all():
             observations, infos = self.draw()
-            return (
-                observations,
-                np.zeros(self.num_envs, np.float32),
-                ~ended,
-                ~ended,
-                self._with_masks(infos),
-            )
+            rewards = np.zeros(self.num_envs, np.float32)
+            return observations, rewards, ~ended, ~ended, self._with_masks(infos)
         last, rewards, outcomes = self.decide(actions)
         if self.autoreset_mode != AutoresetMode.SAME_STEP:
             return last, rewards, ended, ~ended, self._with_masks(outcomes)
         observations, infos = self.draw()
-        final_obs = np.empty(self.num_envs, dtype=object)
-        # arrays of shape (), not numbers, are what is in a Box of this shape
-        parts = (np.nditer(v, op_flags=["readwrite"]) if v.ndim == 1 else v for v in last.values())
-        rows = zip(*parts, strict=True)
-        final_obs[:] = list(
-            map(dict, map(zip, itertools.repeat(tuple(last)), rows))
-        )  # one dict for each, in C
+        infos["final_obs"] = self._one_by_one(last)
         # TorchRL looks for the parts of a Dict observation in final_info
-        final = {"final_obs": final_obs, "final_info": self._with_masks({**outcomes, **last})}
-        return observations, rewards, ended, ~ended, self._with_masks({**infos, **final})
+        infos["final_info"] = self._with_masks({**outcomes, **last})
+        return observations, rewards, ended, ~ended, self._with_masks(infos)
+
+    def _one_by_one(self, observations: Observation) -> NDArray[Any]:
+        """Split a batch of observations into an array of num_envs dicts."""
+        # arrays of shape (), not numbers, are what is in a Box of this shape
+        parts = (
+            np.nditer(values, op_flags=["readwrite"]) if values.ndim == 1 else values
+            for values in observations.values()
+        )
+        # map and zip build the dicts in C, which is much faster than a loop
+        named = map(zip, itertools.repeat(tuple(observations)), zip(*parts, strict=True))
+        out = np.empty(self.num_envs, dtype=object)
+        out[:] = list(map(dict, named))
+        return out
 
     def _with_masks(
         self, infos: dict[str, Any], renewed: NDArray[np.bool_] | None = None
     ) -> dict[str, Any]:
-        # gymnasium pairs every info with the mask of the environments that gave it
-        if renewed is None:
-            mask = np.ones(self.num_envs, dtype=bool)
-        else:
-            mask = renewed
+        """Pair every info with the mask of the environments that gave it, as gymnasium does."""
+        mask = np.ones(self.num_envs, dtype=bool) if renewed is None else renewed
         return {**infos, **{f"_{name}": mask for name in infos}}
 
     def draw(
@@ -338,7 +365,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         options: dict[str, Any] | None = None,
         renewed: NDArray[np.bool_] | None = None,
     ) -> tuple[Observation, Info]:
-        """Draw contexts, all or the `renewed` ones, bool [num_envs], and observe them."""
+        """Draw contexts and observe them: all, or only the `renewed` ones, bool [num_envs]."""
         if seed is not None:
             self._contexts.generator.manual_seed(seed)
         chosen, chosen_limits = chosen_context(
@@ -350,14 +377,19 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if renewed is not None and self._context is not None:
             new = torch.from_numpy(renewed)
             rows = rows.where(new, self._context[0])
-            each = new.view(-1, *self._pair and (1,))
-            limits = limits.where(each, self._context[1])
+            if self._limit_shape:
+                new = new.unsqueeze(1)
+            limits = limits.where(new, self._context[1])
         self._context = rows, limits
         self._over[... if renewed is None else renewed] = False
         return self._observe(rows, limits)
 
     def decide(self, actions: Any) -> tuple[Observation, NDArray[Any], Info]:
-        """The same observations again, rewards float32 [num_envs], infos."""
+        """Replay an action for each context.
+
+        Returns:
+            the observations once more; rewards, float32 [num_envs]; and the outcomes as infos.
+        """
         if self._context is None or self._over.any():
             raise gymnasium.error.ResetNeeded(
                 "call reset() before step(): every episode is one decision"
@@ -372,27 +404,29 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         priced = self.limit_key != "budget_ms"
         best = oracle(self.table, rows, limits, priced, self._repeats).unsqueeze(1)
         observations, info = self._observe(rows, limits)
-        for prefix, choice, outcome in (
-            ("", replayed.configuration, self._replay.outcome(rows, replayed)),
-            ("oracle_", best, self._replay.rewards.outcome(rows, best)),
-        ):
-            info[f"{prefix}accuracy"], info[f"{prefix}latency_ms"] = (
-                cells.squeeze(1).numpy() for cells in outcome
-            )
-            if self._replay.rewards.cost is not None:
-                info[f"{prefix}cost"] = (
-                    self._replay.rewards.further_cost(rows, choice).squeeze(1).numpy()
-                )
-            if not priced:
-                info[f"{prefix}violation"] = info[f"{prefix}latency_ms"] > limits.numpy()
-            info[f"{prefix}configuration"] = self.table.configurations.index_select(
-                0, choice.squeeze(1)
-            ).numpy()
+        outcome = self._replay.outcome(rows, replayed)
+        info |= self._outcome_info("", replayed.configuration, outcome)
+        info |= self._outcome_info("oracle_", best, self._replay.rewards.outcome(rows, best))
         self._over[:] = True
         return observations, replayed.reward[:, 0].numpy(), info
 
+    def _outcome_info(self, prefix: str, choice: Tensor, outcome: tuple[Tensor, ...]) -> Info:
+        """Return the infos about these choices, int64 [num_envs, 1], and their outcome."""
+        assert self._context is not None
+        rows, limits = self._context
+        accuracy, latency_ms = (cells.squeeze(1).numpy() for cells in outcome)
+        info = {f"{prefix}accuracy": accuracy, f"{prefix}latency_ms": latency_ms}
+        if self._replay.rewards.cost is not None:
+            cost = self._replay.rewards.further_cost(rows, choice)
+            info[f"{prefix}cost"] = cost.squeeze(1).numpy()
+        if self.limit_key == "budget_ms":
+            info[f"{prefix}violation"] = latency_ms > limits.numpy()
+        knobs = self.table.configurations.index_select(0, choice.squeeze(1))
+        info[f"{prefix}configuration"] = knobs.numpy()
+        return info
+
     def _observe(self, rows: Tensor, limits: Tensor) -> tuple[Observation, Info]:
-        """The observations, and what else is known before a decision, in new arrays."""
+        """Return the observations and the infos of contexts before a decision, in new arrays."""
         blocks = {
             name: block.index_select(0, rows).numpy() for name, block in self._features.items()
         }
@@ -405,16 +439,21 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
 
 @functools.cache
 def _builtin() -> ProfileTable:
-    """The built-in profile, read once: a process that is forked off has it, and must not use the
-    threads of polars."""
+    """Read the built-in profile once.
+
+    A forked process then has it too; it could not read it, because polars would use threads that a
+    fork leaves behind.
+    """
     from knobwise.envs.readers.builtin import builtin_profile
 
     return builtin_profile()
 
 
 def _box(block: Tensor) -> spaces.Box:
-    """The space of a feature block. It includes 0, because TorchRL fills in zeros where there is
-    nothing to observe."""
+    """Return the space of a feature block.
+
+    It includes 0, because TorchRL fills in zeros where there is nothing to observe.
+    """
     low, high = torch.cat([block.flatten(), torch.zeros(1)]).aminmax()
     return spaces.Box(float(low), float(high) or 1.0, block.shape[1:])
 
@@ -422,19 +461,29 @@ def _box(block: Tensor) -> spaces.Box:
 def oracle(
     table: ProfileTable, rows: Tensor, limits: Tensor, priced: bool = False, repeats: str = "draw"
 ) -> Tensor:
-    """The best profiled configuration of each sample, int64 [n]: highest utility, then lowest
-    latency. The limits, float [n], are budgets in ms; or if `priced`, worths of a right answer in
-    ms, or pairs of worths [n, 2], and best is the highest accuracy − latency/worth (− cost/worth).
-    Both are means over a cell's measurements, or under `repeats="median"` those of its median."""
-    # an unprofiled cell counts as infinitely late: it gains nothing, and any other cell that gains
-    # nothing is faster
+    """Find the best profiled configuration of each sample, int64 [n].
+
+    It has the highest utility, and of equal ones the lowest latency. If `priced`, it has the
+    highest accuracy − latency/worth (− cost/worth) instead.
+
+    Args:
+        table: the profile.
+        rows: int64 [n], the samples.
+        limits: float [n], budgets in ms; if `priced`, the worth of a right answer in ms, or pairs
+            of worths [n, 2].
+        priced: whether limits are worths.
+        repeats: `draw` for the mean over a cell's measurements, `median` for that of its median
+            latency.
+    """
+    # an unprofiled cell counts as infinitely late: it gains nothing, and of the cells that gain
+    # nothing it is the slowest
     latency = table.latency_ms.index_select(0, rows).nan_to_num(torch.inf)
     if repeats == "median":
         measured = latency.unsqueeze(-1)
     else:
         measured = table.measurements_ms.index_select(0, rows)
     accuracy = table.accuracy.index_select(0, rows)
-    limits = limits.view(len(rows), -1)
+    limits = limits.view(len(rows), -1)  # [n, 1] or [n, 2]
     if priced:
         gain = accuracy.nan_to_num() - measured.nanmean(-1).nan_to_num(torch.inf) / limits[:, :1]
         if limits.shape[1] == 2:
