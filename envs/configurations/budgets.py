@@ -1,4 +1,4 @@
-"""Latency budgets: which ones train a policy, which ones judge it, and how a network reads them."""
+"""Latency budgets: those that train a policy, those that judge it, and their encoding."""
 
 from __future__ import annotations
 
@@ -14,83 +14,96 @@ from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 DEFAULT_QUANTILES = (0.10, 0.25, 0.50, 0.75, 0.90)
+"""The quantiles of all profiled latencies that default budgets are."""
 FEASIBLE_SHARE = 0.75
+"""The share of the samples that can meet the lowest default budget."""
 TIME_OUT_SHARE = 0.01
+"""The largest latency counts as time-out only if a larger share of the profiled cells has it."""
 TIME_OUT_RATIO = 5
-"""The largest latency is that of time-outs if more than this share of the profiled cells have
-exactly it, and more than so many times as many as have the second largest; costs that depend on the
-configuration alone repeat too."""
+"""It must also occur more than this many times as often as the second largest. Costs that depend on
+the configuration alone repeat too, but evenly."""
 MOST_SAMPLES = 1 << 19
-"""Samples that quantiles and other statistics are taken of, so that large tables need little
+"""Statistics such as quantiles use at most this many samples, so that large tables need little
 memory."""
 OCTAVES = 7
-"""From the lowest to the highest frequency of a budget's encoding by pairs."""
+"""Octaves from the lowest to the highest frequency of a budget's encoding by pairs."""
 LEAST_LATENCY_MS = 1e-9
-"""Lower bound of budgets and of the arguments of logarithms; below any cost in any unit, even
+"""Lower bound of budgets and of the arguments of logarithms. It is below any cost in any unit, even
 USD."""
 
 
 def thinned(samples: Tensor, most: int = MOST_SAMPLES) -> Tensor:
-    """Every k-th of more samples than `most`, [n, *] → [≤ most, *]."""
+    """Keep every k-th sample, so that at most `most` are left: [n, *] → [≤ most, *]."""
     return samples[:: max(1, math.ceil(len(samples) / most))]
 
 
 def log_ms(latency_ms: Tensor) -> Tensor:
-    """Natural logarithm of budgets in ms (or in the unit of the cost that stands for latency)."""
+    """Return ln of budgets in ms (or in the unit of the cost that stands for latency)."""
     return latency_ms.clamp_min(LEAST_LATENCY_MS).log()
 
 
 def log_measured(latency_ms: Tensor) -> Tensor:
-    """Natural logarithm of measured costs. A 0, as timers report it for very short times, counts as
-    a tenth of the smallest value above it. NaN stays."""
+    """Return ln of measured costs.
+
+    A 0, as timers report it for very short times, counts as a tenth of the smallest value above 0.
+    NaN stays.
+    """
     above = latency_ms[latency_ms > 0]
-    return latency_ms.clamp_min(float(above.min()) / 10 if len(above) else LEAST_LATENCY_MS).log()
+    least = float(above.min()) / 10 if len(above) else LEAST_LATENCY_MS
+    return latency_ms.clamp_min(least).log()
 
 
 def log_moments(measurements_ms: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each cell's `log_measured`, float [N, C, R] → [N, C] each; in parts, for
-    large tables."""
-    positive = (part[part > 0] for part in measurements_ms.split(MOST_SAMPLES))
+    """Compute the mean and the variance of each cell's `log_measured`.
+
+    float [N, C, R] → [N, C] each. Large tables are computed in parts, to save memory.
+    """
+    parts = measurements_ms.split(MOST_SAMPLES)
+    positive = (part[part > 0] for part in parts)
     least = min(
         (float(part.min()) for part in positive if len(part)), default=10 * LEAST_LATENCY_MS
     )
-    parts = [part.clamp_min(least / 10).log_() for part in measurements_ms.split(MOST_SAMPLES)]
-    means = [part.nanmean(-1) for part in parts]
-    spreads = [
-        (p - mean.unsqueeze(-1)).square_().nanmean(-1) for p, mean in zip(parts, means, strict=True)
-    ]
-    return torch.cat(means), torch.cat(spreads)
+    means = []
+    variances = []
+    for part in parts:
+        logs = part.clamp_min(least / 10).log_()
+        mean = logs.nanmean(-1)
+        means.append(mean)
+        variances.append((logs - mean.unsqueeze(-1)).square_().nanmean(-1))
+    return torch.cat(means), torch.cat(variances)
 
 
 def default_budgets(table: ProfileTable) -> Tensor:
-    """The budgets that policies are judged on, float32 [B], in ms: `quantile_budgets` of the whole
-    table."""
+    """Return the budgets that policies are judged by: a table's `quantile_budgets`, float32 [B]."""
     return quantile_budgets(table.without_first_look.latency_ms, table.mask)
 
 
 def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
-    """Five distinct budgets in ms, fewer where many latencies are equal: latencies [N, C] and the
-    mask bool [N, C] → [B], rising.
+    """Return five distinct budgets in ms, rising; fewer where many latencies are equal.
 
-    They are the 10/25/50/75/90 % quantiles of all profiled latencies, each raised if needed to the
-    floor: what three quarters of the samples can meet with their fastest configuration. If no
-    latency lies between two of these, which are then the same budget, the quantiles are taken of
-    the latencies from the floor up instead, and equal ones count once. Time-outs count as not
+    They are the 10/25/50/75/90 % quantiles of all profiled latencies, none below a floor: the
+    budget that three quarters of the samples can meet with their fastest configuration. Two budgets
+    without a latency between them are in effect the same. If there are such, the quantiles of the
+    latencies from the floor up are taken instead, and equal ones count once. Time-outs count as not
     profiled, and samples that have nothing else do not count.
+
+    Shapes: latencies [N, C], mask bool [N, C] → [B].
     """
     latency_ms = thinned(latency_ms)
     mask = thinned(mask)
     quantiles = torch.tensor(DEFAULT_QUANTILES)
     ordered = latency_ms[mask].sort().values
     values, counts = ordered.unique_consecutive(return_counts=True)
-    if len(values) > 1 and counts[-1] > max(
-        TIME_OUT_SHARE * len(ordered), TIME_OUT_RATIO * int(counts[-2])
-    ):
-        mask = mask & (latency_ms < values[-1])
-        ordered = ordered[: -int(counts[-1])]
+    if len(values) > 1:
+        usual = max(TIME_OUT_SHARE * len(ordered), TIME_OUT_RATIO * int(counts[-2]))
+        if counts[-1] > usual:
+            # the largest latency is that of time-outs
+            mask = mask & (latency_ms < values[-1])
+            ordered = ordered[: -int(counts[-1])]
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
     floor = torch.quantile(fastest[fastest.isfinite()], FEASIBLE_SHARE, interpolation="higher")
     budgets = _quantile(ordered, quantiles).maximum(floor)
+    # no latency lies between two budgets that the same number of latencies meet
     if len(torch.searchsorted(ordered, budgets, right=True).unique()) < len(budgets):
         above = ordered[ordered >= floor]
         budgets = above[(quantiles.double() * len(above)).long()]
@@ -98,27 +111,32 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
 
 
 def few_budgets(budgets_ms: Tensor) -> list[str]:
-    """A note where default budgets [B] are fewer than usual, else []."""
+    """Return a note if the default budgets [B] are fewer than usual, else no note."""
     few = len(budgets_ms)
     usual = len(DEFAULT_QUANTILES)
-    note = (
+    if few >= usual:
+        return []
+    return [
         f"budgets: only {few} of {usual} are distinct, because many latencies "
         "are equal; budgets_ms sets others"
-    )
-    return [note] if few < usual else []
+    ]
 
 
 def judged_budgets(
     table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None
 ) -> Tensor:
-    """The budgets in the settings, in ms; the default are those of these rows (int64) or of all:
-    float32 [B]. Raises InputError if there is no budget, or one that is not positive."""
+    """Return the budgets in the settings, in ms, float32 [B].
+
+    The default is `quantile_budgets` of these rows, int64 [n], or of the whole table.
+
+    Raises:
+        InputError: there is no budget, or one that is not positive.
+    """
     if budgets_ms is None:
-        latency_ms = table.without_first_look.latency_ms
-        mask = table.mask
         if rows is None:
             return default_budgets(table)
-        return quantile_budgets(latency_ms[rows], mask[rows])
+        latency_ms = table.without_first_look.latency_ms
+        return quantile_budgets(latency_ms[rows], table.mask[rows])
     if not budgets_ms or not min(budgets_ms) > 0:
         raise InputError(
             f"budgets_ms={list(budgets_ms)}: give at least one budget in ms, all positive"
@@ -129,27 +147,31 @@ def judged_budgets(
 def _quantile(values: Tensor, shares: Tensor) -> Tensor:
     # torch.quantile refuses more than 16 M values, and profiles may have more
     ordered = values.sort().values
-    place = shares.double() * (len(ordered) - 1)  # float32 cannot count that far
-    low = place.floor().long()
-    high = place.ceil().long()
-    return torch.lerp(ordered[low], ordered[high], (place - low).to(ordered.dtype))
+    position = shares.double() * (len(ordered) - 1)  # float32 cannot count that far
+    low = position.floor().long()
+    high = position.ceil().long()
+    return torch.lerp(ordered[low], ordered[high], (position - low).to(ordered.dtype))
 
 
 def worths_range(latencies_ms: Tensor) -> Tensor:
-    """The least and the greatest worth of a right answer that are considered, float32 [2], in ms;
-    the price of a mean budget is λ = 1/worth. From the 3 % quantile of the latencies above 0, where
-    only the nearly free pays, to thirty times their 97 % quantile, where a gain of some 3 points
-    pays for the slowest."""
+    """Return the least and the greatest worth of a right answer to consider, float32 [2], in ms.
+
+    The price of time under a mean budget is λ = 1/worth. The least worth is the 3 % quantile of the
+    latencies above 0, where only what is nearly free pays. The greatest is thirty times their 97 %
+    quantile, where a gain of some 3 points pays for the slowest.
+    """
     paid = latencies_ms[latencies_ms > 0]
-    low, high = _quantile(paid if len(paid) else torch.ones(1), torch.tensor([0.03, 0.97]))
+    if not len(paid):
+        paid = torch.ones(1)
+    low, high = _quantile(paid, torch.tensor([0.03, 0.97]))
     return torch.stack([low, 30 * high])
 
 
 def limits_seen(table: ProfileTable, rows: Tensor, sense: str) -> Tensor:
     """Return the limits that a network's encoding of them is standardised by.
 
-    They are the profiled latencies of these rows (int64), or under a mean budget the ends of the
-    worths, [n]; under weights those of both worths, [2, n].
+    They are the profiled latencies of these rows (int64), [n]; under a mean budget the least and
+    the greatest worth, [2]; under weights these of both worths, [2, 2].
     """
     latencies_ms = table.latency_ms[rows][table.mask[rows]]
     if sense == "deadline":
@@ -161,27 +183,44 @@ def limits_seen(table: ProfileTable, rows: Tensor, sense: str) -> Tensor:
 
 
 def judged_worths(table: ProfileTable) -> Tensor:
-    """Five worths evenly spaced in logarithm, float32 [5], in ms, to validate a policy for mean
-    budgets."""
+    """Return five worths in ms by which a policy for mean budgets is validated, float32 [5].
+
+    They are evenly spaced in logarithm inside `worths_range`.
+    """
     low, high = worths_range(table.latency_ms[table.mask]).log().tolist()
     return torch.linspace(low, high, 7)[1:-1].exp()
 
 
 def worth_pairs(table: ProfileTable, steps: int) -> Tensor:
-    """A grid of the worths of a right answer, evenly spaced in logarithm over `worths_range`,
-    float32 [steps², 2]: in ms, and in the unit of the further cost. Raises InputError if the table
-    has none."""
-    ranges = [
-        worths_range(values[table.mask]).log() for values in (table.latency_ms, table.weighed_cost)
-    ]
-    return torch.cartesian_prod(*(torch.linspace(low, high, steps).exp() for low, high in ranges))
+    """Return a grid of pairs of worths of a right answer, float32 [steps², 2].
+
+    The first of a pair is in ms, the second in the unit of the further cost. Each is evenly spaced
+    in logarithm over its `worths_range`.
+
+    Raises:
+        InputError: the table has no further cost.
+    """
+    axes = []
+    for values in (table.latency_ms, table.weighed_cost):
+        low, high = worths_range(values[table.mask]).log()
+        axes.append(torch.linspace(low, high, steps).exp())
+    return torch.cartesian_prod(*axes)
 
 
 class BudgetSampler:
-    """Draws budgets for samples of a table, or worths if `sense="mean"`, pairs of them if it is
-    "weights". Ranges and quantiles are taken from `rows`, int64 [n]; None for all. Raises
-    InputError if the strategy is unknown, or cannot use the numbers, or under weights the table has
-    no further cost."""
+    """Draw budgets for samples of a table.
+
+    Under `sense="mean"` it draws worths instead, under "weights" pairs of worths.
+
+    Args:
+        table: the profile.
+        config: the settings.
+        rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
+
+    Raises:
+        InputError: the strategy is unknown, or cannot use the numbers in the settings; or under
+            weights the table has no further cost.
+    """
 
     STRATEGIES = ("relative", "quantiles", "uniform", "fixed")
 
@@ -200,10 +239,7 @@ class BudgetSampler:
             costs = table.weighed_cost[rows][table.mask[rows]]
             self._numbers = torch.stack([worths_range(latencies), worths_range(costs)]).log()
         elif config.strategy in ("relative", "fixed"):
-            if config.strategy == "relative":
-                name = "factors"
-            else:
-                name = "values_ms"
+            name = "factors" if config.strategy == "relative" else "values_ms"
             numbers: tuple[float, ...] = getattr(config, name)
             valid = bool(numbers) and all(0 < number < math.inf for number in numbers)
             self._check(valid, f"{name} must hold at least one number, all positive, not", numbers)
@@ -214,16 +250,19 @@ class BudgetSampler:
                 "needs 0 ≤ low ≤ high ≤ 1, not",
                 (config.low, config.high),
             )
-            places = 2 if config.strategy == "uniform" else 1025
-            self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, places))
+            # `uniform` needs the ends alone, `quantiles` a fine grid of the distribution
+            points = 2 if config.strategy == "uniform" else 1025
+            self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, points))
 
     def _check(self, valid: bool, needs: str, value: object) -> None:
         if not valid:
             raise InputError(f"budget.strategy={self.config.strategy}: {needs} {value}")
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw a budget for each of these samples: int64 [n] → float32 [n], ms, positive; under
-        weights [n, 2]."""
+        """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n].
+
+        Under weights a pair of worths, [n, 2].
+        """
         n = len(rows)
         if self.config.sense != "deadline":
             low, high = self._numbers.unbind(-1)
@@ -231,24 +270,25 @@ class BudgetSampler:
         if self.config.strategy in ("relative", "fixed"):
             drawn = self._numbers[torch.randint(len(self._numbers), (n,), generator=generator)]
             if self.config.strategy == "relative":
+                # a factor times the latency of a random profiled cell of the sample
                 cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
                 drawn = drawn * self.table.latency_ms[rows].gather(1, cell).squeeze(1)
         else:
-            place = torch.rand(n, generator=generator) * (len(self._numbers) - 1)
-            low = place.floor().long().clamp_max(len(self._numbers) - 2)
-            drawn = torch.lerp(self._numbers[low], self._numbers[low + 1], place - low)
+            position = torch.rand(n, generator=generator) * (len(self._numbers) - 1)
+            low = position.floor().long().clamp_max(len(self._numbers) - 2)
+            drawn = torch.lerp(self._numbers[low], self._numbers[low + 1], position - low)
         return drawn.clamp_min(LEAST_LATENCY_MS)
 
 
 class BudgetEncoding(nn.Module):
-    """Encodes budgets in ms by the standardised logarithm z = (ln budget − μ) / σ.
+    """Encode budgets in ms by their standardised logarithm z = (ln budget − μ) / σ.
 
-    They are z, and sin and cos of π·2^k·z/4 for k = 0, 1, …, the encoding of "Attention Is All You
-    Need" (Vaswani et al. 2017, section 3.5) for a real-valued position. μ and σ are those of
+    The encoding is z, and sin and cos of π·2^k·z/4 for k = 0, 1, …, as in "Attention Is All You
+    Need" (Vaswani et al. 2017, section 3.5), for a real-valued position. μ and σ are those of
     `latencies_ms`, the profiled latencies of the training samples. An odd `width` is 1 +
-    2·frequencies, and 1 gives z alone. An even one is pairs without z; more than `OCTAVES` + 1 of
-    them divide these octaves evenly, because single precision does not tell higher frequencies
-    apart.
+    2·frequencies, and 1 gives z alone. An even `width` is pairs of sin and cos without z. More than
+    `OCTAVES` + 1 pairs divide these octaves evenly, because single precision does not tell higher
+    frequencies apart.
 
     Args:
         latencies_ms: float [n], or [L, n] for limits of L numbers, each encoded by its own row.
@@ -276,12 +316,13 @@ class BudgetEncoding(nn.Module):
 
     @property
     def outputs(self) -> int:
-        """How many numbers a limit is encoded by."""
+        """The numbers that encode one limit, counted."""
         return self.width * self.mean.numel()
 
     def forward(self, budget_ms: Tensor) -> Tensor:
         z = ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4).unsqueeze(-1)
         angle = z * self.frequencies
+        # an even width cuts z off
         encoded = torch.cat([z, angle.sin(), angle.cos()], -1)[..., -self.width :]
         if self.mean.ndim:
             return encoded.flatten(-2)

@@ -1,4 +1,4 @@
-"""Which contexts a step of the native environment decides for."""
+"""The base of the native environment: it keeps the contexts that a step decides for."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 class ContextEnv(SingleStepEnv):
-    """Draws contexts, and keeps those of its last reset.
+    """Draw contexts, and keep those of the last reset.
 
-    A step decides for the contexts in the tensordict, or where it lacks rows or limits for those
-    kept. TorchRL's wrappers call `_step`: there a transform may have changed the limits, so that
-    the rows kept keep theirs.
+    A step decides for the contexts in the tensordict; where rows or limits are missing, for the
+    kept ones. TorchRL's wrappers call `_step`, and a transform may then have changed the limits in
+    the tensordict. So kept rows keep their limits there.
     """
 
     table: ProfileTable
@@ -34,7 +34,7 @@ class ContextEnv(SingleStepEnv):
         self.contexts = contexts
         self.limit_key = limit_key
         self.current: dict[str, Tensor] = {}  # the contexts to decide for
-        self.limits_change = False  # whether a transform was seen to change or remove limits
+        self.limits_change = False  # True once a transform changed or removed the limits
 
     def _about(self) -> str:
         budget = self.contexts.budgets.config
@@ -47,15 +47,15 @@ class ContextEnv(SingleStepEnv):
 
     @abstractmethod
     def _contexts(self, rows: Tensor, limits: Tensor) -> dict[str, Tensor]:
-        """What every observation of these contexts holds, tensors that may be shared."""
+        """Return what every observation of these contexts holds, in tensors that may be shared."""
 
     @abstractmethod
     def _described(self) -> dict[str, Tensor]:
-        """What else is observed of the current contexts, before a step."""
+        """Return what else is observed of the current contexts before a step."""
 
     @abstractmethod
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What `_step` returns, for the current contexts."""
+        """Decide for the current contexts and return what `_step` returns."""
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._take_contexts(tensordict)
@@ -77,15 +77,14 @@ class ContextEnv(SingleStepEnv):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         # contexts are drawn where the table is, so that a seed gives the same ones on every device
         rows, limits = (drawn.to(self.device) for drawn in self.contexts(self.batch_size.numel()))
-        if tensordict is None:
-            wanted = None
-        else:
-            wanted = tensordict.get("_reset", None)
-        if wanted is not None and self.current:  # the others go on
-            rows = rows.where(wanted.reshape(-1), self.current["row"])
-            limits = limits.where(
-                wanted.reshape(-1, *limits.shape[1:] and (1,)), self.current[self.limit_key]
-            )
+        wanted = None if tensordict is None else tensordict.get("_reset", None)
+        if wanted is not None and self.current:
+            # the other contexts go on
+            wanted = wanted.reshape(-1)
+            rows = rows.where(wanted, self.current["row"])
+            if limits.ndim == 2:
+                wanted = wanted.unsqueeze(1)
+            limits = limits.where(wanted, self.current[self.limit_key])
         self.current = self._contexts(rows, limits)
         return self._context(self.current | self._described())
 
@@ -98,28 +97,29 @@ class ContextEnv(SingleStepEnv):
             self.contexts.generator.manual_seed(seed)
 
     def _some_contexts(self) -> dict[str, Tensor]:
-        """The current ones, or before any reset new ones."""
+        """Return the current contexts; before any reset draw them."""
         if not self.current:
             self._reset()
         return self.current
 
     def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
-        """Note which contexts to decide for. `wrapped`: a transform may have changed the
-        tensordict."""
+        """Set the current contexts to those that a step is to decide for.
+
+        If `wrapped`, a transform may have changed the limits in the tensordict. The rows of the
+        last reset then keep theirs.
+        """
         rows = tensordict.get("row", None)
         limits = tensordict.get(self.limit_key, None)
         if rows is None or limits is None:
             current = self._some_contexts()
         else:
             current = self.current
-        if rows is None:
-            rows = current["row"]
-        else:
-            rows = rows.long()
+        rows = current["row"] if rows is None else rows.long()
         limits = None if limits is None else limits.float()
         same_rows = _same(rows, current.get("row"))
         same = same_rows and limits is not None and _same(limits, current.get(self.limit_key))
         if wrapped and same_rows:
+            # other limits under the same rows can only come from a transform
             self.limits_change = not same
         elif wrapped and (self.limits_change or limits is None):
             raise InputError(
@@ -130,21 +130,21 @@ class ContextEnv(SingleStepEnv):
                 "environment"
             )
         elif not same:
-            self.current = self._contexts(
-                rows, current[self.limit_key] if limits is None else limits
-            )
+            if limits is None:
+                limits = current[self.limit_key]
+            self.current = self._contexts(rows, limits)
 
 
 def action_spec(
     replay: Replay, shape: tuple[int, ...], device: torch.device | str | None
 ) -> TensorSpec:
-    """Return the spec of what is decided for contexts, of shape [P] or [P, G]."""
+    """Return the spec of the actions for decisions of this shape, [P] or [P, G]."""
     table = replay.table
     options: dict[str, Any] = {"dtype": torch.int64, "device": device}
     if replay.knob_keys:
-        each = zip(replay.knob_keys, table.knob_sizes, strict=True)
-        knobs = {name: Categorical(size, shape=shape, **options) for name, size in each}
-        return Composite(knobs, shape=shape[:1], device=device)
+        knobs = zip(replay.knob_keys, table.knob_sizes, strict=True)
+        specs = {name: Categorical(size, shape=shape, **options) for name, size in knobs}
+        return Composite(specs, shape=shape[:1], device=device)
     if replay.action == "knobs":
         sizes = torch.tensor(table.knob_sizes)
         return MultiCategorical(

@@ -1,8 +1,8 @@
 """Drift: machines on which some knob values are slower than in the profile, simulated for training.
 
-What all configurations have in common, the level, is taken off the budget before a policy decides.
-What is left is drawn here, so that a policy can learn to decide by what a tracker of latencies
-knows of it.
+A slowdown that all configurations share, the level, is taken off the budget before a policy
+decides. This module draws what differs between configurations. A policy can then learn to use what
+a tracker of latencies knows about these differences.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from knobwise.envs.tables.profile_table import ProfileTable
 COPIES = 4
 """Copies of each sample on other machines, fewer of large tables."""
 MOST_CELLS = 1 << 24
-"""Of the table and its copies together."""
+"""The table and its copies together have at most this many cells."""
 RANGE = 3.0
-"""Sizes reach from e^−RANGE times the largest to it."""
+"""The smallest size of a drift is e^−RANGE times the largest."""
 BY_ITSELF = 0.5
-"""What a single value adds, as a share of what it does by its place."""
+"""How much a knob value drifts by itself, relative to the slope over the knob's values."""
 
 
 class Drift:
-    """Draws how much slower configurations are than in the profile, beyond their common level.
+    """Draw how much slower configurations are than in the profile, beyond their common level.
 
-    Half of the machines are as profiled. Of the others each knob slows down with its value, and
-    each value by itself, by a size drawn evenly in logarithm.
+    Half of the machines are as profiled. On the others each knob has a slope over its values, and
+    each value an effect of its own; their size is drawn for each knob, evenly in logarithm.
+
+    Args:
+        configurations: int64 [C, K], value indices.
+        size: the largest size, in ln ms; 0 for no drift.
     """
 
     def __init__(self, configurations: Tensor, size: float) -> None:
@@ -48,10 +52,10 @@ class Drift:
         offset = torch.zeros(*shape, count)
         for k, column in enumerate(self.configurations.T):
             values = int(column.max()) + 1
-            place = torch.linspace(0, 1, values)
+            position = torch.linspace(0, 1, values)
             slope = torch.randn((*shape, 1), generator=generator)
-            each = BY_ITSELF * torch.randn((*shape, values), generator=generator)
-            effect = sizes[..., k, :] * (slope * place + each)
+            by_itself = BY_ITSELF * torch.randn((*shape, values), generator=generator)
+            effect = sizes[..., k, :] * (slope * position + by_itself)
             offset += effect[..., column]
         return offset - offset.mean(-1, keepdim=True)
 
@@ -62,8 +66,9 @@ def drifted_copies(
     """Return a table and copies of it on machines that drift, one after the other.
 
     Returns:
-        the table, row i + k·N of which is sample i in copy k, without features; and what latencies
-        are off by, ln ms, float [N·(1 + copies), C]. The table itself and None without drift.
+        the table with its copies, without features: row i + k·N is sample i in copy k; and the
+        offsets of latencies, in ln ms, float [N·(1 + copies), C]. Without drift the table itself
+        and None.
     """
     count = min(COPIES, MOST_CELLS // max(table.latency_ms.numel(), 1) - 1)
     if not size or count < 1:
@@ -76,33 +81,41 @@ def drifted_copies(
         assert drawn is not None
         offsets.append(drawn)
     offset = torch.cat(offsets)
-    many = 1 + count
-    factors = offset.exp()
+    return _repeated(table, offset.exp()), offset
+
+
+def _repeated(table: ProfileTable, factors: Tensor) -> ProfileTable:
+    """Return copies of a table below each other, latencies times factors [N·copies, C]."""
+    copies = len(factors) // table.num_samples
     changed: dict[str, Any] = {
-        "accuracy": table.accuracy.repeat(many, 1),
-        "latency_ms": table.latency_ms.repeat(many, 1) * factors,
-        "mask": table.mask.repeat(many, 1),
-        "sample_ids": tuple(f"{name} {k}" for k in range(many) for name in table.sample_ids),
+        "accuracy": table.accuracy.repeat(copies, 1),
+        "latency_ms": table.latency_ms.repeat(copies, 1) * factors,
+        "mask": table.mask.repeat(copies, 1),
         "features": {},
     }
+    sample_ids: list[str] = []
+    for k in range(copies):
+        sample_ids += [f"{name} {k}" for name in table.sample_ids]
+    changed["sample_ids"] = tuple(sample_ids)
     for name in ProfileTable.WORDS:
         values = getattr(table, name)
-        changed[name] = values * many if values else values
+        changed[name] = values * copies if values else values
     if table.repeats_ms is not None:
-        changed["repeats_ms"] = table.repeats_ms.repeat(many, 1, 1) * factors.unsqueeze(-1)
+        changed["repeats_ms"] = table.repeats_ms.repeat(copies, 1, 1) * factors.unsqueeze(-1)
     for name in ("cost", "first_look_ms"):
         values = getattr(table, name)
         if values is None:
             changed[name] = None
         else:
-            changed[name] = values.repeat(many, 1)
-    return replace(table, **changed), offset
+            changed[name] = values.repeat(copies, 1)
+    return replace(table, **changed)
 
 
 def rows_of_copies(rows: Tensor, table: ProfileTable, drifted: ProfileTable) -> Tensor:
-    """Return the rows of a table with copies that belong to samples `rows`, int64 [n].
+    """Return the rows of these samples, int64 [n], in a table with drifted copies.
 
-    As many are of the table itself as of all copies, so that half of what is drawn does not drift.
+    The rows without drift are repeated until they are as many as all copies, so that half of what
+    is drawn does not drift.
     """
     count = drifted.num_samples // table.num_samples - 1
     if count < 1:

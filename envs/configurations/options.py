@@ -1,4 +1,4 @@
-"""What a person chooses when they reset an environment: the sample, and the budget or worth."""
+"""The options of `reset`, by which a person chooses the sample, and the budget or worth."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ from knobwise.envs.tables.profile_table import ProfileTable
 def chosen_context(
     options: Mapping[str, Any], table: ProfileTable, limit_key: str, count: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Read the options of `reset` for `count` contexts: rows int64 [count] and limits float32
-    [count], in ms, or pairs of worths [count, 2], each None if it is to be drawn.
+    """Read the options of `reset` for `count` contexts.
 
     The options are `row` or `sample_id` (with `dataset`, where data sets share ids), and
-    `budget_ms`, or under a mean budget `worth_ms`, under weights `worths`; a single row, budget or
-    worth holds for every context, else there is one for each. Raises InputError for other options,
-    an unknown sample, or a limit that is not positive and finite.
+    `budget_ms`, or under a mean budget `worth_ms`, under weights `worths`. A single row, budget or
+    worth holds for every context; else there is one for each.
+
+    Returns:
+        rows int64 [count], and limits float32 [count], in ms, or pairs of worths [count, 2]; None
+        for what is to be drawn.
+
+    Raises:
+        InputError: another option, an unknown sample, or a limit that is not positive and finite.
     """
     allowed = ("row", "sample_id", "dataset", limit_key)
     if unknown := [name for name in options if name not in allowed]:
         raise InputError(
             f"reset options: {unknown[0]!r} is unknown; known are {', '.join(allowed)}"
         )
-    if ("sample_id" in options and "row" in options) or (
-        "dataset" in options and "sample_id" not in options
-    ):
+    by_id = "sample_id" in options
+    if ("row" in options and by_id) or ("dataset" in options and not by_id):
         raise InputError(
             "reset options: name the sample by row, or by sample_id (with dataset where ids repeat)"
         )
     rows = options.get("row")
     limits = options.get(limit_key)
-    if "sample_id" in options:
+    if by_id:
         rows = _row_of_id(str(options["sample_id"]), options.get("dataset"), table)
     if rows is not None:
         last = table.num_samples - 1
@@ -46,12 +50,11 @@ def chosen_context(
         ).long()
     if limits is not None:
         bounds = torch.finfo(torch.float32)
-        pair = limit_key == "worths"
-        if pair:
+        shape: tuple[int, ...] = (count,)
+        needs = "must be a positive, finite number"
+        if limit_key == "worths":
+            shape = (count, 2)
             needs = "must be a pair of positive, finite numbers"
-        else:
-            needs = "must be a positive, finite number"
-        shape = (count, 2) if pair else (count,)
         limits = _numbers(limit_key, limits, shape, "iuf", bounds.tiny, bounds.max, needs).float()
     return rows, limits
 
@@ -59,8 +62,10 @@ def chosen_context(
 def _numbers(
     name: str, value: Any, shape: tuple[int, ...], kinds: str, low: float, high: float, needs: str
 ) -> Tensor:
-    """Numbers from low to high of one of these kinds of NumPy types, in this shape, whose first
-    axis may be missing."""
+    """Return the value of an option as a tensor of this shape, whose first axis it may lack.
+
+    Its numbers must be of one of these kinds of NumPy types, and lie between low and high.
+    """
     array = np.asarray(value)
     valid = array.dtype.kind in kinds and array.shape in (shape, shape[1:])
     if not valid or not low <= array.min() <= array.max() <= high:
@@ -72,8 +77,12 @@ def _numbers(
 
 
 def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
-    places = enumerate(zip(table.sample_ids, table.dataset_names, strict=True))
-    rows = [row for row, (known, name) in places if known == sample_id and dataset in (None, name)]
+    names = enumerate(zip(table.sample_ids, table.dataset_names, strict=True))
+    rows = [
+        row
+        for row, (known, known_set) in names
+        if known == sample_id and dataset in (None, known_set)
+    ]
     if len(rows) != 1:
         raise InputError(
             f"reset options: {len(rows)} samples of {table.name!r} have sample_id={sample_id!r} "

@@ -1,4 +1,4 @@
-"""What a person sees of one decision: in words, and as a picture."""
+"""Show one decision to a person: in words, and as a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from knobwise.envs.tables.profile_table import Knob
 
 SIZE = (900, 520)
 """Width and height of pictures. They are drawn twice as large and scaled down, so that edges are
-smooth."""
+smooth; all other sizes in this module are those of the large drawing."""
 _INK = "#1f2933"
 _GREY = "#66727f"
 _PANEL = "#f1f4f6"
@@ -31,32 +31,28 @@ _font = functools.cache(ImageFont.load_default)
 
 @dataclass(frozen=True)
 class View:
-    """One decision, before the step or after it."""
+    """One decision as a person sees it, before the step or after it."""
 
     knobs: tuple[Knob, ...]
     unit: str
     info: dict[str, Any]
-    """What `reset` or `step` gave."""
+    """The info that `reset` or `step` returned."""
     reward: float | None
     """None before the step."""
     question: str = ""
     picture: Any = None
     """A PIL image, or an array [h, w] or [h, w, 3], uint8 or floats in 0–1."""
     cost_name: str = ""
-    """Of the further cost."""
+    """The unit of the further cost."""
 
     def words(self) -> str:
-        """The decision as text."""
-        if self.question:
-            question = f"\nQuestion: {self.question}"
-        else:
-            question = ""
+        """Return the decision as text."""
+        question = f"\nQuestion: {self.question}" if self.question else ""
         request = f"Sample {self.info['sample_id']}, {self._limit()}"
         if self.reward is None:
-            knobs = "".join(
-                f"\n  {knob.name}: {', '.join(map(str, knob.values))}" for knob in self.knobs
-            )
-            return f"{request}: what will you set?{question}{knobs}"
+            lines = [f"{request}: what will you set?{question}"]
+            lines += [f"  {knob.name}: {', '.join(map(str, knob.values))}" for knob in self.knobs]
+            return "\n".join(lines)
         chosen = self._outcome("")
         best = self._outcome("oracle_")
         return (
@@ -91,9 +87,10 @@ class View:
         )
 
     def image(self) -> NDArray[np.uint8]:
-        """The decision as a picture, uint8 [520, 900, 3]."""
+        """Return the decision as a picture, uint8 [520, 900, 3]."""
         canvas = Image.new("RGB", (2 * SIZE[0], 2 * SIZE[1]), _WHITE)
         draw = ImageDraw.Draw(canvas)
+        # on top the sample and its limit, below them the picture on the left
         limit = self._limit()
         _text(draw, (64, 76), f"Sample {self.info['sample_id']}", 48, width=840)
         _text(draw, (1736, 76), limit[0].upper() + limit[1:], 48, anchor="rm", width=800)
@@ -102,15 +99,14 @@ class View:
             _text(draw, (344, 384), "no picture", 30, _GREY, "mm")
         else:
             canvas.paste(_fitted(self.picture, (512, 432)), (88, 168))
-        for number, line in enumerate(
-            textwrap.wrap(self.question, 36, max_lines=3, placeholder="…")
-        ):
-            _text(
-                draw, (68, 660 + 40 * number), line, 32, width=556
-            )  # where letters reach a little to the left
+        # the question under the picture, indented by 4, because some letters reach to the left
+        for i, line in enumerate(textwrap.wrap(self.question, 36, max_lines=3, placeholder="…")):
+            _text(draw, (68, 660 + 40 * i), line, 32, width=556)
+        # the knobs on the right, one below the other
         step = min(104, 612 // len(self.knobs))
-        for number, knob in enumerate(self.knobs):
-            self._draw_knob(draw, knob, 144 + step * number + step // 2, step)
+        for i, knob in enumerate(self.knobs):
+            self._draw_knob(draw, knob, 144 + step * i + step // 2, step)
+        # the outcome at the bottom
         draw.rounded_rectangle((64, 784, 1736, 992), 16, _PANEL)
         if self.reward is None:
             _text(
@@ -121,17 +117,20 @@ class View:
         return np.array(canvas.resize(SIZE, Image.Resampling.LANCZOS))
 
     def _draw_knob(self, draw: Draw, knob: Knob, middle: int, step: int) -> None:
-        """A row `step` high: the knob's name and its values, the chosen and the best of them
-        marked. Where not all fit, the last ones that are not marked are left out."""
+        """Draw a row `step` high: the knob's name and its values.
+
+        The chosen value and the best one are marked. Where not all values fit, the last ones that
+        are not marked are left out.
+        """
         half = min(32, 3 * step // 8)
         size = min(32, step // 2)
         _text(draw, (688, middle), knob.name, size, width=300)
-        chosen, best = (
-            self.info.get(f"{who}configuration", {}).get(knob.name) for who in ("", "oracle_")
-        )
+        chosen = self.info.get("configuration", {}).get(knob.name)
+        best = self.info.get("oracle_configuration", {}).get(knob.name)
         widths = {
             value: 40 + _font(size).getlength(cut(str(value), size, 200)) for value in knob.values
         }
+        # marked values first, so that the others are dropped until the rest fits
         kept = sorted(knob.values, key=lambda value: value not in (chosen, best))
         while sum(widths[value] + 14 for value in kept) > 700:
             kept.pop()
@@ -146,13 +145,16 @@ class View:
             _text(draw, (left, middle), "…", size)
 
     def _draw_outcomes(self, draw: Draw, reward: float) -> None:
-        """The choice above the best configuration, their latencies as bars, the budget as a line
-        across them."""
+        """Draw the choice above the best configuration, each with its latency as a bar.
+
+        The budget is a line across the bars.
+        """
         _text(draw, (336, 816), "accuracy", 28, _GREY)
         _text(draw, (504, 816), "latency", 28, _GREY)
         _text(draw, (1704, 816), f"reward {reward:+.3f}", 32, anchor="rm")
         budget = self.info.get("budget_ms", 0.0)
         longest = max(self.info["latency_ms"], self.info["oracle_latency_ms"]) or 1.0
+        # a budget of more than three times the longest bar is off the scale
         scale = 760 / max(longest, min(budget, 3 * longest))
         for middle, title, who in (868, "Chosen", ""), (928, "Best", "oracle_"):
             verdict, colour = _VERDICTS[self.info.get(f"{who}violation")]
@@ -161,29 +163,19 @@ class View:
             _text(draw, (336, middle), f"{self.info[f'{who}accuracy']:.2f}", 32)
             end = 504 + max(6.0, self.info[f"{who}latency_ms"] * scale)
             draw.rounded_rectangle((504, middle - 16, end, middle + 16), 6, colour)
-            _text(
-                draw,
-                (1704, middle),
-                self._amount(f"{who}latency_ms") + verdict,
-                32,
-                colour,
-                "rm",
-                380,
-            )
+            latency = self._amount(f"{who}latency_ms") + verdict
+            _text(draw, (1704, middle), latency, 32, colour, "rm", 380)
         if budget:
-            place = 504 + min(budget * scale, 800)
-            if budget <= 3 * longest:
-                label = "budget"
-            else:
-                label = "budget, off the scale"
-            draw.rectangle((place - 2, 836, place + 1, 960), _INK)
-            _text(draw, (place, 976), label, 26, _GREY, "mm")
+            x = 504 + min(budget * scale, 800)
+            label = "budget" if budget <= 3 * longest else "budget, off the scale"
+            draw.rectangle((x - 2, 836, x + 1, 960), _INK)
+            _text(draw, (x, 976), label, 26, _GREY, "mm")
 
 
 def _chip(
     draw: Draw, box: tuple[float, float, float, float], is_chosen: bool, is_best: bool
 ) -> None:
-    """The background of a value: filled if chosen, ringed if best."""
+    """Draw the background of a value: filled if chosen, ringed if best."""
     if is_best:
         ring = box[0] - 6, box[1] - 6, box[2] + 6, box[3] + 6
         draw.rounded_rectangle(ring, 14, _WHITE, _ON_TIME, 4)
@@ -203,8 +195,10 @@ def _text(
 
 
 def cut(text: str, size: int, width: float) -> str:
-    """The text in letters that Pillow's font has (no accents, others as ?), cut off with … at a
-    width."""
+    """Return the text in letters that Pillow's font has, cut off with … at a width.
+
+    Accents are dropped, and letters that the font lacks become ?.
+    """
     letters = unicodedata.normalize("NFKD", " ".join(text[:200].split()))
     text = "".join(
         c if c.isprintable() and c.isascii() else "?"
@@ -217,14 +211,15 @@ def cut(text: str, size: int, width: float) -> str:
 
 
 def _fitted(picture: Any, size: tuple[int, int]) -> Image.Image:
-    """A picture in RGB, as large as fits, on a panel of this size. A small one keeps its pixels."""
+    """Return a picture in RGB, as large as fits, on a panel of this size.
+
+    The pixels of a small picture stay visible.
+    """
     if not isinstance(picture, Image.Image):
         array = np.asarray(picture)
         if array.dtype.kind == "f":
             array = (array.clip(0, 1) * 255).round()
         picture = Image.fromarray(array.astype(np.uint8))
-    if max(picture.size) < 128:
-        how = Image.Resampling.NEAREST
-    else:
-        how = Image.Resampling.LANCZOS
-    return ImageOps.pad(picture.convert("RGB"), size, how, _PANEL)
+    small = max(picture.size) < 128
+    method = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
+    return ImageOps.pad(picture.convert("RGB"), size, method, _PANEL)

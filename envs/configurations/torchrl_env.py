@@ -1,9 +1,8 @@
-"""The contextual bandit that replays a profile, as a native batched TorchRL environment: every
-episode is one decision.
+"""The contextual bandit that replays a profile, as a native batched TorchRL environment.
 
-A group of actions for one context is an axis of the action, so one forward pass of a policy serves
-all its draws. In training, observations hold row numbers only: features are looked up where they
-are encoded.
+Every episode is one decision. A group of actions for one context is an axis of the action, so one
+forward pass of a policy serves all its draws. In training, observations hold row numbers only:
+features are looked up where they are encoded.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Binary, Categorical, Composite, Unbounded
+from torchrl.data import Binary, Categorical, Composite, TensorSpec, Unbounded
 
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.context_env import ContextEnv, action_spec
@@ -24,25 +23,28 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 class ConfigBandit(ContextEnv):
-    """P contexts at once, and for each one decision or a group of G.
+    """Decide for P contexts at once: one decision for each, or a group of G.
 
-    Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget
-    `worth_ms`, or under weights `worths` [P, 2]; with `lean=True`, as in the training loop, nothing
-    else. Otherwise also the feature blocks [P, d], `mask` bool [P, C] (the configurations profiled
-    for the sample), and `accuracy`, `latency_ms` and, where the profile has one, the further `cost`
-    float32 [P, G] of the actions, 0 before the step. With `full_information=True` also
-    `reward_per_configuration` float32 [P, C], means over repeated measurements, NaN if not
-    profiled.
+    Observation: `row` int64 [P], the row of the table, and `budget_ms` float32 [P]; under a mean
+    budget `worth_ms` in its place, under weights `worths` [P, 2]. With `lean=True`, as in the
+    training loop, that is all. Otherwise there are also the feature blocks [P, d], `mask` bool
+    [P, C] (the configurations profiled for the sample), and of the actions `accuracy`, `latency_ms`
+    and, where the profile has one, the further `cost`, float32 [P, G], 0 before the step. With
+    `full_information=True` there is also `reward_per_configuration` float32 [P, C], means over
+    repeated measurements, NaN if not profiled.
 
-    Action: `action` int64 [P, G, K], for each knob the index of its value; under
-    `action_keys="knobs"` a key a knob (`max_crops`, …), int64 [P, G] each, as `make_actor(…,
-    separate=True)` draws them; under `action="configuration"` `action` is [P, G], the index of a
-    configuration. Reward: float32 [P, G]. With `group_size=None` actions and outcomes have no axis
-    G, and the reward is [P, 1]. Where a context has one decision, actions may have that axis or
-    lack it.
+    Action: `action` int64 [P, G, K], for each knob the index of its value. Under
+    `action_keys="knobs"` each knob has a key of its own (`max_crops`, …), int64 [P, G], as
+    `make_actor(…, separate=True)` draws them. Under `action="configuration"` `action` is [P, G],
+    the index of a configuration.
 
-    A step decides for the contexts in the tensordict; where rows or limits are missing, for those
-    of the last reset, or before any reset for new ones. Inside TorchRL's wrappers
+    Reward: float32 [P, G].
+
+    With `group_size=None` actions and outcomes have no axis G, and the reward is [P, 1]. Where a
+    context has one decision, actions may have that axis or lack it.
+
+    A step decides for the contexts in the tensordict. Where rows or limits are missing, it decides
+    for those of the last reset, or before any reset for new ones. Inside TorchRL's wrappers
     (`TransformedEnv`, `SerialEnv`, …) the rows of the last reset always keep its limits, because a
     transform may have changed those in the tensordict.
 
@@ -52,15 +54,17 @@ class ConfigBandit(ContextEnv):
             measurements are drawn from the generator of the contexts. Under `nearest`, the default,
             any policy may play; with `action="configuration"` and without an axis G, TorchRL's
             `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.
-        rows, balance: int64 [n], the samples to draw from (the training split), None for all, and
-            how, see `BalanceConfig`. From M such lists contexts are drawn in turn, context i from
-            list i mod M.
+        rows: int64 [n], the samples to draw from (the training split), None for all. From M such
+            lists contexts are drawn in turn, context i from list i mod M.
+        balance: how often each sample is drawn, see `BalanceConfig`.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
+        lean: leave features, mask and outcomes out of the observations.
+        full_information: add the rewards of all configurations to the observations.
 
     Raises:
         InputError: `action_keys="knobs"` with `action="configuration"`, or with a knob that is
-            called like another key; by `step`, if an action is outside its range or of another
-            shape, or under `unprofiled="error"` was never profiled for its sample; also if the
+            called like another key. Raised by `step`: an action is outside its range or of another
+            shape, or under `unprofiled="error"` was never profiled for its sample; or the
             tensordict has other rows than the last reset, and a transform changes or removes the
             limits.
 
@@ -100,41 +104,44 @@ class ConfigBandit(ContextEnv):
             table, budget, reward, unprofiled, action, device, repeats, action_keys, cost_ms
         )
         self.rewards = self.replay.rewards
-        p = batch_size
-        c = table.num_configurations
+        self.outcomes = ["accuracy", "latency_ms"]
+        if table.cost is not None:
+            self.outcomes.append("cost")
+        self.decisions = (batch_size, group_size or 1)
+        self.outcome_shape: tuple[int, ...] = self.decisions
         if group_size is None:
-            self.outcome_shape: tuple[int, ...] = (p,)
-        else:
-            self.outcome_shape = (p, group_size)
-        self.decisions = (p, group_size or 1)
+            self.outcome_shape = (batch_size,)
         self._set_outcome_specs(*self.decisions)
         self.action_spec = action_spec(self.replay, self.outcome_shape, device)
-        observation: dict[str, Unbounded | Binary | Categorical] = {
-            "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64, device=device),
-            self.limit_key: Unbounded(
-                shape=(p, 2) if self.limit_key == "worths" else (p,), device=device
-            ),
-        }
-        if full_information:
-            observation["reward_per_configuration"] = Unbounded(shape=(p, c), device=device)
-        if not lean:
-            for name, block in table.features.items():
-                observation[name] = Unbounded(shape=(p, block.shape[1]), device=device)
-            observation["mask"] = Binary(shape=(p, c), dtype=torch.bool, device=device)
-            self.outcomes = (
-                "accuracy",
-                "latency_ms",
-                *(["cost"] if table.cost is not None else []),
-            )
-            observation |= {
-                name: Unbounded(shape=self.outcome_shape, device=device) for name in self.outcomes
-            }
-        self.observation_spec = Composite(observation, shape=(p,), device=device)
-        if taken := {*observation, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
+        specs = self._observation_specs()
+        self.observation_spec = Composite(specs, shape=(batch_size,), device=device)
+        if taken := {*specs, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
             raise InputError(
                 f"action_keys=knobs: knob {min(taken)} is called like another key; use "
                 "action_keys=action"
             )
+
+    def _observation_specs(self) -> dict[str, TensorSpec]:
+        """Return the spec of each part of an observation."""
+
+        def floats(*shape: int) -> TensorSpec:
+            return Unbounded(shape=shape, device=self.device)
+
+        p = self.decisions[0]
+        c = self.table.num_configurations
+        row = Categorical(self.table.num_samples, shape=(p,), dtype=torch.int64, device=self.device)
+        specs = {"row": row, self.limit_key: floats(p)}
+        if self.limit_key == "worths":
+            specs[self.limit_key] = floats(p, 2)
+        if self.full_information:
+            specs["reward_per_configuration"] = floats(p, c)
+        if not self.lean:
+            for name, block in self.table.features.items():
+                specs[name] = floats(p, block.shape[1])
+            specs["mask"] = Binary(shape=(p, c), dtype=torch.bool, device=self.device)
+            for name in self.outcomes:
+                specs[name] = floats(*self.outcome_shape)
+        return specs
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
@@ -146,7 +153,7 @@ class ConfigBandit(ContextEnv):
             rows = out["row"].long()
         else:
             rows = self._some_contexts()["row"]
-        # configuration n + 1 of those profiled for the sample, n drawn evenly: much faster than
+        # draw n evenly and take the n-th of the profiled configurations, which is much faster than
         # torch.multinomial
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
         drawn = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
@@ -170,28 +177,26 @@ class ConfigBandit(ContextEnv):
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         changed = self._described()
         if not self.lean:
+            outcome = [*self.replay.outcome(rows, replayed)]
             if self.rewards.cost is not None:
-                further = [self.rewards.further_cost]
-            else:
-                further = []
-            outcome = [
-                *self.replay.outcome(rows, replayed),
-                *(cost(rows, replayed.configuration) for cost in further),
-            ]
-            named = zip(self.outcomes, outcome, strict=True)
-            changed |= {name: values.view(self.outcome_shape) for name, values in named}
+                outcome.append(self.rewards.further_cost(rows, replayed.configuration))
+            for name, values in zip(self.outcomes, outcome, strict=True):
+                changed[name] = values.view(self.outcome_shape)
         return self._outcome(self.current, replayed.reward, changed)
 
     def _contexts(self, rows: Tensor, limits: Tensor) -> dict[str, Tensor]:
-        """What every observation of these contexts holds."""
+        """Return the rows and limits, and where wanted the reward of every configuration."""
         out = {"row": rows, self.limit_key: limits}
         if self.full_information:
             out["reward_per_configuration"] = self.rewards.all(rows, limits)
         return out
 
     def _described(self) -> dict[str, Tensor]:
-        """What is observed of the current contexts besides, if not `lean`; new tensors, because
-        transforms and policies may change in place what they get."""
+        """Return the features, masks and outcomes (still 0) of the current contexts.
+
+        Nothing if `lean`. The tensors are new, because transforms and policies may change in place
+        what they get.
+        """
         if self.lean:
             return {}
         blocks = {**self.table.features, "mask": self.table.mask}
@@ -199,7 +204,6 @@ class ConfigBandit(ContextEnv):
         out = {name: block[rows].to(self.device) for name, block in blocks.items()}
         if self.replay.action == "configuration":
             # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
-            self.action_spec.update_mask(
-                out["mask"] if self.action_spec.ndim == 1 else out["mask"].unsqueeze(1)
-            )
+            mask = out["mask"]
+            self.action_spec.update_mask(mask if self.action_spec.ndim == 1 else mask.unsqueeze(1))
         return out | {name: self.observation_spec[name].zero() for name in self.outcomes}
