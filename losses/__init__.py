@@ -1,4 +1,4 @@
-"""What is minimised: loss modules for TorchRL, and the pure formulae they are made of."""
+"""Losses: modules for TorchRL, and the pure formulae that they are made of."""
 
 from __future__ import annotations
 

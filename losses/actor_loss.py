@@ -1,9 +1,8 @@
-"""What the loss modules share: one actor, and the keys they read."""
+"""The base of the loss modules: it holds their actor, and knows the keys that they read."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -21,11 +20,11 @@ from torchrl.objectives import LossModule
 from knobwise.common.errors import InputError
 
 Keys: TypeAlias = NestedKey | list[NestedKey]
-"""A key, or of a `CompositeDistribution` a list of them."""
+"""A key, or for a `CompositeDistribution` a list of keys."""
 
 
 class ActorLoss(LossModule):
-    """A loss of one actor.
+    """Hold the actor that a loss trains.
 
     The actor may draw the parts of an action under keys of their own, by a `CompositeDistribution`.
     As in TorchRL's losses the keys of draws and of log-probs are then lists, read from the actor or
@@ -39,7 +38,7 @@ class ActorLoss(LossModule):
             off is faster.
 
     Attributes:
-        diagnostics: whether `forward` also gives diagnostics; without them it is faster.
+        diagnostics: if True, the default, `forward` also gives diagnostics; it is faster without.
     """
 
     functional = True
@@ -71,8 +70,10 @@ class ActorLoss(LossModule):
             self.tensor_keys.sample_log_prob = actor_network.log_prob_keys
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        keys = [key for keys in self._loss_keys() for key in _listed(keys)]
-        self.in_keys = list(dict.fromkeys([*self.actor_network.in_keys, *keys]))
+        in_keys = [*self.actor_network.in_keys]
+        for keys in self._loss_keys():
+            in_keys += _listed(keys)
+        self.in_keys = list(dict.fromkeys(in_keys))
 
     def reset_parameters_recursive(self) -> None:
         """Draw the actor's parameters anew."""
@@ -83,18 +84,16 @@ class ActorLoss(LossModule):
 
     @abstractmethod
     def _loss_keys(self) -> list[Keys]:
-        """The keys that the loss reads beside those of the actor."""
+        """Return the keys that the loss reads, without those that only the actor reads."""
 
     def _distribution(self, tensordict: TensorDictBase) -> Any:
-        with (
-            self.actor_network_params.to_module(self.actor_network)
-            if self.functional
-            else nullcontext()
-        ):
+        if not self.functional:
+            return self.actor_network.get_dist(tensordict)
+        with self.actor_network_params.to_module(self.actor_network):
             return self.actor_network.get_dist(tensordict)
 
     def _log_prob(self, dist: Any, tensordict: TensorDictBase) -> Any:
-        """ln π of the draws in the tensordict."""
+        """Return ln π of the draws in the tensordict."""
         keys = _listed(self.tensor_keys.action)
         if not isinstance(dist, CompositeDistribution):
             return dist.log_prob(tensordict.get(keys[0]))
@@ -103,7 +102,7 @@ class ActorLoss(LossModule):
 
     @staticmethod
     def _log_probs(dist: Any) -> Any:
-        """ln π of all configurations."""
+        """Return ln π of all configurations."""
         if not hasattr(dist, "log_probs"):
             raise InputError(
                 f"{type(dist).__name__}: its configurations are not known; take make_actor(…, "
@@ -120,10 +119,10 @@ class ActorLoss(LossModule):
     @staticmethod
     def _summed(tensordict: TensorDictBase, keys: Keys) -> Any:
         """Sum what is under these keys; None if any is missing."""
-        each = [tensordict.get(key, None) for key in _listed(keys)]
-        if any(part is None for part in each):
+        parts = [tensordict.get(key, None) for key in _listed(keys)]
+        if any(part is None for part in parts):
             return None
-        return sum(each[1:], each[0])
+        return sum(parts[1:], parts[0])
 
 
 def _listed(keys: Keys) -> list[NestedKey]:
@@ -131,8 +130,10 @@ def _listed(keys: Keys) -> list[NestedKey]:
 
 
 def is_zero(coefficient: Tensor) -> bool:
-    """Whether a term with this coefficient (a single number) need not be computed. Under
-    `torch.compile` and vmap that is not known, and the term is computed."""
+    """Tell if a coefficient, a single number, is 0, so that its term need not be computed.
+
+    Under `torch.compile` and vmap that is not known, and the term is computed.
+    """
     if torch.compiler.is_compiling():
         return False
     try:

@@ -4,7 +4,7 @@ configuration."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -26,9 +26,22 @@ from knobwise.losses.functional import (
 )
 
 
+class _Group(NamedTuple):
+    """A batch of groups: log π, log π_old, log π_ref and rewards, [P, J] each."""
+
+    distribution: Any
+    log_prob: Tensor
+    old: Tensor
+    reference: Tensor | None
+    reward: Tensor
+    weight: Tensor | None
+    """[P, J], see `losses.functional`; None for 1/J each."""
+
+
 class GRPOLoss(ActorLoss):
-    """Group relative policy optimisation (Shao et al. 2024, "DeepSeekMath", equation 3) with a
-    group axis.
+    """Minimise the loss of GRPO, group relative policy optimisation, over a group axis.
+
+    Shao et al. 2024, "DeepSeekMath", equation 3:
 
     −E_j[min(ρ_j A_j, clip(ρ_j, 1 − ε, 1 + ε) A_j)] + β·E_j[k3_j] − η·H, with the advantages A taken
     inside each group. Under `sampled` the expectation is over the G draws of a context. Under
@@ -51,9 +64,9 @@ class GRPOLoss(ActorLoss):
         advantage_clip: advantages are cut to ± this.
         masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there
             are.
-        top: how many of a group, those with the highest rewards, are learned from, after the
-            advantages were taken over the whole group; None for all. It may be changed between
-            steps, for a curriculum.
+        top: learn only from this many of a group, those with the highest rewards; None for all.
+            Advantages are still taken over the whole group. It may be changed between steps, for a
+            curriculum.
         reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's
@@ -98,8 +111,8 @@ class GRPOLoss(ActorLoss):
 
         Attributes:
             action: int64 [P, G, K], or of a composite a list of keys, [P, G] each.
-            configuration: int64 [P, G], which configuration each draw was: when it is there,
-                `action` is not read unless it is a list, and the distribution is asked for
+            configuration: int64 [P, G], which configuration each draw was. Where it exists,
+                `action` is not read unless it is a list, and the log-prob is the distribution's
                 `log_prob_of_index`.
             reward: float [P, G], of each draw.
             group_mask: bool [P, G], for `masked`: which draws there are. A group of one or of none
@@ -107,7 +120,8 @@ class GRPOLoss(ActorLoss):
             sample_log_prob: float [P, G], of the draws under the behaviour policy; of a list of
                 keys the sum. Draws without a group axis, [P] with rewards [P, 1], are groups of
                 one, which teach only under `unnormalised`.
-            reference_log_prob: the same under the reference policy; may be missing when β = 0.
+            reference_log_prob: float [P, G], of the draws under the reference policy; may be
+                missing when β = 0.
             reward_per_configuration: float [P, C], for `exact`; anything where not profiled.
             behaviour_log_probs: float [P, C], for `exact`: the behaviour policy's, −inf where
                 masked.
@@ -127,15 +141,18 @@ class GRPOLoss(ActorLoss):
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
     out_keys = [
-        *("loss_objective", "loss_entropy", "loss_kl_to_ref", "entropy", "kl_to_ref", "kl_approx"),
-        *(
-            "clip_fraction",
-            "ESS",
-            "ratio_mean",
-            "zero_advantage_fraction",
-            "advantage_mean",
-            "advantage_std",
-        ),
+        "loss_objective",
+        "loss_entropy",
+        "loss_kl_to_ref",
+        "entropy",
+        "kl_to_ref",
+        "kl_approx",
+        "clip_fraction",
+        "ESS",
+        "ratio_mean",
+        "zero_advantage_fraction",
+        "advantage_mean",
+        "advantage_std",
     ]
     _schedulable_buffers = frozenset({"clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"})
     clip_epsilon: Tensor
@@ -183,126 +200,143 @@ class GRPOLoss(ActorLoss):
         mask = [keys.group_mask] if self.masked else []
         return [keys.action, keys.reward, *mask, keys.sample_log_prob, keys.reference_log_prob]
 
-    def _group(
-        self, tensordict: TensorDictBase, finite: bool
-    ) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-        """The distribution, log π, log π_old, log π_ref, rewards, all [P, J], and weights [P, J] or
-        None."""
+    def _sampled_group(self, tensordict: TensorDictBase) -> _Group:
+        """Return the groups of draws, J = G."""
         keys = self.tensor_keys
         dist = self._distribution(tensordict)
-        if self.objective == "sampled":
-            reward = tensordict.get(keys.reward)
-            old = self._summed(tensordict, keys.sample_log_prob)
-            if reward.shape not in (
-                old.shape,
-                (*old.shape, 1),
-            ):  # groups of one may lack their axis
-                shapes = (
-                    f"rewards are {tuple(reward.shape)} and log-probs of draws {tuple(old.shape)}"
-                )
-                raise ValueError(
-                    f"{shapes}; both must be [contexts, group]: give env and policy the same "
-                    "group_size"
-                )
-            if isinstance(keys.action, list):
-                index = None
-            else:
-                index = tensordict.get(keys.configuration, None)
-            if index is None:
-                log_prob = self._log_prob(dist, tensordict)
-            else:
-                log_prob = dist.log_prob_of_index(index)
-            log_prob = log_prob.view_as(reward)
-            old = old.view_as(reward)
-            reference = self._summed(tensordict, keys.reference_log_prob)
-            if reference is None:
-                reference = None
-            else:
-                reference = reference.view_as(reward)
-            if self.masked:
-                weight = even_weight(tensordict.get(keys.group_mask))
-            else:
-                weight = None
-            return dist, log_prob, old, reference, reward, weight
+        reward = tensordict.get(keys.reward)
+        old = self._summed(tensordict, keys.sample_log_prob)
+        # groups of one may lack their axis
+        if reward.shape not in (old.shape, (*old.shape, 1)):
+            shapes = f"rewards are {tuple(reward.shape)} and log-probs of draws {tuple(old.shape)}"
+            raise ValueError(
+                f"{shapes}; both must be [contexts, group]: give env and policy the same group_size"
+            )
+        index = None
+        if not isinstance(keys.action, list):
+            index = tensordict.get(keys.configuration, None)
+        if index is None:
+            log_prob = self._log_prob(dist, tensordict)
+        else:
+            log_prob = dist.log_prob_of_index(index)
+        reference = self._summed(tensordict, keys.reference_log_prob)
+        if reference is not None:
+            reference = reference.view_as(reward)
+        weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
+        return _Group(
+            dist, log_prob.view_as(reward), old.view_as(reward), reference, reward, weight
+        )
+
+    def _exact_group(self, tensordict: TensorDictBase, finite: bool) -> _Group:
+        """Return the groups of all configurations, J = C.
+
+        What is masked has weight 0. Finite numbers in its place keep 0 · ∞ out of values and
+        gradients; log π and log π_ref need them only if `finite`.
+        """
+        keys = self.tensor_keys
+        dist = self._distribution(tensordict)
         reward = tensordict.get(keys.reward_per_configuration)
         old = tensordict.get(keys.behaviour_log_probs)
         log_prob = self._log_probs(dist)
         reference = tensordict.get(keys.reference_log_probs, None)
-        # what is masked has weight 0; finite numbers in its place keep 0 · ∞ out of values and
-        # gradients
         impossible = old == -torch.inf
         weight = old.exp().detach()
-        if finite:  # the objective alone can do with log π = −∞
+        if finite:
             log_prob = log_prob.masked_fill(impossible, 0.0)
-            if reference is None:
-                reference = None
-            else:
+            if reference is not None:
                 reference = reference.masked_fill(impossible, torch.finfo(old.dtype).min)
         old = old.masked_fill(impossible, 0.0)
         reward = reward.masked_fill(impossible, 0.0)
-        return dist, log_prob, old, reference, reward, weight
+        return _Group(dist, log_prob, old, reference, reward, weight)
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The loss of a batch of contexts, [P] with the keys above, each with its whole group."""
+        """Compute the loss of contexts, [P] with the keys above, each with its whole group."""
         penalised = not is_zero(self.kl_to_ref_coeff)
-        dist, log_prob, old, reference, reward, weight = self._group(
-            tensordict, finite=penalised or self.diagnostics
-        )
-        floor = self.advantage_std_floor
-        most = self.advantage_clip
-        advantage = group_advantage(
-            reward, self.advantage, weight=weight, std_floor=floor, clip=most
-        )
-        surrogate, cut = clipped_surrogate(log_prob, old.detach(), advantage, self.clip_epsilon)
-        if self.top is None:
-            learned = weight
+        if self.objective == "sampled":
+            group = self._sampled_group(tensordict)
         else:
-            learned = weight_of_best(reward, self.top, weight)
+            # the objective alone can do with log π = −∞
+            group = self._exact_group(tensordict, finite=penalised or self.diagnostics)
+        advantage = group_advantage(
+            group.reward,
+            self.advantage,
+            weight=group.weight,
+            std_floor=self.advantage_std_floor,
+            clip=self.advantage_clip,
+        )
+        surrogate, cut = clipped_surrogate(
+            group.log_prob, group.old.detach(), advantage, self.clip_epsilon
+        )
+        learned = group.weight
+        if self.top is not None:
+            learned = weight_of_best(group.reward, self.top, group.weight)
         out = {"loss_objective": self._reduce_loss(-expectation(surrogate, learned), tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         if not is_zero(self.entropy_coeff):
-            out["loss_entropy"] = self._reduce_loss(
-                -self.entropy_coeff * self._entropy(dist), tensordict
-            )
-        if self.objective == "exact":
-            behaviour = old.detach()
-        else:
-            behaviour = None
-        policy = log_prob.detach()
-        if reference is None:
-            if penalised:
-                reference = torch.where(self.kl_to_ref_coeff == 0, policy, torch.nan)
-            else:
-                reference = policy
-        if (
-            penalised
-        ):  # also where it is not known whether β is 0: then no ∞ of a far reference may meet the 0
-            towards = torch.where(self.kl_to_ref_coeff == 0, policy, reference.detach())
-            kl = expected_k3(log_prob, towards, behaviour, weight)
+            entropy = self._entropy(group.distribution)
+            out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
+        group = self._with_reference(group, penalised)
+        if penalised:
+            kl = self._kl_penalty(group)
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         if self.diagnostics:
+            if learned is None:
+                used = advantage
+            else:
+                used = advantage * (learned > 0)
             with torch.no_grad():
-                log_ratio = log_prob - old
-                if learned is None:
-                    used = advantage
-                else:
-                    used = advantage * (learned > 0)
-                mean, square = (
-                    expectation(power, weight).mean() for power in (advantage, advantage.square())
-                )
-                out |= {
-                    "entropy": self._entropy(dist).mean(),
-                    "kl_to_ref": expected_k3(log_prob, reference, behaviour, weight).mean(),
-                    "kl_approx": -expectation(log_ratio, weight).mean(),
-                    "clip_fraction": expectation(cut.to(log_prob.dtype), weight).mean(),
-                    "ESS": effective_sample_size(log_ratio, weight),
-                    "ratio_mean": expectation(log_ratio.exp(), weight).mean(),
-                    "zero_advantage_fraction": (used.abs() < 1e-6)
-                    .all(-1)
-                    .to(log_prob.dtype)
-                    .mean(),
-                    "advantage_mean": mean,
-                    "advantage_std": (square - mean.square()).clamp_min(0).sqrt(),
-                }
+                out |= self._diagnostics(group, advantage, used, cut)
         return TensorDict(out, batch_size=[])
+
+    def _with_reference(self, group: _Group, penalised: bool) -> _Group:
+        """Put the policy itself in the place of a missing reference; NaN if that has a penalty."""
+        if group.reference is not None:
+            return group
+        reference = group.log_prob.detach()
+        if penalised:
+            reference = torch.where(self.kl_to_ref_coeff == 0, reference, torch.nan)
+        return group._replace(reference=reference)
+
+    def _kl_penalty(self, group: _Group) -> Tensor:
+        """Compute the KL to the reference policy of each context, [P]."""
+        # also computed where it is not known whether β is 0; no ∞ of a far reference may meet the 0
+        assert group.reference is not None
+        towards = torch.where(
+            self.kl_to_ref_coeff == 0, group.log_prob.detach(), group.reference.detach()
+        )
+        return expected_k3(group.log_prob, towards, self._behaviour(group), group.weight)
+
+    def _behaviour(self, group: _Group) -> Tensor | None:
+        """Return ln of the weights, where they are the behaviour policy's probabilities."""
+        return group.old.detach() if self.objective == "exact" else None
+
+    def _diagnostics(
+        self, group: _Group, advantage: Tensor, used: Tensor, cut: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the diagnostics of a batch.
+
+        Args:
+            group: with a reference.
+            advantage: [P, J].
+            used: [P, J], the advantages that are learned from, else 0.
+            cut: bool [P, J], where the clip cut the gradient off.
+        """
+        assert group.reference is not None
+        weight = group.weight
+        log_ratio = group.log_prob - group.old
+        mean = expectation(advantage, weight).mean()
+        square = expectation(advantage.square(), weight).mean()
+        kl = expected_k3(group.log_prob, group.reference, self._behaviour(group), weight)
+        idle = (used.abs() < 1e-6).all(-1)
+        return {
+            "entropy": self._entropy(group.distribution).mean(),
+            "kl_to_ref": kl.mean(),
+            "kl_approx": -expectation(log_ratio, weight).mean(),
+            "clip_fraction": expectation(cut.to(log_ratio.dtype), weight).mean(),
+            "ESS": effective_sample_size(log_ratio, weight),
+            "ratio_mean": expectation(log_ratio.exp(), weight).mean(),
+            "zero_advantage_fraction": idle.to(log_ratio.dtype).mean(),
+            "advantage_mean": mean,
+            "advantage_std": (square - mean.square()).clamp_min(0).sqrt(),
+        }

@@ -1,5 +1,8 @@
-"""The losses of the warm-up before GRPO: RCE imitates the softmax of the rewards (with an infinite
-temperature all alike), regression teaches a policy that predicts outcomes what was measured."""
+"""The losses of the warm-up before GRPO.
+
+RCE imitates the softmax of the rewards; with an infinite temperature it imitates all alternatives
+alike. Regression teaches the measured outcomes to a policy that predicts them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from knobwise.losses.functional import gaussian_nll, reward_weighted_cross_entro
 
 
 class RCELoss(ActorLoss):
-    """Reward-weighted cross-entropy to softmax(reward/τ) over every profiled configuration of a
-    context.
+    """Minimise RCE: the cross-entropy of a policy to softmax(reward/τ) over the configurations.
 
-    With `recorded` it is over the group's recorded actions instead, for contexts with more
-    alternatives than can be listed: −Σ_b softmax(reward/τ)_b ln π(b).
+    All profiled configurations of a context take part. With `recorded` the recorded actions of its
+    group do instead, for contexts with more alternatives than can be listed:
+    −Σ_b softmax(reward/τ)_b ln π(b).
 
     Args:
         actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs`
@@ -42,10 +45,10 @@ class RCELoss(ActorLoss):
 
         Attributes:
             reward_per_configuration: float [P, C], NaN where not profiled.
-            action: with `recorded`, the actions of the group, [P, G, …], or of a composite a list
+            action: with `recorded`, the actions of the group, [P, G, …], or for a composite a list
                 of keys.
             reward: with `recorded`, float [P, G].
-            group_mask: with `recorded`, bool [P, G], which of them exist.
+            group_mask: with `recorded`, bool [P, G], which of the actions exist.
         """
 
         reward_per_configuration: NestedKey = "reward_per_configuration"
@@ -81,8 +84,7 @@ class RCELoss(ActorLoss):
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The loss of a batch of contexts, [P], with the keys above and those that the actor
-        reads."""
+        """Compute the loss of contexts, [P], with the keys above and those that the actor reads."""
         keys = self.tensor_keys
         rewards = tensordict.get(keys.reward if self.recorded else keys.reward_per_configuration)
         dist = self._distribution(tensordict)
@@ -101,9 +103,11 @@ class RCELoss(ActorLoss):
 
 
 class RegressionLoss(LossModule):
-    """Cross-entropy of predicted accuracies and Gaussian likelihood of predicted log-latencies, of
-    all configurations; and where the predictor writes `log_cost`, Poisson's likelihood of a further
-    cost, in units of its mean: its minimum is at the expected cost, and costs may be 0.
+    """Minimise the errors of predicted outcomes of all configurations.
+
+    Accuracies have a cross-entropy, log-latencies a Gaussian likelihood. Where the predictor writes
+    `log_cost`, the further cost has a Poisson likelihood, in units of the mean cost: its minimum is
+    at the expected cost, and costs may be 0.
 
     Args:
         predictor: a module that writes `accuracy_logits`, `log_latency` and `spread`, [*, C] each;
@@ -121,8 +125,8 @@ class RegressionLoss(LossModule):
         Attributes:
             accuracy: float [*, C], measured, NaN where not profiled.
             log_latency: float [*, C], measured, ln ms, NaN where not profiled.
-            variance: float [*, C], of a cell's measurements, whose mean `log_latency` then is; may
-                be left out.
+            variance: float [*, C], of a cell's measured log-latencies, if `log_latency` is their
+                mean; may be left out.
             cost: float [*, C], measured, NaN where not profiled; only where it is predicted.
         """
 
@@ -152,8 +156,7 @@ class RegressionLoss(LossModule):
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The loss of a batch of contexts, [*], with the keys above and those that the predictor
-        reads."""
+        """Compute the loss of contexts, [*], with the keys above and those the predictor reads."""
         predicted = tensordict
         if "accuracy_logits" not in tensordict:
             predicted = self.predictor(tensordict.select(*self.predictor.in_keys))
@@ -165,9 +168,7 @@ class RegressionLoss(LossModule):
             predicted.get("accuracy_logits"), accuracy.nan_to_num(), reduction="none"
         )
         variance = tensordict.get(self.tensor_keys.variance, None)
-        if variance is None:
-            variance = None
-        else:
+        if variance is not None:
             variance = variance.nan_to_num()
         off = gaussian_nll(
             log_latency.nan_to_num(),
@@ -179,6 +180,7 @@ class RegressionLoss(LossModule):
         if "log_cost" in self.predictor.out_keys:
             cost = tensordict.get(self.tensor_keys.cost).nan_to_num()
             log_cost = predicted.get("log_cost")
+            # the mean cost, so that the unit of the cost does not matter
             scale = (cost.sum() / profiled.sum()).clamp_min(torch.finfo(cost.dtype).tiny)
             losses.append(functional.poisson_nll_loss(log_cost, cost, reduction="none") / scale)
         means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in losses]
