@@ -1,6 +1,6 @@
-"""The formulae, each once, as pure functions of tensors.
+"""The formulae of the losses, as pure functions of tensors.
 
-A *group* is the last axis, of J alternatives for one context: the G draws of a policy, or all C
+A *group* is the last axis: J alternatives for one context, the G draws of a policy or all C
 configurations. The `weight` says how the expectation over the group is taken: 1/G for draws, the
 behaviour policy's probabilities for the exact expectation over all configurations. That is the only
 difference between sampled and exact GRPO.
@@ -20,15 +20,17 @@ from knobwise.losses.settings import ADVANTAGES
 
 
 def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
-    """Σ_j weight_j · values_j over the last axis; None for the plain mean. [*, J] → [*]."""
+    """Compute Σ_j weight_j · values_j over the last axis, [*, J] → [*]; None for the plain mean."""
     if weight is None:
         return values.mean(-1)
     return (weight * values).sum(-1)
 
 
 def even_weight(mask: Tensor) -> Tensor:
-    """1/n for each of the n alternatives in the mask, 0 for the others: bool [*, J] → float [*,
-    J]."""
+    """Return 1/n for each of the n alternatives in the mask, and 0 for the others.
+
+    bool [*, J] → float [*, J].
+    """
     return mask / mask.sum(-1, keepdim=True).clamp_min(1)
 
 
@@ -42,7 +44,8 @@ def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> 
         count: how many take part, of those whose weight is above 0.
         weight: [*, J], None for equal weights.
 
-    Returns: [*, J].
+    Returns:
+        [*, J].
     """
     if weight is None:
         present = torch.ones_like(reward, dtype=torch.bool)
@@ -72,6 +75,7 @@ def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
         weight = torch.full_like(reward, 1 / reward.shape[-1])
     reward = reward.contiguous()  # else searchsorted copies it, and warns
     ordered, order = reward.sort(-1)
+    # the weight of the alternatives below each rank, [*, J + 1]
     below = functional.pad(weight.gather(-1, order).cumsum(-1), (1, 0))
     worse = below.gather(-1, torch.searchsorted(ordered, reward))
     better = below[..., -1:] - below.gather(-1, torch.searchsorted(ordered, reward, right=True))
@@ -85,10 +89,10 @@ J]."""
 
 
 def advantage_function(name: str) -> AdvantageFunction:
-    """The function that `module:name` names, tried on two groups of three draws.
+    """Import the function that `module:name` names, and try it on two groups of three draws.
 
     Raises:
-        InputError: there is none, it raises, or what it returns is unlike the rewards.
+        InputError: there is no such function, it raises, or it returns no advantages.
     """
     function: AdvantageFunction = imported("loss.advantage", name, "function", "mine:leave_one_out")
     try:
@@ -101,8 +105,11 @@ def advantage_function(name: str) -> AdvantageFunction:
 
 
 def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
-    """A kind that `group_advantage` takes, from that or from `module:name`. Raises ValueError for
-    any other."""
+    """Return a kind that `group_advantage` takes; `module:name` becomes the function it names.
+
+    Raises:
+        ValueError: another kind.
+    """
     if isinstance(kind, str) and ":" in kind:
         return advantage_function(kind)
     if not callable(kind) and kind not in ADVANTAGES:
@@ -120,12 +127,14 @@ def group_advantage(
     std_floor: float = 0.1,
     clip: float = 5.0,
 ) -> Tensor:
-    """Advantages inside each group.
+    """Compute the advantages A of rewards r inside each group.
 
-    `unnormalised`: A = r, without a baseline. `centred`: A = r − E r. `zscore`: A = (r − E
-    r)/max(std, std_floor), the form of GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1.1) with
-    a floor, so that where all rewards of a group are equal but for noise the noise is not blown up
-    to unit size. `rank`: see `rank_advantage`.
+    - `unnormalised`: A = r, without a baseline.
+    - `centred`: A = r − E r.
+    - `zscore`: A = (r − E r)/max(std, std_floor), the form of GRPO (Shao et al. 2024,
+      "DeepSeekMath", section 4.1.1). The floor is added: without it, rewards of a group that differ
+      by noise alone would become as large as others.
+    - `rank`: see `rank_advantage`.
 
     Args:
         reward: [*, J], the group is the last axis.
@@ -146,43 +155,47 @@ def group_advantage(
     if kind in ("zscore", "centred"):
         advantage = reward - expectation(reward, weight).unsqueeze(-1)
         if kind == "zscore":
-            advantage = advantage / expectation(advantage.square(), weight).sqrt().clamp_min(
-                std_floor
-            ).unsqueeze(-1)
+            std = expectation(advantage.square(), weight).sqrt()
+            advantage = advantage / std.clamp_min(std_floor).unsqueeze(-1)
     elif kind == "rank":
         advantage = rank_advantage(reward, weight)
     elif kind == "unnormalised":
         advantage = reward
     elif callable(kind):
         advantage = kind(reward, weight)
-        if (
-            not isinstance(advantage, Tensor)
-            or advantage.shape != reward.shape
-            or not advantage.isfinite().all()
-        ):
-            got = (
-                f"a tensor {[*advantage.shape]}" if torch.is_tensor(advantage) else repr(advantage)
-            )
-            raise InputError(
-                f"loss.advantage: {got}; must be finite, in the shape of the rewards "
-                f"{[*reward.shape]}"
-            )
+        _check_advantage(advantage, reward)
     else:
         raise ValueError(f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}")
     return torch.clamp(advantage, -clip, clip)
 
 
+def _check_advantage(advantage: object, reward: Tensor) -> None:
+    """Refuse what a user's function returns if it is unlike finite advantages [*, J]."""
+    got = repr(advantage)
+    if isinstance(advantage, Tensor):
+        if advantage.shape == reward.shape and advantage.isfinite().all():
+            return
+        got = f"a tensor {[*advantage.shape]}"
+    raise InputError(
+        f"loss.advantage: {got}; must be finite, in the shape of the rewards {[*reward.shape]}"
+    )
+
+
 def clipped_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_epsilon: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective, min(ρA, clip(ρ, 1 − ε, 1 + ε)A) with ρ = π(a)/π_old(a).
+    """Compute PPO's clipped objective, min(ρA, clip(ρ, 1 − ε, 1 + ε)A) with ρ = π(a)/π_old(a).
 
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7.
 
-    Args, each [*]: ln π of the policy that is trained and of the behaviour policy; the advantage;
-    ε.
+    Args:
+        log_prob: [*], ln π of the policy that is trained.
+        old_log_prob: [*], ln π_old of the behaviour policy.
+        advantage: [*], A.
+        clip_epsilon: ε.
 
-    Returns: the objective, to be maximised, [*]; and where the clip cut the gradient off, bool [*].
+    Returns:
+        the objective, to be maximised, [*]; and bool [*], True where the clip cut the gradient off.
     """
     surrogate = (log_prob - old_log_prob).exp() * advantage
     # the clip matters only on the side that A pulls to, where it holds min(ρA, ·) at (1 ± ε)A
@@ -191,10 +204,9 @@ def clipped_surrogate(
 
 
 def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
-    """Estimate of KL(π ‖ π_ref) from draws of π: r − 1 − ln r with r = π_ref(a)/π(a). Never
-    negative, unbiased.
+    """Estimate KL(π ‖ π_ref) from draws of π: r − 1 − ln r with r = π_ref(a)/π(a).
 
-    Schulman 2020, "Approximating KL Divergence"; Shao et al. 2024, "DeepSeekMath", equation 4.
+    The estimate is unbiased and never negative. Schulman 2020, "Approximating KL Divergence"; Shao et al. 2024, "DeepSeekMath", equation 4.
     Shapes: [*] → [*].
     """
     log_ratio = reference_log_prob - log_prob
@@ -207,10 +219,10 @@ def expected_k3(
     old_log_prob: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """E_j k3_j over the last axis, [*, J] → [*]; the plain mean, or weighted by `weight`.
+    """Compute E_j k3_j over the last axis, [*, J] → [*]: the plain mean, or weighted by `weight`.
 
-    Far from the reference π_ref/π overflows where π is next to 0. Where the weight is π_old and
-    given also as ln π_old, it meets it first.
+    Far from the reference, π_ref/π overflows where π is close to 0. If the weight is π_old, give
+    ln π_old too: the two are then multiplied before the exponential is taken.
     """
     if weight is None or old_log_prob is None:
         return expectation(k3(log_prob, reference_log_prob), weight)
@@ -219,15 +231,17 @@ def expected_k3(
 
 
 def entropy(log_probs: Tensor) -> Tensor:
-    """−Σ_c p_c ln p_c over the last axis, [*, C] → [*]; masked alternatives (−inf) count 0."""
+    """Compute −Σ_c p_c ln p_c over the last axis, [*, C] → [*].
+
+    Masked alternatives (−inf) count 0.
+    """
     return -(log_probs.exp() * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
 
 
 def effective_sample_size(log_ratio: Tensor, weight: Tensor | None = None) -> Tensor:
-    """(E ρ)² / E ρ² over everything given, a share in (0, 1]: 1 while the policy is still the
-    behaviour policy.
+    """Compute the effective sample size (E ρ)² / E ρ² over a whole batch, a share in (0, 1].
 
-    Kish 1965. `log_ratio` is ln ρ, [*, J].
+    It is 1 while the policy is still the behaviour policy. `log_ratio` is ln ρ, [*, J]. Kish 1965.
     """
     ratio = (log_ratio - log_ratio.max()).exp()
     return expectation(ratio, weight).mean().square() / expectation(ratio.square(), weight).mean()
@@ -236,22 +250,22 @@ def effective_sample_size(log_ratio: Tensor, weight: Tensor | None = None) -> Te
 def reward_weighted_cross_entropy(
     log_probs: Tensor, rewards: Tensor, temperature: float | Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """RCE: cross-entropy of the policy to softmax(reward/τ), −Σ_c softmax(r/τ)_c ln π_c.
+    """Compute RCE, the cross-entropy of a policy to softmax(reward/τ): −Σ_c softmax(r/τ)_c ln π_c.
 
     Args:
         log_probs: [*, C], −inf where masked.
-        rewards: [*, C]; what stands where masked does not matter.
+        rewards: [*, C]; masked ones may be anything.
         temperature: τ > 0, in units of reward; infinite for a plain mean, which is supervised
             learning.
         mask: bool [*, C], True where an alternative takes part; where none does the result is 0.
 
-    Returns: [*].
+    Returns:
+        [*].
     """
     scores = rewards / temperature
     if mask is not None:
-        scores = scores.masked_fill(
-            ~mask, torch.finfo(scores.dtype).min
-        )  # finite: there may be nothing else
+        # a finite number, because everything may be masked
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         log_probs = log_probs.masked_fill(~mask, 0.0)
     return -(torch.softmax(scores, -1) * log_probs).sum(-1)
 
@@ -259,14 +273,14 @@ def reward_weighted_cross_entropy(
 def gaussian_nll(
     target: Tensor, mean: Tensor, spread: Tensor, variance: Tensor | None = None
 ) -> Tensor:
-    """−ln N(target | mean, spread²) but for a constant: (target − mean)²/(2·spread²) + ln spread.
-    Shapes broadcast.
+    """Compute −ln N(target | mean, spread²) but for a constant.
 
-    With a variance the mean over several targets, of which `target` is the mean."""
-    if variance is None:
-        square = (target - mean).square()
-    else:
-        square = (target - mean).square() + variance
+    That is (target − mean)²/(2·spread²) + ln spread. Shapes broadcast. With a variance it is the
+    mean over several targets that have `target` as mean and this variance.
+    """
+    square = (target - mean).square()
+    if variance is not None:
+        square = square + variance
     return 0.5 * square / spread.square() + spread.log()
 
 
@@ -276,12 +290,12 @@ def gaussian_nll(
 def doubly_robust(
     expected: Tensor, chosen: Tensor, reward: Tensor, probability: Tensor, clip: float
 ) -> Tensor:
-    """The reward of every alternative, from the outcome of a single one: q̂(c) + 1[c = a]·min(1/p,
-    clip)·(r − q̂(a)).
+    """Estimate the reward of every alternative c from the outcome of a single one, a.
 
-    Dudík, Langford and Li 2011, "Doubly Robust Policy Evaluation and Learning", equation 2. The
-    mean over contexts of Σ_c π(c)·this is the value of a policy π; it is unbiased if either q̂ or
-    the probabilities are right, no weight is clipped, and all that π chooses could have been drawn.
+    The estimate is q̂(c) + 1[c = a]·min(1/p, clip)·(r − q̂(a)): Dudík, Langford and Li 2011, "Doubly
+    Robust Policy Evaluation and Learning", equation 2. Its mean under a policy π, over all contexts,
+    estimates the value of π. That is unbiased if either q̂ or the probabilities are right, no weight
+    is clipped, and all that π chooses could have been drawn.
 
     Args:
         expected: q̂, what a model that has not seen the outcomes expects, [n, C].
@@ -290,22 +304,24 @@ def doubly_robust(
         probability: p > 0, of a under the policy that drew it, [n].
         clip: the largest weight.
 
-    Returns: [n, C].
+    Returns:
+        [n, C].
     """
-    place = chosen.unsqueeze(1)
+    column = chosen.unsqueeze(1)
     weight = (1 / probability).clamp_max(clip).unsqueeze(1)
-    return expected.scatter_add(
-        1, place, weight * (reward.unsqueeze(1) - expected.gather(1, place))
-    )
+    error = reward.unsqueeze(1) - expected.gather(1, column)
+    return expected.scatter_add(1, column, weight * error)
 
 
 def self_normalised(reward: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ w·r / Σ w, the value of a policy from importance weights w = π(a)/p alone, and how far each
-    context moves it, of mean 0, whose standard error is that of the value (the delta method): [n],
-    [n] → [], [n]. NaN without any weight.
+    """Estimate the value of a policy from importance weights w = π(a)/p alone: Σ w·r / Σ w.
 
     Swaminathan and Joachims 2015, "The Self-Normalized Estimator for Counterfactual Learning",
     equation 6.
+
+    Returns:
+        the value, [], NaN if all weights are 0; and the influence of each context on it, [n], of
+        mean 0. The standard error of their mean is that of the value (the delta method).
     """
     mean = weight.mean()
     value = (weight * reward).mean() / mean

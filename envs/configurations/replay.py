@@ -1,5 +1,7 @@
-"""What a decision gets: the replay of a profile that the TorchRL and the gymnasium environments
-share."""
+"""Replay a profile: give a decision the outcome that was measured.
+
+The TorchRL and the gymnasium environments share this module.
+"""
 
 from __future__ import annotations
 
@@ -17,45 +19,47 @@ from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
 
 ACTIONS = ("knobs", "configuration")
-"""What an action is: for each knob the index of its value, or the index of a configuration of the
+"""Kinds of actions: for each knob the index of its value, or the index of a configuration of the
 table."""
 UNPROFILED = ("nearest", "error", "penalty")
+"""Ways to treat an action that was never profiled for its sample, see `Replay`."""
 REPEATS = ("draw", "median")
+"""Ways to choose among a cell's measurements, see `Replay`."""
 
 
 class Outcome(NamedTuple):
-    """What the decisions got, [P, G] each."""
+    """The outcome of decisions, [P, G] each."""
 
     configuration: Tensor
-    """int64: which configuration of the table was replayed."""
+    """int64, the configuration of the table that was replayed."""
     reward: Tensor
     """float32."""
     missing: Tensor | None
-    """bool: which actions were never profiled for their sample; None if all were."""
+    """bool, True for actions that were never profiled for their sample; None if all were."""
     repeat: Tensor | None = None
-    """int64: which measurement was drawn, see `RewardTable.outcome`; None if it is the median, or
-    the only one."""
+    """int64, the measurement that was drawn, see `RewardTable.outcome`; None if it is the median,
+    or the only one."""
 
 
 class Replay:
-    """Looks decisions up in a profile.
+    """Look decisions up in a profile.
 
     Args:
         table: the profile.
-        budget, reward: settings; a reward may be given by its kind. The default is the one that
-            training uses, utility with a cost of 0.2 for a late answer; under a mean budget and
-            weights it is `priced`.
-        unprofiled: what happens to an action that was never profiled for its sample. `nearest`: the
-            sample's profiled configuration that is the fewest steps of knob values away, of several
-            the first in the table, is replayed in its place. `error`: InputError. `penalty`: the
-            same as `nearest`, but the accuracy is 0 and the reward is 1 below that of the sample's
-            worst profiled configuration.
+        budget: settings; None for deadlines.
+        reward: settings, or the kind of a reward. The default is the reward of training, utility
+            with a cost of 0.2 for a late answer; under a mean budget and weights it is `priced`.
+        unprofiled: what happens to an action that was never profiled for its sample. `nearest`
+            replays the nearest profiled configuration of the sample, by steps of knob values; if
+            several are equally near, the first in the table. `penalty` does so too, but the
+            accuracy is 0, and the reward is 1 below that of the sample's worst profiled
+            configuration. `error` raises InputError.
         action: one of `ACTIONS`.
-        action_keys: `action` for one tensor; `knobs` for a key a knob, its name.
-        repeats: which of a cell's measurements a decision gets. `draw`: one of them at random;
-            `median`: the median latency. Accuracies are means in either case.
+        action_keys: `action` for one tensor; `knobs` for a key for each knob, its name.
+        repeats: the measurement of a cell that a decision gets. `draw`: one at random; `median`:
+            the median latency. Accuracies are means in either case.
         device: where decisions arrive; None for where the table is.
-        cost_ms: what a decision and its features take themselves; it is added to every latency.
+        cost_ms: the time that a decision and its features take; it is added to every latency.
 
     Raises:
         InputError: a setting that does not exist, a reward that does not go with the sense of the
@@ -102,10 +106,13 @@ class Replay:
     def __call__(
         self, rows: Tensor, action: Tensor, limits: Tensor, generator: torch.Generator | None = None
     ) -> Outcome:
-        """Decide for P contexts: int64 [P] rows, actions int64 [P, G, K] (or [P, G] under
-        `action="configuration"`), limits float32 [P], in ms, or pairs of worths [P, 2].
-        Measurements are drawn from the generator, one for each decision, if there are several to
-        draw from.
+        """Decide for P contexts.
+
+        Args:
+            rows: int64 [P].
+            action: int64 [P, G, K], or under `action="configuration"` [P, G].
+            limits: float32 [P], in ms, or pairs of worths [P, 2].
+            generator: draws a measurement for each decision, where cells have several.
 
         Raises:
             InputError: an action outside its range; under `error` an action that was never profiled
@@ -122,13 +129,17 @@ class Replay:
                 configuration.device
             )
         reward = self.rewards.chosen(rows, configuration, limits, repeat)
+        # configurations that were not profiled are −1 or have the reward NaN
         if not ((configuration.amin() < 0) | reward.sum().isnan()):
             return Outcome(configuration, reward, None, repeat)
         return self._with_unprofiled(rows, action, configuration, limits, repeat)
 
     def side_by_side(self, actions: Mapping[str, Any] | Any) -> Tensor:
-        """Stack the values of knobs that have their own keys, [*] each → [*, K]. Raises InputError:
-        not every knob has a value, or they differ in shape."""
+        """Stack the values of knobs that have their own keys, [*] each → [*, K].
+
+        Raises:
+            InputError: not every knob has a value, or their shapes differ.
+        """
         try:
             return torch.stack([torch.as_tensor(actions[key]) for key in self.knob_keys], -1)
         except (IndexError, KeyError, RuntimeError, TypeError) as error:
@@ -137,29 +148,31 @@ class Replay:
             ) from error
 
     def grouped(self, action: Tensor, contexts: int, group: int = 1) -> Tensor:
-        """Actions with all axes that decisions have, of which those of length 1 may be missing.
-        Raises InputError for another shape, or for what is not whole numbers."""
+        """Return actions with all axes that decisions have; axes of length 1 may be missing.
+
+        Raises:
+            InputError: actions of another shape, or that are not whole numbers.
+        """
         if self.action == "knobs":
             shape: tuple[int, ...] = (contexts, group, len(self.sizes))
         else:
             shape = (contexts, group)
-        same = [side for side in action.shape if side != 1] == [side for side in shape if side != 1]
+        axes = [size for size in action.shape if size != 1]
+        same = axes == [size for size in shape if size != 1]
         if not same or action.dtype == torch.bool or action.is_floating_point():
             if self.action == "knobs":
-                each = f"{len(self.sizes)} indices, one for each knob"
+                wanted = f"{len(self.sizes)} indices, one for each knob"
             else:
-                each = "one index"
+                wanted = "one index"
             if contexts * group > 1:
-                wanted = f"{each}, for each of {contexts} × {group} decisions"
-            else:
-                wanted = each
+                wanted += f", for each of {contexts} × {group} decisions"
             raise InputError(
                 f"action: is {action.dtype} {[*action.shape]}; must be int64 {[*shape]}: {wanted}"
             )
         return action.long().reshape(shape)
 
     def outcome(self, rows: Tensor, replayed: Outcome) -> tuple[Tensor, ...]:
-        """Accuracy and latency in ms of these decisions, float32 [P, G] each."""
+        """Return accuracy and latency in ms of these decisions, float32 [P, G] each."""
         accuracy, latency_ms = self.rewards.outcome(rows, replayed.configuration, replayed.repeat)
         if replayed.missing is not None and self.unprofiled == "penalty":
             accuracy = accuracy.masked_fill(replayed.missing, 0.0)
@@ -173,14 +186,14 @@ class Replay:
         limits: Tensor,
         repeat: Tensor | None,
     ) -> Outcome:
+        """Decide where some actions were never profiled for their sample, as `unprofiled` says."""
         mask = ~self.rewards.accuracy.index_select(0, rows).isnan()
         missing = (configuration < 0) | ~mask.gather(1, configuration.clamp_min(0))
         if self.action == "knobs":
             knobs = action
+            self._refuse_outside(knobs)
         else:
             knobs = self.configurations[action]
-        if self.action == "knobs":
-            self._refuse_outside(knobs)
         if self.unprofiled == "error" and missing.any():
             sample = self.table.sample_ids[int(rows[missing.any(1)][0])]
             raise InputError(
@@ -190,6 +203,7 @@ class Replay:
                 "unprofiled=nearest "
                 "replays the nearest of them"
             )
+        # the context of each missing action, [m], and its steps to every configuration, [m, C]
         at = missing.nonzero()[:, 0]
         steps = torch.cdist(knobs[missing].float(), self.configurations.float(), p=1)
         nearest = steps.masked_fill(~mask[at], torch.inf).argmin(1)

@@ -1,5 +1,7 @@
-"""The reward of one decision, and the utility that decisions are judged by. `settings.py` lists the
-kinds of reward."""
+"""The reward of a decision, and the utility that decisions are judged by.
+
+`settings.py` lists the kinds of reward.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +14,29 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 def utility(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
-    """accuracy if latency ≤ budget, else 0, by which every policy is judged. Shapes broadcast; NaN
-    cells give 0."""
+    """Compute the utility that every policy is judged by: accuracy if latency ≤ budget, else 0.
+
+    Shapes broadcast. NaN cells give 0.
+    """
     return torch.where(latency_ms <= budget_ms, accuracy, 0.0)
 
 
 def share_in_time(measurements_ms: Tensor, budget_ms: Tensor) -> Tensor:
-    """The share of a cell's measurements that are within the budget: [*, R] with NaN for no
-    measurement, and budgets that broadcast with [*] → float [*]; 0 where nothing was measured."""
+    """Compute the share of a cell's measurements that are within the budget; 0 if there are none.
+
+    Measurements [*, R], NaN for none, and budgets that broadcast with [*] → float [*].
+    """
     count = (~measurements_ms.isnan()).sum(-1).clamp_min(1)
     in_time = (measurements_ms <= budget_ms.unsqueeze(-1)).sum(-1)
     return in_time.to(measurements_ms.dtype) / count
 
 
 def expected_utility(accuracy: Tensor, measurements_ms: Tensor, budget_ms: Tensor) -> Tensor:
-    """The mean of `utility` over a cell's measurements, accuracy · share in time: accuracy [*],
-    measurements [*, R], budgets [*]. Shapes broadcast; NaN cells give 0; for R = 1 it is `utility`,
-    bit for bit."""
+    """Compute the mean `utility` over a cell's measurements, accuracy · share in time.
+
+    Accuracy [*], measurements [*, R], budgets [*] → [*]. Shapes broadcast. NaN cells give 0. For
+    R = 1 it is `utility`, bit for bit.
+    """
     share = share_in_time(measurements_ms, budget_ms)
     return torch.where(share > 0, accuracy * share, 0.0)
 
@@ -40,15 +48,17 @@ def reward(
     complexity: Tensor,
     config: RewardConfig,
 ) -> Tensor:
-    """The reward of running a configuration under a budget, by a formula; `RewardTable` also knows
-    `function`.
+    """Compute the reward of a configuration under a budget, for the kinds that have a formula.
+
+    `utility` = α·accuracy if latency ≤ budget, else −miss.
+
+    `priced` = α·accuracy − latency/worth, where the budget is the worth of a right answer, in ms.
 
     `shaped` = α·accuracy − β·sigmoid(10·(latency/budget − 1)) − γ·(max(0, latency −
     budget)/budget)² − ε·complexity + δ·(1 − latency/budget if latency ≤ budget else 0), the formula
     of the original controller.
 
-    Under `priced` the budget is the worth of a right answer, in ms. All tensors broadcast. NaN in,
-    NaN out.
+    All tensors broadcast. NaN in, NaN out. `RewardTable` also knows the kind `function`.
     """
     relative = latency_ms / budget_ms
     if config.kind == "priced":
@@ -67,34 +77,42 @@ def reward(
 
 
 def at_worths(accuracy: Tensor, latency_ms: Tensor, cost: Tensor, worths: Tensor) -> Tensor:
-    """accuracy − latency/worth − cost/worth: [*, C] each, worths [*, 2] in ms and in the unit of
-    the cost → [*, C]."""
+    """Compute accuracy − latency/worth − cost/worth, [*, C] each → [*, C].
+
+    The worths, [*, 2], are in ms and in the unit of the cost.
+    """
     worth_ms, worth = worths.unsqueeze(-2).unbind(-1)
     return accuracy - latency_ms / worth_ms - cost / worth
 
 
 def complexity(table: ProfileTable) -> Tensor:
-    """float32 [C]: for each configuration the mean over its knobs of value / the knob's largest
-    value. Knobs whose values are names or negative have no size and count 0."""
+    """Compute for each configuration the mean over its knobs of value / largest value, float32 [C].
+
+    Knobs whose values are names or negative have no size and count 0.
+    """
     columns = []
-    for number, knob in enumerate(table.knobs):
+    for k, knob in enumerate(table.knobs):
         sizes = [0.0 if isinstance(v, str) else float(v) for v in knob.values]
         largest = max(sizes)
         if min(sizes) < 0 or largest <= 0:
             sizes = [0.0] * len(sizes)
             largest = 1.0
-        columns.append(torch.tensor(sizes)[table.configurations[:, number]] / largest)
+        columns.append(torch.tensor(sizes)[table.configurations[:, k]] / largest)
     return torch.stack(columns).mean(0)
 
 
 class RewardTable:
-    """The rewards of a table's configurations, computed on demand; without a device, where the
-    table is.
+    """The rewards of a table's configurations, computed on demand.
 
-    A cell that was measured repeatedly has a reward for each measurement. `repeats="median"` keeps
-    the one of its median latency alone. Under weights budgets are pairs of worths [n, 2], and the
-    further cost is subtracted. `cost_ms` is what a decision and its features take themselves; it is
-    added to every latency.
+    A cell that was measured repeatedly has a reward for each measurement. Under weights budgets are
+    pairs of worths [n, 2], and the further cost is subtracted.
+
+    Args:
+        table: the profile.
+        config: the settings of the reward.
+        device: where rewards are computed; None for where the table is.
+        repeats: `draw` for all measurements of a cell; `median` for its median latency alone.
+        cost_ms: the time that a decision and its features take; it is added to every latency.
     """
 
     def __init__(
@@ -108,58 +126,54 @@ class RewardTable:
         self.config = config
         self.complexity = complexity(table).to(device)
         self.configurations = torch.arange(table.num_configurations, device=self.complexity.device)
-        if config.function is None:
-            self.function = None
-        else:
+        self.function: RewardFunction | None = None
+        if config.function is not None:
             self.function = RewardFunction(config.function, table, device)
         self.accuracy = table.accuracy.to(device)
         self.latency_ms = table.latency_ms.to(device)
-        if table.cost is None:
-            self.cost = None
-        else:
-            self.cost = table.cost.to(device)
-        several = table.repeats_ms is not None and repeats == "draw"
-        if several:
-            self.repeats_ms: Tensor | None = table.measurements_ms.to(device)
-        else:
-            self.repeats_ms = None
+        self.cost = None if table.cost is None else table.cost.to(device)
+        self.repeats_ms: Tensor | None = None
+        if table.repeats_ms is not None and repeats == "draw":
+            self.repeats_ms = table.measurements_ms.to(device)
         if cost_ms:
             self.latency_ms = self.latency_ms + cost_ms
             if self.repeats_ms is not None:
                 self.repeats_ms = self.repeats_ms + cost_ms
 
     def all(self, rows: Tensor, budgets_ms: Tensor) -> Tensor:
-        """int64 [n], float [n] → float32 [n, C], means over the measurements; NaN where a cell was
-        not profiled."""
+        """Return the reward of every configuration, int64 [n], float [n] → float32 [n, C].
+
+        Rewards are means over the measurements of a cell, and NaN where it was not profiled.
+        """
         if budgets_ms.ndim == 2:
-            return (
-                self.all(rows, budgets_ms[:, 0])
-                - self.further_cost(rows, self.configurations) / budgets_ms[:, 1:]
-            )
+            paid = self.further_cost(rows, self.configurations) / budgets_ms[:, 1:]
+            return self.all(rows, budgets_ms[:, 0]) - paid
         accuracy = self.accuracy.index_select(0, rows)
         budgets_ms = budgets_ms.unsqueeze(-1)
         if self.repeats_ms is None:
             latency_ms = self.latency_ms.index_select(0, rows)
             return self._rewards(accuracy, latency_ms, budgets_ms, self.configurations)
-        return self._mean(
-            accuracy, self.repeats_ms.index_select(0, rows), budgets_ms, self.configurations
-        )
+        measured = self.repeats_ms.index_select(0, rows)
+        return self._mean(accuracy, measured, budgets_ms, self.configurations)
 
     def outcome(
         self, rows: Tensor, configurations: Tensor, repeats: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """int64 [n] rows, int64 [n, G] configurations → accuracy and latency in ms, float32 [n, G]
-        each.
+        """Return accuracy and latency in ms of these choices, float32 [n, G] each.
 
-        `repeats` int64 [n, G] ≥ 0 says which measurement's latency, modulo how many the cell has;
-        None is the median.
+        Args:
+            rows: int64 [n].
+            configurations: int64 [n, G].
+            repeats: int64 [n, G], ≥ 0, the measurement that gives the latency, modulo the number of
+                measurements of the cell; None for the median.
         """
+        # cells count through the flattened table
         cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
         if repeats is None or self.repeats_ms is None:
             return self.accuracy.take(cells), self.latency_ms.take(cells)
         measured = self.repeats_ms.flatten(0, 1)[cells]
-        place = repeats % (~measured.isnan()).sum(-1).clamp_min(1)
-        return self.accuracy.take(cells), measured.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+        repeat = repeats % (~measured.isnan()).sum(-1).clamp_min(1)
+        return self.accuracy.take(cells), measured.gather(-1, repeat.unsqueeze(-1)).squeeze(-1)
 
     def chosen(
         self,
@@ -168,9 +182,15 @@ class RewardTable:
         budgets_ms: Tensor,
         repeats: Tensor | None = None,
     ) -> Tensor:
-        """int64 [n] rows, int64 [n, G] configurations, float [n] budgets → float32 [n, G]: the
-        reward of the measurements in `repeats`, see `outcome`; for None the mean over all
-        measurements of each cell."""
+        """Return the rewards of these choices, float32 [n, G].
+
+        Args:
+            rows: int64 [n].
+            configurations: int64 [n, G].
+            budgets_ms: float [n], or pairs of worths [n, 2].
+            repeats: int64 [n, G], the measurements, see `outcome`; None for the mean over all
+                measurements of each cell.
+        """
         if budgets_ms.ndim == 2:
             paid = self.further_cost(rows, configurations) / budgets_ms[:, 1:]
             return self.chosen(rows, configurations, budgets_ms[:, 0], repeats) - paid
@@ -184,23 +204,26 @@ class RewardTable:
         )
 
     def further_cost(self, rows: Tensor, configurations: Tensor) -> Tensor:
-        """int64 [n] rows, int64 [n, G] or [G] configurations → the further cost, which the table
-        must have, [n, G]."""
+        """Return the further cost, which the table must have, of these choices.
+
+        Rows int64 [n], configurations int64 [n, G] or [G] → [n, G].
+        """
         assert self.cost is not None
         return self.cost[rows.unsqueeze(-1), configurations]
 
     def _mean(
         self, accuracy: Tensor, measured: Tensor, budgets_ms: Tensor, configurations: Tensor
     ) -> Tensor:
-        """The mean reward over measurements [*, R] of cells [*]."""
-        cells = (each.unsqueeze(-1) for each in (accuracy, budgets_ms, configurations))
-        accuracy, budgets_ms, configurations = cells
+        """Return the mean reward over measurements [*, R] of cells [*]."""
+        accuracy = accuracy.unsqueeze(-1)
+        budgets_ms = budgets_ms.unsqueeze(-1)
+        configurations = configurations.unsqueeze(-1)
         return self._rewards(accuracy, measured, budgets_ms, configurations).nanmean(-1)
 
     def _rewards(
         self, accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor, configurations: Tensor
     ) -> Tensor:
-        """The reward of each measurement; int64 configurations and the others broadcast."""
+        """Return the reward of each measurement; int64 configurations and the others broadcast."""
         if self.function is not None:
             return self.function(accuracy, latency_ms, budgets_ms, configurations)
         return reward(

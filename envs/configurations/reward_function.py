@@ -1,5 +1,7 @@
-"""A reward that the user wrote: a Python function, named as `module:name`, checked before it trains
-anything."""
+"""A reward that the user wrote: a Python function, named as `module:name`.
+
+It is checked before it trains anything.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 CHECKED_SHARES = (0.0, 0.5, 1.0)
-"""Quantiles of the profiled latencies: the budgets under which a function is checked on every
-cell."""
+"""A function is checked on every cell under these quantiles of the profiled latencies as
+budgets."""
 
 
 class RewardFunction:
     """The reward of each decision, `function(accuracy, latency_ms, budget_ms, knobs)`.
 
-    The first three are float32 tensors of one shape, whatever it is; `knobs` has a tensor of this
-    shape for each knob, by name: its values, or their indices where a knob has names. The result is
-    a tensor of the same shape. A decision's reward must depend on its own numbers alone. Cells that
-    were not profiled come in as NaN and get NaN whatever the function returns.
+    The first three are float32 tensors of one shape, whatever it is. `knobs` has a tensor of this
+    shape for each knob, by name: its values, or their indices where the values are names. The
+    result is a tensor of the same shape. A decision's reward must depend on its own numbers alone.
+    Cells that were not profiled come in as NaN, and get NaN whatever the function returns.
 
     Args:
         name: `module:name`; modules are looked for in the current folder first, as by `python -m`.
@@ -36,9 +38,10 @@ class RewardFunction:
         device: where the arguments will be; None for where the table is.
 
     Raises:
-        InputError: also by each call. There is no such function; it raises, returns no tensor or
-            another shape, or NaN or infinity in a profiled cell; called again it returns something
-            else or opens a file; a reward depends on the other decisions in the batch.
+        InputError: there is no such function; it raises, or returns no tensor, another shape, or
+            NaN or infinity in a profiled cell, which later calls refuse too; called again it
+            returns something else or opens a file; a reward depends on the other decisions in the
+            batch.
     """
 
     def __init__(
@@ -48,18 +51,19 @@ class RewardFunction:
         self._function: Callable[..., Any] = imported(
             self.key, name, "function", "examples.rewards:late_answers"
         )
-        places = table.configurations.to(device).unbind(1)
-        self.knobs = {
-            knob.name: _sizes(knob).to(at.device)[at]
-            for knob, at in zip(table.knobs, places, strict=True)
-        }
+        self.knobs: dict[str, Tensor] = {}  # float32 [C], the value of each configuration
+        columns = table.configurations.to(device).unbind(1)
+        for knob, column in zip(table.knobs, columns, strict=True):
+            self.knobs[knob.name] = _sizes(knob).to(column.device)[column]
         self._check(table.accuracy.to(device), table.latency_ms.to(device))
 
     def __call__(
         self, accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, configurations: Tensor
     ) -> Tensor:
-        """Float tensors and int64 configurations that broadcast to one shape → float32 of this
-        shape."""
+        """Return the rewards of decisions, float32, in the shape that all arguments broadcast to.
+
+        The arguments are float tensors and int64 configurations.
+        """
         values = (sizes[configurations] for sizes in self.knobs.values())
         cells = torch.broadcast_tensors(accuracy, latency_ms, budget_ms, *values)
         profiled = ~(cells[0].isnan() | cells[1].isnan())
@@ -89,8 +93,10 @@ class RewardFunction:
         return InputError(f"{self.key}: {problem}")
 
     def _check(self, accuracy: Tensor, latency_ms: Tensor) -> None:
-        """Call it on every cell under several budgets, then again, then on a part: accuracy and
-        latency [N, C]."""
+        """Call the function on every cell under several budgets, then again, then on a part.
+
+        Accuracy and latency are [N, C].
+        """
         rows, configurations = (
             torch.arange(size, device=accuracy.device) for size in accuracy.shape
         )
@@ -98,6 +104,7 @@ class RewardFunction:
         budgets = torch.stack(
             [ordered[round(share * (len(ordered) - 1))] for share in CHECKED_SHARES]
         )
+        # neighbouring samples have different budgets; after three calls each had every budget
         for shift in range(len(budgets)):
             limits = budgets[(rows + shift) % len(budgets)].unsqueeze(1)
             rewards = self(accuracy, latency_ms, limits, configurations)
@@ -111,24 +118,28 @@ class RewardFunction:
             raise self._refused(
                 "returns different rewards when it is called again; must be deterministic"
             )
-        some = (slice(None, None, 2), slice(1))
-        part = self(accuracy[some], latency_ms[some], limits[::2], configurations[:1])
-        if not torch.allclose(part, rewards[some], rtol=1e-4, atol=1e-5, equal_nan=True):
+        # every second sample, the first configuration
+        part = (slice(None, None, 2), slice(1))
+        alone = self(accuracy[part], latency_ms[part], limits[::2], configurations[:1])
+        if not torch.allclose(alone, rewards[part], rtol=1e-4, atol=1e-5, equal_nan=True):
             raise self._refused(
                 "a decision's reward depends on the other decisions in the batch, which it must not"
             )
 
 
 def _sizes(knob: Knob) -> Tensor:
-    """float32, the values of a knob, or their indices if it has names."""
-    named = any(isinstance(value, str) for value in knob.values)
-    return torch.tensor([*(range(len(knob.values)) if named else knob.values)], dtype=torch.float32)
+    """Return the values of a knob, or their indices if they are names: float32 [values]."""
+    if any(isinstance(value, str) for value in knob.values):
+        return torch.arange(len(knob.values), dtype=torch.float32)
+    return torch.tensor([*knob.values], dtype=torch.float32)
 
 
 @functools.cache
 def _threads_without_files() -> set[int]:
-    """The threads that can open no file. An audit hook (PEP 578) sees to it; it cannot be removed,
-    so it is the only one, from the first use on."""
+    """Return the set of threads that may open no file; callers add theirs.
+
+    An audit hook (PEP 578) refuses them. It cannot be removed, so the first call sets the only one.
+    """
     threads: set[int] = set()
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:

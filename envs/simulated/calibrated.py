@@ -1,5 +1,4 @@
-"""Simulated profiles of a vision-language model with three knobs, calibrated to what was published
-about one.
+"""Simulated profiles of a vision-language model with three knobs, calibrated to published numbers.
 
 The published numbers are from a mixture-of-experts model with 16 blocks on one GPU. The profiles
 follow them and are called `simulated-…`: nothing was measured. For sample i of a data set and
@@ -53,15 +52,17 @@ from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 Floats = NDArray[np.float64]
 
+
+def _knobs(grid: dict[str, list[Any]]) -> tuple[Knob, ...]:
+    return tuple(Knob(name, tuple(values)) for name, values in grid.items())
+
+
 _NUMBERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 PREFILL = SimpleNamespace(**_NUMBERS["prefill"])
 ANSWERS = SimpleNamespace(**_NUMBERS["answers"])
 TIERS: dict[str, tuple[int, int]] = _NUMBERS["tiers"]
 """Fewest and most crops."""
-GRIDS = {
-    grid: tuple(Knob(k, tuple(v)) for k, v in values.items())
-    for grid, values in _NUMBERS["grids"].items()
-}
+GRIDS = {grid: _knobs(values) for grid, values in _NUMBERS["grids"].items()}
 DATA_SETS = {
     name: SimpleNamespace(**published) for name, published in _NUMBERS["data_sets"].items()
 }
@@ -71,7 +72,7 @@ TOTAL_BLOCKS = len(BLOCK_LOSS)
 
 
 class Records(NamedTuple):
-    """One data set, drawn: arrays [n, C] unless said otherwise; times in ms."""
+    """The records of one data set: arrays [n, C] unless said otherwise; times in ms."""
 
     accuracy: Floats
     vision: Floats
@@ -90,27 +91,34 @@ class Records(NamedTuple):
 
 
 def simulate(config: SimulatedConfig) -> ProfileTable:
-    """Draw the profile. The same config gives the same table; a data set has the same samples
-    whatever other data sets are drawn. Raises InputError for an unknown data set, grid or latency,
-    no samples, a signal outside [0, 1], or negative numbers."""
+    """Draw the profile.
+
+    Equal settings give equal tables, and a data set has the same samples whatever other data sets
+    are drawn.
+
+    Raises:
+        InputError: an unknown data set, grid or latency, no samples, a signal outside [0, 1], or
+            negative numbers.
+    """
     _check(config)
-    drawn = {dataset: _draw(config, dataset) for dataset in config.datasets}
-    parts = list(drawn.values())
+    parts = [_draw(config, dataset) for dataset in config.datasets]
     times = [getattr(part, config.latency) for part in parts]
     n = config.samples
     accuracy = torch.from_numpy(np.concatenate([part.accuracy for part in parts], dtype=np.float32))
+    datasets = np.repeat(config.datasets, n).tolist() if len(parts) > 1 else []
+    features = {}
+    for name in parts[0].features:
+        features[name] = torch.cat([part.features[name] for part in parts])
     return ProfileTable(
-        name="simulated-" + "+".join(drawn),
+        name="simulated-" + "+".join(config.datasets),
         knobs=GRIDS[config.grid],
         configurations=torch.from_numpy(_full_grid(GRIDS[config.grid])),
         accuracy=accuracy,
         latency_ms=torch.from_numpy(np.concatenate(times, dtype=np.float32)),
         mask=torch.ones_like(accuracy, dtype=torch.bool),
         sample_ids=tuple(map(str, range(n))) * len(parts),
-        datasets=tuple(dataset for dataset in drawn for _ in range(n)) if len(parts) > 1 else (),
-        features={
-            name: torch.cat([part.features[name] for part in parts]) for name in parts[0].features
-        },
+        datasets=tuple(datasets),
+        features=features,
         notes=(
             f"simulated, not measured: calibrated to published numbers, grid {config.grid}, seed "
             f"{config.seed}",
@@ -119,15 +127,19 @@ def simulate(config: SimulatedConfig) -> ProfileTable:
 
 
 def blocks_lost(removed: tuple[int, ...]) -> float:
-    """Accuracy lost by removing these blocks: less than the sum, and never more than for block 0
-    alone."""
+    """Compute the accuracy lost by removing these blocks.
+
+    It is less than the sum over the blocks, and never more than for block 0 alone.
+    """
     most = BLOCK_LOSS[0]
     return float(most * (1 - np.prod(1 - BLOCK_LOSS[list(removed)] / most)))
 
 
 def _full_grid(knobs: tuple[Knob, ...]) -> NDArray[np.int64]:
-    """All combinations of the knobs' values, int64 [C, K]: the index of each value; the last knob
-    runs fastest."""
+    """Return all combinations of the knobs' values as value indices, int64 [C, K].
+
+    The last knob runs fastest.
+    """
     sizes = [len(knob.values) for knob in knobs]
     return np.indices(sizes).reshape(len(sizes), -1).T.copy()
 
@@ -148,73 +160,119 @@ def _check(config: SimulatedConfig) -> None:
         raise InputError(f"profile.signal={config.signal}: must be between 0 and 1")
 
 
+class _Sizes(NamedTuple):
+    """The sizes that times and accuracies depend on, for n samples and C configurations."""
+
+    nominal: Floats
+    """[C], the mean number of crops."""
+    top_k: NDArray[Any]
+    """[C], experts per token."""
+    blocks: NDArray[Any]
+    """[C], active blocks."""
+    crops: Floats
+    """[n, C], the number of crops of a record."""
+    vision_tokens: NDArray[np.int64]
+    """[n, C], the vision tokens of a record."""
+
+
 def _draw(config: SimulatedConfig, dataset: str) -> Records:
+    """Draw the records of one data set."""
     published = DATA_SETS[dataset]
-    n = config.samples
     # a stream for each quantity, so that the widths of features change nothing else
     streams = np.random.default_rng([config.seed, zlib.crc32(dataset.encode())]).spawn(6)
     latents, for_prefill, for_steps, for_answers, for_lengths, for_features = streams
-    z = latents.standard_normal((n, 7))
-    _, size, text, length, *suits = z.T
+    z = latents.standard_normal((config.samples, 7))
+    sizes = _sizes(config, z)
+    text_effect = PREFILL.text_effect[config.grid]
+    vision = _vision(published, text_effect)(sizes.nominal) * (sizes.crops + 1)
+    vision = vision / (sizes.nominal + 1)
+    prefill = _draw_prefill(sizes, z, text_effect, for_prefill)
+    decode = _draw_decode(published, sizes, z, for_steps, for_lengths)
+    accuracy = _draw_accuracy(published, sizes, z, for_answers)
+    features = _features(config, dataset, z, for_features)
+    return Records(accuracy, vision, prefill, decode, features)
 
+
+def _sizes(config: SimulatedConfig, z: Floats) -> _Sizes:
+    """Return the knob values of the configurations, and the crops and vision tokens of records."""
     knobs = GRIDS[config.grid]
     first, top_k, blocks = (
-        np.array(k.values)[i] for k, i in zip(knobs, _full_grid(knobs).T, strict=True)
+        np.array(knob.values)[column]
+        for knob, column in zip(knobs, _full_grid(knobs).T, strict=True)
     )
+    # the share of samples with smaller images, [n, 1]
+    size = ndtr(z[:, 1])[:, None]
     if config.grid == "tiers":
         least, most = np.array([TIERS[tier] for tier in first]).T
         nominal = (least + most) / 2
-        crops = (least + np.floor(ndtr(size)[:, None] * (most - least + 1))).clip(least, most)
+        crops = (least + np.floor(size * (most - least + 1))).clip(least, most)
     else:
         nominal = first.astype(np.float64)
-        crops = np.broadcast_to(nominal, (n, len(nominal)))
-    vision_tokens = np.rint((crops + 1) * 144 * (1 - 0.05 * ndtr(-size)[:, None])).astype(np.int64)
-    text_tokens = (
-        np.rint(PREFILL.reference["text"] * np.exp(PREFILL.text_spread * text))
-        .clip(4)
-        .astype(np.int64)
-    )
-    shape = crops.shape
+        crops = np.broadcast_to(nominal, (len(z), len(nominal)))
+    fewer = 0.05 * ndtr(-z[:, 1])[:, None]
+    vision_tokens = np.rint((crops + 1) * 144 * (1 - fewer)).astype(np.int64)
+    return _Sizes(nominal, top_k, blocks, crops, vision_tokens)
 
-    noise = np.exp(PREFILL.noise * for_prefill.standard_normal(shape) - PREFILL.noise**2 / 2)
-    noise *= 1 + (for_prefill.random(shape) < PREFILL.stalls) * for_prefill.exponential(
-        PREFILL.stall, shape
-    )
-    effect = PREFILL.text_effect[config.grid]
-    text_factor = (text_tokens / PREFILL.reference["text"])[:, None] ** effect
-    prefill = _prefill(vision_tokens, top_k, blocks) * text_factor * noise
-    vision = _vision(published, effect)(nominal) * (crops + 1) / (nominal + 1)
-    step = _step(top_k, blocks) * np.exp(
-        ANSWERS.step_noise * for_steps.standard_normal(shape) - ANSWERS.step_noise**2 / 2
-    )
-    place = np.where(
-        for_lengths.random(shape) < ANSWERS.new_lengths,
-        for_lengths.random(shape),
-        ndtr(length)[:, None],
-    )
-    tokens = _lengths(*published.tokens)(place)
 
+def _draw_prefill(
+    sizes: _Sizes, z: Floats, text_effect: float, generator: np.random.Generator
+) -> Floats:
+    """Draw prefill times in ms, [n, C]: they depend on all tokens and have noise and stalls."""
+    shape = sizes.crops.shape
+    reference = PREFILL.reference["text"]
+    text_tokens = np.rint(reference * np.exp(PREFILL.text_spread * z[:, 2])).clip(4)
+    text_factor = (text_tokens.astype(np.int64) / reference)[:, None] ** text_effect
+    noise = np.exp(PREFILL.noise * generator.standard_normal(shape) - PREFILL.noise**2 / 2)
+    stalled = generator.random(shape) < PREFILL.stalls
+    noise *= 1 + stalled * generator.exponential(PREFILL.stall, shape)
+    return _prefill(sizes.vision_tokens, sizes.top_k, sizes.blocks) * text_factor * noise
+
+
+def _draw_decode(
+    published: SimpleNamespace,
+    sizes: _Sizes,
+    z: Floats,
+    for_steps: np.random.Generator,
+    for_lengths: np.random.Generator,
+) -> Floats:
+    """Draw decoding times in ms, [n, C]: the steps after the first token."""
+    shape = sizes.crops.shape
+    noise = ANSWERS.step_noise * for_steps.standard_normal(shape) - ANSWERS.step_noise**2 / 2
+    step = _step(sizes.top_k, sizes.blocks) * np.exp(noise)
+    # few records have a length of their own, the others the length of their sample
+    new = for_lengths.random(shape) < ANSWERS.new_lengths
+    quantile = np.where(new, for_lengths.random(shape), ndtr(z[:, 3])[:, None])
+    tokens = _lengths(*published.tokens)(quantile)
+    return np.asarray((tokens - 1) * step)
+
+
+def _draw_accuracy(
+    published: SimpleNamespace, sizes: _Sizes, z: Floats, generator: np.random.Generator
+) -> Floats:
+    """Draw accuracies, [n, C]: 0, or the score that annotators agree on for the sample."""
+    nominal, top_k, blocks = sizes[:3]
     # each knob scaled to −1 … 1; a sample gains or loses by it
     ranges = (
         (np.log1p(nominal), np.log1p(2), np.log1p(12)),
         (np.log(top_k), np.log(4), np.log(32)),
         (blocks, 8, 16),
     )
-    places = [2 * (value - low) / (high - low) - 1 for value, low, high in ranges]
-    matters = ANSWERS.suits * np.stack(places)
+    scaled = [2 * (value - low) / (high - low) - 1 for value, low, high in ranges]
+    matters = ANSWERS.suits * np.stack(scaled)
     spread = np.sqrt(ANSWERS.difficulty**2 + np.square(matters).sum(0) + ANSWERS.noise**2)
-    agreed = np.array(ANSWERS.scores)
-    often = np.array(ANSWERS.shares)
-    right = spread * ndtri(_mean_accuracy(published, nominal, top_k, blocks) / (agreed @ often))
-    right = right + ANSWERS.difficulty * z[:, :1] + np.stack(suits, 1) @ matters
-    right = right + ANSWERS.noise * for_answers.standard_normal(shape) > 0
-    accuracy = right * for_answers.choice(agreed, (n, 1), p=often)
-    features = _features(config, dataset, z, for_features)
-    return Records(accuracy, vision, prefill, (tokens - 1) * step, features)
+    # the probability of a right answer is mean accuracy / mean score of a right answer
+    scores = np.array(ANSWERS.scores)
+    shares = np.array(ANSWERS.shares)
+    probability = _mean_accuracy(published, nominal, top_k, blocks) / (scores @ shares)
+    margin = spread * ndtri(probability)
+    suits = np.ascontiguousarray(z[:, 4:])
+    margin = margin + ANSWERS.difficulty * z[:, :1] + suits @ matters
+    margin = margin + ANSWERS.noise * generator.standard_normal(sizes.crops.shape)
+    return np.asarray((margin > 0) * generator.choice(scores, (len(z), 1), p=shares))
 
 
 def _prefill(vision_tokens: NDArray[Any], top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
-    """Prefill time in ms at the reference text length."""
+    """Compute the prefill time in ms at the reference text length."""
     inputs = {"vision": vision_tokens, "top_k": top_k, "blocks": blocks}
     factors = [
         (value / PREFILL.reference[name]) ** PREFILL.effect[name] for name, value in inputs.items()
@@ -223,14 +281,19 @@ def _prefill(vision_tokens: NDArray[Any], top_k: NDArray[Any], blocks: NDArray[A
 
 
 def _step(top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
-    """Mean ms of a decoding step: 36 at the smallest values of both knobs, 48 at the largest."""
+    """Compute the mean ms of a decoding step.
+
+    It is 36 at the smallest values of both knobs, and 48 at the largest.
+    """
     return np.asarray(36 + 9 * (blocks - 8) / 8 + 3 * np.log(top_k / 4) / np.log(8))
 
 
 def _vision(known: SimpleNamespace, text_effect: float) -> Callable[[Floats], Floats]:
-    """Mean vision ms by the number of crops: what prefill and decoding leave of the published
-    totals at 2 crops and at the crops of the best tier, linear in between, and 0 without an
-    image."""
+    """Return the mean vision time in ms as a function of the number of crops.
+
+    It is what prefill and decoding leave of the published totals at 2 crops and at the crops of the
+    best tier, linear in between, and 0 without an image.
+    """
     longer = np.exp((text_effect * PREFILL.text_spread) ** 2 / 2)
 
     def left(total: float, crops: int, top_k: int, blocks: int) -> float:
@@ -249,11 +312,13 @@ def _vision(known: SimpleNamespace, text_effect: float) -> Callable[[Floats], Fl
 def _mean_accuracy(
     known: SimpleNamespace, crops: Floats, top_k: NDArray[Any], blocks: NDArray[Any]
 ) -> Floats:
-    """Mean accuracy of each configuration, [C]."""
+    """Compute the mean accuracy of each configuration, [C]."""
+    # blocks that cost least are removed first
     cheapest = np.argsort(BLOCK_LOSS, kind="stable")
     by_blocks = np.array(
         [blocks_lost(tuple(cheapest[:removed])) for removed in range(TOTAL_BLOCKS - 7)]
     )
+    # experts and crops share what four removed blocks leave of the published range
     left = known.best[0] - known.worst[0] - by_blocks[4]
     by_crops = np.interp(
         np.log1p(crops), np.log1p([2, 6, 12]), [1, known.medium_loss, known.high_loss]
@@ -267,40 +332,47 @@ def _mean_accuracy(
 
 
 def _lengths(mean: float, least: int, most: int) -> Callable[[Floats], NDArray[np.int64]]:
-    """Quantile function of a geometric distribution from `least` on, cut at `most`, with this
-    mean."""
+    """Return the quantile function of a geometric distribution with this mean.
+
+    It begins at `least` and is cut at `most`.
+    """
     counts = np.arange(most - least + 1)
     low = 0.0
     high = 1.0
+    # bisect for the ratio that gives the mean
     for _ in range(60):
         ratio = (low + high) / 2
         chances = ratio**counts / (ratio**counts).sum()
         if chances @ counts < mean - least:
-            low, high = (ratio, high)
+            low = ratio
         else:
-            low, high = (low, ratio)
+            high = ratio
     edges = chances.cumsum()[:-1]
-    return lambda place: least + np.searchsorted(edges, place, side="right")
+    return lambda quantile: least + np.searchsorted(edges, quantile, side="right")
 
 
 def _features(
     config: SimulatedConfig, dataset: str, z: Floats, generator: np.random.Generator
 ) -> dict[str, torch.Tensor]:
-    """Image features read difficulty, size and the usefulness of crops and blocks; language
-    features read difficulty, both lengths and the usefulness of experts and blocks. All data sets
-    share the encoder and differ by an offset."""
-    visible = np.sqrt(config.signal) * z + np.sqrt(1 - config.signal) * generator.standard_normal(
-        z.shape
-    )
+    """Draw the feature blocks, float32 [n, width] each.
+
+    Image features read difficulty, size and the usefulness of crops and blocks. Language features
+    read difficulty, both lengths and the usefulness of experts and blocks. All data sets share the
+    encoder and differ by an offset.
+    """
+    noise = generator.standard_normal(z.shape)
+    visible = np.sqrt(config.signal) * z + np.sqrt(1 - config.signal) * noise
+    # image size and text length are known exactly
     visible[:, 1:3] = z[:, 1:3]
+    # width, and the latents that the block reads
     image = (config.image_width, [0, 1, 4, 6])
     language = (config.language_width, [0, 2, 3, 5, 6])
     blocks = {"image_features": image, "language_features": language}
     features = {}
-    for number, (name, (width, which)) in enumerate(blocks.items()):
+    for i, (name, (width, which)) in enumerate(blocks.items()):
         if width:
-            encoder = np.random.default_rng([config.seed, number])
-            offset = np.random.default_rng([config.seed, number, zlib.crc32(dataset.encode())])
+            encoder = np.random.default_rng([config.seed, i])
+            offset = np.random.default_rng([config.seed, i, zlib.crc32(dataset.encode())])
             weights = encoder.standard_normal((len(which), width), dtype=np.float32)
             block = visible[:, which].astype(np.float32) @ weights
             block += 0.5 * offset.standard_normal(width, dtype=np.float32)
