@@ -206,8 +206,8 @@ def clipped_surrogate(
 def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
     """Estimate KL(π ‖ π_ref) from draws of π: r − 1 − ln r with r = π_ref(a)/π(a).
 
-    The estimate is unbiased and never negative. Schulman 2020, "Approximating KL Divergence"; Shao et al. 2024, "DeepSeekMath", equation 4.
-    Shapes: [*] → [*].
+    The estimate is unbiased and never negative. Shapes: [*] → [*]. Schulman 2020, "Approximating KL
+    Divergence"; Shao et al. 2024, "DeepSeekMath", equation 4.
     """
     log_ratio = reference_log_prob - log_prob
     return log_ratio.exp() - 1 - log_ratio
@@ -293,8 +293,8 @@ def doubly_robust(
     """Estimate the reward of every alternative c from the outcome of a single one, a.
 
     The estimate is q̂(c) + 1[c = a]·min(1/p, clip)·(r − q̂(a)): Dudík, Langford and Li 2011, "Doubly
-    Robust Policy Evaluation and Learning", equation 2. Its mean under a policy π, over all contexts,
-    estimates the value of π. That is unbiased if either q̂ or the probabilities are right, no weight
+    Robust Policy Evaluation and Learning", equation 2. The mean over contexts of Σ_c π(c)·estimate
+    is the value of a policy π. It is unbiased if either q̂ or the probabilities are right, no weight
     is clipped, and all that π chooses could have been drawn.
 
     Args:

@@ -258,6 +258,7 @@ class GRPOLoss(ActorLoss):
         else:
             # the objective alone can do with log π = −∞
             group = self._exact_group(tensordict, finite=penalised or self.diagnostics)
+        # PPO's objective with the advantages of each group
         advantage = group_advantage(
             group.reward,
             self.advantage,
@@ -276,15 +277,13 @@ class GRPOLoss(ActorLoss):
         if not is_zero(self.entropy_coeff):
             entropy = self._entropy(group.distribution)
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
+        # the KL to the reference policy
         group = self._with_reference(group, penalised)
         if penalised:
             kl = self._kl_penalty(group)
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         if self.diagnostics:
-            if learned is None:
-                used = advantage
-            else:
-                used = advantage * (learned > 0)
+            used = advantage if learned is None else advantage * (learned > 0)
             with torch.no_grad():
                 out |= self._diagnostics(group, advantage, used, cut)
         return TensorDict(out, batch_size=[])

@@ -13,7 +13,7 @@ ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
 
 @dataclass
 class GRPOConfig:
-    """What controller and selector share of what is minimised."""
+    """The settings of a loss that controller and selector share."""
 
     group_size: int = 8
     """G, draws for each context."""
@@ -42,7 +42,7 @@ class GRPOConfig:
     """τ at its end; it falls linearly."""
 
     def of_grpo(self) -> dict[str, Any]:
-        """Those that `GRPOLoss` takes."""
+        """Return the settings that `GRPOLoss` takes."""
         names = (
             "objective clip_epsilon entropy_coeff kl_to_ref_coeff advantage "
             "advantage_std_floor advantage_clip"
@@ -67,8 +67,10 @@ class GRPOConfig:
 
 @dataclass
 class LossConfig(GRPOConfig):
-    """What is minimised after the warm-up. The reference policy is that of the end of the
-    warm-up."""
+    """The loss of the controller after the warm-up.
+
+    The reference policy is the policy at the end of the warm-up.
+    """
 
     objective: str = "exact"
     """`exact`: GRPO in expectation over all configurations; `sampled`: over `group_size` draws;
@@ -95,7 +97,7 @@ class LossConfig(GRPOConfig):
 
 @dataclass
 class SelectorLossConfig(GRPOConfig):
-    """What is minimised. The reference policy of the KL is the one after supervised fine-tuning."""
+    """The loss of the selector. The reference policy is the one after supervised fine-tuning."""
 
     advantage: str = "zscore"
     kl_to_ref_coeff: float | None = 0.02

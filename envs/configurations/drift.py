@@ -16,7 +16,7 @@ from torch import Tensor
 from knobwise.envs.tables.profile_table import ProfileTable
 
 COPIES = 4
-"""Copies of each sample on other machines, fewer of large tables."""
+"""Each sample has this many copies on other machines; fewer in large tables."""
 MOST_CELLS = 1 << 24
 """The table and its copies together have at most this many cells."""
 RANGE = 3.0
@@ -46,17 +46,20 @@ class Drift:
         if not self.size:
             return None
         count, knobs = self.configurations.shape
+        # the size for each knob, evenly in logarithm; 0 for half of the machines
         even = torch.rand((*shape, knobs, 1), generator=generator)
         drifts = torch.rand((*shape, 1, 1), generator=generator) < 0.5
-        sizes = self.size * torch.exp(-RANGE * even) * drifts
+        sizes = self.size * torch.exp(-RANGE * even) * drifts  # [*shape, K, 1]
         offset = torch.zeros(*shape, count)
         for k, column in enumerate(self.configurations.T):
             values = int(column.max()) + 1
             position = torch.linspace(0, 1, values)
             slope = torch.randn((*shape, 1), generator=generator)
             by_itself = BY_ITSELF * torch.randn((*shape, values), generator=generator)
+            # the effect of each value, then of each configuration by its value
             effect = sizes[..., k, :] * (slope * position + by_itself)
             offset += effect[..., column]
+        # the mean is the level, which is not drawn here
         return offset - offset.mean(-1, keepdim=True)
 
 
@@ -75,7 +78,7 @@ def drifted_copies(
         return table, None
     generator = torch.Generator().manual_seed(seed)
     drift = Drift(table.configurations, size)
-    offsets = [torch.zeros(table.latency_ms.shape)]
+    offsets = [torch.zeros(table.latency_ms.shape)]  # the table itself does not drift
     for _ in range(count):
         drawn = drift.draw((table.num_samples,), generator)
         assert drawn is not None

@@ -334,10 +334,10 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if self.autoreset_mode != AutoresetMode.SAME_STEP:
             return last, rewards, ended, ~ended, self._with_masks(outcomes)
         observations, infos = self.draw()
-        infos["final_obs"] = self._one_by_one(last)
+        final_obs = self._one_by_one(last)
         # TorchRL looks for the parts of a Dict observation in final_info
-        infos["final_info"] = self._with_masks({**outcomes, **last})
-        return observations, rewards, ended, ~ended, self._with_masks(infos)
+        final = {"final_obs": final_obs, "final_info": self._with_masks({**outcomes, **last})}
+        return observations, rewards, ended, ~ended, self._with_masks({**infos, **final})
 
     def _one_by_one(self, observations: Observation) -> NDArray[Any]:
         """Split a batch of observations into an array of num_envs dicts."""

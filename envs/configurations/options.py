@@ -41,6 +41,7 @@ def chosen_context(
         )
     rows = options.get("row")
     limits = options.get(limit_key)
+    # check each option, and turn it into a tensor
     if by_id:
         rows = _row_of_id(str(options["sample_id"]), options.get("dataset"), table)
     if rows is not None:

@@ -109,9 +109,8 @@ class View:
         # the outcome at the bottom
         draw.rounded_rectangle((64, 784, 1736, 992), 16, _PANEL)
         if self.reward is None:
-            _text(
-                draw, (900, 888), "Set one value of each knob to see the outcome.", 34, _GREY, "mm"
-            )
+            hint = "Set one value of each knob to see the outcome."
+            _text(draw, (900, 888), hint, 34, _GREY, "mm")
         else:
             self._draw_outcomes(draw, self.reward)
         return np.array(canvas.resize(SIZE, Image.Resampling.LANCZOS))

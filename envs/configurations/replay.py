@@ -123,6 +123,7 @@ class Replay:
         else:
             self._refuse_outside(action.unsqueeze(-1))
             configuration = action
+        # cells differ in how many measurements they have, so draw a large number modulo that
         repeat = None
         if self.rewards.repeats_ms is not None:
             repeat = torch.randint(1 << 62, configuration.shape, generator=generator).to(
@@ -210,8 +211,8 @@ class Replay:
         configuration = configuration.masked_scatter(missing, nearest)
         reward = self.rewards.chosen(rows, configuration, limits, repeat)
         if self.unprofiled == "penalty":
-            every = self.rewards.all(rows[at], limits[at])
-            reward = reward.masked_scatter(missing, every.nan_to_num(torch.inf).amin(1) - 1)
+            profiled = self.rewards.all(rows[at], limits[at]).nan_to_num(torch.inf)
+            reward = reward.masked_scatter(missing, profiled.amin(1) - 1)
         return Outcome(configuration, reward, missing, repeat)
 
     def _refuse_outside(self, indices: Tensor) -> None:

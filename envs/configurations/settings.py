@@ -36,7 +36,7 @@ class BudgetConfig:
 
 @dataclass
 class BalanceConfig:
-    """How often each sample is drawn in training. Elsewhere every sample counts once."""
+    """The balance of training: how often each sample is drawn. Elsewhere every sample counts once."""
 
     by: str = "none"
     """`none`: all samples evenly; `dataset` or `question_type`: small groups as often as large
@@ -87,5 +87,4 @@ class RewardConfig:
 
 
 TRAINING_REWARD = RewardConfig(kind="utility", miss=0.2)
-"""What policies are trained on unless settings say otherwise, and what the environments give by
-default."""
+"""The default reward of training and of the environments."""

@@ -169,6 +169,7 @@ class ConfigBandit(ContextEnv):
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self.current["row"]
         limits = self.current[self.limit_key]
+        # actions as [P, G, K] or [P, G], whatever keys and axes the policy left out
         if self.replay.knob_keys:
             action = self.replay.side_by_side(tensordict)
         else:
