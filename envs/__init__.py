@@ -1,5 +1,7 @@
-"""Profiles in, decisions replayed: tables, readers, budgets, rewards, and the bandit
-environments."""
+"""Environments that replay measured profiles.
+
+Here are their tables and readers, budgets and rewards.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""GRPO as a TorchRL loss module: sampled over a group of draws, or exact over every
-configuration."""
+"""GRPO as a TorchRL loss module.
+
+It is sampled over a group of draws, or exact over every configuration.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Keep a measured KL inside a band by moving a coefficient: the weight of the KL, or a
-temperature."""
+"""Keep a measured KL inside a band by changing a coefficient: its weight, or a temperature."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ class BudgetEncoding(nn.Module):
 
     @property
     def outputs(self) -> int:
-        """The numbers that encode one limit, counted."""
+        """The count of numbers that encode a limit."""
         return self.width * self.mean.numel()
 
     def forward(self, budget_ms: Tensor) -> Tensor:

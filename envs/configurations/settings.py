@@ -36,7 +36,7 @@ class BudgetConfig:
 
 @dataclass
 class BalanceConfig:
-    """The balance of training: how often each sample is drawn. Elsewhere every sample counts once."""
+    """The balance of samples in training. Elsewhere every sample counts once."""
 
     by: str = "none"
     """`none`: all samples evenly; `dataset` or `question_type`: small groups as often as large
