@@ -48,9 +48,7 @@ def read_configurations(
     notes: list[str],
     accuracy_unit: str = "share",
 ) -> tuple[pl.DataFrame, list[Record]]:
-    """Read the files of one data set.
-
-    If there is a merge of `_rankN` files, the rank files only serve to check it.
+    """Read the files of one data set; rank files only serve to check their merge.
 
     Args:
         directory: a folder, or a single file. The file of a whole run is read where there are none
@@ -94,7 +92,8 @@ def read_configurations(
             summaries += [record | setting | {"file": str(path)} for record in summary]
             frames.append(_rows_frame(path, knobs, setting, rows, columns))
         tick(len(ranks), "")
-    _note_unread(files, root, kind, dataset, foreign, len(ranks), short, notes)
+    notes += _skipped_files(files, kind, len(ranks), short)
+    notes += _foreign_files(foreign, root, folder, dataset, len(ranks))
     return _checked(pl.concat(frames), columns, accuracy_unit, str(folder), notes), summaries
 
 
@@ -122,38 +121,36 @@ def _checked(
     return frame
 
 
-def _note_unread(
-    files: _Files,
-    root: Path,
-    kind: str,
-    dataset: str,
-    foreign: list[str],
-    read: int,
-    short: int,
-    notes: list[str],
-) -> None:
-    """Note how many files were not read, and how many are short.
-
-    `foreign` are the data sets that other files name. Raises InputError if there are only those.
-    """
+def _skipped_files(files: _Files, kind: str, num_read: int, num_short: int) -> list[str]:
+    """Return notes on files that were not read, and on files that are short."""
     folder, matches = files
-    names = ", ".join(sorted(set(foreign)))
-    if len(foreign) == read and folder == root:
-        raise InputError(
-            f"{root}: no files of {dataset!r}; all {len(foreign)} name the data set {names}"
-        )
-    unread = 0
+    num_unread = 0
     for path in folder.glob("*.json"):
         if path not in matches and not path.stem.endswith("_results"):
             # files of the other kind may be in the same folder
-            unread += path.name.startswith(kind) or not path.name.startswith(("exp5_", "exp6_"))
+            num_unread += path.name.startswith(kind) or not path.name.startswith(("exp5_", "exp6_"))
     skipped = {
-        "rank files not read, since files merged from them are there": len(matches) - read,
-        "JSON files not read, since their names do not fit": unread,
-        "files with fewer rows than num_samples in their summary": short,
-        f"files that name the data set {names}{': not read' * (folder == root)}": len(foreign),
+        "rank files not read, since files merged from them are there": len(matches) - num_read,
+        "JSON files not read, since their names do not fit": num_unread,
+        "files with fewer rows than num_samples in their summary": num_short,
     }
-    notes += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
+    return [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
+
+
+def _foreign_files(
+    foreign: list[str], root: Path, folder: Path, dataset: str, num_files: int
+) -> list[str]:
+    """Return notes on files that name another data set, which are read only in a folder of this
+    one. Raises InputError if no others are left."""
+    names = ", ".join(sorted(set(foreign)))
+    if len(foreign) == num_files and folder == root:
+        raise InputError(
+            f"{root}: no files of {dataset!r}; all {len(foreign)} name the data set {names}"
+        )
+    if not foreign:
+        return []
+    unread = ": not read" * (folder == root)
+    return [f"{folder}: {len(foreign)} files that name the data set {names}{unread}"]
 
 
 def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:
@@ -323,6 +320,10 @@ def _rows_frame(
     return pl.DataFrame(values).with_columns(file=pl.lit(str(path)))
 
 
+def _occurs(key: str, rows: list[Record]) -> bool:
+    return any(key in row for row in rows)
+
+
 def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
     """Return an id or a word of each row as text [rows], null where a row has none.
 
@@ -331,7 +332,7 @@ def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
     words = [row.get(key) for row in rows]
     kinds = set(map(type, words))
     # if no row has the key, it may stand in the rows' metadata
-    if kinds <= {type(None)} and not any(key in row for row in rows):
+    if kinds <= {type(None)} and not _occurs(key, rows):
         words = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
         kinds = set(map(type, words))
     if not kinds <= {int, float, str, type(None)}:
@@ -361,8 +362,7 @@ def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl
     It is null where a row has null. Raises InputError if no spelling occurs, or a value is no
     number.
     """
-    names = set[str]().union(*rows)
-    key = next((spelling for spelling in spellings if spelling in names), None)
+    key = next((spelling for spelling in spellings if _occurs(spelling, rows)), None)
     if key is None and rows:
         raise InputError(
             f"{path}: its rows have no {' or '.join(spellings)}; they have {', '.join(rows[0])}"
