@@ -126,6 +126,7 @@ def _table(
     if same_items:
         query_names, names = _images_of_items(kept, names, len(candidates))
     leaks = shows_own_image(pool, query_names, names) | (same_items & (pool == ids[:, None]))
+    # drop candidates that give the answer away, and the beams that use them
     owners = torch.tensor(kept.owners, dtype=torch.int64)
     pool, sequences, usable = _without(leaks, pool, owners, _padded(kept.sequences))
     owners = owners[usable]
@@ -176,6 +177,7 @@ def _by_owner(values: Tensor, owners: Tensor, beams: Tensor, padding: float) -> 
 
     `owners` has the query of each beam, ascending; `beams` is the number of beams of each query.
     """
+    # the index of each beam inside its query: its distance from the query's first beam
     beam = torch.arange(len(owners)) - (beams.cumsum(0) - beams)[owners]
     shape = (len(beams), int(beams.max()), *values.shape[1:])
     return torch.full(shape, padding, dtype=values.dtype).index_put((owners, beam), values)
@@ -323,6 +325,7 @@ def _padded(rows: list[list[int]]) -> Tensor:
 def _check_embeddings(
     path: str | Path, ids: Tensor, pool: Tensor, queries: Tensor, candidates: Tensor
 ) -> None:
+    """Raise InputError if an id has no embedding, or the two matrices differ in width."""
     for what, rows, count in (
         ("query", ids[:, None], len(queries)),
         ("candidate", pool, len(candidates)),
@@ -355,6 +358,7 @@ def _saved_by_us(path: str | Path, content: Any) -> Record:
         isinstance(x, list) and len(x) == 2 for x in blocks.values()
     ):
         raise InputError(f"{path}: blocks holds {blocks!r}, expected columns [from, to] by name")
+    # JSON has no tuples
     columns = {
         name: tuple(whole_numbers(str(path), f"block {name!r}", x)) for name, x in blocks.items()
     }

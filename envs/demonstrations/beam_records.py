@@ -97,6 +97,7 @@ def by_query(
         )
     keys = [record.get("query_id") for record in content]
     if all(key is None for key in keys):
+        # an id that ends every row of a record is its query
         last = [_last_ids(record) for record in content]
         repeated = max(map(len, last)) > 1
         if trailing_query == "auto" and repeated and all(len(set(ids)) < 2 for ids in last):
@@ -126,8 +127,10 @@ def _last_ids(record: Record) -> list[str]:
 
 
 def records(path: str | Path, content: Any) -> Iterator[tuple[str, Any]]:
-    """Return the records with their query keys, without `_meta`. Raises InputError if there are
-    none."""
+    """Return the records with their query keys, without `_meta`.
+
+    Raises InputError if there are none.
+    """
     if not isinstance(content, dict) or not content.keys() - {"_meta"}:
         raise InputError(f"{path}: holds no queries; expected an object {{query id: {{…}}}}")
     return ((key, record) for key, record in content.items() if key != "_meta")
@@ -174,6 +177,7 @@ def as_rl_data(path: str | Path, content: Any, trailing_query: TrailingQuery) ->
                 raise InputError(
                     f"{where}: score {number} of score_list is null; every beam has a score"
                 )
+            # beam generators write the query itself behind its demonstrations
             if trailing_query == "auto" and ids[-1:] == [query]:
                 ids = ids[:-1]
                 dropped += 1
@@ -219,6 +223,7 @@ def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
         if pool is not None:
             pool = whole_numbers(where, "candidate_pool_ids", pool)
         chosen = [_chosen(f"{where}, row {number}", row, pool) for number, row in enumerate(rows)]
+        # without a pool every candidate that was ever chosen is in it
         if pool is None:
             pool = list(dict.fromkeys(chain.from_iterable(chosen)))
             kept.counts["queries without a pool: the ids in their rows are taken as the pool"] += 1
@@ -240,6 +245,7 @@ def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
         kept.queries.append(whole_numbers(where, "its key", [key])[0])
         kept.images.append(image)
         kept.pools.append(pool)
+    # JSON keys 7 and 07 are different, but the same row
     query, count = Counter(kept.queries).most_common(1)[0]
     if count > 1:
         raise InputError(

@@ -195,6 +195,7 @@ class BeamTable:
     @functools.cached_property
     def digest(self) -> str:
         """The hash `sha256:…` of the content; it does not depend on name, notes or padding."""
+        # sizes without padding
         b = int(self.beam_mask.sum(1).max())
         n = int(self.pool_mask.sum(1).max())
         t = int(self.lengths.max()) if b else 0
@@ -258,6 +259,7 @@ class BeamTable:
         mask = torch.cat([self.beam_mask, added], 1)
 
         def join(old: Tensor | None, new: Tensor | int | None, padding: float) -> Tensor:
+            # fields are padded with NaN, integers with a number
             if math.isnan(padding):
                 kind = torch.float32
             else:
@@ -272,14 +274,14 @@ class BeamTable:
                 old = torch.full(self.beam_mask.shape, padding, dtype=kind)
             return closed_up(torch.cat([old, new.expand(added.shape)], 1), mask, padding)
 
-        places = [pad(x, (0, shots - x.shape[2]), value=-1) for x in (self.sequences, sequences)]
+        both = [pad(x, (0, shots - x.shape[2]), value=-1) for x in (self.sequences, sequences)]
         joined = {
             name: join(self.fields.get(name), fields.get(name), torch.nan)
             for name in dict.fromkeys([*self.fields, *fields])
         }
         return replace(
             self,
-            sequences=closed_up(torch.cat(places, 1), mask, -1),
+            sequences=closed_up(torch.cat(both, 1), mask, -1),
             fields=joined,
             found_by=join(self.found_by, found_by, -1),
             round=join(self.round, round, 0),
@@ -349,6 +351,7 @@ def closed_up(x: Tensor, mask: Tensor, padding: float) -> Tensor:
 
     Padding follows. Rows are no longer than the fullest one needs.
     """
+    # a stable sort keeps the order of the entries
     order = (~mask).int().argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
     if x.ndim == 3:
         mask = mask.unsqueeze(2)
@@ -367,6 +370,7 @@ def shows_own_image(
     if not query_images or not candidate_images:
         return torch.zeros_like(pool, dtype=torch.bool)
     images = np.array([*query_images, *candidate_images], dtype=object)
+    # equal images have equal codes
     names, codes = np.unique(images, return_inverse=True)
     known = torch.from_numpy(names != "")
     query, candidate = torch.from_numpy(codes).split([len(query_images), len(candidate_images)])

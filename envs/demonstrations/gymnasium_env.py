@@ -23,25 +23,35 @@ Observation = dict[str, NDArray[Any]]
 class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
     """Choose the demonstrations that a model sees before a query, and see if it answers right.
 
-    Description: A contextual bandit whose action is a whole sequence: a recorded one, or with a
-        scorer any. Action space: `MultiDiscrete([N] * shots)`: places in the query's pool, in
-        order. A repeated place, or one without a candidate (also −1), adds no demonstration, so a
-        sequence may be shorter. With `action="sequence"`, which needs recorded ones, `Discrete(B)`:
-        the index of one of them, which `info["action_mask"]` masks exactly. Observation space:
-        `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the candidates'
-        embeddings, 0 where there is none) and `mask` (`MultiBinary` N, 1 where there is one).
-        Rewards: `knobwise.envs.demonstrations.reward`; 0 for no demonstration at all. Starting
-        state: The next query of a pass over all of them, in a new random order each pass; or the
-        one that `reset(options=…)` names by `row` or by `query_id`, outside the passes. Episode
-        end: After one step, always. Info: Numbers alone, because TorchRL reads them all. After
-        reset: `row` (`env.unwrapped.table.query_ids[row]` is the query's id), and without a scorer
-        `sequences`, the recorded ones, int64 [B, shots] (−1 after the end, and after the last);
-        with `action="sequence"` also `action_mask`, int8 [B], 1 for each of them. After a step also
-        `sequence` (what was replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and
-        without a scorer `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and
-        NaN if there is none). Arguments: table: queries, pools, recorded sequences. shots, reward,
-        rows, scorer, groups, unprofiled, action: as for `DemonstrationBandit`. render_mode: None or
-        "ansi".
+    A contextual bandit whose action is a whole sequence: a recorded one, or with a scorer any.
+    Every episode ends after one step.
+
+    Action space: `MultiDiscrete([N] * shots)`: places in the query's pool, in order. A repeated
+    place, or one without a candidate (also −1), adds no demonstration, so a sequence may be
+    shorter. With `action="sequence"`, which needs recorded ones, `Discrete(B)`: the index of one of
+    them, which `info["action_mask"]` masks exactly.
+
+    Observation space: `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the
+    candidates' embeddings, 0 where there is none) and `mask` (`MultiBinary` N, 1 where there is
+    one).
+
+    Rewards: see `knobwise.envs.demonstrations.reward`; 0 for no demonstration at all.
+
+    Starting state: the next query of a pass over all of them, in a new random order each pass; or
+    the one that `reset(options=…)` names by `row` or by `query_id`, outside the passes.
+
+    Info holds numbers alone, because TorchRL reads them all. After reset: `row`
+    (`env.unwrapped.table.query_ids[row]` is the query's id), and without a scorer `sequences`, the
+    recorded ones, int64 [B, shots] (−1 after the end, and after the last); with `action="sequence"`
+    also `action_mask`, int8 [B], 1 for each of them. After a step also `sequence` (what was
+    replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and without a scorer
+    `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and NaN if there is
+    none).
+
+    Args:
+        table: queries, pools, recorded sequences.
+        shots, reward, rows, scorer, groups, unprofiled, action: as for `DemonstrationBandit`.
+        render_mode: None or "ansi".
 
     Raises:
         InputError: as `DemonstrationBandit`; by `reset`, for options that do not exist; by `step`,
@@ -115,6 +125,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
             )
         row = torch.tensor([self._row])
         wanted = torch.as_tensor(np.asarray(action))
+        # gymnasium samples any places; only sequences without gaps are replayed or scored
         if not self._bandit.by_index and wanted.numel() == self._bandit.shots:
             wanted = self._bandit.closed_up(row, wanted.view(1, 1, -1))
         outcome = self._bandit.decide(row, wanted)
@@ -132,6 +143,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
             f"Query {self.table.query_ids[self._row]}.\n"
             f"Shown: {places}{replaced}; answer {answer}, reward {reward:+.3f}."
         )
+        # the best recorded sequence, for comparison
         if self._bandit.scorer is None:
             rewards = self._bandit.rewards[self._row]
             exists = self.table.beam_mask[self._row]

@@ -49,6 +49,7 @@ def demonstration_reward(
     signals = [_signal(name, fields, config) for name in config.signal_names]
     values = torch.stack(signals, -1).where(exists, 0.0)
     weights = _weights(values, config)
+    # sequences of some lengths have weights of their own
     for shots in config.by_shots:
         weights = _weights(values, config, shots).where((lengths == shots).unsqueeze(-1), weights)
     if config.adaptive:
@@ -73,8 +74,7 @@ def _weights(values: Tensor, config: DemonstrationRewardConfig, shots: int | Non
 
 
 def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
-    """Share out the sum of the weights by weight × standard deviation of each signal inside its
-    group.
+    """Share out the sum of the weights by weight × standard deviation inside each group.
 
     Args:
         weights, values: float [*, G, K], of K signals.

@@ -134,6 +134,7 @@ class DemonstrationRewardConfig:
             self._check_weights(key, weights, shots)
 
     def _check_weights(self, key: str, weights: Any, shots: int | None = None) -> None:
+        """Raise InputError, with the setting's name `key`, if weights do not fit the mode."""
         if not isinstance(weights, Mapping):
             raise InputError(
                 f"{key}={weights!r}: must be weights by name, as in {{hard_weight: 3}}"

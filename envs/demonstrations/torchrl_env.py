@@ -246,6 +246,7 @@ class DemonstrationBandit(SingleStepEnv):
         )
 
     def _set_specs(self, p: int, group: tuple[int, ...]) -> None:
+        """Describe the tensors; `group` is the group axis, empty for none."""
         table = self.table
         device = self.device
         n = self.pool.shape[1]
@@ -258,6 +259,7 @@ class DemonstrationBandit(SingleStepEnv):
             observation["query"] = Unbounded(shape=(p, d), device=device)
             observation["pool"] = Unbounded(shape=(p, n, d), device=device)
             observation["mask"] = Binary(shape=(p, n), dtype=torch.bool, device=device)
+        # −1 is padding
         places = functools.partial(Bounded, -1, n - 1, dtype=torch.int64, device=device)
         if self.scorer is None:
             observation["sequences"] = places(shape=(p, *self.sequences.shape[1:]))
@@ -360,6 +362,7 @@ class DemonstrationBandit(SingleStepEnv):
             raise InputError(
                 f"the action is {action.dtype} {[*action.shape]}, must be int64 {[*spec]}"
             )
+        # from here on there is a group axis, of length 1 for a single action
         action = action.long().reshape(len(rows), self.group_size, *last)
         if self.by_index:
             most = self.table.num_beams - 1
@@ -380,7 +383,8 @@ class DemonstrationBandit(SingleStepEnv):
         sizes = (self.pool[rows] >= 0).sum(1)[:, None, None]
         before = (places.unsqueeze(-1) == places.unsqueeze(-2)).tril(-1).any(-1)
         used = (places >= 0) & (places < sizes) & ~before
-        return places.masked_fill(~used, -1).gather(-1, (~used).int().argsort(dim=-1, stable=True))
+        order = (~used).int().argsort(dim=-1, stable=True)
+        return places.masked_fill(~used, -1).gather(-1, order)
 
     def _recorded_at(self, rows: Tensor, index: Tensor) -> Tensor:
         """Return the recorded sequences int64 [P, G, T] at these indices, int64 [P, G]."""
@@ -418,8 +422,7 @@ class DemonstrationBandit(SingleStepEnv):
 
     @staticmethod
     def _levels(candidates: Tensor, pool: Tensor, sequences: Tensor) -> dict[str, Tensor]:
-        """Return the coherence and diversity, [P, G], of sequences of places, int64 [P, G, T], in
-        pools [P, N]."""
+        """Return coherence and diversity, [P, G], of sequences int64 [P, G, T] in pools [P, N]."""
         embeddings = candidates[bank_rows(pool, sequences).clamp_min(0)]
         levels = coherence_and_diversity(embeddings, (sequences >= 0).sum(-1))
         return dict(zip(LEVELS, levels, strict=True))
@@ -440,6 +443,7 @@ class DemonstrationBandit(SingleStepEnv):
         if self.unprofiled == "error":
             problem = "were never recorded; unprofiled=nearest replays the nearest that were"
             self._refuse(unknown, rows, action, problem)
+        # without demonstrations or recorded sequences there is no reward
         none = empty | ~exists.any(1, keepdim=True)
         reward = rewards.gather(1, index)
         right = correct.gather(1, index)
@@ -521,7 +525,8 @@ class DemonstrationBandit(SingleStepEnv):
         """Return P(true answer) without any demonstration, float32 [P], scored once per query."""
         assert self.scorer is not None
         known = self.without_demonstrations
-        if len(new := rows[known[rows].isnan()].unique()):
+        new = rows[known[rows].isnan()].unique()
+        if len(new):
             none = torch.full((len(new), self.shots), -1)
             known[new] = self.scorer(new.cpu(), none)["vqa_gt_prob"].to(new.device, torch.float32)
         return known[rows]

@@ -76,12 +76,14 @@ def read_configurations(
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
         for done, (path, parts) in enumerate(ranks.items()):
             tick(done, "")
+            # knobs in the file name hold for all rows of the file
             setting = _setting(matches[path], knobs)
             content, rows = _load(path, setting, keys)
             summary = content["summary"]
             named = content["config"].get("dataset_name")
             if isinstance(named, str) and named.replace("_", "-") != dataset.replace("_", "-"):
                 foreign.append(named)
+                # a folder with the data set's name is trusted more than what its files say
                 if folder == root:
                     continue
             sizes = [len(_load(part, setting, keys)[1]) for part in parts if part != path]
@@ -140,8 +142,10 @@ def _skipped_files(files: _Files, kind: str, num_read: int, num_short: int) -> l
 def _foreign_files(
     foreign: list[str], root: Path, folder: Path, dataset: str, num_files: int
 ) -> list[str]:
-    """Return notes on files that name another data set, which are read only in a folder of this
-    one. Raises InputError if no others are left."""
+    """Return a note on files that name another data set, if there are any.
+
+    They are read only in a folder of this data set. Raises InputError if no others are left.
+    """
     names = ", ".join(sorted(set(foreign)))
     if len(foreign) == num_files and folder == root:
         raise InputError(
@@ -184,6 +188,7 @@ def _find_files(root: Path, kind: str, pattern: re.Pattern[str], dataset: str) -
         raise InputError(f"{root}: no such directory")
     dashed = dataset.replace("_", "-")
     prefix = f"{kind}_" if kind else ""
+    # the first folder with such files counts
     folders = [root / name for name in (prefix + dashed, prefix + dataset, dashed, dataset, "")]
     for folder in folders:
         paths = sorted(folder.glob("*.json"))
@@ -279,6 +284,7 @@ def _in_order(
         part = rows[len(named) : len(named) + count]
         setting = {knob: record.get(knob) for knob in knobs}
         named += [row | setting for row in part]
+        # the mean score of the rows must be the accuracy of their summary
         accuracy: Any = record.get("accuracy")
         scores: list[Any] = [row.get("score") for row in part]
         if part and {*map(type, [accuracy, *scores])} <= {int, float}:
@@ -310,7 +316,7 @@ def _rows_frame(
     columns: Mapping[str, Sequence[Sequence[str]]],
 ) -> pl.DataFrame:
     """Return the rows as a frame, with the knobs of the setting, or else of each row."""
-    values = {key: _row_words(path, rows, key) for key in (*WORDS, "repeat")}
+    values = {key: _row_names(path, rows, key) for key in (*WORDS, "repeat")}
     for column, terms in columns.items():
         summands = [_row_numbers(path, rows, spellings) for spellings in terms]
         values[column] = functools.reduce(operator.add, summands)
@@ -324,36 +330,37 @@ def _occurs(key: str, rows: list[Record]) -> bool:
     return any(key in row for row in rows)
 
 
-def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
-    """Return an id or a word of each row as text [rows], null where a row has none.
+def _row_names(path: Path, rows: list[Record], key: str) -> pl.Series:
+    """Return an id or a name of each row as text [rows], null where a row has none.
 
     Raises InputError if one is neither a text nor a whole number that is exact.
     """
-    words = [row.get(key) for row in rows]
-    kinds = set(map(type, words))
+    names = [row.get(key) for row in rows]
+    kinds = set(map(type, names))
     # if no row has the key, it may stand in the rows' metadata
     if kinds <= {type(None)} and not _occurs(key, rows):
-        words = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
-        kinds = set(map(type, words))
+        names = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
+        kinds = set(map(type, names))
     if not kinds <= {int, float, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
-    if any(isinstance(value, float) and not math.isfinite(value) for value in words):
+    if any(isinstance(value, float) and not math.isfinite(value) for value in names):
         raise InputError(
             f"{path}: {key} is NaN in a row, or infinite; give every row a whole number or a text"
         )
+    # the id 7.0 is 7
     if float in kinds:
-        words = [
+        names = [
             int(value) if isinstance(value, float) and value.is_integer() else value
-            for value in words
+            for value in names
         ]
-        whole = [value for value in words if isinstance(value, int)]
+        whole = [value for value in names if isinstance(value, int)]
         if wrong := [value for value in whole if not -(1 << 63) <= value < 1 << 64]:
             raise InputError(
                 f"{path}: {key} {float(wrong[0])} is too large to be exact; write such ids as text"
             )
     if not kinds <= {str, type(None)}:
-        words = [None if value is None else str(value) for value in words]
-    return pl.Series(words, dtype=pl.String)
+        names = [None if value is None else str(value) for value in names]
+    return pl.Series(names, dtype=pl.String)
 
 
 def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl.Series:
@@ -369,6 +376,7 @@ def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl
         )
     try:
         values = [row.get(key) for row in rows]  # type: ignore[arg-type]
+        # true and false are scores, but no times
         if bool in map(type, values) and key not in ("accuracy", "score"):
             raise TypeError("true is no time")
         return pl.Series(values, dtype=pl.Float64)

@@ -162,6 +162,7 @@ def _broadcast(
     Such a configuration gives its mean to all its scores.
     """
     means = means.join(times, on=KNOBS, how="anti")
+    # several files of a configuration count by their number of samples
     mean = (pl.col("mean") * pl.col("weight")).sum() / pl.col("weight").sum()
     means = means.group_by(KNOBS).agg(mean.alias("latency_ms"), pl.col("file").first())
     if means.is_empty():
@@ -288,6 +289,7 @@ def _to_write(
     """
     source = "the frame for exp5 and exp6 files"
     folder_name("name", dataset_name)
+    # refuses what is no table
     table = table_from_frame(frame, name=dataset_name, knobs=KNOBS, source=source)
     if len(set(table.dataset_names)) > 1:
         raise InputError(

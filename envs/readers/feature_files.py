@@ -69,11 +69,14 @@ def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Fea
 
 
 def _features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
+    """Check ids and blocks. Raises InputError with the name `source`."""
     arrays = {key: np.asarray(values) for key, values in content.items()}
-    ids = {key: arrays.pop(key) for key in ("dataset", "sample_id") if key in arrays}
-    for key, values in ids.items():
-        if values.dtype.kind == "S":
-            ids[key] = values.astype(str)
+    ids: dict[str, np.ndarray] = {}
+    for name in ("dataset", "sample_id"):
+        if name in arrays:
+            values = arrays.pop(name)
+            # text in NumPy files may be bytes
+            ids[name] = values.astype(str) if values.dtype.kind == "S" else values
     if "sample_id" not in ids or not arrays:
         raise InputError(
             f"{source}: features need sample_id [n] and at least one block [n, d]; has "
@@ -91,6 +94,7 @@ def _features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Fe
             )
         if not values.size:
             raise InputError(f"{source}: features {key!r} are empty: their shape is {values.shape}")
+        # a float64 beyond float32 becomes infinite, and is refused below
         with np.errstate(over="ignore"):
             block = values.reshape(n, -1).astype(np.float32)
         if np.isinf(block).any():
@@ -118,6 +122,7 @@ def attach_features(table: ProfileTable, features: str | Path | Features) -> Pro
     datasets = features.datasets
     keys: list[tuple[str, ...]]
     known: list[tuple[str, ...]]
+    # data sets only count where both sides name them
     if datasets and (table.datasets or table.name in datasets):
         keys = list(zip(table.dataset_names, table.sample_ids, strict=True))
         known = list(zip(datasets, features.sample_ids, strict=True))

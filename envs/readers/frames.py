@@ -76,9 +76,9 @@ def _frame(rows: list[Any]) -> pl.DataFrame:
     true among numbers, fractions among names, and whole numbers that 64 bits do not hold.
     """
     kinds: dict[str, set[type]] = defaultdict(set)
-    for number, row in enumerate(rows, 1):
+    for line, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise ValueError(f"row {number} is not an object, but {str(row)[:20]}")
+            raise ValueError(f"row {line} is not an object, but {str(row)[:20]}")
         for name, value in row.items():
             if type(value) is int and not -(1 << 63) <= value < 1 << 63:
                 raise ValueError(
@@ -181,6 +181,7 @@ def name_column(series: pl.Series, source: str) -> pl.Series:
     if series.dtype.is_float() and not series.is_finite().all():
         count = len(series) - series.is_finite().sum()
         raise InputError(f"{source}: column {series.name!r} is NaN or infinite in {count} rows")
+    # pandas writes whole numbers as 7.0 where a column has gaps
     if series.dtype.is_float() and (series % 1 == 0).all():
         series = series.cast(pl.Int64)
     return series.cast(pl.String)
@@ -201,6 +202,7 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
             f"{source}: knob {series.name!r} must be a number or a name in every row; "
             f"{series.null_count()} are empty, and its type is {series.dtype}"
         )
+    # each spelling is parsed once
     written = series.unique().to_list()
     read: list[KnobValue] = written
     if series.dtype == pl.String and all(NUMERAL.fullmatch(value) for value in written):

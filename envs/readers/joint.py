@@ -180,6 +180,10 @@ def _codes(table: ProfileTable, knobs: tuple[Knob, ...]) -> Tensor:
 
 
 def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str, Tensor]:
+    """Return the feature blocks of all tables, [N, d] each.
+
+    Raises InputError if their widths differ, or one is missing although it must not be.
+    """
     widths: dict[str, int] = {}
     for table in tables:
         for block, values in table.features.items():
@@ -189,6 +193,7 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
                     f"{table.name!r} and {width} in one before it; joined profiles must have "
                     "features of the same encoder"
                 )
+    # blocks that are missing are filled with NaN only on demand
     for table in tables:
         lacking = [block for block in widths if block not in table.features]
         if lacking and not missing_blocks:

@@ -149,6 +149,7 @@ def _without_budgets(
         samples = frame.select("sample_id", *vectors).unique(maintain_order=True)
         features = features_from(samples.to_dict(as_series=False), source)
     measured = frame.drop(BUDGET, pl.selectors.nested())
+    # of the rows with equal measurements, keep those of the first budget
     is_first = pl.col(BUDGET).eq_missing(pl.col(BUDGET).first().over(measured.columns))
     once = measured.filter(frame.select(is_first).to_series())
     notes.append(
@@ -265,8 +266,10 @@ def long_frame(table: ProfileTable) -> pl.DataFrame:
     table = table.without_first_look
     # the sample, the configuration and the repetition of each measurement
     row, column, repeat = (~table.measurements_ms.isnan()).nonzero().numpy().T
-    words = {column: getattr(table, field) for field, column in WORD_COLUMNS.items()}
-    columns = [pl.Series(column, names).gather(row) for column, names in words.items() if names]
+    columns = []
+    for field, name in WORD_COLUMNS.items():
+        if names := getattr(table, field):
+            columns.append(pl.Series(name, names).gather(row))
     for knob, chosen in zip(table.knobs, table.configurations.numpy().T, strict=True):
         columns.append(pl.Series(knob.name, list(knob.values), strict=False).gather(chosen[column]))
     if table.num_repeats > 1:
@@ -334,8 +337,7 @@ def _profiled_rows(
 def _optional_measurements(
     frame: pl.DataFrame, latency: str, costs: Sequence[str], source: str
 ) -> list[pl.Series | pl.Expr]:
-    """Return `repeat`, `first_look` and the further cost of each row, with defaults for the first
-    two."""
+    """Return the further cost of each row, if any, `repeat` and `first_look`."""
     repeat: pl.Series | pl.Expr = pl.lit(None, pl.Float64)
     if "repeat" in frame.columns and not frame["repeat"].is_null().all():
         repeat = number_column(frame["repeat"], source, False).fill_null(0.0)
@@ -392,8 +394,10 @@ def _place_cells(cells: _Cells) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _with_means(table: ProfileTable, cells: _Cells) -> ProfileTable:
-    """Return the table with each cell's mean further cost, and with its mean first look added to
-    its times, where the rows have these."""
+    """Return the table with the mean further cost and first look of each cell, if there are any.
+
+    The first look is added to the times.
+    """
     measured, cell, times, shape = cells
 
     def mean_of(column: str) -> Tensor:
@@ -469,8 +473,7 @@ def _as_above(rows: pl.DataFrame, columns: Sequence[str]) -> np.ndarray:
 
 
 def _note_repeated(measured: pl.DataFrame, times: np.ndarray, notes: list[str]) -> None:
-    """Note how many cells have repeated measurements that are not numbered, and how many differ in
-    accuracy."""
+    """Note how many cells were measured repeatedly without numbers, or differ in accuracy."""
     if measured["repeat"].null_count():
         notes.append(
             f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
@@ -511,6 +514,7 @@ def _find_knobs(rows: _Rows, measures: set[str]) -> list[str]:
         fixed = [c for c in names if spread[c].max() == 1 and frame[c].n_unique() > 1]
     names = [c for c in names if c not in fixed]
     labels = []
+    # a name of the configuration adds nothing to its knobs
     for label in (c for c in names if c.startswith("config") and len(names) > 1):
         others = [c for c in names if c != label]
         if frame.select(others).n_unique() == frame.select(names).n_unique():
@@ -528,6 +532,7 @@ def _find_knobs(rows: _Rows, measures: set[str]) -> list[str]:
 
 
 def _check_knobs(rows: _Rows, knobs: Sequence[str], other: set[str]) -> None:
+    """Raise InputError if there is no knob, or one is missing or another column."""
     columns = rows.frame.columns
     wrong = [k for k in knobs if k not in columns or k in other]
     if wrong or not knobs:
@@ -544,6 +549,7 @@ def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl
     Samples are sorted by data set, then whole-number ids by size, then the other ids by name.
     Raises InputError if a sample's rows differ, or a part is unknown.
     """
+    # further names of a sample, which must be the same in all its rows
     optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns]
     extra = [name_column(frame[c], source) for c in optional if not frame[c].is_null().all()]
     rows = keys_of_rows.with_columns(extra)
@@ -558,12 +564,13 @@ def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl
                 "times"
             )
     if "split" in samples.columns:
-        words = samples["split"].str.to_lowercase()
-        if unknown := sorted(set(words) - set(PARTS)):
+        splits = samples["split"].str.to_lowercase()
+        if unknown := sorted(set(splits) - set(PARTS)):
             raise InputError(
                 f"{source}: split {', '.join(unknown[:5])} is unknown; known are {', '.join(PARTS)}"
             )
-        samples = samples.with_columns(words.replace_strict(PARTS))
+        samples = samples.with_columns(splits.replace_strict(PARTS))
+    # ids that are no whole numbers become null, and come last
     number = pl.col("sample_id").cast(pl.Int64, strict=False)
     return samples.sort(*keys[:-1], number, "sample_id", nulls_last=True)
 

@@ -120,6 +120,7 @@ class ProfileTable:
             raise InputError(f"profile {self.name!r}: a configuration occurs twice")
 
     def _check_shapes(self) -> None:
+        """Raise InputError if lengths disagree, or the table is empty."""
         parts: dict[str, tuple[Any, str]] = {
             "accuracy": (self.accuracy, "NC"),
             "latency_ms": (self.latency_ms, "NC"),
@@ -297,6 +298,7 @@ class ProfileTable:
         """
 
         def build(head: dict[str, Any], tensors: dict[str, Tensor]) -> ProfileTable:
+            # parts that older files lack get their defaults
             words = ("sample_ids", *cls.WORDS, "notes")
             parts: dict[str, Any] = {name: tensors[name] for name in cls.TENSORS}
             parts |= {name: tensors.get(name) for name in cls.OPTIONAL}

@@ -87,7 +87,8 @@ def split_samples(
     InputError if the shares leave a part empty, or the fixed split lacks a part or tears an image
     apart.
     """
-    if not table.image_ids and not table.parts:  # ids are unique inside a data set
+    # without images every sample is a group
+    if not table.image_ids and not table.parts:
         return split_groups(
             range(table.num_samples), train, validation, seed, table=f"profile {table.name!r}"
         )
@@ -97,6 +98,7 @@ def split_samples(
     names = np.array(table.parts)
     fixed = Split(*(torch.from_numpy((names == part).nonzero()[0]) for part in Split._fields))
     missing = [part for part, rows in fixed._asdict().items() if not len(rows)]
+    # validation comes out of the training part
     if missing == ["validation"]:
         position, count = _shuffled([groups[row] for row in fixed.train.tolist()], seed)
         first = round(train / (train + validation) * count)
@@ -107,6 +109,7 @@ def split_samples(
             f"profile {table.name!r} fixes its split, but no sample is in: {', '.join(missing)}. "
             "Name the parts train, validation and test, or leave out the column `split`"
         )
+    # count the parts that each image is in
     parts_of = Counter(group for group, _ in dict.fromkeys(zip(groups, table.parts, strict=True)))
     if torn := [group for group, count in parts_of.items() if count > 1]:
         raise InputError(
@@ -121,6 +124,7 @@ def _shuffled(groups: Sequence[Hashable], seed: int) -> tuple[Tensor, int]:
 
     Returns: the position of each row's group in it, int64 [n], and the number of groups.
     """
+    # a range has a group for each row
     if isinstance(groups, range):
         group_of_row = torch.arange(len(groups))
         count = len(groups)
@@ -235,6 +239,7 @@ def divide(
         )
     share = validation / (train + validation)
     if folds:
+        # folds are equal stretches of the random order
         fold = (_positions(table, torch.arange(table.num_samples), seed) * folds).long()
         if not fold.bincount(minlength=folds).all():
             few = f"profile {table.name!r} has too few samples (or images)"

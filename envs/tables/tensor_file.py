@@ -45,6 +45,7 @@ def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, in
             shape = (len(part),)
         if len(shape) != len(axes):
             raise InputError(f"{table}: {what} has shape {shape}, expected [{', '.join(axes)}]")
+        # the first part with an axis decides its length
         expected = tuple(
             n if axis == "_" else lengths.setdefault(axis, n)
             for n, axis in zip(shape, axes, strict=True)
