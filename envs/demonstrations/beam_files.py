@@ -79,8 +79,8 @@ def read_beam_data(
             `never` takes it for a candidate.
         keep_fallback: keep the rows of RL data whose `vqa_eval_mode` is `fallback`.
         candidate_images: the image that each candidate shows; candidates that show the query's own
-            image are dropped.
-        candidate_images, name: by default as `write_rl_data` noted them.
+            image are dropped. By default as `write_rl_data` noted them.
+        name: of the table, by default as `write_rl_data` noted it, or else that of the file.
 
     Raises:
         InputError: naming the file and the query, if JSON is broken, keys are missing, types are
