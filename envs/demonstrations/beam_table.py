@@ -1,8 +1,7 @@
-"""BeamTable: recorded demonstration sequences and their scores as dense arrays, queries × beams ×
-shots.
+"""BeamTable: recorded demonstration sequences and their scores as dense arrays.
 
-It is to the selector what `ProfileTable` is to the controller: every reader ends in it, everything
-else starts from it.
+The arrays are queries × beams × shots. It is to the selector what `ProfileTable` is to the
+controller: every reader ends in it, everything else starts from it.
 """
 
 from __future__ import annotations
@@ -27,17 +26,19 @@ from knobwise.envs.tables.splits import Split, split_groups
 from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
 POLICY = METHODS.index("policy")
+"""The index of draws of a policy in `METHODS`."""
 WORDS = ("query_ids", "query_images", "candidate_images", "notes")
+"""Fields of a table that hold text."""
 INTEGERS = ("pool", "sequences", "found_by", "round")
+"""Fields of a table that hold integers."""
 
 
 @dataclass(frozen=True, eq=False)
 class BeamTable:
-    """Q queries, each with a pool of up to N candidates and up to B recorded beams of up to T
-    demonstrations.
+    """Q queries, each with a pool of up to N candidates and up to B recorded beams.
 
-    Padding is at the end: −1 in integers, NaN in `fields`, 0 in `round`. A query may have one beam
-    or none.
+    A beam has up to T demonstrations. A query may have one beam or none. Padding is at the end: −1
+    in integers, NaN in `fields`, 0 in `round`.
 
     Raises:
         InputError: if shapes or types do not fit, padding is not at the end, a candidate has no
@@ -85,6 +86,7 @@ class BeamTable:
                 raise InputError(f"{table}: {count} × {what}")
 
     def _check_shapes(self, table: str) -> None:
+        """Raise InputError if shapes, types or names do not fit."""
         outcomes = {f"fields[{name}]": values for name, values in self.fields.items()}
         axes = {
             "pool": "QN",
@@ -97,20 +99,14 @@ class BeamTable:
         axes |= {"query_ids": "Q", "query_images": "Q" if self.query_images else "_"}
         axes |= {"candidate_images": "M" if self.candidate_images else "_"}
         parts = {what: (getattr(self, what), letters) for what, letters in axes.items()}
-        lengths = check_axes(
-            table, parts | {what: (values, "QB") for what, values in outcomes.items()}
-        )
-        for what in (*INTEGERS, "queries", "candidates", *outcomes):
-            if what in outcomes:
-                values = outcomes[what]
-            else:
-                values = getattr(self, what)
-            if what in INTEGERS:
-                wanted = torch.int64
-            else:
-                wanted = torch.float32
-            if values.dtype != wanted:
-                raise InputError(f"{table}: {what} holds {values.dtype}, expected {wanted}")
+        parts |= {what: (values, "QB") for what, values in outcomes.items()}
+        lengths = check_axes(table, parts)
+        integers = {what: getattr(self, what) for what in INTEGERS}
+        floats = {"queries": self.queries, "candidates": self.candidates, **outcomes}
+        for tensors, wanted in ((integers, torch.int64), (floats, torch.float32)):
+            for what, values in tensors.items():
+                if values.dtype != wanted:
+                    raise InputError(f"{table}: {what} holds {values.dtype}, expected {wanted}")
         if unknown := sorted(set(self.fields) - set(FIELDS)):
             raise InputError(
                 f"{table}: unknown fields {', '.join(unknown)}; known are {', '.join(FIELDS)}"
@@ -125,20 +121,21 @@ class BeamTable:
                 raise InputError(f"{table}: block {name!r} is {columns}")
 
     def _problems(self) -> dict[str, Tensor]:
-        """What may be wrong with the values, in words, and bool tensors that are True where it
-        is."""
+        """Return what may be wrong with the values, with bool tensors, True where it is."""
         used = self.sequences >= 0
         real = self.pool_mask
         beam = self.beam_mask
-        drawn_by_policy = self.found_by == POLICY
-        recorded = torch.stack([~values.isnan() for values in self.fields.values()] or [beam]).any(
-            0
+        recorded = torch.zeros_like(beam)
+        for values in self.fields.values():
+            recorded |= ~values.isnan()
+        known_method = (self.found_by >= 0) & (self.found_by < len(METHODS))
+        fitting_round = (self.round >= 0) & ((self.round > 0) == (self.found_by == POLICY))
+        numbers = torch.cat([self.pool.ravel(), self.sequences.ravel()])
+        own_image = shows_own_image(
+            self.pool.clamp_max(len(self.candidates) - 1), self.query_images, self.candidate_images
         )
         return {
-            "numbers below −1 in pool or sequences": torch.cat(
-                [self.pool.ravel(), self.sequences.ravel()]
-            )
-            < -1,
+            "numbers below −1 in pool or sequences": numbers < -1,
             "padding inside a pool; it belongs at the end": after_gaps(real),
             f"pool entries beyond the {len(self.candidates)} candidates": self.pool
             >= len(self.candidates),
@@ -147,21 +144,14 @@ class BeamTable:
             "padding between the beams of a query; it belongs at the end": after_gaps(beam),
             "indices outside the query's own pool": self.sequences >= real.sum(1)[:, None, None],
             "indices that occur twice in a sequence": repeated(self.sequences),
-            f"found_by that does not index {METHODS}": beam
-            & ((self.found_by < 0) | (self.found_by >= len(METHODS))),
+            f"found_by that does not index {METHODS}": beam & ~known_method,
             "rounds that do not fit found_by (draws of a policy count from 1, everything else "
-            "has 0)": beam & ((self.round < 0) | ((self.round > 0) != drawn_by_policy)),
+            "has 0)": beam & ~fitting_round,
             "outcomes, found_by or round where there is no beam": ~beam
             & (recorded | (self.found_by != -1) | (self.round != 0)),
             **{f"infinite fields[{name}]": values.isinf() for name, values in self.fields.items()},
             "candidates that show their query's own image, which gives the answer away; take "
-            "them out of the pool": (
-                shows_own_image(
-                    self.pool.clamp_max(len(self.candidates) - 1),
-                    self.query_images,
-                    self.candidate_images,
-                )
-            ),
+            "them out of the pool": own_image,
             "query embeddings that are NaN or infinite": ~self.queries.isfinite().all(1),
             "candidate embeddings that are NaN or infinite": ~self.candidates.isfinite().all(1),
         }
@@ -169,10 +159,8 @@ class BeamTable:
     def __repr__(self) -> str:
         return (
             f"BeamTable {self.name!r}: {self.num_queries} queries, {int(self.beam_mask.sum())} "
-            "beams of up to "
-            f"{self.shots} out of {len(self.candidates)} candidates (pools of up to "
-            f"{self.pool.shape[1]}); "
-            f"fields: {', '.join(self.fields) or 'none'}"
+            f"beams of up to {self.shots} out of {len(self.candidates)} candidates (pools of up "
+            f"to {self.pool.shape[1]}); fields: {', '.join(self.fields) or 'none'}"
         )
 
     @property
@@ -181,41 +169,41 @@ class BeamTable:
 
     @property
     def num_beams(self) -> int:
-        """B, the most beams of any query (or more: `select` keeps the shape)."""
+        """The most beams of any query, B (or more: `select` keeps the shape)."""
         return self.sequences.shape[1]
 
     @property
     def shots(self) -> int:
-        """T, the length of the longest beam (or more: `select` keeps the shape)."""
+        """The length of the longest beam, T (or more: `select` keeps the shape)."""
         return self.sequences.shape[2]
 
     @functools.cached_property
     def pool_mask(self) -> Tensor:
-        """bool [Q, N]: True where the pool has a candidate."""
+        """A mask, bool [Q, N], that is True where the pool has a candidate."""
         return self.pool >= 0
 
     @functools.cached_property
     def lengths(self) -> Tensor:
-        """int64 [Q, B]: the demonstrations of each beam, 0 where there is no beam."""
+        """The number of demonstrations in each beam, int64 [Q, B]; 0 where there is no beam."""
         return (self.sequences >= 0).sum(-1)
 
     @functools.cached_property
     def beam_mask(self) -> Tensor:
-        """bool [Q, B]: True where there is a beam."""
+        """A mask, bool [Q, B], that is True where there is a beam."""
         return self.lengths > 0
 
     @functools.cached_property
     def digest(self) -> str:
-        """`sha256:…` of the content; it does not depend on name, notes or padding."""
+        """The hash `sha256:…` of the content; it does not depend on name, notes or padding."""
+        # sizes without padding
         b = int(self.beam_mask.sum(1).max())
         n = int(self.pool_mask.sum(1).max())
         t = int(self.lengths.max()) if b else 0
         fields = {name: self.fields[name] for name in FIELDS if name in self.fields}
         fields = {name: field[:, :b] for name, field in fields.items() if not field.isnan().all()}
         sha = hashlib.sha256()
-        images = [
-            images if any(images) else () for images in (self.query_images, self.candidate_images)
-        ]
+        named = (self.query_images, self.candidate_images)
+        images = [images if any(images) else () for images in named]
         sizes = [self.num_queries, n, b, t, *self.candidates.shape]
         blocks = sorted(self.blocks.items())
         sha.update(json.dumps([sizes, self.query_ids, images, list(fields), blocks]).encode())
@@ -230,8 +218,10 @@ class BeamTable:
         return f"sha256:{sha.hexdigest()}"
 
     def select(self, rows: Tensor) -> BeamTable:
-        """The table of these queries (int64 [n], in this order), with all candidates and in
-        unchanged shape."""
+        """Return the table of these queries (int64 [n], in this order).
+
+        It has all candidates, and its shape is the same but for the number of queries.
+        """
         numbers = torch.arange(self.num_queries)[rows].tolist()
         per_query: dict[str, Any] = {k: getattr(self, k)[rows] for k in (*INTEGERS, "queries")}
         return replace(
@@ -249,21 +239,28 @@ class BeamTable:
         found_by: Tensor | int,
         round: Tensor | int = 0,
     ) -> BeamTable:
-        """The table with more beams after its own, without padding between them: `sequences` int64
-        [Q, B', T'] with empty rows anywhere; `fields` float32 [Q, B'], a field that one side lacks
-        is NaN there; `found_by` and `round` int64 [Q, B'] or a number for all."""
+        """Return the table with more beams after its own, without padding between them.
+
+        Args:
+            sequences: int64 [Q, B', T'], with empty rows anywhere.
+            fields: float32 [Q, B'] by name; a field that one side lacks is NaN there.
+            found_by, round: int64 [Q, B'], or a number for all.
+
+        Raises:
+            InputError: if a shape does not fit.
+        """
         if sequences.ndim != 3 or len(sequences) != self.num_queries:
             raise InputError(
                 f"beam table {self.name!r}: beams to add have shape {tuple(sequences.shape)}, "
-                "expected "
-                f"[{self.num_queries}, B, T]"
+                f"expected [{self.num_queries}, B, T]"
             )
         added = (sequences >= 0).any(-1)
         shots = max(self.shots, sequences.shape[2])
         mask = torch.cat([self.beam_mask, added], 1)
 
         def join(old: Tensor | None, new: Tensor | int | None, padding: float) -> Tensor:
-            if padding != padding:
+            # fields are padded with NaN, integers with a number
+            if math.isnan(padding):
                 kind = torch.float32
             else:
                 kind = torch.int64
@@ -271,42 +268,42 @@ class BeamTable:
             if new.ndim and new.shape != added.shape:
                 raise InputError(
                     f"beam table {self.name!r}: the outcomes of beams to add have shape "
-                    f"{tuple(new.shape)}, "
-                    f"expected {tuple(added.shape)}"
+                    f"{tuple(new.shape)}, expected {tuple(added.shape)}"
                 )
             if old is None:
                 old = torch.full(self.beam_mask.shape, padding, dtype=kind)
             return closed_up(torch.cat([old, new.expand(added.shape)], 1), mask, padding)
 
-        places = [pad(x, (0, shots - x.shape[2]), value=-1) for x in (self.sequences, sequences)]
-        names = dict.fromkeys([*self.fields, *fields])
+        both = [pad(x, (0, shots - x.shape[2]), value=-1) for x in (self.sequences, sequences)]
+        joined = {
+            name: join(self.fields.get(name), fields.get(name), torch.nan)
+            for name in dict.fromkeys([*self.fields, *fields])
+        }
         return replace(
             self,
-            sequences=closed_up(torch.cat(places, 1), mask, -1),
-            fields={
-                name: join(self.fields.get(name), fields.get(name), torch.nan) for name in names
-            },
+            sequences=closed_up(torch.cat(both, 1), mask, -1),
+            fields=joined,
             found_by=join(self.found_by, found_by, -1),
             round=join(self.round, round, 0),
         )
 
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
-        """Split by query, or by image where images are known; the rest is the test part. It is
-        empty if the two shares add up to 1: then the policy is judged on other beams. Deterministic
-        in `seed` and in the order of the queries. Raises InputError if the shares leave a part
-        empty."""
+        """Split by query, or by image where images are known; the rest is the test part.
+
+        It is empty if the two shares add up to 1: then the policy is judged on other beams.
+        Deterministic in `seed` and in the order of the queries. Raises InputError if the shares
+        leave a part empty.
+        """
         images = self.query_images or ("",) * self.num_queries
-        groups = [
-            ("image", image) if image else ("query", q)
-            for image, q in zip(images, self.query_ids, strict=True)
-        ]
-        words = {"table": f"beam table {self.name!r}", "rows": "queries"}
+        pairs = zip(images, self.query_ids, strict=True)
+        groups = [("image", image) if image else ("query", query) for image, query in pairs]
         return split_groups(
             groups,
             train,
             validation,
             seed,
-            **words,
+            table=f"beam table {self.name!r}",
+            rows="queries",
             allow_no_test=math.isclose(train + validation, 1),
         )
 
@@ -321,7 +318,7 @@ class BeamTable:
 
     @classmethod
     def load(cls, path: str | Path) -> BeamTable:
-        """Read a file that `save` wrote. Raises InputError if it is none."""
+        """Read a file that `save` wrote. Raises InputError if it is something else."""
 
         def build(head: dict[str, Any], tensors: dict[str, Tensor]) -> BeamTable:
             parts: dict[str, Any] = {name: tuple(head[name]) for name in WORDS}
@@ -336,20 +333,25 @@ class BeamTable:
 
 
 def after_gaps(used: Tensor) -> Tensor:
-    """bool [*, n − 1]: True for an entry that is used after one that is not (bool [*, n])."""
+    """Return True where a used entry follows an unused one: bool [*, n] → bool [*, n − 1]."""
     return used[..., 1:] & ~used[..., :-1]
 
 
 def repeated(numbers: Tensor) -> Tensor:
-    """bool [*, n − 1]: True for each number ≥ 0 that occurs again in its row (int64 [*, n]), in
-    sorted order."""
+    """Return True for each number ≥ 0 that occurs again in its row: int64 [*, n] → bool [*, n − 1].
+
+    The result follows the sorted numbers.
+    """
     ordered = numbers.sort(-1).values
     return (ordered[..., 1:] >= 0) & (ordered[..., 1:] == ordered[..., :-1])
 
 
 def closed_up(x: Tensor, mask: Tensor, padding: float) -> Tensor:
-    """The entries of x [Q, B, …] in `mask`, bool [Q, B], at the front of their rows, then padding;
-    no longer than needed."""
+    """Return the entries of x [Q, B, …] in `mask`, bool [Q, B], at the front of their rows.
+
+    Padding follows. Rows are no longer than the fullest one needs.
+    """
+    # a stable sort keeps the order of the entries
     order = (~mask).int().argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
     if x.ndim == 3:
         mask = mask.unsqueeze(2)
@@ -360,28 +362,34 @@ def closed_up(x: Tensor, mask: Tensor, padding: float) -> Tensor:
 def shows_own_image(
     pool: Tensor, query_images: Sequence[str], candidate_images: Sequence[str]
 ) -> Tensor:
-    """bool [Q, N]: True where a candidate of the pool (int64 [Q, N]) shows the image that the query
-    asks about. An unknown image, "", never matches; without images on either side everything is
-    False."""
+    """Return True where a candidate of the pool shows the image that the query asks about.
+
+    Pool and result are [Q, N]. An unknown image, "", never matches; without images on either side
+    everything is False.
+    """
     if not query_images or not candidate_images:
         return torch.zeros_like(pool, dtype=torch.bool)
-    names, codes = np.unique(
-        np.array([*query_images, *candidate_images], dtype=object), return_inverse=True
-    )
+    images = np.array([*query_images, *candidate_images], dtype=object)
+    # equal images have equal codes
+    names, codes = np.unique(images, return_inverse=True)
     known = torch.from_numpy(names != "")
     query, candidate = torch.from_numpy(codes).split([len(query_images), len(candidate_images)])
-    return (candidate[pool.clamp_min(0)] == query[:, None]) & known[query][:, None] & (pool >= 0)
+    same = candidate[pool.clamp_min(0)] == query[:, None]
+    return same & known[query][:, None] & (pool >= 0)
 
 
 def bank_rows(pool: Tensor, sequences: Tensor) -> Tensor:
-    """Places in pools, int64 [n, *, T], of pools int64 [n, N] → rows of the bank, −1 staying −1."""
+    """Return the rows of the bank at these places, int64 [n, *, T], in pools int64 [n, N].
+
+    −1 stays −1.
+    """
     rows = pool.gather(1, sequences.clamp_min(0).flatten(1))
     return rows.view(sequences.shape).masked_fill(sequences < 0, -1)
 
 
 def _narrow(x: Tensor) -> Tensor:
-    """The same integers in the smallest signed type that holds them all."""
-    kinds = (torch.int8, torch.int16, torch.int32)
-    return x.to(
-        next((kind for kind in kinds if torch.equal(x.to(kind).long(), x)), torch.int64)
-    ).contiguous()
+    """Return integers in the smallest signed type that holds them all."""
+    for kind in (torch.int8, torch.int16, torch.int32):
+        if torch.equal(x.to(kind).long(), x):
+            return x.to(kind).contiguous()
+    return x.contiguous()

@@ -21,28 +21,37 @@ Observation = dict[str, NDArray[Any]]
 
 
 class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
-    """Choose the demonstrations that a model sees before a query, in order, and see whether it
-    answers right.
+    """Choose the demonstrations that a model sees before a query, and see if it answers right.
 
-    Description: A contextual bandit whose action is a whole sequence: a recorded one, or with a
-        scorer any. Action space: `MultiDiscrete([N] * shots)`: places in the query's pool, in
-        order. A repeated place, or one without a candidate (also −1), adds no demonstration, so a
-        sequence may be shorter. With `action="sequence"`, which needs recorded ones, `Discrete(B)`:
-        the index of one of them, which `info["action_mask"]` masks exactly. Observation space:
-        `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the candidates'
-        embeddings, 0 where there is none) and `mask` (`MultiBinary` N, 1 where there is one).
-        Rewards: `knobwise.envs.demonstrations.reward`; 0 for no demonstration at all. Starting
-        state: The next query of a pass over all of them, in a new random order each pass; or the
-        one that `reset(options=…)` names by `row` or by `query_id`, outside the passes. Episode
-        end: After one step, always. Info: Numbers alone, because TorchRL reads them all. After
-        reset: `row` (`env.unwrapped.table.query_ids[row]` is the query's id), and without a scorer
-        `sequences`, the recorded ones, int64 [B, shots] (−1 after the end, and after the last);
-        with `action="sequence"` also `action_mask`, int8 [B], 1 for each of them. After a step also
-        `sequence` (what was replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and
-        without a scorer `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and
-        NaN if there is none). Arguments: table: queries, pools, recorded sequences. shots, reward,
-        rows, scorer, groups, unprofiled, action: as for `DemonstrationBandit`. render_mode: None or
-        "ansi".
+    A contextual bandit whose action is a whole sequence: a recorded one, or with a scorer any.
+    Every episode ends after one step.
+
+    Action space: `MultiDiscrete([N] * shots)`: places in the query's pool, in order. A repeated
+    place, or one without a candidate (also −1), adds no demonstration, so a sequence may be
+    shorter. With `action="sequence"`, which needs recorded ones, `Discrete(B)`: the index of one of
+    them, which `info["action_mask"]` masks exactly.
+
+    Observation space: `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the
+    candidates' embeddings, 0 where there is none) and `mask` (`MultiBinary` N, 1 where there is
+    one).
+
+    Rewards: see `knobwise.envs.demonstrations.reward`; 0 for no demonstration at all.
+
+    Starting state: the next query of a pass over all of them, in a new random order each pass; or
+    the one that `reset(options=…)` names by `row` or by `query_id`, outside the passes.
+
+    Info holds numbers alone, because TorchRL reads them all. After reset: `row`
+    (`env.unwrapped.table.query_ids[row]` is the query's id), and without a scorer `sequences`, the
+    recorded ones, int64 [B, shots] (−1 after the end, and after the last); with `action="sequence"`
+    also `action_mask`, int8 [B], 1 for each of them. After a step also `sequence` (what was
+    replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and without a scorer
+    `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and NaN if there is
+    none).
+
+    Args:
+        table: queries, pools, recorded sequences.
+        shots, reward, rows, scorer, groups, unprofiled, action: as for `DemonstrationBandit`.
+        render_mode: None or "ansi".
 
     Raises:
         InputError: as `DemonstrationBandit`; by `reset`, for options that do not exist; by `step`,
@@ -64,25 +73,34 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         action: str = "places",
         render_mode: str | None = None,
     ) -> None:
-        words: dict[str, Any] = {"unprofiled": unprofiled, "action": action}
         self._bandit = DemonstrationBandit(
-            table, shots=shots, reward=reward, rows=rows, scorer=scorer, groups=groups, **words
+            table,
+            shots=shots,
+            reward=reward,
+            rows=rows,
+            scorer=scorer,
+            groups=groups,
+            unprofiled=unprofiled,
+            action=action,
         )
         self.table = self._bandit.table
         self.render_mode = render_mode
         n = self.table.pool.shape[1]
         d = self.table.queries.shape[1]
-        largest = [float(x.abs().amax()) for x in (self.table.queries, self.table.candidates)]
-        query = spaces.Box(-largest[0], largest[0], (d,))
-        pool = spaces.Box(-largest[1], largest[1], (n, d))
+        bound = float(self.table.queries.abs().amax())
+        pool_bound = float(self.table.candidates.abs().amax())
         self.observation_space: Any = spaces.Dict(
-            {"query": query, "pool": pool, "mask": spaces.MultiBinary(n)}
+            {
+                "query": spaces.Box(-bound, bound, (d,)),
+                "pool": spaces.Box(-pool_bound, pool_bound, (n, d)),
+                "mask": spaces.MultiBinary(n),
+            }
         )
         self.action_space: Any = spaces.MultiDiscrete([n] * self._bandit.shots)
         if self._bandit.by_index:
             self.action_space = spaces.Discrete(self.table.num_beams)
         self._row: int | None = None
-        self._words = "Nothing yet: call reset()."
+        self._text = "Nothing yet: call reset()."
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -95,9 +113,8 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
             self._row = self._row_of(options)
         else:
             self._row = int(self._bandit.contexts())
-        self._words = (
-            f"Query {self.table.query_ids[self._row]}: which demonstrations will you show?"
-        )
+        query = self.table.query_ids[self._row]
+        self._text = f"Query {query}: which demonstrations will you show?"
         return self._observe(self._row)
 
     def step(self, action: NDArray[Any]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
@@ -108,6 +125,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
             )
         row = torch.tensor([self._row])
         wanted = torch.as_tensor(np.asarray(action))
+        # gymnasium samples any places; only sequences without gaps are replayed or scored
         if not self._bandit.by_index and wanted.numel() == self._bandit.shots:
             wanted = self._bandit.closed_up(row, wanted.view(1, 1, -1))
         outcome = self._bandit.decide(row, wanted)
@@ -117,41 +135,39 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         observation, info = self._observe(self._row)
         info |= {"sequence": sequence.numpy(), "vqa_correct": correct}
         answer = {1.0: "right", 0.0: "wrong"}.get(correct, "unknown")
+        replaced = ", the nearest recorded"
         if self._bandit.by_index or torch.equal(wanted[0, 0], sequence):
             replaced = ""
-        else:
-            replaced = ", the nearest recorded"
-        words = (
-            f"{sequence[sequence >= 0].tolist()}{replaced}; answer {answer}, reward {reward:+.3f}."
+        places = sequence[sequence >= 0].tolist()
+        self._text = (
+            f"Query {self.table.query_ids[self._row]}.\n"
+            f"Shown: {places}{replaced}; answer {answer}, reward {reward:+.3f}."
         )
-        self._words = f"Query {self.table.query_ids[self._row]}.\nShown: {words}"
+        # the best recorded sequence, for comparison
         if self._bandit.scorer is None:
             rewards = self._bandit.rewards[self._row]
             exists = self.table.beam_mask[self._row]
             best = int(rewards.masked_fill(~exists, -torch.inf).argmax())
+            oracle = info["sequences"][best].copy()
+            most = math.nan
             if exists.any():
                 most = float(rewards[best])
-            else:
-                most = math.nan
-            info |= {"oracle_sequence": info["sequences"][best].copy(), "oracle_reward": most}
-            if exists.any():
-                places = [place for place in info["oracle_sequence"].tolist() if place >= 0]
-                self._words += f"\nBest recorded: {places}; reward {most:+.3f}."
+                places = oracle[oracle >= 0].tolist()
+                self._text += f"\nBest recorded: {places}; reward {most:+.3f}."
+            info |= {"oracle_sequence": oracle, "oracle_reward": most}
         self._row = None
         return observation, reward, True, False, info
 
     def render(self) -> str | None:
-        """The last reset or step in words (`render_mode="ansi"`)."""
+        """Return the last reset or step in words (`render_mode="ansi"`)."""
         if self.render_mode == "ansi":
-            return self._words
+            return self._text
         return None
 
     def _observe(self, row: int) -> tuple[Observation, dict[str, Any]]:
-        """The observation, and what is known of the query before a decision."""
-        observed = {
-            name: block[0].numpy()
-            for name, block in self._bandit.observe(torch.tensor([row])).items()
-        }
+        """Return the observation, and the info that is known before a decision."""
+        batch = self._bandit.observe(torch.tensor([row]))
+        observed = {name: block[0].numpy() for name, block in batch.items()}
         info: dict[str, Any] = {"row": row}
         if self._bandit.scorer is None:
             info["sequences"] = observed["sequences"]
@@ -161,7 +177,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         return {"query": observed["query"], "pool": observed["pool"], "mask": mask}, info
 
     def _row_of(self, options: dict[str, Any]) -> int:
-        """The query that the options of `reset` name."""
+        """Return the row of the query that the options of `reset` name."""
         ids = self.table.query_ids
         row = options.get("row")
         query = options.get("query_id")

@@ -1,8 +1,8 @@
-"""The reward of a sequence of demonstrations: a weighted sum of signals, by a mode of
-`settings.py`.
+"""The reward of a sequence of demonstrations: a weighted sum of signals.
 
-The weights can depend on the number of demonstrations and on what still varies inside a group. The
-modes are those of the original selector and those that it planned.
+A mode of `settings.py` chooses the signals. Their weights can depend on the number of
+demonstrations and on what still varies inside a group. The modes are those of the original selector
+and those that it planned.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ def demonstration_reward(
         lengths: int64 [*, G], demonstrations in each sequence.
         mask: bool [*, G], True where there is a sequence.
 
-    Returns: float32 [*, G], 0 where masked. Raises InputError if a field that the mode needs is
-    missing.
+    Returns: float32 [*, G], 0 where masked.
+
+    Raises:
+        InputError: if a field that the mode needs is missing.
     """
     config = config.resolved(fields)
     for name in config.needs:
@@ -44,10 +46,10 @@ def demonstration_reward(
                 "mode"
             )
     exists = mask.unsqueeze(-1)
-    values = torch.stack([_signal(name, fields, config) for name in config.signal_names], -1).where(
-        exists, 0.0
-    )
+    signals = [_signal(name, fields, config) for name in config.signal_names]
+    values = torch.stack(signals, -1).where(exists, 0.0)
     weights = _weights(values, config)
+    # sequences of some lengths have weights of their own
     for shots in config.by_shots:
         weights = _weights(values, config, shots).where((lengths == shots).unsqueeze(-1), weights)
     if config.adaptive:
@@ -56,6 +58,7 @@ def demonstration_reward(
 
 
 def _signal(name: str, fields: Mapping[str, Tensor], config: DemonstrationRewardConfig) -> Tensor:
+    """Return the values of a signal, [*, G]."""
     if not name.endswith("information"):
         return fields[name].float()
     information = fields[config.information].float()
@@ -71,8 +74,7 @@ def _weights(values: Tensor, config: DemonstrationRewardConfig, shots: int | Non
 
 
 def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
-    """Share out the sum of the weights by weight × standard deviation of each signal inside its
-    group.
+    """Share out the sum of the weights by weight × standard deviation inside each group.
 
     Args:
         weights, values: float [*, G, K], of K signals.
@@ -113,8 +115,12 @@ def coherence_and_diversity(embeddings: Tensor, lengths: Tensor) -> tuple[Tensor
 
 
 def shuffle(reward: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
-    """The rewards [*, G] permuted among the existing sequences of each group (bool [*, G]); the
-    others keep 0. The generator is on the CPU, so that a seed gives the same on every device."""
+    """Permute the rewards [*, G] among the existing sequences of each group, bool [*, G].
+
+    The others keep 0. The generator is on the CPU, so that a seed gives the same on every device.
+    """
+    # sequences that do not exist get the largest keys, and so stay behind the others
     keys = torch.rand(reward.shape, generator=generator).to(reward.device).masked_fill(~mask, 2.0)
+    drawn = reward.gather(-1, keys.argsort(-1))
     place = (~mask).int().argsort(dim=-1, stable=True)
-    return torch.empty_like(reward).scatter(-1, place, reward.gather(-1, keys.argsort(-1)))
+    return torch.empty_like(reward).scatter(-1, place, drawn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from knobwise.common.checks import at_least, one_of, share
@@ -20,11 +21,10 @@ FIELDS = (
 """Outcomes that can be recorded for a beam: information gain, log-probability of the answer, right
 or wrong (0 or 1), soft accuracy, probability of the true answer, relevance."""
 METHODS = ("beam", "sample", "retrieval", "random", "policy")
-"""How a beam was found. Only `beam` looked at the answer."""
+"""The ways in which a beam can be found. Only `beam` looks at the answer."""
 GROUPS = {"all": METHODS, "without_beams": METHODS[1:], "own": ("policy",), "beams": ("beam",)}
-"""Methods by name. `without_beams`: found without looking at the answer; `own`: draws of a policy
-only."""
-
+"""Methods of a group, by its name. `without_beams`: found without looking at the answer; `own`:
+draws of a policy only."""
 
 MODES: dict[str, Callable[[Mapping[str, float]], dict[str, float]]] = {
     "legacy": lambda w: {"information": w["alpha"], "vqa_correct": w["beta"]},
@@ -48,8 +48,10 @@ MODES: dict[str, Callable[[Mapping[str, float]], dict[str, float]]] = {
         "vqa_acc_score": w["task_weight"],
     },
 }
-"""What each mode adds up, by its weights: signals, each with its factor. A signal is a name in
-`FIELDS` or one of those that `knobwise.envs.demonstrations.reward` computes."""
+"""Functions from a mode's weights to its signals, which it adds up, and their factors.
+
+A signal is a name in `FIELDS` or one of those that `knobwise.envs.demonstrations.reward`
+computes."""
 WEIGHTS: dict[str, dict[str, float]] = {
     "legacy": {"alpha": 1.0, "beta": 0.0},
     "hard_plus_soft": {"hard_weight": 1.0, "soft_weight": 1.0},
@@ -63,12 +65,12 @@ WEIGHTS: dict[str, dict[str, float]] = {
     },
 }
 """The weights that each mode has, with their defaults."""
-EVERY_WEIGHT = tuple(dict.fromkeys(name for weights in WEIGHTS.values() for name in weights))
+EVERY_WEIGHT = tuple(dict.fromkeys(chain.from_iterable(WEIGHTS.values())))
+"""The names of all weights."""
 LEVELS = ("coherence", "diversity")
 """Signals that are computed from the embeddings of a sequence."""
 AUTO = "auto"
-"""The default: the mode follows from what was recorded, see
-`DemonstrationRewardConfig.resolved`."""
+"""The default mode: the mode follows from what was recorded."""
 USUAL = "hard_plus_soft_v2"
 """The mode of `auto`, unless only scores were recorded."""
 
@@ -119,66 +121,77 @@ class DemonstrationRewardConfig:
     def __post_init__(self) -> None:
         one_of("reward.mode", self.mode, (AUTO, *MODES))
         one_of("reward.information", self.information, FIELDS)
-        usual = WEIGHTS[USUAL if self.mode == AUTO else self.mode]
         named = {
             name: getattr(self, name) for name in EVERY_WEIGHT if getattr(self, name) is not None
         }
-        for shots, weights in {None: named, **self.by_shots}.items():
-            if shots is None:
-                key = "reward"
-            else:
-                key = f"reward.by_shots.{shots}"
-            if shots is not None and not (isinstance(shots, int) and shots >= 1):
+        self._check_weights("reward", named)
+        for shots, weights in self.by_shots.items():
+            key = f"reward.by_shots.{shots}"
+            if not (isinstance(shots, int) and shots >= 1):
                 raise InputError(
                     f"{key}: must be a number of demonstrations, as in {{2: {{hard_weight: 3}}}}"
                 )
-            if not isinstance(weights, Mapping):
+            self._check_weights(key, weights, shots)
+
+    def _check_weights(self, key: str, weights: Any, shots: int | None = None) -> None:
+        """Raise InputError, with the setting's name `key`, if weights do not fit the mode."""
+        if not isinstance(weights, Mapping):
+            raise InputError(
+                f"{key}={weights!r}: must be weights by name, as in {{hard_weight: 3}}"
+            )
+        known = WEIGHTS[self._mode]
+        for name, weight in weights.items():
+            if not isinstance(weight, int | float):
+                raise InputError(f"{key}.{name}={weight!r}: must be a number")
+            if name not in known:
                 raise InputError(
-                    f"{key}={weights!r}: must be weights by name, as in {{hard_weight: 3}}"
+                    f"{key}.{name}: mode {self.mode} has no such weight; it has {', '.join(known)}"
                 )
-            for name, weight in weights.items():
-                if not isinstance(weight, int | float):
-                    raise InputError(f"{key}.{name}={weight!r}: must be a number")
-                if name not in usual:
-                    raise InputError(
-                        f"{key}.{name}: mode {self.mode} has no such weight; it has "
-                        f"{', '.join(usual)}"
-                    )
-                at_least(f"{key}.{name}", weight, 0)
-                if self.mode == "hybrid" and name == "alpha":
-                    share(f"{key}.alpha", weight)
-            if not any(self.signals(shots).values()):
-                raise InputError(
-                    f"{key}: all weights of mode {self.mode} are 0; give one that is above 0"
-                )
+            at_least(f"{key}.{name}", weight, 0)
+            if self.mode == "hybrid" and name == "alpha":
+                share(f"{key}.alpha", weight)
+        if not any(self.signals(shots).values()):
+            raise InputError(
+                f"{key}: all weights of mode {self.mode} are 0; give one that is above 0"
+            )
+
+    @property
+    def _mode(self) -> str:
+        """The mode, the usual one for `auto`."""
+        return USUAL if self.mode == AUTO else self.mode
 
     def resolved(self, recorded: Collection[str]) -> DemonstrationRewardConfig:
-        """The same, with `auto` replaced by the mode for beams that have these fields."""
+        """Return the settings with `auto` replaced by the mode for beams that have these fields."""
         if self.mode != AUTO:
             return self
-        scores_only = self.information in recorded and {"vqa_correct", "vqa_acc_score"}.isdisjoint(
-            recorded
-        )
-        return replace(self, mode="legacy" if scores_only else USUAL)
+        answers = {"vqa_correct", "vqa_acc_score"}
+        if self.information in recorded and answers.isdisjoint(recorded):
+            return replace(self, mode="legacy")
+        return replace(self, mode=USUAL)
 
     def signals(self, shots: int | None = None) -> dict[str, float]:
-        """Return what the reward of a sequence of so many demonstrations adds up: signals and their
-        factors."""
-        mode = USUAL if self.mode == AUTO else self.mode
-        weights = dict(WEIGHTS[mode])
+        """Return the signals that the reward of a sequence adds up, and their factors.
+
+        `shots` is the number of its demonstrations, None for any without weights of its own.
+        """
+        weights = dict(WEIGHTS[self._mode])
         for name in weights:
             value = getattr(self, name)
             if value is not None:
                 weights[name] = value
         if shots is not None:
             weights |= self.by_shots.get(shots, {})
-        return MODES[mode](weights)
+        return MODES[self._mode](weights)
 
     @property
     def signal_names(self) -> tuple[str, ...]:
         """The signals with a factor above 0 for some number of demonstrations."""
         every = [self.signals(shots) for shots in (None, *self.by_shots)]
-        return tuple(name for name in every[0] if any(signals[name] for signals in every))
+        names = []
+        for name in every[0]:
+            if any(signals[name] for signals in every):
+                names.append(name)
+        return tuple(names)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -201,11 +214,8 @@ class GroupConfig:
     def __post_init__(self) -> None:
         if isinstance(self.methods, str) and self.methods in GROUPS:
             self.methods = GROUPS[self.methods]
-        elif (
-            not self.methods
-            or isinstance(self.methods, str)
-            or not set(self.methods) <= set(METHODS)
-        ):
+        is_text = isinstance(self.methods, str)
+        if not self.methods or is_text or not set(self.methods) <= set(METHODS):
             raise InputError(
                 f"groups.methods={self.methods!r}: must be {', '.join(GROUPS)}, or a list of "
                 f"{', '.join(METHODS)}"

@@ -1,8 +1,7 @@
-"""The bandit of the selector, as a native batched TorchRL environment: every episode is one
-decision.
+"""The bandit of the selector, as a native batched TorchRL environment.
 
-Without a scorer the sequences are recorded ones and their rewards are looked up; with one they are
-scored when drawn.
+Every episode is one decision. Without a scorer the sequences are recorded ones and their rewards
+are looked up; with one they are scored when drawn.
 """
 
 from __future__ import annotations
@@ -38,33 +37,35 @@ from knobwise.envs.demonstrations.settings import (
 from knobwise.envs.single_step import SingleStepEnv
 
 Scorer = Callable[[Tensor, Tensor], dict[str, Tensor]]
-"""Rows of the queries int64 [n], rows of their demonstrations in the bank int64 [n, T] (−1 after
-the end, all −1: no demonstration), on the CPU → float [n] under names of
-`knobwise.envs.demonstrations.beam_table.FIELDS`, anywhere."""
+"""A function that scores sequences of demonstrations.
+
+Its arguments, on the CPU, are the rows of the queries, int64 [n], and the rows of their
+demonstrations in the bank, int64 [n, T] (−1 after the end; all −1: no demonstration). It returns
+float [n], on any device, under names of `knobwise.envs.demonstrations.settings.FIELDS`."""
 
 
 def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = None) -> BeamTable:
-    """The table with only the beams that form the groups, without gaps; B is the size of the
-    largest group. With `shots`, only sequences of this length are kept. Raises InputError if there
-    are none."""
+    """Return the table with only the beams that form the groups, without gaps.
+
+    B is the size of the largest group. With `shots`, only sequences of this length are kept. Raises
+    InputError if there are none.
+    """
     wanted = torch.tensor([method in groups.methods for method in METHODS])
-    kept = (
-        table.beam_mask & wanted[table.found_by]
-    )  # found_by is −1 without a beam, but the mask excludes it
+    # found_by is −1 without a beam, but the mask excludes it
+    kept = table.beam_mask & wanted[table.found_by]
     if groups.rounds is not None:
         kept &= (table.found_by != POLICY) | (table.round > table.round.max() - groups.rounds)
     if shots is not None:
         kept &= table.lengths == shots
     if not kept.any():
-        lengths, methods = (
-            x[table.beam_mask].unique().tolist() for x in (table.lengths, table.found_by)
-        )
-        wanted_shots = "any" if shots is None else shots
+        lengths = table.lengths[table.beam_mask].unique().tolist()
+        methods = table.found_by[table.beam_mask].unique().tolist()
         found_by = ", ".join(METHODS[i] for i in methods) or "none"
         raise InputError(
             f"beam table {table.name!r} has no sequence for "
-            f"groups.methods={', '.join(groups.methods)} and shots="
-            f"{wanted_shots}; it has sequences of {lengths} demonstrations, found by {found_by}"
+            f"groups.methods={', '.join(groups.methods)} and "
+            f"shots={'any' if shots is None else shots}; it has sequences of {lengths} "
+            f"demonstrations, found by {found_by}"
         )
     return replace(
         table,
@@ -76,9 +77,11 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
 
 
 class Passes:
-    """Draws batches of `count` rows out of int64 [n], pass after pass: every pass has each row
-    once, in a new random order, the same on every device. A batch may end in the next pass. `drawn`
-    counts the batches. The seed is ≥ 0."""
+    """Draws batches of `count` rows out of int64 [n], pass after pass.
+
+    Every pass has each row once, in a new random order, the same on every device. A batch may end
+    in the next pass. `drawn` counts the batches. The seed is ≥ 0.
+    """
 
     def __init__(self, rows: Tensor, count: int, seed: int) -> None:
         self.rows = rows.cpu()
@@ -90,15 +93,14 @@ class Passes:
         n = len(self.rows)
         start = self.drawn * self.count
         self.drawn += 1
-        orders = [
-            _order(self.seed, number, n)
-            for number in range(start // n, (start + self.count - 1) // n + 1)
-        ]
+        first = start // n
+        last = (start + self.count - 1) // n
+        orders = [_order(self.seed, number, n) for number in range(first, last + 1)]
         return self.rows[torch.cat(orders)[start % n :][: self.count]]
 
     @property
     def before(self) -> int:
-        """`set_back` to it draws the last batch again."""
+        """The argument with which `set_back` makes the last batch come again."""
         return max(self.drawn - 1, 0)
 
     def set_back(self, before: int) -> None:
@@ -108,16 +110,19 @@ class Passes:
 
 @functools.lru_cache(maxsize=16)
 def _order(seed: int, number: int, count: int) -> Tensor:
+    """Draw the order of the rows in one pass."""
     return torch.from_numpy(np.random.default_rng([seed, number]).permutation(count))
 
 
 class Outcome(NamedTuple):
-    """What was replayed or scored, places in the pool, int64 [P, G, T], −1 after the end; its
-    reward, and whether the answer was right, NaN if unknown, float32 [P, G] each."""
+    """The sequences that were replayed or scored, and their results."""
 
     sequences: Tensor
+    """int64 [P, G, T]: places in the pool, −1 after the end."""
     reward: Tensor
+    """float32 [P, G]."""
     correct: Tensor
+    """float32 [P, G]: 1 if the answer was right, else 0; NaN if unknown."""
 
 
 class DemonstrationBandit(SingleStepEnv):
@@ -217,16 +222,21 @@ class DemonstrationBandit(SingleStepEnv):
         self.pool = table.pool.to(device)
         self.candidates = table.candidates.to(device)
         if scorer is None:
-            self.sequences = table.sequences.to(device)
-            self.group_mask = table.beam_mask.to(device)
-            self.rewards = self._recorded_rewards().to(device)
-            correct = table.fields.get("vqa_correct")
-            self.correct = (
-                torch.full_like(self.rewards, torch.nan) if correct is None else correct
-            ).to(device)
+            self._set_recorded(device)
         else:
             self.without_demonstrations = torch.full((table.num_queries,), torch.nan, device=device)
         self._set_specs(batch_size, () if group_size is None else (int(group_size),))
+
+    def _set_recorded(self, device: torch.device | str | None) -> None:
+        """Keep the recorded sequences of the groups and their results on the device."""
+        table = self.table
+        self.sequences = table.sequences.to(device)
+        self.group_mask = table.beam_mask.to(device)
+        self.rewards = self._recorded_rewards().to(device)
+        correct = table.fields.get("vqa_correct")
+        if correct is None:
+            correct = torch.full_like(self.rewards, torch.nan)
+        self.correct = correct.to(device)
 
     def _about(self) -> str:
         table = self.table
@@ -236,7 +246,11 @@ class DemonstrationBandit(SingleStepEnv):
         )
 
     def _set_specs(self, p: int, group: tuple[int, ...]) -> None:
-        table, device, (n, d) = self.table, self.device, (self.pool.shape[1], self.queries.shape[1])
+        """Describe the tensors; `group` is the group axis, empty for none."""
+        table = self.table
+        device = self.device
+        n = self.pool.shape[1]
+        d = self.queries.shape[1]
         observation: dict[str, Unbounded | Binary | Bounded | Categorical] = {
             "row": Categorical(table.num_queries, shape=(p,), dtype=torch.int64, device=device),
             "vqa_correct": Unbounded(shape=(p, *group), device=device),
@@ -245,6 +259,7 @@ class DemonstrationBandit(SingleStepEnv):
             observation["query"] = Unbounded(shape=(p, d), device=device)
             observation["pool"] = Unbounded(shape=(p, n, d), device=device)
             observation["mask"] = Binary(shape=(p, n), dtype=torch.bool, device=device)
+        # −1 is padding
         places = functools.partial(Bounded, -1, n - 1, dtype=torch.int64, device=device)
         if self.scorer is None:
             observation["sequences"] = places(shape=(p, *self.sequences.shape[1:]))
@@ -261,9 +276,8 @@ class DemonstrationBandit(SingleStepEnv):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         self._rows = self.contexts().to(self.device)
-        return self._context(
-            self.observe(self._rows) | {"vqa_correct": self.observation_spec["vqa_correct"].zero()}
-        )
+        correct = self.observation_spec["vqa_correct"].zero()
+        return self._context(self.observe(self._rows) | {"vqa_correct": correct})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._rows_of(tensordict)
@@ -272,10 +286,8 @@ class DemonstrationBandit(SingleStepEnv):
         return self._outcome(self.observe(rows), outcome.reward, {"vqa_correct": correct})
 
     def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor:
-        if tensordict is None:
-            rows = None
-        else:
-            rows = tensordict.get("row", None)
+        """Return the queries that a step is for, int64 [P]."""
+        rows = tensordict.get("row", None) if tensordict is not None else None
         if rows is not None:
             return rows.long()
         if self._rows is None:
@@ -283,8 +295,10 @@ class DemonstrationBandit(SingleStepEnv):
         return self._rows
 
     def observe(self, rows: Tensor) -> dict[str, Tensor]:
-        """What is observed of queries int64 [P], apart from `vqa_correct`; new tensors, which
-        transforms may change."""
+        """Return the observations of queries int64 [P], except `vqa_correct`.
+
+        The tensors are new, so that transforms may change them.
+        """
         out = {"row": rows}
         if not self.lean:
             pool = self.pool[rows]
@@ -296,51 +310,51 @@ class DemonstrationBandit(SingleStepEnv):
         return out
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draw evenly among the query's recorded sequences, or with a scorer from its pool without
-        replacement."""
+        """Draw evenly among the query's recorded sequences, or from its pool without replacement.
+
+        The pool is for environments with a scorer.
+        """
         rows = self._rows_of(tensordict)
         if tensordict is None:
-            out = TensorDict(batch_size=self.batch_size, device=self.device)
-        else:
-            out = tensordict
+            tensordict = TensorDict(batch_size=self.batch_size, device=self.device)
         p = len(rows)
         g = self.group_size
         t = self.shots
         if self.scorer is None:
-            drawn = (
-                torch.rand(p, g, device=rows.device) * self.group_mask[rows].sum(1, keepdim=True)
-            ).long()
-            if self.by_index:
-                action = drawn
-            else:
-                action = self._recorded_at(rows, drawn)
+            sizes = self.group_mask[rows].sum(1, keepdim=True)
+            action = (torch.rand(p, g, device=rows.device) * sizes).long()
+            if not self.by_index:
+                action = self._recorded_at(rows, action)
         else:
+            # the places with the highest keys are a draw without replacement
             keys = torch.rand(p, g, self.pool.shape[1], device=rows.device)
             best = keys.masked_fill((self.pool[rows] < 0)[:, None], -1.0).topk(
                 min(t, keys.shape[2])
             )
             places = best.indices.masked_fill(best.values < 0, -1)
             action = pad(places, (0, t - places.shape[2]), value=-1)
-        return out.set("action", action.view(self.action_spec.shape))
+        return tensordict.set("action", action.view(self.action_spec.shape))
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
             self.set_extra_state({"seed": seed, "drawn": 0})
 
     def get_extra_state(self) -> dict[str, int]:
-        """What `state_dict` holds: the seed of the passes, and how many batches were drawn of
-        them."""
+        """Return the seed of the passes and the number of batches drawn, for `state_dict`."""
         return {"seed": self.contexts.seed, "drawn": self.contexts.drawn}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
+        """Go on from a state of `get_extra_state`."""
         self.contexts.seed = state["seed"]
         self.contexts.drawn = state["drawn"]
         if self.scorer is None and self.reward_config.shuffled:
             self.rewards = self._recorded_rewards().to(self.rewards.device)
 
     def decide(self, rows: Tensor, action: Tensor) -> Outcome:
-        """Replay or score actions for queries int64 [P], shaped as the class describes them;
-        without their group axis if G is 1. Raises InputError as `step`."""
+        """Replay or score actions for queries int64 [P]. Raises InputError as `step`.
+
+        The class describes the shapes of actions; if G is 1 they may lack the group axis.
+        """
         spec = self.action_spec.shape
         last = () if self.by_index else (self.shots,)
         fits = action.numel() == spec.numel() and action.shape[action.ndim - len(last) :] == last
@@ -348,6 +362,7 @@ class DemonstrationBandit(SingleStepEnv):
             raise InputError(
                 f"the action is {action.dtype} {[*action.shape]}, must be int64 {[*spec]}"
             )
+        # from here on there is a group axis, of length 1 for a single action
         action = action.long().reshape(len(rows), self.group_size, *last)
         if self.by_index:
             most = self.table.num_beams - 1
@@ -361,39 +376,41 @@ class DemonstrationBandit(SingleStepEnv):
         return self._scored(rows, action)
 
     def closed_up(self, rows: Tensor, places: Tensor) -> Tensor:
-        """The sequences that places, int64 [P, G, T], amount to: a place without a candidate, or
-        chosen before, adds no demonstration."""
+        """Return the sequences that remain of places, int64 [P, G, T].
+
+        A place without a candidate, or chosen before, adds no demonstration.
+        """
         sizes = (self.pool[rows] >= 0).sum(1)[:, None, None]
         before = (places.unsqueeze(-1) == places.unsqueeze(-2)).tril(-1).any(-1)
         used = (places >= 0) & (places < sizes) & ~before
-        return places.masked_fill(~used, -1).gather(-1, (~used).int().argsort(dim=-1, stable=True))
+        order = (~used).int().argsort(dim=-1, stable=True)
+        return places.masked_fill(~used, -1).gather(-1, order)
 
     def _recorded_at(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Recorded sequences int64 [P, G, T] at their indices int64 [P, G]."""
+        """Return the recorded sequences int64 [P, G, T] at these indices, int64 [P, G]."""
         return self.sequences[rows].gather(1, index.unsqueeze(-1).expand(-1, -1, self.shots))
 
     def _recorded_rewards(self) -> Tensor:
-        """The reward of every recorded sequence, float32 [Q, B]; 0 where there is none."""
+        """Compute the reward of every recorded sequence, float32 [Q, B]; 0 where there is none.
+
+        Raises InputError if a sequence lacks a field that the reward needs.
+        """
         table = self.table
         config = self.reward_config
+        unknown = torch.full(table.beam_mask.shape, torch.nan)
         for name in config.needs:
-            absent = (
-                table.beam_mask
-                & table.fields.get(name, torch.full(table.beam_mask.shape, torch.nan)).isnan()
-            )
+            absent = table.beam_mask & table.fields.get(name, unknown).isnan()
             if count := int(absent.sum()):
                 query = table.query_ids[int(absent.any(1).nonzero()[0])]
                 raise InputError(
                     f"reward.mode={config.mode} needs {name}, which {count} of "
-                    f"{int(table.beam_mask.sum())} sequences "
-                    f"of beam table {table.name!r} lack (the first: query {query}); record it, "
-                    "leave out those "
-                    "sequences, or choose another mode"
+                    f"{int(table.beam_mask.sum())} sequences of beam table {table.name!r} lack "
+                    f"(the first: query {query}); record it, leave out those sequences, or choose "
+                    "another mode"
                 )
         fields = dict(table.fields)
         if not set(LEVELS).isdisjoint(config.signal_names):
-            # a part of the queries at a time: the embeddings of all sequences may need more memory
-            # than there is
+            # in pieces, because the embeddings of all sequences may need more than the memory
             parts = zip(table.pool.split(256), table.sequences.split(256), strict=True)
             levels = [self._levels(table.candidates, pool, sequences) for pool, sequences in parts]
             for name in LEVELS:
@@ -405,14 +422,13 @@ class DemonstrationBandit(SingleStepEnv):
 
     @staticmethod
     def _levels(candidates: Tensor, pool: Tensor, sequences: Tensor) -> dict[str, Tensor]:
-        """Return the coherence and diversity, [P, G], of sequences of places, int64 [P, G, T], in
-        pools [P, N]."""
+        """Return coherence and diversity, [P, G], of sequences int64 [P, G, T] in pools [P, N]."""
         embeddings = candidates[bank_rows(pool, sequences).clamp_min(0)]
-        return dict(
-            zip(LEVELS, coherence_and_diversity(embeddings, (sequences >= 0).sum(-1)), strict=True)
-        )
+        levels = coherence_and_diversity(embeddings, (sequences >= 0).sum(-1))
+        return dict(zip(LEVELS, levels, strict=True))
 
     def _replayed(self, rows: Tensor, action: Tensor) -> Outcome:
+        """Look up the recorded sequences, or the nearest ones where `unprofiled` allows it."""
         recorded = self.sequences[rows]
         rewards = self.rewards[rows]
         correct = self.correct[rows]
@@ -420,39 +436,43 @@ class DemonstrationBandit(SingleStepEnv):
             return Outcome(recorded, rewards, correct)
         if self.unprofiled != "error":
             action = self.closed_up(rows, action)
-        shared = (
-            (action.unsqueeze(2) == recorded.unsqueeze(1)).cumprod(-1).sum(-1)
-        )  # the end counts: T if equal
-        nearness = shared * (self.shots + 1) + (recorded >= 0).sum(-1).unsqueeze(1)
         exists = self.group_mask[rows]
         empty = (action < 0).all(-1)
-        most, place = nearness.masked_fill(~exists.unsqueeze(1), -1).max(2)
-        unknown = ~empty & (most < self.shots * (self.shots + 1))
+        index, exact = self._nearest(action, recorded, exists)
+        unknown = ~empty & ~exact
         if self.unprofiled == "error":
-            self._refuse(
-                unknown,
-                rows,
-                action,
-                "were never recorded; unprofiled=nearest replays the nearest that were",
-            )
-        if action.shape == recorded.shape:  # of two equal recordings each keeps its own place
-            place = torch.where(
-                (action == recorded).all(-1),
-                torch.arange(place.shape[1], device=place.device),
-                place,
-            )
+            problem = "were never recorded; unprofiled=nearest replays the nearest that were"
+            self._refuse(unknown, rows, action, problem)
+        # without demonstrations or recorded sequences there is no reward
         none = empty | ~exists.any(1, keepdim=True)
-        reward = rewards.gather(1, place)
-        right = correct.gather(1, place)
+        reward = rewards.gather(1, index)
+        right = correct.gather(1, index)
         if self.unprofiled == "penalty":
             worst = rewards.masked_fill(~exists, torch.inf).amin(1, keepdim=True)
             reward = torch.where(unknown, worst - 1, reward)
             right = right.masked_fill(unknown, 0.0)
-        sequences = self._recorded_at(rows, place).masked_fill(none.unsqueeze(-1), -1)
+        sequences = self._recorded_at(rows, index).masked_fill(none.unsqueeze(-1), -1)
         return Outcome(sequences, reward.masked_fill(none, 0.0), right.masked_fill(none, torch.nan))
 
+    def _nearest(self, action: Tensor, recorded: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the index of the nearest recorded sequence, int64 [P, G], and True if it is equal.
+
+        Recorded sequences are int64 [P, B, T], where bool [P, B] says that they exist. The nearest
+        one has the longest common start, then the most demonstrations.
+        """
+        # the −1 at the end counts as common, so that equal sequences have T entries in common
+        common = (action.unsqueeze(2) == recorded.unsqueeze(1)).cumprod(-1).sum(-1)
+        lengths = (recorded >= 0).sum(-1)
+        nearness = common * (self.shots + 1) + lengths.unsqueeze(1)
+        most, index = nearness.masked_fill(~exists.unsqueeze(1), -1).max(2)
+        # of two equal recordings each keeps its own index
+        if action.shape == recorded.shape:
+            indices = torch.arange(index.shape[1], device=index.device)
+            index = torch.where((action == recorded).all(-1), indices, index)
+        return index, most >= self.shots * (self.shots + 1)
+
     def _scored(self, rows: Tensor, action: Tensor) -> Outcome:
-        assert self.scorer is not None
+        """Score the sequences that the actions amount to."""
         sequences = self.closed_up(rows, action)
         if self.unprofiled == "error":
             problem = (
@@ -460,29 +480,10 @@ class DemonstrationBandit(SingleStepEnv):
                 "index twice, or −1 before the end"
             )
             self._refuse((action != sequences).any(-1), rows, action, problem)
-        pool = self.pool[rows]
+        fields = self._scores(rows, sequences)
         used = sequences >= 0
         mask = used[..., 0]
         config = self.reward_config
-        # the same sequence drawn twice is scored once
-        drawn = torch.cat(
-            [rows[:, None, None].expand(*mask.shape, 1), bank_rows(pool, sequences)], 2
-        )[mask]
-        distinct, inverse = drawn.unique(dim=0, return_inverse=True)
-        distinct = distinct.cpu()
-        scores = dict.fromkeys(config.needs, torch.empty(0))
-        if len(distinct):
-            scores = self.scorer(distinct[:, 0], distinct[:, 1:])
-        fields = {}
-        for name, value in scores.items():
-            fields[name] = torch.full(mask.shape, torch.nan, device=mask.device)
-            fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
-        if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
-            fields["beam_score"] = (
-                fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
-            )
-        if not set(LEVELS).isdisjoint(config.signal_names):
-            fields |= self._levels(self.candidates, pool, sequences)
         reward = demonstration_reward(fields, used.sum(-1), mask, config)
         if reward.isnan().any():
             unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
@@ -491,29 +492,53 @@ class DemonstrationBandit(SingleStepEnv):
             )
         if config.shuffled:
             reward = shuffle(reward, mask, self._generator(self.contexts.seed, self.contexts.drawn))
-        return Outcome(
-            sequences, reward, fields.get("vqa_correct", torch.full_like(reward, torch.nan))
-        )
+        correct = fields.get("vqa_correct", torch.full_like(reward, torch.nan))
+        return Outcome(sequences, reward, correct)
+
+    def _scores(self, rows: Tensor, sequences: Tensor) -> dict[str, Tensor]:
+        """Score sequences int64 [P, G, T]: float32 [P, G] by field, NaN without demonstrations."""
+        assert self.scorer is not None
+        pool = self.pool[rows]
+        mask = sequences[..., 0] >= 0
+        needs = self.reward_config.needs
+        # a sequence that was drawn twice is scored once
+        queries = rows[:, None, None].expand(*mask.shape, 1)
+        drawn = torch.cat([queries, bank_rows(pool, sequences)], 2)[mask]
+        distinct, inverse = drawn.unique(dim=0, return_inverse=True)
+        distinct = distinct.cpu()
+        scores = dict.fromkeys(needs, torch.empty(0))
+        if len(distinct):
+            scores = self.scorer(distinct[:, 0], distinct[:, 1:])
+        fields = {}
+        for name, value in scores.items():
+            fields[name] = torch.full(mask.shape, torch.nan, device=mask.device)
+            fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
+        # the information gain is the probability of the answer minus that without demonstrations
+        if "beam_score" in needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
+            baseline = self._score_without_demonstrations(rows)[:, None]
+            fields["beam_score"] = fields["vqa_gt_prob"] - baseline
+        if not set(LEVELS).isdisjoint(self.reward_config.signal_names):
+            fields |= self._levels(self.candidates, pool, sequences)
+        return fields
 
     def _score_without_demonstrations(self, rows: Tensor) -> Tensor:
-        """P(true answer) without any demonstration, float32 [P], scored once per query."""
+        """Return P(true answer) without any demonstration, float32 [P], scored once per query."""
         assert self.scorer is not None
         known = self.without_demonstrations
-        if len(new := rows[known[rows].isnan()].unique()):
+        new = rows[known[rows].isnan()].unique()
+        if len(new):
             none = torch.full((len(new), self.shots), -1)
             known[new] = self.scorer(new.cpu(), none)["vqa_gt_prob"].to(new.device, torch.float32)
         return known[rows]
 
     def _refuse(self, wrong: Tensor, rows: Tensor, action: Tensor, problem: str) -> None:
         if wrong.any():
-            query = (
-                f"query {self.table.query_ids[int(rows[wrong.any(1)][0])]} of {self.table.name!r}"
-            )
+            row = int(rows[wrong.any(1)][0])
+            query = f"query {self.table.query_ids[row]} of {self.table.name!r}"
             first = f"the first: {query}, indices {action[wrong][0].tolist()}"
             raise InputError(f"{int(wrong.sum())} of the sequences {problem} ({first})")
 
     @staticmethod
     def _generator(*seeds: int) -> torch.Generator:
-        return torch.Generator().manual_seed(
-            int(np.random.SeedSequence(seeds).generate_state(1)[0])
-        )
+        seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
+        return torch.Generator().manual_seed(seed)

@@ -1,5 +1,7 @@
-"""The profiles that come with knobwise: an elastic vision-language model and RapidOCR, really
-measured (see their `profile.json`)."""
+"""The profiles that come with knobwise: an elastic vision-language model and RapidOCR.
+
+Both were really measured; see their `profile.json`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ BUILTIN = _DATA / "builtin" / "table.parquet"
 
 
 def builtin_profile(accuracy: str = "accuracy") -> ProfileTable:
-    """Read the built-in profile; its accuracy is `accuracy` (exact match) or `soft_score` (share of
-    right tokens)."""
+    """Read the built-in profile.
+
+    Its accuracy is `accuracy` (exact match) or `soft_score` (share of right tokens).
+    """
     from knobwise.envs.readers.long_table import read_long_table
 
     features_ms = json.loads(BUILTIN.with_name("profile.json").read_text())["features_ms"]
@@ -26,5 +30,5 @@ def builtin_profile(accuracy: str = "accuracy") -> ProfileTable:
 
 
 def ocr_profile() -> ProfileTable:
-    """Read the profile of RapidOCR. Needs none of its packages."""
+    """Read the profile of RapidOCR, which needs none of its packages."""
     return ProfileTable.load(_DATA / "ocr" / "table.safetensors")

@@ -1,6 +1,8 @@
-"""Folders with one JSON file per configuration, or one of a whole run, read strictly: ids that
-restart on every rank, knobs that disagree with the file name, and merges that lost samples are
-refused, not repaired."""
+"""Reading folders with one JSON file per configuration, or one file of a whole run.
+
+Reading is strict: ids that restart on every rank, knobs that disagree with the file name, and
+merges that lost samples are refused, not repaired.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
@@ -22,10 +24,18 @@ from knobwise.envs.readers.frames import PERCENT, as_share
 
 IDS = ("sample_id", "question_id", "image_id")
 WORDS = (*IDS, "question_type")
-"""What is read of a row besides its numbers, and besides `repeat`; it may also be in the row's
-`metadata`."""
+"""Keys of a row that hold names; they may also stand in the row's `metadata`."""
 
 Record = dict[str, Any]
+
+
+class _Files(NamedTuple):
+    """The files of one data set."""
+
+    folder: Path
+    """The folder that holds them, or the file itself."""
+    matches: Mapping[Path, re.Match[str] | None]
+    """The match of each file's name; None for the file of a whole run."""
 
 
 def read_configurations(
@@ -38,17 +48,25 @@ def read_configurations(
     notes: list[str],
     accuracy_unit: str = "share",
 ) -> tuple[pl.DataFrame, list[Record]]:
-    """The cells of one data set: `WORDS`, `repeat`, columns, knobs, file; and the summaries, with
-    knobs and file.
+    """Read the files of one data set; rank files only serve to check their merge.
 
-    Rows are under the first of `keys` that a file has. A column is the sum of some values of a row,
-    each under the first of its spellings. If there is a merge of `_rankN` files, the rank files
-    only serve to check it. `directory` may also be a single file; one of a whole run is read where
-    there are none of single configurations.
+    Args:
+        directory: a folder, or a single file. The file of a whole run is read where there are none
+            of single configurations.
+        kind: how file names begin; empty for core_exp files.
+        pattern: file names, with a group for each knob.
+        dataset: name of the data set.
+        keys: rows are under the first of these that a file has.
+        columns: for each column the values of a row that it sums, each with its spellings.
+        notes: what was left out is added here.
+        accuracy_unit: `percent` for accuracies in [0, 100].
+
+    Returns:
+        The cells (`WORDS`, `repeat`, columns, knobs, file) and the summaries, with knobs and file.
     """
     root = Path(directory)
-    dashed = dataset.replace("_", "-")
-    folder, matches = _find_files(root, kind, pattern, dataset)
+    files = _find_files(root, kind, pattern, dataset)
+    folder, matches = files
     ranks = _by_merge(matches)
     knobs = [knob for knob in pattern.groupindex if knob != "rank"]
     foreign = []
@@ -58,62 +76,89 @@ def read_configurations(
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
         for done, (path, parts) in enumerate(ranks.items()):
             tick(done, "")
-            match = matches[path]
-            if match:
-                setting = {
-                    knob: match[knob] if knob == "tier" else int(match[knob]) for knob in knobs
-                }
-            else:
-                setting = {}
+            # knobs in the file name hold for all rows of the file
+            setting = _setting(matches[path], knobs)
             content, rows = _load(path, setting, keys)
+            summary = content["summary"]
             named = content["config"].get("dataset_name")
-            if isinstance(named, str) and named.replace("_", "-") != dashed:
+            if isinstance(named, str) and named.replace("_", "-") != dataset.replace("_", "-"):
                 foreign.append(named)
+                # a folder with the data set's name is trusted more than what its files say
                 if folder == root:
                     continue
-            _check_merge(
-                path,
-                len(rows),
-                [len(_load(part, setting, keys)[1]) for part in parts if part != path],
-            )
-            counts = [record.get("num_samples") for record in (*content["summary"], content)]
-            short += sum(count for count in counts if isinstance(count, int)) > len(rows) > 0
-            if not match:
-                rows = _with_knobs(path, content["summary"], rows, knobs, notes)
-            summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
+            sizes = [len(_load(part, setting, keys)[1]) for part in parts if part != path]
+            _check_merge(path, len(rows), sizes)
+            short += _num_samples(content) > len(rows) > 0
+            if not matches[path]:
+                rows = _with_knobs(path, summary, rows, knobs, notes)
+            summaries += [record | setting | {"file": str(path)} for record in summary]
             frames.append(_rows_frame(path, knobs, setting, rows, columns))
         tick(len(ranks), "")
+    notes += _skipped_files(files, kind, len(ranks), short)
+    notes += _foreign_files(foreign, root, folder, dataset, len(ranks))
+    return _checked(pl.concat(frames), columns, accuracy_unit, str(folder), notes), summaries
+
+
+def _setting(match: re.Match[str] | None, knobs: Sequence[str]) -> Record:
+    """Return the knob values in the name of a file; none for the file of a whole run."""
+    if not match:
+        return {}
+    return {knob: match[knob] if knob == "tier" else int(match[knob]) for knob in knobs}
+
+
+def _num_samples(content: Record) -> int:
+    """Return how many samples a file and its summaries promise together."""
+    counts = [record.get("num_samples") for record in (*content["summary"], content)]
+    return sum(count for count in counts if isinstance(count, int))
+
+
+def _checked(
+    frame: pl.DataFrame, columns: Collection[str], accuracy_unit: str, source: str, notes: list[str]
+) -> pl.DataFrame:
+    """Return the cells with accuracies as shares. Raises InputError for a value out of range."""
+    if "accuracy" in columns:
+        frame = frame.with_columns(as_share(frame["accuracy"], accuracy_unit, source, notes))
+    for column in columns:
+        frame = in_range(frame, column)
+    return frame
+
+
+def _skipped_files(files: _Files, kind: str, num_read: int, num_short: int) -> list[str]:
+    """Return notes on files that were not read, and on files that are short."""
+    folder, matches = files
+    num_unread = 0
+    for path in folder.glob("*.json"):
+        if path not in matches and not path.stem.endswith("_results"):
+            # files of the other kind may be in the same folder
+            num_unread += path.name.startswith(kind) or not path.name.startswith(("exp5_", "exp6_"))
+    skipped = {
+        "rank files not read, since files merged from them are there": len(matches) - num_read,
+        "JSON files not read, since their names do not fit": num_unread,
+        "files with fewer rows than num_samples in their summary": num_short,
+    }
+    return [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
+
+
+def _foreign_files(
+    foreign: list[str], root: Path, folder: Path, dataset: str, num_files: int
+) -> list[str]:
+    """Return a note on files that name another data set, if there are any.
+
+    They are read only in a folder of this data set. Raises InputError if no others are left.
+    """
     names = ", ".join(sorted(set(foreign)))
-    if len(foreign) == len(ranks) and folder == root:
+    if len(foreign) == num_files and folder == root:
         raise InputError(
             f"{root}: no files of {dataset!r}; all {len(foreign)} name the data set {names}"
         )
-    others = [
-        path
-        for path in folder.glob("*.json")
-        if path not in matches and not path.stem.endswith("_results")
-    ]
-    unread = sum(
-        path.name.startswith(kind) or not path.name.startswith(("exp5_", "exp6_"))
-        for path in others
-    )
-    skipped = {
-        "rank files not read, since files merged from them are there": len(matches) - len(ranks),
-        "JSON files not read, since their names do not fit": unread,
-        "files with fewer rows than num_samples in their summary": short,
-        f"files that name the data set {names}{': not read' * (folder == root)}": len(foreign),
-    }
-    notes += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
-    frame = pl.concat(frames)
-    if "accuracy" in columns:
-        frame = frame.with_columns(as_share(frame["accuracy"], accuracy_unit, str(folder), notes))
-    for column in columns:
-        frame = in_range(frame, column)
-    return frame, summaries
+    if not foreign:
+        return []
+    unread = ": not read" * (folder == root)
+    return [f"{folder}: {len(foreign)} files that name the data set {names}{unread}"]
 
 
 def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:
-    """The rank files of each merge; a rank file without a merge stands for itself."""
+    """Return the rank files of each merge; a rank file without a merge stands for itself."""
     ranks: dict[Path, list[Path]] = {}
     for path in paths:
         merge = path.with_name(re.sub(r"_rank\d+\.json$", ".json", path.name))
@@ -128,40 +173,44 @@ def _check_merge(path: Path, rows: int, of_ranks: list[int]) -> None:
     if whole - rows > len(of_ranks):  # a distributed sampler repeats up to one sample on each rank
         raise InputError(
             f"{path}: holds {rows} of the {whole} rows of its {len(of_ranks)} rank files: ids "
-            "that restart on every "
-            "rank were merged into one. Merge again under unique ids"
+            "that restart on every rank were merged into one. Merge again under unique ids"
         )
 
 
-def _find_files(
-    root: Path, kind: str, pattern: re.Pattern[str], dataset: str
-) -> tuple[Path, Mapping[Path, re.Match[str] | None]]:
-    """The folder that holds the files of a data set, and those files with the matches of their
-    names, None for that of a whole run; `root` itself if it is the file."""
+def _find_files(root: Path, kind: str, pattern: re.Pattern[str], dataset: str) -> _Files:
+    """Find the files of a data set, in `root`, in a folder of it, or `root` itself.
+
+    Raises InputError if there are none.
+    """
     if kind and root.is_file():
-        return root, {root: pattern.fullmatch(root.name)}
+        return _Files(root, {root: pattern.fullmatch(root.name)})
     if not root.is_dir():
         raise InputError(f"{root}: no such directory")
     dashed = dataset.replace("_", "-")
     prefix = f"{kind}_" if kind else ""
+    # the first folder with such files counts
     folders = [root / name for name in (prefix + dashed, prefix + dataset, dashed, dataset, "")]
     for folder in folders:
         paths = sorted(folder.glob("*.json"))
         if matches := {path: match for path in paths if (match := pattern.fullmatch(path.name))}:
-            return folder, matches
+            return _Files(folder, matches)
         if kind and (whole := folder / f"{kind}_results.json") in paths:
-            return folder, {whole: None}
+            return _Files(folder, {whole: None})
     content = ", ".join(sorted(path.name for path in root.iterdir())[:5]) or "nothing"
     example = f"{kind or f'{dataset}_imgsizetier-high'}_crops12_topk8_blocks16.json"
     raise InputError(
         f"{root}: no {kind or 'core_exp'} files of {dataset!r}, neither in a folder "
-        f"{folders[0].name} or {dataset} nor "
-        f"in the directory itself. File names look like {example}; the directory holds: {content}"
+        f"{folders[0].name} or {dataset} nor in the directory itself. File names look like "
+        f"{example}; the directory holds: {content}"
     )
 
 
 def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, list[Record]]:
-    """The content of a file and its rows; all knobs in it are checked against those of its name."""
+    """Return the content of a file and its rows.
+
+    Raises InputError if it is not JSON of the expected form, or a knob in it differs from the
+    file name.
+    """
     try:
         content = _decoded(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -173,10 +222,8 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
             f"{path}: must hold a JSON object with {' or '.join(keys)}, holds a "
             f"{type(content).__name__}"
         )
-    content["summary"], content["config"] = (
-        content.get("summary") or [],
-        content.get("config") or {},
-    )
+    content["summary"] = content.get("summary") or []
+    content["config"] = content.get("config") or {}
     key = next((key for key in keys if key in content), "")
     if not key and not content["summary"]:
         raise InputError(f"{path}: has none of {', '.join(keys)}; it has {', '.join(content)}")
@@ -188,6 +235,7 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
     ):
         if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
             raise InputError(f"{path}: {what} must hold objects")
+    # every place that names a knob must agree with the file name
     for what, records in ((key, rows), ("summary", content["summary"]), ("the file", [content])):
         for knob, value in setting.items():
             if wrong := [record[knob] for record in records if record.get(knob, value) != value]:
@@ -201,9 +249,11 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
 def _with_knobs(
     path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str], notes: list[str]
 ) -> list[Record]:
-    """The rows of a whole run with the values of all knobs. Raises InputError if a row or summary
-    does not say them."""
-    if rows and not any(knob in row for row in rows for knob in knobs):
+    """Return the rows of a whole run with the values of all knobs.
+
+    Raises InputError if a row or a summary lacks one.
+    """
+    if rows and not any(row.keys() & {*knobs} for row in rows):
         rows = _in_order(path, summary, rows, knobs)
         notes.append(
             f"{path}: its rows name no knobs; these were taken in the order of its {len(summary)} "
@@ -222,14 +272,19 @@ def _with_knobs(
 def _in_order(
     path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str]
 ) -> list[Record]:
-    """The rows with the knobs of their summaries: the first `num_samples` are of the first one, and
-    so on."""
+    """Return the rows with the knobs of their summaries, taken in order.
+
+    The first `num_samples` rows belong to the first summary, and so on. Raises InputError if the
+    counts do not add up, or a summary's accuracy is not the mean score of its rows.
+    """
     counts = [n if type(n := record.get("num_samples")) is int else 0 for record in summary]
     fits = sum(counts) == len(rows)
     named: list[Record] = []
     for record, count in zip(summary, counts, strict=True):
         part = rows[len(named) : len(named) + count]
-        named += [row | {knob: record.get(knob) for knob in knobs} for row in part]
+        setting = {knob: record.get(knob) for knob in knobs}
+        named += [row | setting for row in part]
+        # the mean score of the rows must be the accuracy of their summary
         accuracy: Any = record.get("accuracy")
         scores: list[Any] = [row.get("score") for row in part]
         if part and {*map(type, [accuracy, *scores])} <= {int, float}:
@@ -237,10 +292,8 @@ def _in_order(
     if not fits:
         raise InputError(
             f"{path}: its {len(rows)} rows do not name {', '.join(knobs)}, and num_samples or the "
-            "accuracies of its "
-            f"{len(summary)} summaries do not fit their order. Give a folder with a file for each "
-            "configuration, or "
-            "add the knobs to every row"
+            f"accuracies of its {len(summary)} summaries do not fit their order. Give a folder "
+            "with a file for each configuration, or add the knobs to every row"
         )
     return named
 
@@ -262,57 +315,68 @@ def _rows_frame(
     rows: list[Record],
     columns: Mapping[str, Sequence[Sequence[str]]],
 ) -> pl.DataFrame:
-    """The rows as a frame, with the knobs of the setting, or where it has none those of each
-    row."""
-    values = {key: _row_words(path, rows, key) for key in (*WORDS, "repeat")}
+    """Return the rows as a frame, with the knobs of the setting, or else of each row."""
+    values = {key: _row_names(path, rows, key) for key in (*WORDS, "repeat")}
     for column, terms in columns.items():
-        values[column] = functools.reduce(
-            operator.add, [_row_numbers(path, rows, names) for names in terms]
-        )
+        summands = [_row_numbers(path, rows, spellings) for spellings in terms]
+        values[column] = functools.reduce(operator.add, summands)
     for knob in knobs:
         kind = pl.String if knob == "tier" else pl.Int64
         values[knob] = pl.Series([setting.get(knob, row.get(knob)) for row in rows], dtype=kind)
     return pl.DataFrame(values).with_columns(file=pl.lit(str(path)))
 
 
-def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
-    """Text [rows], null where a row has no such id or word."""
-    words = [row.get(key) for row in rows]
-    kinds = set(map(type, words))
-    if kinds <= {type(None)} and not any(key in row for row in rows):
-        words = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
-        kinds = set(map(type, words))
+def _occurs(key: str, rows: list[Record]) -> bool:
+    return any(key in row for row in rows)
+
+
+def _row_names(path: Path, rows: list[Record], key: str) -> pl.Series:
+    """Return an id or a name of each row as text [rows], null where a row has none.
+
+    Raises InputError if one is neither a text nor a whole number that is exact.
+    """
+    names = [row.get(key) for row in rows]
+    kinds = set(map(type, names))
+    # if no row has the key, it may stand in the rows' metadata
+    if kinds <= {type(None)} and not _occurs(key, rows):
+        names = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
+        kinds = set(map(type, names))
     if not kinds <= {int, float, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
-    if any(isinstance(value, float) and not math.isfinite(value) for value in words):
+    if any(isinstance(value, float) and not math.isfinite(value) for value in names):
         raise InputError(
             f"{path}: {key} is NaN in a row, or infinite; give every row a whole number or a text"
         )
+    # the id 7.0 is 7
     if float in kinds:
-        words = [
+        names = [
             int(value) if isinstance(value, float) and value.is_integer() else value
-            for value in words
+            for value in names
         ]
-        if wrong := [
-            value for value in words if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64
-        ]:
+        whole = [value for value in names if isinstance(value, int)]
+        if wrong := [value for value in whole if not -(1 << 63) <= value < 1 << 64]:
             raise InputError(
                 f"{path}: {key} {float(wrong[0])} is too large to be exact; write such ids as text"
             )
     if not kinds <= {str, type(None)}:
-        words = [None if value is None else str(value) for value in words]
-    return pl.Series(words, dtype=pl.String)
+        names = [None if value is None else str(value) for value in names]
+    return pl.Series(names, dtype=pl.String)
 
 
 def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl.Series:
-    """Float64 [rows], null where a row has null, under the first of the spellings that occurs."""
-    key = next((s for s in spellings if any(s in row for row in rows)), None)
+    """Return the number of each row under the first spelling that occurs: Float64 [rows].
+
+    It is null where a row has null. Raises InputError if no spelling occurs, or a value is no
+    number.
+    """
+    key = next((spelling for spelling in spellings if _occurs(spelling, rows)), None)
     if key is None and rows:
         raise InputError(
             f"{path}: its rows have no {' or '.join(spellings)}; they have {', '.join(rows[0])}"
         )
     try:
         values = [row.get(key) for row in rows]  # type: ignore[arg-type]
+        # true and false are scores, but no times
         if bool in map(type, values) and key not in ("accuracy", "score"):
             raise TypeError("true is no time")
         return pl.Series(values, dtype=pl.Float64)
@@ -321,15 +385,20 @@ def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl
 
 
 def in_range(frame: pl.DataFrame, column: str) -> pl.DataFrame:
-    """The frame, unless a value is NaN or negative, or an accuracy above 1."""
-    top = 1 if column == "accuracy" else 3.4e38
-    bad = frame.filter(pl.col(column).is_between(-1e-6 if top == 1 else 0, top + 1e-6).not_())
+    """Return the frame. Raises InputError if a value is NaN or negative, or an accuracy above 1."""
+    least = 0.0
+    most = 3.4e38
+    hint = ""
+    if column == "accuracy":
+        least = -1e-6
+        most = 1
+        hint = PERCENT
+    bad = frame.filter(pl.col(column).is_between(least, most + 1e-6).not_())
     if bad.height:
         raise InputError(
-            f"{bad['file'][0]}: {column} must be between 0 and {top:g}, is "
-            f"{bad[column][0]}{PERCENT * (top == 1)}; "
-            f"{bad.height} such values in {bad['file'].n_unique()} files. Measure again or remove "
-            "those rows"
+            f"{bad['file'][0]}: {column} must be between 0 and {most:g}, is {bad[column][0]}{hint}"
+            f"; {bad.height} such values in {bad['file'].n_unique()} files. Measure again or "
+            "remove those rows"
         )
     return frame
 
@@ -337,7 +406,7 @@ def in_range(frame: pl.DataFrame, column: str) -> pl.DataFrame:
 def keyed(
     sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: list[str]
 ) -> list[pl.DataFrame]:
-    """The frames with one id each: `question_id` where every row has it.
+    """Return the frames with one id, `sample_id`, which is `question_id` where every row has it.
 
     Several rows of a pair with latencies are repeated measurements. Raises InputError for a row
     without id, and for a pair that occurs more than once without latencies, in several files or
@@ -356,31 +425,37 @@ def keyed(
                 f"{without['file'][0]}: {without.height} rows without sample_id in the files of "
                 f"{dataset}"
             )
-        cells = side.group_by(key, *knobs).agg(
-            pl.len(), pl.col("file").unique(), pl.col("image_id").n_unique()
-        )
-        cells = cells.filter(pl.col("len") > 1)
-        if "latency_ms" in side.columns:
-            cells = cells.filter((pl.col("file").list.len() > 1) | (pl.col("image_id") > 1))
-        if cells.height:
-            first = cells.sort("file", *knobs, key).row(0, named=True)
-            where = ", ".join(sorted(first["file"]))
-            raise InputError(
-                f"{where}: in data set {dataset}, {cells.height} (sample, configuration) pairs in "
-                f"{cells.select(knobs).n_unique()} configurations occur more than once, such as "
-                f"{first['len']} × {key} "
-                f"{first[key]}. Do ids restart in every batch or on every rank? Number all "
-                "samples consecutively, "
-                "or add a question_id"
-            )
+        _refuse_repeated_pairs(side, key, knobs, dataset)
         with_ids.append(side.with_columns(sample_id=pl.col(key)).drop("question_id"))
     return with_ids
 
 
+def _refuse_repeated_pairs(
+    side: pl.DataFrame, key: str, knobs: Sequence[str], dataset: str
+) -> None:
+    """Raise InputError if a pair occurs more than once, unless it was measured repeatedly."""
+    cells = side.group_by(key, *knobs).agg(
+        pl.len(), pl.col("file").unique(), pl.col("image_id").n_unique()
+    )
+    cells = cells.filter(pl.col("len") > 1)
+    if "latency_ms" in side.columns:
+        cells = cells.filter((pl.col("file").list.len() > 1) | (pl.col("image_id") > 1))
+    if cells.height:
+        first = cells.sort("file", *knobs, key).row(0, named=True)
+        where = ", ".join(sorted(first["file"]))
+        raise InputError(
+            f"{where}: in data set {dataset}, {cells.height} (sample, configuration) pairs in "
+            f"{cells.select(knobs).n_unique()} configurations occur more than once, such as "
+            f"{first['len']} × {key} {first[key]}. Do ids restart in every batch or on every "
+            "rank? Number all samples consecutively, or add a question_id"
+        )
+
+
 def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
-    """The cells of one or more data sets with images and question types in all rows, if any row has
-    them: a data set without images gets one per sample, and a row without question type that of
-    another row of its sample, or `unknown`.
+    """Return the cells with images and question types in all rows, if any row has them.
+
+    A data set without images gets one per sample. A row without question type gets that of another
+    row of its sample, or `unknown`.
     """
     dataset = [column for column in ("dataset",) if column in cells.columns]
     if dataset and not cells["image_id"].is_null().all():

@@ -29,11 +29,13 @@ SETTING = (
     r"crops(?P<max_crops>\d+)_topk(?P<top_k>\d+)_blocks(?P<num_active_blocks>\d+)"
     r"(?P<rank>_rank\d+)?\.json"
 )
+"""The part of file names that tells the configuration."""
 CORE_STAGES = {
     "total": ["T_total"],
     "prefill": ["T_LLM_prefill"],
     "vision_prefill": ["T_vision_total", "T_LLM_prefill"],
 }
+"""Times that a budget can limit, and the columns of core_exp files that they sum."""
 CORE_KNOBS = ("tier", "top_k", "num_active_blocks")
 
 
@@ -49,12 +51,12 @@ def read_exp5_exp6(
     features: str | Path | Features | None = None,
     name: str | None = None,
 ) -> ProfileTable:
-    """Join the accuracy and latency files of one or more data sets, cell by cell; notes count what
-    does not join.
+    """Join the accuracy and latency files of one or more data sets, cell by cell.
 
-    The key of a sample is its `question_id` if every row on both sides has one, otherwise its
-    `sample_id`. Several rows of a sample in a latency file are repeated measurements, see
-    `table_from_frame`. Images and question types come from the accuracy files.
+    Notes count what does not join. The key of a sample is its `question_id` if every row on both
+    sides has one, otherwise its `sample_id`. Several rows of a sample in a latency file are
+    repeated measurements, see `table_from_frame`. Images and question types come from the accuracy
+    files.
 
     Args:
         exp5_dir, exp6_dir: hold `exp5_accuracy_<data set with dashes>/` and `exp6_latency_<…>/`, or
@@ -77,25 +79,15 @@ def read_exp5_exp6(
         datasets = list(dataset_name)
     notes: list[str] = []
     joined = []
-    pattern = re.compile(rf"exp5_accuracy(_results)?_{SETTING}")
-    columns = {"accuracy": [(accuracy,)]}
     for dataset in datasets:
         times, means = _read_exp6(exp6_dir, dataset, latency, notes)
-        scores, _ = read_configurations(
-            exp5_dir,
-            "exp5_accuracy",
-            pattern,
-            dataset,
-            ["all_samples"],
-            columns,
-            notes,
-            accuracy_unit,
-        )
+        scores = _read_exp5(exp5_dir, dataset, accuracy, accuracy_unit, notes)
         scores, times = keyed([scores, times], KNOBS, dataset, notes)
-        cells = _join(
-            scores, _broadcast(scores, times, means, broadcast_latency, notes), dataset, notes
-        )
-        joined.append(cells.with_columns(dataset=pl.lit(dataset)) if len(datasets) > 1 else cells)
+        times = _broadcast(scores, times, means, broadcast_latency, notes)
+        cells = _join(scores, times, dataset, notes)
+        if len(datasets) > 1:
+            cells = cells.with_columns(dataset=pl.lit(dataset))
+        joined.append(cells)
     return table_from_frame(
         whole_words(pl.concat(joined)),
         name=name or "+".join(datasets),
@@ -106,11 +98,33 @@ def read_exp5_exp6(
     )
 
 
+def _read_exp5(
+    directory: str | Path, dataset: str, accuracy: str, accuracy_unit: str, notes: list[str]
+) -> pl.DataFrame:
+    """Return one row per score: ids, knobs, accuracy, file."""
+    pattern = re.compile(rf"exp5_accuracy(_results)?_{SETTING}")
+    columns = {"accuracy": [(accuracy,)]}
+    scores, _ = read_configurations(
+        directory,
+        "exp5_accuracy",
+        pattern,
+        dataset,
+        ["all_samples"],
+        columns,
+        notes,
+        accuracy_unit,
+    )
+    return scores
+
+
 def _read_exp6(
     directory: str | Path, dataset: str, stage: str, notes: list[str]
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """One row per time: ids, knobs, latency_ms, file. One row per configuration and file: knobs,
-    mean, weight."""
+    """Return one row per time, and one row per mean time in a summary.
+
+    Rows of times have ids, knobs, `latency_ms` and file; rows of means have knobs, mean, weight
+    and file.
+    """
     pattern = re.compile(rf"exp6_latency(_results)?_{SETTING}")
     keys = ("per_sample_latencies", "all_samples")
     columns = {"latency_ms": [(f"T_{stage}_ms", f"latency_{stage}")]}
@@ -119,17 +133,19 @@ def _read_exp6(
     )
     means = []
     for record in summaries:
-        spellings = [
+        # either a number, or an object of statistics
+        written = [
             record.get(f"latency_{stage}_ms"),
             record.get("latency_mean" if stage == "total" else ""),
         ]
-        values = [s.get("mean") if isinstance(s, dict) else s for s in spellings]
+        values = [value.get("mean") if isinstance(value, dict) else value for value in written]
         mean = next((float(m) for m in values if isinstance(m, int | float)), None)
         if isinstance(n := record.get("num_samples"), int) and 0 < n < 1 << 62:
             weight = n
         else:
             weight = 1
-        means.append({k: record[k] for k in (*KNOBS, "file")} | {"mean": mean, "weight": weight})
+        setting = {key: record[key] for key in (*KNOBS, "file")}
+        means.append({**setting, "mean": mean, "weight": weight})
     schema = dict.fromkeys(KNOBS, pl.Int64) | {
         "mean": pl.Float64,
         "weight": pl.Int64,
@@ -141,9 +157,12 @@ def _read_exp6(
 def _broadcast(
     scores: pl.DataFrame, times: pl.DataFrame, means: pl.DataFrame, wanted: bool, notes: list[str]
 ) -> pl.DataFrame:
-    """The times; if wanted, a configuration that has only a mean time gives it to all its
-    scores."""
+    """Return the times, if wanted also those of configurations that have only a mean time.
+
+    Such a configuration gives its mean to all its scores.
+    """
     means = means.join(times, on=KNOBS, how="anti")
+    # several files of a configuration count by their number of samples
     mean = (pl.col("mean") * pl.col("weight")).sum() / pl.col("weight").sum()
     means = means.group_by(KNOBS).agg(mean.alias("latency_ms"), pl.col("file").first())
     if means.is_empty():
@@ -162,17 +181,18 @@ def _broadcast(
 def _join(
     scores: pl.DataFrame, times: pl.DataFrame, dataset: str, notes: list[str]
 ) -> pl.DataFrame:
-    """The cells that have both; notes how many have only one."""
+    """Return the cells that have a score and a time; note how many have only one of them."""
     on = ["sample_id", *KNOBS]
     cells = scores.drop("repeat").join(times.select(*on, "repeat", "latency_ms"), on=on)
     sides = (("exp5", scores), ("exp6", times))
+    # what each side has alone
     for (name, side), (other_name, other) in (sides, sides[::-1]):
         alone = side.select(KNOBS).unique().join(other, on=KNOBS, how="anti").sort(KNOBS)
         if alone.height:
-            some = ", ".join("/".join(map(str, row)) for row in alone.head(3).rows())
+            examples = ", ".join("/".join(map(str, row)) for row in alone.head(3).rows())
             more = ", …" * (alone.height > 3)
             notes.append(
-                f"{dataset}: {alone.height} configurations are only in {name} ({some}{more})"
+                f"{dataset}: {alone.height} configurations are only in {name} ({examples}{more})"
             )
         lost = side.join(other, on=on, how="anti").join(alone, on=KNOBS, how="anti")
         if lost.height:
@@ -184,8 +204,7 @@ def _join(
         ids = [sorted(side["sample_id"].unique())[:3] for side in (scores, times)]
         raise InputError(
             f"{dataset}: exp5 and exp6 have no (sample, configuration) pair in common; exp5 has "
-            "ids such as "
-            f"{ids[0]}, exp6 {ids[1]}. {'; '.join(notes)}"
+            f"ids such as {ids[0]}, exp6 {ids[1]}. {'; '.join(notes)}"
         )
     return cells
 
@@ -197,8 +216,10 @@ def write_exp5_exp6(
     dataset_name: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write one accuracy file and one latency file per configuration, as `read_exp5_exp6` reads
-    them. The latency files have a row for each measurement, the accuracy files one for each sample.
+    """Write one accuracy file and one latency file per configuration.
+
+    `read_exp5_exp6` reads them. The latency files have a row for each measurement, the accuracy
+    files one for each sample.
 
     Args:
         frame: one row per measurement: `sample_id`, the knobs max_crops, top_k and
@@ -215,40 +236,11 @@ def write_exp5_exp6(
     frame, config = _to_write(frame, dataset_name, metadata)
     frame = frame.with_columns(T_total_ms="latency_ms", score="accuracy")
     frame = frame.rename({"prefill_ms": "T_prefill_ms", "decode_ms": "T_decode_ms"}, strict=False)
-    stages = [stage for stage in ("total", "prefill", "decode") if f"T_{stage}_ms" in frame.columns]
-    tokens = [f"num_{kind}_tokens" for kind in ("vision", "language", "output", "total")]
-    exp5_keys = [*WORDS, "score", "soft_score", "pred", "answers"]
-    exp6_keys = [
-        *IDS,
-        *KNOBS,
-        "repeat",
-        *(f"T_{stage}_ms" for stage in stages),
-        *tokens,
-        "accuracy",
-    ]
     dashed = dataset_name.replace("_", "-")
     for _, cells in frame.group_by(KNOBS, maintain_order=True):
         setting = cells.row(0, named=True)
-        samples = cells.with_columns(score=pl.col("score").mean().over("sample_id"))
-        samples = samples.unique("sample_id", keep="first", maintain_order=True)
-        summary = {k: setting[k] for k in KNOBS} | {
-            "accuracy": samples["score"].mean(),
-            "num_samples": samples.height,
-        }
         stem = "crops{max_crops}_topk{top_k}_blocks{num_active_blocks}.json".format(**setting)
-        exp5, exp6 = ([k for k in keys if k in cells.columns] for keys in (exp5_keys, exp6_keys))
-        times = {f"latency_{stage}_ms": _spread(cells[f"T_{stage}_ms"]) for stage in stages}
-        scores = {
-            "summary": [summary],
-            "all_samples": samples.select(exp5).to_dicts(),
-            "config": config,
-        }
-        latencies = {
-            "summary": [summary | times],
-            "per_sample_latencies": cells.select(exp6).to_dicts(),
-            "per_sample_predictions": [],
-            "config": {"batch_size": 1, **config},
-        }
+        scores, latencies = _contents(cells, config)
         for path, content in (
             (Path(exp5_dir) / f"exp5_accuracy_{dashed}" / f"exp5_accuracy_results_{stem}", scores),
             (Path(exp6_dir) / f"exp6_latency_{dashed}" / f"exp6_latency_{stem}", latencies),
@@ -256,13 +248,48 @@ def write_exp5_exp6(
             write_text(path, json.dumps(content, allow_nan=False))
 
 
+def _contents(
+    cells: pl.DataFrame, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the contents of the accuracy file and of the latency file of one configuration."""
+    stages = [stage for stage in ("total", "prefill", "decode") if f"T_{stage}_ms" in cells.columns]
+    tokens = [f"num_{kind}_tokens" for kind in ("vision", "language", "output", "total")]
+    exp5_keys = [*WORDS, "score", "soft_score", "pred", "answers"]
+    exp6_keys = [*IDS, *KNOBS, "repeat", *(f"T_{stage}_ms" for stage in stages), *tokens]
+    exp6_keys.append("accuracy")
+    exp5 = [key for key in exp5_keys if key in cells.columns]
+    exp6 = [key for key in exp6_keys if key in cells.columns]
+    # an accuracy file has one row per sample, with its mean score
+    samples = cells.with_columns(score=pl.col("score").mean().over("sample_id"))
+    samples = samples.unique("sample_id", keep="first", maintain_order=True)
+    setting = cells.row(0, named=True)
+    summary = {knob: setting[knob] for knob in KNOBS}
+    summary |= {"accuracy": samples["score"].mean(), "num_samples": samples.height}
+    times = {f"latency_{stage}_ms": _spread(cells[f"T_{stage}_ms"]) for stage in stages}
+    scores = {
+        "summary": [summary],
+        "all_samples": samples.select(exp5).to_dicts(),
+        "config": config,
+    }
+    latencies = {
+        "summary": [summary | times],
+        "per_sample_latencies": cells.select(exp6).to_dicts(),
+        "per_sample_predictions": [],
+        "config": {"batch_size": 1, **config},
+    }
+    return scores, latencies
+
+
 def _to_write(
     frame: pl.DataFrame, dataset_name: str, metadata: Mapping[str, Any] | None
 ) -> tuple[pl.DataFrame, dict[str, Any]]:
-    """The rows that were profiled, null for NaN, and what is notes of the run; refuses what cannot
-    be read again."""
+    """Return the profiled rows, with null for NaN, and the `config` of the files.
+
+    Raises InputError for what could not be read again.
+    """
     source = "the frame for exp5 and exp6 files"
     folder_name("name", dataset_name)
+    # refuses what is no table
     table = table_from_frame(frame, name=dataset_name, knobs=KNOBS, source=source)
     if len(set(table.dataset_names)) > 1:
         raise InputError(
@@ -286,7 +313,7 @@ def _to_write(
 
 
 def _spread(times: pl.Series) -> dict[str, float | None]:
-    """Mean, standard deviation and percentiles as the summary of a latency file names them."""
+    """Return mean, standard deviation and percentiles under the names of a latency summary."""
     percentiles = {f"P{p}": times.quantile(p / 100, "linear") for p in (50, 95, 99)}
     return {"mean": times.mean(), "std": times.std(ddof=0), **percentiles}  # type: ignore[dict-item]
 
@@ -300,11 +327,11 @@ def read_core_exp(
     features: str | Path | Features | None = None,
     name: str | None = None,
 ) -> ProfileTable:
-    """Read core_exp files, which hold accuracies and times, from `directory` or its folder `<data
-    set with dashes>`.
+    """Read core_exp files, each with the accuracies and times of one configuration.
 
-    The knobs are tier, top_k and num_active_blocks. `latency` is the time that the budget limits,
-    in ms. Raises InputError as `read_exp5_exp6`.
+    They are in `directory` or its folder `<data set with dashes>`. The knobs are tier, top_k and
+    num_active_blocks. `latency` is the time that the budget limits, in ms. Raises InputError as
+    `read_exp5_exp6`.
     """
     one_of("latency", latency, CORE_STAGES)
     notes: list[str] = []

@@ -23,17 +23,18 @@ from knobwise.envs.tables.tensor_file import read_arrays, save_tensors
 
 
 class Features(NamedTuple):
-    """The content of a feature file: n ids, named blocks float32 [n, d] (NaN is missing), n data
-    set names or none."""
+    """The content of a feature file."""
 
     sample_ids: tuple[str, ...]
+    """n ids."""
     blocks: dict[str, Tensor]
+    """Named blocks, float32 [n, d]; NaN is missing."""
     datasets: tuple[str, ...] = ()
+    """n data set names, or none."""
 
 
 def read_features(path: str | Path) -> Features:
-    """Read named feature blocks keyed by `sample_id` from `.safetensors`, `.npz`, `.pt` or a table
-    file.
+    """Read named feature blocks from `.safetensors`, `.npz`, `.pt` or a table file.
 
     Besides the blocks [n, d] or [n] the file holds `sample_id` [n] and optionally `dataset` [n]; in
     safetensors as integers, or as a JSON list of names in the metadata. In a table file a list
@@ -54,26 +55,28 @@ def read_features(path: str | Path) -> Features:
 
 
 def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
-    """Ids and named blocks as `read_features` reads them from a file, which `source` names in its
-    errors."""
+    """Return ids and named blocks from arrays by name, as `read_features` finds them in a file.
+
+    Raises InputError, with the name `source`, as `read_features`.
+    """
     try:
         return _features_from(content, source)
     except InputError:
         raise
-    except (
-        Exception,
-        pl.exceptions.PanicException,
-    ) as error:  # ids of mixed types, rows of different lengths, …
+    # ids of mixed types, rows of different lengths, …
+    except (Exception, pl.exceptions.PanicException) as error:
         raise InputError(f"{source}: cannot be read as features ({error})") from error
 
 
 def _features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
+    """Check ids and blocks. Raises InputError with the name `source`."""
     arrays = {key: np.asarray(values) for key, values in content.items()}
-    ids = {key: arrays.pop(key) for key in ("dataset", "sample_id") if key in arrays}
-    ids = {
-        key: values.astype(str) if values.dtype.kind == "S" else values
-        for key, values in ids.items()
-    }
+    ids: dict[str, np.ndarray] = {}
+    for name in ("dataset", "sample_id"):
+        if name in arrays:
+            values = arrays.pop(name)
+            # text in NumPy files may be bytes
+            ids[name] = values.astype(str) if values.dtype.kind == "S" else values
     if "sample_id" not in ids or not arrays:
         raise InputError(
             f"{source}: features need sample_id [n] and at least one block [n, d]; has "
@@ -91,6 +94,7 @@ def _features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Fe
             )
         if not values.size:
             raise InputError(f"{source}: features {key!r} are empty: their shape is {values.shape}")
+        # a float64 beyond float32 becomes infinite, and is refused below
         with np.errstate(over="ignore"):
             block = values.reshape(n, -1).astype(np.float32)
         if np.isinf(block).any():
@@ -106,72 +110,69 @@ def _features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Fe
 
 
 def attach_features(table: ProfileTable, features: str | Path | Features) -> ProfileTable:
-    """The table with a row of features for each of its samples, matched by id (and by data set, if
-    both name it). Raises InputError if a sample has no features, or `read_features` refuses the
-    file."""
-    if isinstance(features, Features):
-        source = "features"
-    else:
-        source = str(features)
+    """Return the table with a row of features for each of its samples.
+
+    Samples are matched by id, and by data set if both name it. Raises InputError if a sample has no
+    features, or `read_features` refuses the file.
+    """
+    source = "features"
     if not isinstance(features, Features):
+        source = str(features)
         features = read_features(features)
     datasets = features.datasets
-    sample_ids = features.sample_ids
-    both = bool(datasets) and (bool(table.datasets) or table.name in datasets)
     keys: list[tuple[str, ...]]
     known: list[tuple[str, ...]]
-    if both:
+    # data sets only count where both sides name them
+    if datasets and (table.datasets or table.name in datasets):
         keys = list(zip(table.dataset_names, table.sample_ids, strict=True))
-        known = list(zip(datasets, sample_ids, strict=True))
+        known = list(zip(datasets, features.sample_ids, strict=True))
     else:
         keys = [(i,) for i in table.sample_ids]
-        known = [(i,) for i in sample_ids]
+        known = [(i,) for i in features.sample_ids]
     for whose, ids in (("profile", keys), ("features", known)):
         if len(set(ids)) < len(ids):
             raise InputError(
                 f"{source}: ids occur in several data sets of the {whose}; name them in `dataset`"
             )
-    place = {key: i for i, key in enumerate(known)}
-    if missing := [" ".join(key) for key in keys if key not in place]:
+    row_of = {key: row for row, key in enumerate(known)}
+    if missing := [" ".join(key) for key in keys if key not in row_of]:
         raise InputError(
             f"{source}: no features for {len(missing)} of {len(keys)} samples of profile "
-            f"{table.name!r}, such as "
-            f"{', '.join(missing[:5])}; it has ids such as "
+            f"{table.name!r}, such as {', '.join(missing[:5])}; it has ids such as "
             f"{', '.join(' '.join(key) for key in known[:3])}"
         )
-    rows = torch.tensor([place[key] for key in keys])
+    rows = torch.tensor([row_of[key] for key in keys])
+    blocks = {name: block[rows] for name, block in features.blocks.items()}
+    notes = table.notes
     unused = len(known) - len(keys)
     if unused:
-        notes = (*table.notes, f"{unused} rows of features without a sample: not used")
-    else:
-        notes = table.notes
-    return replace(
-        table, features={k: block[rows] for k, block in features.blocks.items()}, notes=notes
-    )
+        notes = (*notes, f"{unused} rows of features without a sample: not used")
+    return replace(table, features=blocks, notes=notes)
 
 
 def write_features(table: ProfileTable, path: str | Path) -> None:
-    """Write the table's feature blocks with its ids as `.safetensors`, `.npz`, `.pt` or
-    `.parquet`."""
-    ids = {"sample_id": list(table.sample_ids)} | (
-        {"dataset": list(table.datasets)} if table.datasets else {}
-    )
-    blocks = {k: v.contiguous() for k, v in table.features.items()}
+    """Write the table's feature blocks with its ids, as `read_features` reads them.
+
+    The suffix of the path decides the format: `.safetensors`, `.npz`, `.pt` or `.parquet`.
+    """
+    ids = {"sample_id": list(table.sample_ids)}
+    if table.datasets:
+        ids["dataset"] = list(table.datasets)
+    blocks = {name: block.contiguous() for name, block in table.features.items()}
     suffix = Path(path).suffix
     if not blocks or suffix not in (".safetensors", ".npz", ".pt", ".parquet"):
         raise InputError(
             f"{path}: features are written as .safetensors, .npz, .pt or .parquet; blocks: "
             f"{list(blocks)}"
         )
-    arrays = {k: block.numpy() for k, block in blocks.items()}
     if suffix == ".safetensors":
-        save_tensors(path, blocks, {k: json.dumps(v) for k, v in ids.items()})
+        save_tensors(path, blocks, {key: json.dumps(names) for key, names in ids.items()})
         return
+    arrays = {name: block.numpy() for name, block in blocks.items()}
     with written_whole(path) as temporary:
         if suffix == ".npz":
-            np.savez_compressed(
-                temporary, allow_pickle=False, **{k: np.array(v) for k, v in ids.items()}, **arrays
-            )
+            id_arrays = {key: np.array(names) for key, names in ids.items()}
+            np.savez_compressed(temporary, allow_pickle=False, **id_arrays, **arrays)
         elif suffix == ".pt":
             torch.save({**ids, **blocks}, temporary)
         else:
@@ -179,9 +180,11 @@ def write_features(table: ProfileTable, path: str | Path) -> None:
 
 
 def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
-    """Return ids and blocks of what may be keyed by sample, {id: {block: vector}}. Ids under the
-    name `sample_ids`, as the original system wrote them, become `sample_id`. Raises ValueError: a
-    sample lacks a block of another."""
+    """Return ids and blocks by name, also of a file keyed by sample, {id: {block: vector}}.
+
+    Ids under the name `sample_ids`, as the original system wrote them, become `sample_id`. Raises
+    ValueError if a sample lacks a block of another.
+    """
     if "sample_ids" in content:
         content.setdefault("sample_id", content.pop("sample_ids"))
     rows = list(content.values())
@@ -199,24 +202,30 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
 
 def _read_arrays(path: Path) -> dict[str, ArrayLike]:
     """Read ids and blocks of a feature file, unchecked."""
-    if path.suffix in (".npz", ".pt", ".safetensors"):
-        arrays = _in_blocks(read_arrays(path, "features"))
-        if path.suffix == ".safetensors":
-            with safe_open(str(path), framework="pt") as file:
-                words = file.metadata() or {}
-            arrays |= {
-                key: json.loads(words[key]) for key in ("sample_id", "dataset") if key in words
-            }
-        floats = {
-            k: v for k, v in arrays.items() if isinstance(v, Tensor) and v.is_floating_point()
-        }
-        return arrays | {k: v.detach().float().numpy() for k, v in floats.items()}
-    arrays_by_name: dict[str, ArrayLike] = {}
+    if path.suffix not in (".npz", ".pt", ".safetensors"):
+        return _read_columns(path)
+    arrays = _in_blocks(read_arrays(path, "features"))
+    if path.suffix == ".safetensors":
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+        for key in ("sample_id", "dataset"):
+            if key in metadata:
+                arrays[key] = json.loads(metadata[key])
+    # NumPy has no bfloat16
+    for name, values in arrays.items():
+        if isinstance(values, Tensor) and values.is_floating_point():
+            arrays[name] = values.detach().float().numpy()
+    return arrays
+
+
+def _read_columns(path: Path) -> dict[str, ArrayLike]:
+    """Read ids and blocks of a table file, unchecked; its scalar columns form one block."""
+    arrays: dict[str, ArrayLike] = {}
     scalars = []
     for column in read_frame(path):
         if column.name in KEYS:
             if column.name in ("sample_id", "dataset"):
-                arrays_by_name[column.name] = name_column(column, str(path)).to_numpy()
+                arrays[column.name] = name_column(column, str(path)).to_numpy()
         elif isinstance(column.dtype, (pl.List, pl.Array)):
             if isinstance(column.dtype, pl.List):
                 lengths = column.list.len()
@@ -228,12 +237,14 @@ def _read_arrays(path: Path) -> dict[str, ArrayLike]:
                     "missing"
                 )
             values = number_column(column.explode(), str(path)).fill_null(np.nan)
-            arrays_by_name[column.name] = values.to_numpy().reshape(len(column), -1)
+            arrays[column.name] = values.to_numpy().reshape(len(column), -1)
         else:
             scalars.append(number_column(column, str(path)).fill_null(np.nan).to_numpy())
-    if scalars and "features" in arrays_by_name:
+    if scalars and "features" in arrays:
         raise InputError(
             f"{path}: the scalar columns form a block `features`, but the file already has one; "
             "rename it"
         )
-    return arrays_by_name | ({"features": np.stack(scalars, 1)} if scalars else {})
+    if scalars:
+        arrays["features"] = np.stack(scalars, 1)
+    return arrays

@@ -1,4 +1,7 @@
-"""Table files and their columns, read strictly; errors name the column that is wrong."""
+"""Table files and their columns, read strictly.
+
+Errors name the column that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ KEYS = frozenset(
     {"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"}
 )
 LIMIT = "KNOBWISE_UNPACKED_MB"
-"""The variable that says to how many MB a gzipped table may unpack; 512 without it."""
+"""The environment variable with the most MB to which a gzipped table may unpack; 512 without it."""
 PERCENT = " (accuracies in per cent need accuracy_unit=percent)"
 TIERS = ("low", "medium", "high")
+"""Knob values that have an order of their own."""
 NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
 
@@ -66,13 +70,15 @@ def read_frame(path: Path) -> pl.DataFrame:
 
 
 def _frame(rows: list[Any]) -> pl.DataFrame:
-    """Rows as a frame. What polars would turn into something else is refused: lines that are no
-    objects, true among numbers, fractions among names, and whole numbers that 64 bits do not
-    hold."""
+    """Return rows as a frame.
+
+    Raises ValueError for what polars would turn into something else: lines that are no objects,
+    true among numbers, fractions among names, and whole numbers that 64 bits do not hold.
+    """
     kinds: dict[str, set[type]] = defaultdict(set)
-    for number, row in enumerate(rows, 1):
+    for line, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise ValueError(f"row {number} is not an object, but {str(row)[:20]}")
+            raise ValueError(f"row {line} is not an object, but {str(row)[:20]}")
         for name, value in row.items():
             if type(value) is int and not -(1 << 63) <= value < 1 << 63:
                 raise ValueError(
@@ -95,32 +101,43 @@ def _frame(rows: list[Any]) -> pl.DataFrame:
 
 
 def _unpacked(path: Path) -> bytes:
-    """The content of a gzipped file. Raises InputError if it is longer than the limit: a small file
-    may unpack to more than the memory."""
-    words = os.environ.get(LIMIT, "512")
-    if not words.isdecimal():
-        raise InputError(f"{LIMIT}={words}: must be a whole number of MB")
+    """Return the content of a gzipped file. Raises InputError if it is longer than the limit.
+
+    A small file may unpack to more than the memory.
+    """
+    megabytes = os.environ.get(LIMIT, "512")
+    if not megabytes.isdecimal():
+        raise InputError(f"{LIMIT}={megabytes}: must be a whole number of MB")
     with gzip.open(path) as file:
-        content = file.read(int(words) * 1_000_000 + 1)
-    if len(content) > int(words) * 1_000_000:
+        content = file.read(int(megabytes) * 1_000_000 + 1)
+    if len(content) > int(megabytes) * 1_000_000:
         raise InputError(
-            f"{path}: unpacks to more than {words} MB; {LIMIT}=… in the environment allows more"
+            f"{path}: unpacks to more than {megabytes} MB; {LIMIT}=… in the environment allows more"
         )
     return content
 
 
 def _refuse_twice(names: Sequence[str | None]) -> None:
-    """A parser would rename the second column, and take it for a knob."""
+    """Raise ValueError if a column name occurs twice.
+
+    The parser would rename the second column, which would then be taken for a knob.
+    """
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"the column {twice[0]!r} occurs twice")
 
 
 def number_column(series: pl.Series, source: str, logical: bool = True) -> pl.Series:
-    """As Float64; text is parsed, empty text is null, and where they are allowed true and false are
-    1 and 0."""
+    """Return the column as Float64.
+
+    Text is parsed, and empty text is null. If `logical`, true and false are 1 and 0. Raises
+    InputError for anything else.
+    """
     if series.dtype in (pl.String, pl.Categorical, pl.Enum):
         text = series.cast(pl.String).str.strip_chars().str.to_lowercase()
-        text = text.replace({"true": "1", "false": "0", "": None} if logical else {"": None})
+        spellings: dict[str, str | None] = {"": None}
+        if logical:
+            spellings |= {"true": "1", "false": "0"}
+        text = text.replace(spellings)
         numbers = text.cast(pl.Float64, strict=False)
         if len(wrong := text.filter(numbers.is_null() & text.is_not_null())):
             raise InputError(
@@ -128,11 +145,8 @@ def number_column(series: pl.Series, source: str, logical: bool = True) -> pl.Se
                 f"{wrong[0]!r}, …"
             )
         return numbers
-    if (
-        series.dtype.is_numeric()
-        or series.dtype == pl.Null
-        or (logical and series.dtype == pl.Boolean)
-    ):
+    known = series.dtype.is_numeric() or series.dtype == pl.Null
+    if known or (logical and series.dtype == pl.Boolean):
         return series.cast(pl.Float64)
     raise InputError(f"{source}: column {series.name!r} holds {series.dtype}, expected numbers")
 
@@ -153,7 +167,10 @@ def as_share(accuracy: pl.Series, unit: str, source: str, notes: list[str]) -> p
 
 
 def name_column(series: pl.Series, source: str) -> pl.Series:
-    """As text; the float 7.0 is the id 7."""
+    """Return the column as text; the float 7.0 is the id 7.
+
+    Raises InputError if a row is empty, NaN, infinite, or neither a name nor a number.
+    """
     if series.null_count():
         raise InputError(f"{source}: column {series.name!r} is empty in {series.null_count()} rows")
     if series.dtype.is_nested() or series.dtype == pl.Binary:
@@ -164,13 +181,18 @@ def name_column(series: pl.Series, source: str) -> pl.Series:
     if series.dtype.is_float() and not series.is_finite().all():
         count = len(series) - series.is_finite().sum()
         raise InputError(f"{source}: column {series.name!r} is NaN or infinite in {count} rows")
-    whole = series.dtype.is_float() and bool((series % 1 == 0).all())
-    return (series.cast(pl.Int64) if whole else series).cast(pl.String)
+    # pandas writes whole numbers as 7.0 where a column has gaps
+    if series.dtype.is_float() and (series % 1 == 0).all():
+        series = series.cast(pl.Int64)
+    return series.cast(pl.String)
 
 
 def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
-    """The knob of a column, and the index of each row's value. Text such as `8` is a number, `08`
-    is not."""
+    """Return the knob of a column, and the index of each row's value.
+
+    Text such as `8` is a number, `08` is not. Raises InputError if a row has no value, or one that
+    is neither a finite number nor a name.
+    """
     if series.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     if series.dtype == pl.Int128:
@@ -178,9 +200,9 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
     if series.null_count() or not (series.dtype.is_numeric() or series.dtype == pl.String):
         raise InputError(
             f"{source}: knob {series.name!r} must be a number or a name in every row; "
-            f"{series.null_count()} are empty, "
-            f"and its type is {series.dtype}"
+            f"{series.null_count()} are empty, and its type is {series.dtype}"
         )
+    # each spelling is parsed once
     written = series.unique().to_list()
     read: list[KnobValue] = written
     if series.dtype == pl.String and all(NUMERAL.fullmatch(value) for value in written):
@@ -191,6 +213,7 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
         int(value) if isinstance(value, float) and value.is_integer() else value for value in read
     ]
     values = tuple(sorted(set(read), key=TIERS.index if set(read) <= set(TIERS) else None))
-    place = {value: i for i, value in enumerate(values)}
-    codes = series.replace_strict(written, [place[value] for value in read], return_dtype=pl.UInt32)
+    index = {value: i for i, value in enumerate(values)}
+    # several spellings may have the same value, such as 1 and 1.0
+    codes = series.replace_strict(written, [index[value] for value in read], return_dtype=pl.UInt32)
     return Knob(series.name, values), codes

@@ -1,5 +1,7 @@
-"""Several profiles of the same knobs joined into one table; `datasets` says where a sample is
-from."""
+"""Joining several profiles of the same knobs into one table.
+
+The table's `datasets` tell where each sample is from.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ DATASET = "dataset"
 def join_tables(
     tables: Sequence[ProfileTable], name: str = "joint", *, missing_blocks: bool = False
 ) -> ProfileTable:
-    """One table of all samples, with the configurations of all tables; cells not profiled in their
-    table stay so.
+    """Join tables into one of all samples, with the configurations of all tables.
 
-    The values of a knob may differ, and a data set may be spread over several tables.
-    `missing_blocks` fills in feature blocks that a table lacks as missing (NaN). Raises InputError
-    if knobs, units, or the names or widths of feature blocks differ, or a sample occurs twice.
+    Cells that were not profiled in their table stay so. The values of a knob may differ, and a data
+    set may be spread over several tables. `missing_blocks` fills in feature blocks that a table
+    lacks as missing (NaN). Raises InputError if knobs, units, or the names or widths of feature
+    blocks differ, or a sample occurs twice.
     """
     if not tables:
         raise InputError(f"profile {name!r}: no tables to join")
@@ -37,27 +39,20 @@ def join_tables(
         )
     knobs = _joined_knobs(tables)
     codes = [_codes(table, knobs) for table in tables]
-    configurations, place = torch.cat(codes).unique(dim=0, return_inverse=True)
-    places = place.split([len(code) for code in codes])
-    shape = sum(table.num_samples for table in tables), len(configurations)
-    accuracy = torch.full(shape, torch.nan)
-    latency_ms = torch.full(shape, torch.nan)
-    most = max(table.num_repeats for table in tables)
-    if most > 1:
-        repeats_ms = torch.full((*shape, most), torch.nan)
-    else:
-        repeats_ms = None
-    first = 0
-    for table, columns in zip(tables, places, strict=True):
-        rows = slice(first, first := first + table.num_samples)
-        accuracy[rows].index_copy_(1, columns, table.accuracy)
-        latency_ms[rows].index_copy_(1, columns, table.latency_ms)
-        if repeats_ms is not None:
-            repeats_ms[rows, :, : table.num_repeats].index_copy_(1, columns, table.measurements_ms)
-    parts, notes = _parts(tables)
-    typed, with_images = (
-        any(getattr(t, name) for t in tables) for name in ("question_types", "image_ids")
-    )
+    configurations, columns = torch.cat(codes).unique(dim=0, return_inverse=True)
+    columns_of_tables = columns.split([len(code) for code in codes])
+    accuracy, latency_ms, repeats_ms = _joined_cells(tables, columns_of_tables, len(configurations))
+    parts, notes_on_parts = _parts(tables)
+    notes = list[str]()
+    for table in tables:
+        notes += [f"{table.name}: {note}" for note in table.notes]
+    image_ids: tuple[str, ...] = ()
+    if any(table.image_ids for table in tables):
+        # image ids are unique inside their data set only
+        image_ids = _all(table.image_ids or table.sample_ids for table in tables)
+    question_types: tuple[str, ...] = ()
+    if any(table.question_types for table in tables):
+        question_types = _all(t.question_types or ("unknown",) * t.num_samples for t in tables)
     return ProfileTable(
         name=name,
         knobs=knobs,
@@ -68,22 +63,51 @@ def join_tables(
         sample_ids=_all(table.sample_ids for table in tables),
         features=_features(tables, missing_blocks),
         datasets=_all(table.dataset_names for table in tables),
-        # image ids are unique inside their data set only
-        image_ids=_all(t.image_ids or t.sample_ids for t in tables) if with_images else (),
+        image_ids=image_ids,
         parts=parts,
-        question_types=_all(t.question_types or ("unknown",) * t.num_samples for t in tables)
-        if typed
-        else (),
-        notes=(*(f"{table.name}: {note}" for table in tables for note in table.notes), *notes),
+        question_types=question_types,
+        notes=(*notes, *notes_on_parts),
         unit=tables[0].unit,
         repeats_ms=repeats_ms,
     )
 
 
+def _joined_cells(
+    tables: Sequence[ProfileTable], columns_of_tables: Sequence[Tensor], num_configurations: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return accuracy [N, C], latency [N, C] and, if a cell has several, measurements [N, C, R].
+
+    `columns_of_tables` has the joined configuration of each configuration of each table.
+    """
+    shape = sum(table.num_samples for table in tables), num_configurations
+    accuracy = torch.full(shape, torch.nan)
+    latency_ms = torch.full(shape, torch.nan)
+    num_repeats = max(table.num_repeats for table in tables)
+    repeats_ms = None
+    if num_repeats > 1:
+        repeats_ms = torch.full((*shape, num_repeats), torch.nan)
+    start = 0
+    for table, columns in zip(tables, columns_of_tables, strict=True):
+        rows = slice(start, start + table.num_samples)
+        start += table.num_samples
+        accuracy[rows].index_copy_(1, columns, table.accuracy)
+        latency_ms[rows].index_copy_(1, columns, table.latency_ms)
+        if repeats_ms is not None:
+            repeats_ms[rows, :, : table.num_repeats].index_copy_(1, columns, table.measurements_ms)
+    return accuracy, latency_ms, repeats_ms
+
+
 def with_dataset_input(table: ProfileTable, names: Sequence[str] = ()) -> ProfileTable:
-    """Return the table with a feature block `dataset`: a column for each of these data sets, by
-    default those of the table in alphabetical order, 1 for its samples. A sample of any other data
-    set is 0 everywhere. Raises InputError if there is one data set, or such a block already."""
+    """Return the table with a feature block `dataset` that says which data set a sample is from.
+
+    Args:
+        table: the table.
+        names: data sets, one for each column, which is 1 for its samples and 0 for others; by
+            default those of the table in alphabetical order.
+
+    Raises:
+        InputError: if there is one data set, or such a block already.
+    """
     names = names or sorted(set(table.dataset_names))
     if len(names) < 2 or DATASET in table.features:
         raise InputError(
@@ -98,7 +122,7 @@ def with_dataset_input(table: ProfileTable, names: Sequence[str] = ()) -> Profil
 
 
 def rows_by_dataset(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
-    """The rows (int64 [n]) of each data set: name → positions in `rows`, int64, sorted by name."""
+    """Return the positions in `rows`, int64 [n], that belong to each data set, sorted by name."""
     names = np.array(table.dataset_names)[rows.numpy()]
     return {str(name): torch.from_numpy((names == name).nonzero()[0]) for name in np.unique(names)}
 
@@ -108,27 +132,29 @@ def _all(words: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
-    """The knobs in the order of the first table, each with the values of all tables."""
+    """Return the knobs in the order of the first table, each with the values of all tables.
+
+    Raises InputError if the tables have different knobs or units.
+    """
     names = [knob.name for knob in tables[0].knobs]
     for table in tables[1:]:
-        if sorted(knob.name for knob in table.knobs) != sorted(names):
+        other_names = [knob.name for knob in table.knobs]
+        if sorted(other_names) != sorted(names):
             raise InputError(
-                f"profile {table.name!r} has the knobs "
-                f"{', '.join(knob.name for knob in table.knobs)}, but "
+                f"profile {table.name!r} has the knobs {', '.join(other_names)}, but "
                 f"{tables[0].name!r} has {', '.join(names)}; joined profiles must have the same "
                 "knobs"
             )
         if table.unit != tables[0].unit:
             raise InputError(
                 f"profile {table.name!r} is in {table.unit}, but {tables[0].name!r} is in "
-                f"{tables[0].unit}; profiles "
-                "that are joined must be in the same unit"
+                f"{tables[0].unit}; profiles that are joined must be in the same unit"
             )
     knobs = []
     for name in names:
-        values: set[KnobValue] = {
-            v for table in tables for k in table.knobs if k.name == name for v in k.values
-        }
+        values: set[KnobValue] = set()
+        for table in tables:
+            values.update(*(knob.values for knob in table.knobs if knob.name == name))
         if len({isinstance(value, str) for value in values}) > 1:
             raise InputError(
                 f"knob {name!r} is a number in one profile and a name in another; give it the "
@@ -143,45 +169,49 @@ def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
 
 
 def _codes(table: ProfileTable, knobs: tuple[Knob, ...]) -> Tensor:
-    """The table's configurations in the values of these knobs, int64 [C, K]."""
+    """Return the table's configurations as indices of the joined knobs' values, int64 [C, K]."""
     names = [knob.name for knob in table.knobs]
     columns = []
     for knob in knobs:
-        number = names.index(knob.name)
-        places = torch.tensor([knob.values.index(value) for value in table.knobs[number].values])
-        columns.append(places[table.configurations[:, number]])
+        k = names.index(knob.name)
+        joined_index = torch.tensor([knob.values.index(value) for value in table.knobs[k].values])
+        columns.append(joined_index[table.configurations[:, k]])
     return torch.stack(columns, 1)
 
 
 def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str, Tensor]:
+    """Return the feature blocks of all tables, [N, d] each.
+
+    Raises InputError if their widths differ, or one is missing although it must not be.
+    """
     widths: dict[str, int] = {}
     for table in tables:
         for block, values in table.features.items():
             if (width := widths.setdefault(block, values.shape[1])) != values.shape[1]:
                 raise InputError(
                     f"features: block {block!r} is {values.shape[1]} wide in profile "
-                    f"{table.name!r} and {width} in one "
-                    "before it; joined profiles must have features of the same encoder"
+                    f"{table.name!r} and {width} in one before it; joined profiles must have "
+                    "features of the same encoder"
                 )
+    # blocks that are missing are filled with NaN only on demand
     for table in tables:
-        if (
-            lacking := [block for block in widths if block not in table.features]
-        ) and not missing_blocks:
+        lacking = [block for block in widths if block not in table.features]
+        if lacking and not missing_blocks:
             raise InputError(
                 f"features: profile {table.name!r} has no block {', '.join(lacking)}, which "
-                "another has; give its "
-                "features, or fill them in with missing_blocks=true"
+                "another has; give its features, or fill them in with missing_blocks=true"
             )
-    return {
-        block: torch.cat(
-            [t.features.get(block, torch.full((t.num_samples, width), torch.nan)) for t in tables]
+    joined = {}
+    for block, width in widths.items():
+        missing = [torch.full((table.num_samples, width), torch.nan) for table in tables]
+        joined[block] = torch.cat(
+            [table.features.get(block, nan) for table, nan in zip(tables, missing, strict=True)]
         )
-        for block, width in widths.items()
-    }
+    return joined
 
 
 def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
-    """Each sample's part if any of the tables fixes its split, and notes on the other tables."""
+    """Return each sample's part if any table fixes its split, and notes on the other tables."""
     if not any(table.parts for table in tables):
         return (), []
     # if no table has a validation part, `ProfileTable.split` takes one out of all training parts,

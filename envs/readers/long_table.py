@@ -1,5 +1,6 @@
-"""Long tables: a row for each measurement of a (sample, configuration), read into a `ProfileTable`
-and written again.
+"""Long tables: one row for each measurement of a (sample, configuration).
+
+This module reads and writes them.
 
 The columns are `sample_id`, one per knob, an accuracy and a latency; optionally `repeat`,
 `dataset`, `split`, `image_id`, `question_type`, and `cost.NAME`, a further cost. Measurements of
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -49,6 +50,7 @@ MEASURES = frozenset(
         "repeat",
     }
 )
+"""Columns of measurements, which are never knobs."""
 BUDGET = "latency_budget"
 """The column that only training examples have, see `_without_budgets`."""
 TRAINING_COLUMNS = {
@@ -56,9 +58,9 @@ TRAINING_COLUMNS = {
     "image_feature": "image_features",
     "language_feature": "language_features",
 }
-"""Their other columns, with the names that we give them."""
+"""Other columns of training examples, with the names that we give them."""
 COST = "cost."
-"""How the name of the column begins that holds a further cost, such as `cost.energy_j`."""
+"""The beginning of the name of a column with a further cost, such as `cost.energy_j`."""
 WORD_COLUMNS = {
     "datasets": "dataset",
     "sample_ids": "sample_id",
@@ -73,12 +75,49 @@ PARTS = {
     **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
 }
 PARTS |= {"test": "test", "testing": "test"}
+"""Spellings in the column `split`, and the parts they stand for."""
+
+
+class _Rows(NamedTuple):
+    """The profiled rows of a long table."""
+
+    frame: pl.DataFrame
+    """All columns as they were read."""
+    keys: pl.DataFrame
+    """`dataset`, if there is one, and `sample_id`, as text."""
+    measured: pl.DataFrame
+    """Accuracy, latency, `repeat` (null without such a column), `first_look` (0 without one), and
+    the further cost, if any."""
+    source: str
+    """The name of the table in error messages."""
+    notes: list[str]
+    """What was noticed while reading; it grows."""
+
+
+class _Cells(NamedTuple):
+    """Measurements, and the cell of the dense table that each belongs to."""
+
+    measured: pl.DataFrame
+    """One row per measurement; if some cell has several, sorted by cell."""
+    cell: np.ndarray
+    """int64 [rows]: the number of each row's cell, counted sample by sample."""
+    times: np.ndarray
+    """int64 [N·C]: the number of measurements of each cell."""
+    shape: tuple[int, int]
+    """(N, C)."""
 
 
 def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any) -> ProfileTable:
-    """Read a long table from CSV, Parquet, JSON or JSON lines (by suffix; text also gzipped) as
-    `table_from_frame`; the default name is that of the file. Raises InputError as it does, or if
-    the file is not of its kind."""
+    """Read a long table from CSV, Parquet, JSON or JSON lines (by suffix; text also gzipped).
+
+    Args:
+        path: the file.
+        name: the table's name, by default that of the file.
+        choices: options of `table_from_frame`.
+
+    Raises:
+        InputError: if the file is not of its kind, or `table_from_frame` refuses its rows.
+    """
     name = name or Path(path).name.split(".")[0]
     frame = read_frame(Path(path))
     notes = list[str]()
@@ -110,6 +149,7 @@ def _without_budgets(
         samples = frame.select("sample_id", *vectors).unique(maintain_order=True)
         features = features_from(samples.to_dict(as_series=False), source)
     measured = frame.drop(BUDGET, pl.selectors.nested())
+    # of the rows with equal measurements, keep those of the first budget
     is_first = pl.col(BUDGET).eq_missing(pl.col(BUDGET).first().over(measured.columns))
     once = measured.filter(frame.select(is_first).to_series())
     notes.append(
@@ -132,112 +172,122 @@ def table_from_frame(
     source: str = "",
     notes: Sequence[str] = (),
 ) -> ProfileTable:
-    """Make the dense table from one row per (sample, configuration), or several where it was
-    measured repeatedly.
+    """Make the dense table from one row per measurement of a (sample, configuration).
 
     A row without accuracy or latency (null) counts as missing, and a cell without rows is not
     profiled. Samples are sorted by data set and id, configurations by knob value, the measurements
     of a cell by `repeat`, or without that column by size; the order of the rows does not matter.
-    Where they differ in accuracy, it is their mean.
+    Where measurements of a cell differ in accuracy, the table holds their mean.
 
     Args:
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a
             cost ≥ 0; optionally `repeat` (numbers that tell the measurements of a cell apart),
-            `dataset`, and `image_id`, `split` and `question_type`, constant inside a sample;
-            `first_look_ms`, what decisions by features cost on top; and `cost.NAME`, one further
-            cost ≥ 0, known in every row.
+            `dataset`; `image_id`, `split`, `question_type`, constant inside a sample;
+            `first_look_ms`, what decisions by features cost on top; one
+            `cost.NAME` ≥ 0, in every row.
         knobs: the columns that are knobs. By default every column that is neither a key nor a
-            measurement (such as `*_ms`), nor constant inside each sample; without knobs a lone
-            column such as `configuration` is one.
+            measurement (such as `*_ms`), nor constant inside each sample.
         accuracy_unit: `percent` for accuracies in [0, 100].
-        latency, unit: the column that the budget limits, a time or any other cost (energy, price),
-            and its unit.
+        latency, unit: the column that the budget limits, a time or any other cost, and its unit.
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
         InputError: columns are missing or wrong, values out of range, a measurement occurs twice,
             features do not fit.
     """
-    source = source or name
     notes = list(notes)
-    score = accuracy not in frame.columns and "score" in frame.columns
-    if accuracy == "accuracy" and score:
+    if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
         accuracy = "score"
-    frame, keys, measured = _check_columns(frame, accuracy, accuracy_unit, latency, source, notes)
-    if knobs is None:
-        columns: Sequence[str] = _find_knobs(frame, keys, {accuracy, latency}, notes)
-    else:
-        columns = knobs
-    _check_knobs(frame, columns, {*keys.columns, accuracy, latency, "repeat"}, source)
-    settings, codes = zip(*(knob_column(frame[column], source) for column in columns), strict=True)
-    chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
-    configurations = chosen.unique().sort(chosen.columns)
-    samples = _samples(frame.drop(columns), keys, source)
-    _refuse_measurement(settings if knobs is None else (), len(configurations), len(frame), source)
-    cell = _row_numbers(keys, samples) * len(configurations) + _row_numbers(chosen, configurations)
-    times = np.bincount(cell, minlength=len(samples) * len(configurations))
-    if times.max() > 1:
-        measured = measured.with_columns(cell=cell).sort("cell", "repeat", "latency", "accuracy")
-        cell = measured["cell"].to_numpy()
-        _refuse_repeated(measured, samples, configurations, settings, source)
-        _note_repeated(measured, times, notes)
-    accuracies, latencies, repeats = _place_cells(
-        measured, cell, times, (len(samples), len(configurations))
-    )
-    words = {**_names(samples, notes), "name": name, "unit": unit, "notes": tuple(notes)}
-    words |= {
-        "accuracy": accuracies,
-        "latency_ms": latencies,
-        "mask": ~accuracies.isnan(),
-        "repeats_ms": repeats,
-    }
-    places = torch.from_numpy(configurations.to_numpy().astype(np.int64))
-    table = _with_means(
-        ProfileTable(knobs=settings, configurations=places, **words), measured, cell, times
-    )
+    rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, source or name, notes)
+    columns = knobs
+    if columns is None:
+        columns = _find_knobs(rows, {accuracy, latency})
+    _check_knobs(rows, columns, {*rows.keys.columns, accuracy, latency, "repeat"})
+    table = _dense_table(rows, columns, knobs is None, name=name, unit=unit)
     if features is None:
         return table
     return attach_features(table, features)
 
 
-def _refuse_measurement(
-    settings: Sequence[Knob], configurations: int, rows: int, source: str
-) -> None:
-    """Raise if one of the columns that were taken as knobs must be a measurement."""
-    if not settings or configurations <= 50 or 2 * configurations <= rows:
+def _dense_table(
+    rows: _Rows, columns: Sequence[str], guessed: bool, *, name: str, unit: str
+) -> ProfileTable:
+    """Return the table with these columns as knobs, which may have been guessed."""
+    frame, keys, measured, source, notes = rows
+    knobs, codes = zip(*(knob_column(frame[column], source) for column in columns), strict=True)
+    chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
+    configurations = chosen.unique().sort(chosen.columns)
+    samples = _samples(frame.drop(columns), keys, source)
+    if guessed:
+        _refuse_measurement(knobs, len(configurations), len(frame), source)
+    # each row belongs to one cell of the dense table
+    cell = _row_numbers(keys, samples) * len(configurations) + _row_numbers(chosen, configurations)
+    times = np.bincount(cell, minlength=len(samples) * len(configurations))
+    if times.max() > 1:
+        measured = measured.with_columns(cell=cell).sort("cell", "repeat", "latency", "accuracy")
+        cell = measured["cell"].to_numpy()
+        _refuse_repeated(measured, samples, configurations, knobs, source)
+        _note_repeated(measured, times, notes)
+    cells = _Cells(measured, cell, times, (len(samples), len(configurations)))
+    accuracy, latency_ms, repeats_ms = _place_cells(cells)
+    sample_names = _names(samples, notes)
+    table = ProfileTable(
+        name=name,
+        knobs=knobs,
+        configurations=torch.from_numpy(configurations.to_numpy().astype(np.int64)),
+        accuracy=accuracy,
+        latency_ms=latency_ms,
+        mask=~accuracy.isnan(),
+        notes=tuple(notes),
+        unit=unit,
+        repeats_ms=repeats_ms,
+        **sample_names,
+    )
+    return _with_means(table, cells)
+
+
+def _refuse_measurement(knobs: Sequence[Knob], configurations: int, rows: int, source: str) -> None:
+    """Raise InputError if a column that was taken as a knob must be a measurement.
+
+    There are then nearly as many configurations as rows.
+    """
+    if configurations <= 50 or 2 * configurations <= rows:
         return
-    sizes = ", ".join(f"{knob.name} ({len(knob.values)} values)" for knob in settings)
+    sizes = ", ".join(f"{knob.name} ({len(knob.values)} values)" for knob in knobs)
     raise InputError(
         f"{source}: {configurations} configurations in {rows} rows, so a column taken as a knob "
-        "must be a measurement: "
-        f"{sizes}. Name the knobs with knobs="
+        f"must be a measurement: {sizes}. Name the knobs with knobs="
     )
 
 
 def long_frame(table: ProfileTable) -> pl.DataFrame:
-    """The profiled cells as one row per measurement, the inverse of `table_from_frame`."""
+    """Return one row per measurement, from which `table_from_frame` makes the same table."""
     first_look_ms = table.first_look_ms
     table = table.without_first_look
+    # the sample, the configuration and the repetition of each measurement
     row, column, repeat = (~table.measurements_ms.isnan()).nonzero().numpy().T
-    words = {column: getattr(table, field) for field, column in WORD_COLUMNS.items()}
-    columns = [pl.Series(column, names).gather(row) for column, names in words.items() if names]
+    columns = []
+    for field, name in WORD_COLUMNS.items():
+        if names := getattr(table, field):
+            columns.append(pl.Series(name, names).gather(row))
     for knob, chosen in zip(table.knobs, table.configurations.numpy().T, strict=True):
         columns.append(pl.Series(knob.name, list(knob.values), strict=False).gather(chosen[column]))
-    columns += [pl.Series("repeat", repeat)] if table.num_repeats > 1 else []
+    if table.num_repeats > 1:
+        columns.append(pl.Series("repeat", repeat))
     columns.append(pl.Series("accuracy", table.accuracy.numpy()[row, column]))
     columns.append(pl.Series("latency_ms", table.measurements_ms.numpy()[row, column, repeat]))
     further = {"first_look_ms": first_look_ms, f"{COST}{table.cost_name}": table.cost}
-    columns += [
-        pl.Series(k, values.numpy()[row, column])
-        for k, values in further.items()
-        if values is not None
-    ]
+    for name, values in further.items():
+        if values is not None:
+            columns.append(pl.Series(name, values.numpy()[row, column]))
     return pl.DataFrame(columns)
 
 
 def write_long_table(table: ProfileTable, path: str | Path) -> None:
-    """Write every measurement as CSV, Parquet or JSON lines (by suffix). Features go to
-    `write_features`."""
+    """Write every measurement as CSV, Parquet or JSON lines (by suffix).
+
+    Features are not in the file; `write_features` writes them.
+    """
     frame = long_frame(table)
     suffix = Path(path).suffix
     writers = {".csv": "write_csv", ".parquet": "write_parquet", ".jsonl": "write_ndjson"}
@@ -247,49 +297,28 @@ def write_long_table(table: ProfileTable, path: str | Path) -> None:
         getattr(frame, writers[suffix])(temporary)
 
 
-def _check_columns(
+def _profiled_rows(
     frame: pl.DataFrame,
     accuracy: str,
     accuracy_unit: str,
     latency: str,
     source: str,
     notes: list[str],
-) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """The profiled rows, their keys (`dataset` if there is one, and `sample_id`) and their
-    measurements: accuracy, latency, `repeat`, null where there is no such column, the first look,
-    likewise 0, and the further cost if any."""
+) -> _Rows:
+    """Return the rows that have an accuracy and a latency, or raise InputError."""
     if missing := [c for c in ("sample_id", accuracy, latency) if c not in frame.columns]:
         raise InputError(
             f"{source}: no column {', '.join(missing)}; its columns are "
-            f"{', '.join(frame.columns) or 'none'}. A "
-            "table needs sample_id, an accuracy and a latency: rename the columns, or give their "
-            "names as accuracy=… "
-            "and latency=… (on the command line profile.accuracy=… and profile.latency=…)"
+            f"{', '.join(frame.columns) or 'none'}. A table needs sample_id, an accuracy and a "
+            "latency: rename the columns, or give their names as accuracy=… and latency=… (on the "
+            "command line profile.accuracy=… and profile.latency=…)"
         )
     shares = as_share(number_column(frame[accuracy], source), accuracy_unit, source, notes)
-    measured = pl.DataFrame(
-        {"accuracy": shares, "latency": number_column(frame[latency], source, False)}
-    )
-    numbered = "repeat" in frame.columns and not frame["repeat"].is_null().all()
-    if numbered:
-        repeat: pl.Series | pl.Expr = number_column(frame["repeat"], source, False).fill_null(0.0)
-    else:
-        repeat = pl.lit(None, pl.Float64)
-    looked = latency == "latency_ms" and "first_look_ms" in frame.columns
-    if looked:
-        first_look: pl.Series | pl.Expr = number_column(
-            frame["first_look_ms"], source, False
-        ).fill_null(0.0)
-    else:
-        first_look = pl.lit(0.0)
+    latencies = number_column(frame[latency], source, False)
     costs = [c for c in frame.columns if c.startswith(COST) and c not in (accuracy, latency)]
-    if len(costs) > 1:
-        raise InputError(
-            f"{source}: columns {', '.join(costs)}; a profile has one further cost: remove all "
-            "but one"
-        )
-    further = [number_column(frame[c], source, False) for c in costs]
-    measured = measured.with_columns(*further, repeat=repeat, first_look=first_look)
+    measured = pl.DataFrame({"accuracy": shares, "latency": latencies}).with_columns(
+        _optional_measurements(frame, latency, costs, source)
+    )
     profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
     if not profiled.all():
         notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
@@ -300,75 +329,95 @@ def _check_columns(
     keys = pl.DataFrame(
         [name_column(frame[c], source) for c in ("dataset", "sample_id") if c in frame.columns]
     )
-    _refuse(
-        measured["accuracy"].is_between(-1e-6, 1 + 1e-6).not_(),
-        f"{accuracy} outside [0, 1]{PERCENT}",
-        keys,
-        source,
-    )
-    _refuse(
-        measured["latency"].is_between(0, 3e38).not_(),
-        f"{latency} negative, NaN or infinite",
-        keys,
-        source,
-    )
-    _refuse(
-        measured["first_look"].is_between(0, 3e38).not_(),
-        "first_look_ms negative, NaN or infinite",
-        keys,
-        source,
-    )
-    for c in costs:
-        unfit = measured[c].is_between(0, 3e38).fill_null(False).not_()
-        _refuse(unfit, f"{c} missing, negative, NaN or infinite", keys, source)
-    return frame, keys, measured
+    rows = _Rows(frame, keys, measured, source, notes)
+    _check_ranges(rows, accuracy, latency, costs)
+    return rows
 
 
-def _place_cells(
-    measured: pl.DataFrame, cell: np.ndarray, times: np.ndarray, shape: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Accuracy and median latency, float32 [N, C], NaN where not profiled, and if cells occur
-    repeatedly all latencies [N, C, R]; from the cell number of each row, ascending if some repeat,
-    and how often each cell occurs, [N·C]."""
+def _optional_measurements(
+    frame: pl.DataFrame, latency: str, costs: Sequence[str], source: str
+) -> list[pl.Series | pl.Expr]:
+    """Return the further cost of each row, if any, `repeat` and `first_look`."""
+    repeat: pl.Series | pl.Expr = pl.lit(None, pl.Float64)
+    if "repeat" in frame.columns and not frame["repeat"].is_null().all():
+        repeat = number_column(frame["repeat"], source, False).fill_null(0.0)
+    first_look: pl.Series | pl.Expr = pl.lit(0.0)
+    # a first look is a time, so it cannot be added to another cost
+    if latency == "latency_ms" and "first_look_ms" in frame.columns:
+        first_look = number_column(frame["first_look_ms"], source, False).fill_null(0.0)
+    if len(costs) > 1:
+        raise InputError(
+            f"{source}: columns {', '.join(costs)}; a profile has one further cost: remove all "
+            "but one"
+        )
+    further = [number_column(frame[c], source, False) for c in costs]
+    return [*further, repeat.alias("repeat"), first_look.alias("first_look")]
+
+
+def _check_ranges(rows: _Rows, accuracy: str, latency: str, costs: Sequence[str]) -> None:
+    """Raise InputError if a measurement is out of its range."""
+    measured = rows.measured
+    shares = measured["accuracy"].is_between(-1e-6, 1 + 1e-6)
+    _refuse(shares.not_(), f"{accuracy} outside [0, 1]{PERCENT}", rows)
+    times = measured["latency"].is_between(0, 3e38)
+    _refuse(times.not_(), f"{latency} negative, NaN or infinite", rows)
+    looks = measured["first_look"].is_between(0, 3e38)
+    _refuse(looks.not_(), "first_look_ms negative, NaN or infinite", rows)
+    for name in costs:
+        known = measured[name].is_between(0, 3e38).fill_null(False)
+        _refuse(known.not_(), f"{name} missing, negative, NaN or infinite", rows)
+
+
+def _place_cells(cells: _Cells) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return mean accuracy and median latency of each cell, and all its latencies.
+
+    Returns:
+        float32 [N, C], [N, C] and [N, C, R], NaN where not measured; None instead of the last if no
+        cell was measured repeatedly.
+    """
+    measured, cell, times, shape = cells
     if times.max() == 1:
         dense = np.full((2, times.size), np.nan, np.float32)
         dense[:, cell] = measured["accuracy"].clip(0, 1), measured["latency"].clip(0)
         accuracy, latency_ms = torch.from_numpy(dense).view(2, *shape).unbind()
         return accuracy, latency_ms, None
     total = np.bincount(cell, measured["accuracy"].clip(0, 1), times.size)
-    mean = np.divide(total, times, out=np.full(times.size, np.nan), where=times > 0).astype(
-        np.float32
-    )
+    mean = np.full(times.size, np.nan)
+    np.divide(total, times, out=mean, where=times > 0)
+    # rows are sorted by cell, so a row's repetition is its distance from the cell's first row
+    repetition = np.arange(cell.size) - (times.cumsum() - times)[cell]
     repeats = np.full((times.size, times.max()), np.nan, np.float32)
-    repeats[cell, np.arange(cell.size) - (times.cumsum() - times)[cell]] = measured["latency"].clip(
-        0
-    )
+    repeats[cell, repetition] = measured["latency"].clip(0)
     repeats_ms = torch.from_numpy(repeats).view(*shape, -1)
-    return torch.from_numpy(mean).view(shape), median_of(repeats_ms), repeats_ms
+    accuracy = torch.from_numpy(mean.astype(np.float32)).view(shape)
+    return accuracy, median_of(repeats_ms), repeats_ms
 
 
-def _with_means(
-    table: ProfileTable, measured: pl.DataFrame, cell: np.ndarray, times: np.ndarray
-) -> ProfileTable:
-    """The table with the mean further cost of each cell, and its mean first look added to its
-    times, where the rows have these; arguments as in `_place_cells`."""
+def _with_means(table: ProfileTable, cells: _Cells) -> ProfileTable:
+    """Return the table with the mean further cost and first look of each cell, if there are any.
+
+    The first look is added to the times.
+    """
+    measured, cell, times, shape = cells
 
     def mean_of(column: str) -> Tensor:
         total = np.bincount(cell, measured[column], times.size)
-        return torch.from_numpy(total / np.maximum(times, 1)).float().view(table.mask.shape)
+        return torch.from_numpy(total / np.maximum(times, 1)).float().view(shape)
 
     for column in (c for c in measured.columns if c.startswith(COST)):
         cost = mean_of(column).masked_fill(~table.mask, torch.nan)
         table = replace(table, cost=cost, cost_name=column.removeprefix(COST))
-    paid = mean_of("first_look")
-    if not paid.any():
+    first_look_ms = mean_of("first_look")
+    if not first_look_ms.any():
         return table
-    if table.repeats_ms is None:
-        repeats_ms = None
-    else:
-        repeats_ms = table.repeats_ms + paid.unsqueeze(-1)
+    repeats_ms = table.repeats_ms
+    if repeats_ms is not None:
+        repeats_ms = repeats_ms + first_look_ms.unsqueeze(-1)
     return replace(
-        table, latency_ms=table.latency_ms + paid, repeats_ms=repeats_ms, first_look_ms=paid
+        table,
+        latency_ms=table.latency_ms + first_look_ms,
+        repeats_ms=repeats_ms,
+        first_look_ms=first_look_ms,
     )
 
 
@@ -379,15 +428,20 @@ def _refuse_repeated(
     knobs: Sequence[Knob],
     source: str,
 ) -> None:
-    """Raise if measurements of a cell cannot be told apart by `repeat`, or without it by accuracy
-    and latency."""
+    """Raise InputError if measurements of a cell cannot be told apart.
+
+    `repeat` tells them apart, or without it accuracy and latency do.
+    """
     numbered = measured["repeat"].null_count() == 0
     if numbered:
         keys = ["cell", "repeat"]
+        alike = "with the same `repeat`"
     else:
         keys = ["cell", "latency", "accuracy"]
+        alike = "with the same accuracy and latency"
     if not _as_above(measured, keys).any():
         return
+    # name the pair that occurs most often
     same = (
         measured.group_by(keys)
         .len()
@@ -395,34 +449,31 @@ def _refuse_repeated(
         .sort("len", "cell", descending=[True, False])
     )
     sample, configuration = divmod(same["cell"][0], len(configurations))
-    setting = zip(knobs, configurations.row(configuration), strict=True)
-    pair = " ".join(
-        (str(samples["sample_id"][sample]), *(f"{k.name}={k.values[v]}" for k, v in setting))
-    )
-    if numbered:
-        alike = "with the same `repeat`"
-    else:
-        alike = "with the same accuracy and latency"
+    codes = configurations.row(configuration)
+    setting = [f"{k.name}={k.values[v]}" for k, v in zip(knobs, codes, strict=True)]
+    pair = " ".join([str(samples["sample_id"][sample]), *setting])
     raise InputError(
         f"{source}: {same['cell'].n_unique()} (sample, configuration) pairs occur more than once "
-        f"{alike}, such as "
-        f"{pair}, {same['len'][0]} times. Remove the copies; or number the measurements of each "
-        "pair in a column "
-        "`repeat`. Ids must be unique inside a data set (do they restart in every batch or on "
-        "every rank?), and every "
-        "knob needs a column"
+        f"{alike}, such as {pair}, {same['len'][0]} times. Remove the copies; or number the "
+        "measurements of each pair in a column `repeat`. Ids must be unique inside a data set (do "
+        "they restart in every batch or on every rank?), and every knob needs a column"
     )
 
 
 def _as_above(rows: pl.DataFrame, columns: Sequence[str]) -> np.ndarray:
-    """bool [n]: which rows have the same values in these columns as the row above them."""
-    same = [values[1:] == values[:-1] for values in (rows[column].to_numpy() for column in columns)]
-    return np.append(False, np.logical_and.reduce(same))
+    """Return True for each row with the same values in these columns as the row above it.
+
+    Returns: bool [n].
+    """
+    same = np.ones(len(rows) - 1, dtype=bool)
+    for column in columns:
+        values = rows[column].to_numpy()
+        same &= values[1:] == values[:-1]
+    return np.append(False, same)
 
 
 def _note_repeated(measured: pl.DataFrame, times: np.ndarray, notes: list[str]) -> None:
-    """Note what was taken as repeated measurements of a cell without being numbered, and where
-    accuracies differ."""
+    """Note how many cells were measured repeatedly without numbers, or differ in accuracy."""
     if measured["repeat"].null_count():
         notes.append(
             f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
@@ -434,36 +485,36 @@ def _note_repeated(measured: pl.DataFrame, times: np.ndarray, notes: list[str]) 
         notes.append(f"{count} cells differ in accuracy between measurements: the mean is used")
 
 
-def _refuse(bad: pl.Series, what: str, keys: pl.DataFrame, source: str) -> None:
-    """Raise if a row is bad, with the number of such rows and the first of them."""
+def _refuse(bad: pl.Series, what: str, rows: _Rows) -> None:
+    """Raise InputError if a row is bad, with the number of such rows and the first of them."""
     if bad.any():
-        first = ", ".join(
-            f"{k} {v}" for k, v in keys.row(int(bad.arg_max() or 0), named=True).items()
-        )
+        keys = rows.keys.row(int(bad.arg_max() or 0), named=True)
+        first = ", ".join(f"{k} {v}" for k, v in keys.items())
         raise InputError(
-            f"{source}: {bad.sum()} rows with {what}, the first at {first}. Fix or remove them"
+            f"{rows.source}: {bad.sum()} rows with {what}, the first at {first}. Fix or remove them"
         )
 
 
-def _find_knobs(
-    frame: pl.DataFrame, keys: pl.DataFrame, measures: set[str], notes: list[str]
-) -> list[str]:
-    """The columns that are knobs by default; notes which others might have been."""
-    columns = [
-        c for c in frame.columns if c not in KEYS | MEASURES | measures and not c.endswith("_ms")
-    ]
+def _find_knobs(rows: _Rows, measures: set[str]) -> list[str]:
+    """Return the columns that are knobs by default; note which others might have been.
+
+    A lone column such as `configuration` is a knob if there are no others.
+    """
+    frame = rows.frame
+    other = KEYS | MEASURES | measures
+    columns = [c for c in frame.columns if c not in other and not c.endswith("_ms")]
     columns = [c for c in columns if not c.startswith(COST)]
     nested = [c for c in columns if frame[c].dtype.is_nested()]
     names = [c for c in columns if c not in nested]
-    samples = keys.hstack(frame.select(names)).group_by(keys.columns)
+    samples = rows.keys.hstack(frame.select(names)).group_by(rows.keys.columns)
     spread = samples.agg(pl.col(names).n_unique())
     fixed = []
-    if len(frame) >= 2 * len(
-        spread
-    ):  # with one row per sample every column looks like a property of the sample
+    # with one row per sample every column looks like a property of the sample
+    if len(frame) >= 2 * len(spread):
         fixed = [c for c in names if spread[c].max() == 1 and frame[c].n_unique() > 1]
     names = [c for c in names if c not in fixed]
     labels = []
+    # a name of the configuration adds nothing to its knobs
     for label in (c for c in names if c.startswith("config") and len(names) > 1):
         others = [c for c in names if c != label]
         if frame.select(others).n_unique() == frame.select(names).n_unique():
@@ -474,33 +525,38 @@ def _find_knobs(
         "never vary inside a sample": fixed,
         "only repeat the other knobs": labels,
     }
-    notes += [
-        f"not knobs, since they {why}: {', '.join(which)}"
-        for why, which in reasons.items()
-        if which
-    ]
+    for reason, refused in reasons.items():
+        if refused:
+            rows.notes.append(f"not knobs, since they {reason}: {', '.join(refused)}")
     return names
 
 
-def _check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str], source: str) -> None:
-    wrong = [k for k in knobs if k not in frame.columns or k in other]
+def _check_knobs(rows: _Rows, knobs: Sequence[str], other: set[str]) -> None:
+    """Raise InputError if there is no knob, or one is missing or another column."""
+    columns = rows.frame.columns
+    wrong = [k for k in knobs if k not in columns or k in other]
     if wrong or not knobs:
         raise InputError(
-            f"{source}: {', '.join(wrong) or 'no column'} for a knob; its columns are "
-            f"{', '.join(frame.columns)}. Name "
-            "the knobs with knobs=; if there are none, name the configurations in one column"
+            f"{rows.source}: {', '.join(wrong) or 'no column'} for a knob; its columns are "
+            f"{', '.join(columns)}. Name the knobs with knobs=; if there are none, name the "
+            "configurations in one column"
         )
 
 
 def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl.DataFrame:
-    """One row per sample, sorted by data set, then whole-number ids by size, then the other ids by
-    name."""
+    """Return one row per sample, with its key, image, part and question type.
+
+    Samples are sorted by data set, then whole-number ids by size, then the other ids by name.
+    Raises InputError if a sample's rows differ, or a part is unknown.
+    """
+    # further names of a sample, which must be the same in all its rows
     optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns]
     extra = [name_column(frame[c], source) for c in optional if not frame[c].is_null().all()]
     rows = keys_of_rows.with_columns(extra)
     keys = keys_of_rows.columns
     samples = rows.unique()
     n = rows.select(keys).n_unique()
+    # a column that varies inside a sample makes more distinct rows than there are samples
     for column in rows.columns[len(keys) :]:
         if (more := rows.select(*keys, column).n_unique() - n) > 0:
             raise InputError(
@@ -508,22 +564,22 @@ def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl
                 "times"
             )
     if "split" in samples.columns:
-        words = samples["split"].str.to_lowercase()
-        if unknown := sorted(set(words) - set(PARTS)):
+        splits = samples["split"].str.to_lowercase()
+        if unknown := sorted(set(splits) - set(PARTS)):
             raise InputError(
                 f"{source}: split {', '.join(unknown[:5])} is unknown; known are {', '.join(PARTS)}"
             )
-        samples = samples.with_columns(words.replace_strict(PARTS))
+        samples = samples.with_columns(splits.replace_strict(PARTS))
+    # ids that are no whole numbers become null, and come last
     number = pl.col("sample_id").cast(pl.Int64, strict=False)
     return samples.sort(*keys[:-1], number, "sample_id", nulls_last=True)
 
 
 def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:
-    """The fields of a table with a name for each sample."""
+    """Return the fields of a `ProfileTable` that hold a name for each sample."""
     names = {column: tuple(samples[column]) for column in samples.columns}
-    if (
-        len(set(names.get("split", ()))) == 1
-    ):  # this is the samples' origin, and does not divide them
+    # one split for all is where the samples come from, and does not divide them
+    if len(set(names.get("split", ()))) == 1:
         notes.append(
             f"every sample is in split {names.pop('split')[0]!r}: the samples are divided anew"
         )
@@ -531,7 +587,7 @@ def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:
 
 
 def _row_numbers(rows: pl.DataFrame, index: pl.DataFrame) -> np.ndarray:
-    """int64 [len(rows)]: which row of `index` has these values."""
-    numbered = index.select(rows.columns).with_row_index("place")
-    places = rows.join(numbered, on=rows.columns, how="left", maintain_order="left")["place"]
-    return places.to_numpy().astype(np.int64)
+    """Return the number of the row of `index` that has the values of each row, int64 [rows]."""
+    numbered = index.select(rows.columns).with_row_index("number")
+    numbers = rows.join(numbered, on=rows.columns, how="left", maintain_order="left")["number"]
+    return numbers.to_numpy().astype(np.int64)

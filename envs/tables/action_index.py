@@ -1,4 +1,4 @@
-"""From the knob values of an action to the configuration that has them."""
+"""Finding the configuration that has the knob values of an action."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 
 class ActionIndex(nn.Module):
-    """Finds configurations (int64 [C, K]: the index of each knob's value) by their knob values,
-    even if most combinations of values do not exist: int64 [*, K] → int64 [*]; −1 if no
-    configuration has these values."""
+    """Finds the configurations with given knob values, even if most combinations do not exist.
+
+    The configurations are int64 [C, K]: the index of each knob's value. Actions int64 [*, K] become
+    indices of configurations int64 [*], −1 if no configuration has these values.
+    """
 
     codes: Tensor
     order: Tensor
@@ -29,6 +31,7 @@ class ActionIndex(nn.Module):
                 1 << 62, (width,), generator=torch.Generator().manual_seed(0)
             ).tolist()
         codes, order = self._code(configurations).sort()
+        # with few combinations a table by code is faster than a search
         if self.dense:
             codes, order = codes[:0], torch.full((base**width,), -1).scatter_(0, codes, order)
         self.register_buffer("codes", codes, persistent=False)
@@ -45,5 +48,5 @@ class ActionIndex(nn.Module):
         code = self._code(actions)
         if self.dense:
             return self.order.take(code)
-        place = torch.searchsorted(self.codes, code).clamp_max(len(self.codes) - 1)
-        return torch.where(self.codes[place] == code, self.order[place], -1)
+        index = torch.searchsorted(self.codes, code).clamp_max(len(self.codes) - 1)
+        return torch.where(self.codes[index] == code, self.order[index], -1)

@@ -30,7 +30,7 @@ KnobValue = int | float | str
 
 @dataclass(frozen=True)
 class Knob:
-    """A setting of the measured system."""
+    """A setting of the measured system that can take several values."""
 
     name: str
     values: tuple[KnobValue, ...]
@@ -53,8 +53,11 @@ class ProfileTable:
     """
 
     WORDS: ClassVar = ("datasets", "image_ids", "parts", "question_types")
+    """Fields with a name for each sample, which may be empty."""
     TENSORS: ClassVar = ("configurations", "accuracy", "latency_ms", "mask")
+    """Tensors that every table has."""
     OPTIONAL: ClassVar = {"repeats_ms": "NCR", "first_look_ms": "NC", "cost": "NC"}
+    """Tensors that may be None, with a letter for each axis."""
     name: str
     """The profile's name in reports."""
     knobs: tuple[Knob, ...]
@@ -94,33 +97,53 @@ class ProfileTable:
     """float32 [N, C, R], every measurement of each cell, NaN after its last; None if each cell was
     measured once."""
     first_look_ms: Tensor | None = None
-    """float32 [N, C], 0 where not profiled: what reading a request for its features adds to
-    latency_ms where no answer under the configuration continues from it; see `without_first_look`.
-    None for nothing."""
+    """float32 [N, C], 0 where not profiled, None for nothing: the part of `latency_ms` that reading
+    a request for its features adds. It is 0 where the answer continues from that reading."""
     cost: Tensor | None = None
+    """float32 [N, C], ≥ 0, NaN where not profiled: what an answer costs besides time."""
     cost_name: str = ""
-    """float32 [N, C], ≥ 0, NaN where not profiled: what an answer costs besides time, and its name,
-    as `energy_j`."""
+    """The name of that cost, as `energy_j`."""
 
     def __post_init__(self) -> None:
+        self._check_shapes()
+        for what, count in self._count_problems().items():
+            if count:
+                raise InputError(f"profile {self.name!r}: {count} × {what}")
+        if self.first_look_ms is not None and not bool((self.first_look_ms >= 0).all()):
+            raise InputError(f"profile {self.name!r}: first_look_ms must be at least 0 everywhere")
+        if self.repeats_ms is not None:
+            check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
+        names = set(zip(self.dataset_names, self.sample_ids, strict=True))
+        if len(names) != self.num_samples:
+            raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
+        if len(self.configurations.unique(dim=0)) != self.num_configurations:
+            raise InputError(f"profile {self.name!r}: a configuration occurs twice")
+
+    def _check_shapes(self) -> None:
+        """Raise InputError if lengths disagree, or the table is empty."""
         parts: dict[str, tuple[Any, str]] = {
-            k: (getattr(self, k), "NC") for k in ("accuracy", "latency_ms", "mask")
-        }
-        parts |= {"knobs": (self.knobs, "K"), "configurations": (self.configurations, "CK")}
-        parts |= {
+            "accuracy": (self.accuracy, "NC"),
+            "latency_ms": (self.latency_ms, "NC"),
+            "mask": (self.mask, "NC"),
+            "knobs": (self.knobs, "K"),
+            "configurations": (self.configurations, "CK"),
             "sample_ids": (self.sample_ids, "N"),
-            **{k: (v, "N") for k in self.WORDS if (v := getattr(self, k))},
         }
-        parts |= {f"features[{k}]": (block, "N_") for k, block in self.features.items()}
-        parts |= {
-            k: (v, axes) for k, axes in self.OPTIONAL.items() if (v := getattr(self, k)) is not None
-        }
+        parts |= {name: (words, "N") for name in self.WORDS if (words := getattr(self, name))}
+        parts |= {f"features[{name}]": (block, "N_") for name, block in self.features.items()}
+        parts |= {name: (x, self.OPTIONAL[name]) for name, x in self._optional().items()}
         check_axes(f"profile {self.name!r}", parts)
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
             raise InputError(f"profile {self.name!r} is empty: {n} samples, {c} configurations")
-        # in pieces, because a table mapped from a file may be larger than the memory
-        pieces = [x.split(1 << 18) for x in (self.accuracy, self.latency_ms, self.mask)]
+
+    def _optional(self) -> dict[str, Tensor]:
+        """Return the optional tensors that the table has, by name."""
+        tensors = {name: getattr(self, name) for name in self.OPTIONAL}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def _count_problems(self) -> dict[str, int]:
+        """Return what may be wrong with the cells, and how often it occurs."""
         problems: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
             "accuracy that is NaN or infinite": lambda a, t, m: m & ~a.isfinite(),
             "latency_ms that is NaN or infinite": lambda a, t, m: m & ~t.isfinite(),
@@ -130,37 +153,28 @@ class ProfileTable:
             "unprofiled cells that are not NaN": lambda a, t, m: ~m & ~(a.isnan() & t.isnan()),
         }
         counts = {"configurations without any profiled sample": int((~self.mask.any(0)).sum())}
-        counts |= {
-            w: sum(int(bad(*p).sum()) for p in zip(*pieces, strict=True))
-            for w, bad in problems.items()
-        }
+        counts |= dict.fromkeys(problems, 0)
+        # in pieces, because a table mapped from a file may be larger than the memory
+        pieces = [x.split(1 << 18) for x in (self.accuracy, self.latency_ms, self.mask)]
+        for piece in zip(*pieces, strict=True):
+            for what, is_wrong in problems.items():
+                counts[what] += int(is_wrong(*piece).sum())
         if self.cost is not None:
-            fits = torch.where(
-                self.mask, (self.cost >= 0) & self.cost.isfinite(), self.cost.isnan()
-            )
-            counts[
-                "further cost that is negative, infinite, missing, or known where not profiled"
-            ] = int((~fits).sum())
-        for what, count in counts.items():
-            if count:
-                raise InputError(f"profile {self.name!r}: {count} × {what}")
-        if self.first_look_ms is not None and not bool((self.first_look_ms >= 0).all()):
-            raise InputError(f"profile {self.name!r}: first_look_ms must be at least 0 everywhere")
-        if self.repeats_ms is not None:
-            check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
-        if len(set(zip(self.dataset_names, self.sample_ids, strict=True))) != n:
-            raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
-        if len(self.configurations.unique(dim=0)) != c:
-            raise InputError(f"profile {self.name!r}: a configuration occurs twice")
+            known = (self.cost >= 0) & self.cost.isfinite()
+            fits = torch.where(self.mask, known, self.cost.isnan())
+            what = "further cost that is negative, infinite, missing, or known where not profiled"
+            counts[what] = int((~fits).sum())
+        return counts
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {block.shape[1]} wide" for name, block in self.features.items())
+        knobs = ", ".join(knob.name for knob in self.knobs)
+        times = ""
+        if self.num_repeats > 1:
+            times = f", up to {self.num_repeats} times"
         return (
             f"ProfileTable {self.name!r}: {self.num_samples} samples × {self.num_configurations} "
-            "configurations of "
-            f"{', '.join(knob.name for knob in self.knobs)}; {self.mask.double().mean():.1%} "
-            "profiled"
-            f"{f', up to {self.num_repeats} times' * (self.num_repeats > 1)}; "
+            f"configurations of {knobs}; {self.mask.double().mean():.1%} profiled{times}; "
             f"features: {blocks or 'none'}"
         )
 
@@ -174,29 +188,30 @@ class ProfileTable:
 
     @property
     def num_repeats(self) -> int:
-        """R, the most measurements of a cell."""
+        """The most measurements of a cell, R."""
         if self.repeats_ms is None:
             return 1
         return self.repeats_ms.shape[-1]
 
     @property
     def measurements_ms(self) -> Tensor:
-        """Every measurement of each cell, float32 [N, C, R], NaN after its last; a view of what the
-        table holds."""
+        """Every measurement of each cell, float32 [N, C, R], NaN after its last.
+
+        It is a view of a tensor of the table.
+        """
         if self.repeats_ms is None:
             return self.latency_ms.unsqueeze(-1)
         return self.repeats_ms
 
     @functools.cached_property
     def without_first_look(self) -> ProfileTable:
-        """What decisions without features meet: the same table, faster by `first_look_ms`."""
+        """The table that decisions without features meet: faster by `first_look_ms`."""
         if self.first_look_ms is None:
             return self
         latency_ms = self.latency_ms - self.first_look_ms
-        if self.repeats_ms is None:
-            repeats_ms = None
-        else:
-            repeats_ms = self.repeats_ms - self.first_look_ms.unsqueeze(-1)
+        repeats_ms = self.repeats_ms
+        if repeats_ms is not None:
+            repeats_ms = repeats_ms - self.first_look_ms.unsqueeze(-1)
         return replace(self, latency_ms=latency_ms, repeats_ms=repeats_ms, first_look_ms=None)
 
     @property
@@ -206,30 +221,32 @@ class ProfileTable:
 
     @property
     def knob_sizes(self) -> list[int]:
-        """How many values each knob has: `nvec` of the action space."""
+        """The number of values of each knob: `nvec` of the action space."""
         return [len(knob.values) for knob in self.knobs]
 
     def configuration(self, index: int) -> dict[str, KnobValue]:
-        """The knob values of configuration `index`, by knob name."""
-        chosen = self.configurations[index].tolist()
-        return {
-            knob.name: knob.values[value] for knob, value in zip(self.knobs, chosen, strict=True)
-        }
+        """Return the knob values of configuration `index`, by knob name."""
+        codes = self.configurations[index].tolist()
+        return {knob.name: knob.values[code] for knob, code in zip(self.knobs, codes, strict=True)}
 
     def label(self, index: int) -> str:
-        """Configuration `index` as text, for tables and plots."""
+        """Return configuration `index` as text, for tables and plots."""
         return " ".join(f"{name}={value}" for name, value in self.configuration(index).items())
 
     @functools.cached_property
     def find(self) -> ActionIndex:
-        """Actions int64 [*, K] → configuration indices int64 [*], −1 where no such configuration
-        exists."""
+        """The index of configurations by knob values: int64 [*, K] → int64 [*].
+
+        It is −1 where no such configuration exists.
+        """
         return ActionIndex(self.configurations)
 
     @functools.cached_property
     def digest(self) -> str:
-        """`sha256:…` of the content (measurements, features, names); it does not depend on the
-        file."""
+        """The hash `sha256:…` of the content: measurements, features, names.
+
+        It does not depend on the file.
+        """
         sha = hashlib.sha256()
         names = [[k.name, list(k.values)] for k in self.knobs]
         text: list[Any] = [
@@ -240,13 +257,16 @@ class ProfileTable:
             self.parts,
             list(self.features),
         ]
-        text += [self.question_types] if self.question_types else []
-        text += [self.num_repeats] if self.repeats_ms is not None else []
-        text += [self.cost_name] if self.cost is not None else []
+        # newer parts count only where they exist, so that older digests stay as they were
+        if self.question_types:
+            text.append(self.question_types)
+        if self.repeats_ms is not None:
+            text.append(self.num_repeats)
+        if self.cost is not None:
+            text.append(self.cost_name)
         sha.update(json.dumps(text).encode())
-        optional = [tensor for name in self.OPTIONAL if (tensor := getattr(self, name)) is not None]
-        parts = (self.configurations, self.mask, self.accuracy, self.latency_ms, *optional)
-        for tensor in (*parts, *self.features.values()):
+        tensors = (self.configurations, self.mask, self.accuracy, self.latency_ms)
+        for tensor in (*tensors, *self._optional().values(), *self.features.values()):
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
 
@@ -260,39 +280,36 @@ class ProfileTable:
             "format": "knobwise.ProfileTable/1",
             "name": self.name,
             "unit": self.unit,
-            **{key: getattr(self, key) for key in ("features_ms", "cost_name")},
+            "features_ms": self.features_ms,
+            "cost_name": self.cost_name,
             "knobs": [[k.name, list(k.values)] for k in self.knobs],
             **{k: list(getattr(self, k)) for k in ("sample_ids", *self.WORDS, "notes")},
         }
         tensors = {name: getattr(self, name) for name in self.TENSORS}
-        tensors |= {
-            name: tensor for name in self.OPTIONAL if (tensor := getattr(self, name)) is not None
-        }
+        tensors |= self._optional()
         tensors |= {f"features.{name}": block for name, block in self.features.items()}
         write_tensors(path, head, tensors)
 
     @classmethod
     def load(cls, path: str | Path) -> ProfileTable:
-        """Read a file that `save` wrote; the tensors stay mapped to it. Raises InputError if it is
-        none."""
+        """Read a file that `save` wrote; the tensors stay mapped to it.
+
+        Raises InputError if the file is something else.
+        """
 
         def build(head: dict[str, Any], tensors: dict[str, Tensor]) -> ProfileTable:
+            # parts that older files lack get their defaults
+            words = ("sample_ids", *cls.WORDS, "notes")
             parts: dict[str, Any] = {name: tensors[name] for name in cls.TENSORS}
-            parts |= {
-                name: tuple(head.get(name, ())) for name in ("sample_ids", *cls.WORDS, "notes")
-            }
-            knobs = tuple(Knob(name, tuple(values)) for name, values in head["knobs"])
-            features = with_prefix(tensors, "features.")
             parts |= {name: tensors.get(name) for name in cls.OPTIONAL}
-            parts |= {
-                "features_ms": float(head.get("features_ms", 0.0)),
-                "cost_name": head.get("cost_name", ""),
-            }
+            parts |= {name: tuple(head.get(name, ())) for name in words}
             return cls(
                 name=head["name"],
                 unit=head.get("unit", "ms"),
-                knobs=knobs,
-                features=features,
+                knobs=tuple(Knob(name, tuple(values)) for name, values in head["knobs"]),
+                features=with_prefix(tensors, "features."),
+                features_ms=float(head.get("features_ms", 0.0)),
+                cost_name=head.get("cost_name", ""),
                 **parts,
             )
 

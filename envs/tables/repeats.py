@@ -1,4 +1,4 @@
-"""Cells that were measured repeatedly: their median, and what their measurements must be."""
+"""Cells that were measured repeatedly: their median, and checks of their measurements."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from knobwise.common.errors import InputError
 
 
 def median_of(repeats_ms: Tensor) -> Tensor:
-    """The median of each cell's measurements, [*, R] → [*], the mean of the middle two where their
-    number is even; NaN stands for no measurement."""
+    """Compute the median of each cell's measurements, [*, R] → [*].
+
+    It is the mean of the middle two where their number is even. NaN stands for no measurement.
+    """
     ordered = repeats_ms.sort(-1).values  # NaN last
     count = (~ordered.isnan()).sum(-1, keepdim=True)
     low = ((count - 1) // 2).clamp_min(0)
@@ -21,16 +23,15 @@ def median_of(repeats_ms: Tensor) -> Tensor:
 
 
 def check_repeats(table: str, repeats_ms: Tensor, latency_ms: Tensor) -> None:
-    """Raise InputError unless the measurements [N, C, R] are finite, not negative, and NaN only
-    after the last of a cell, and the latencies [N, C] are their medians."""
+    """Raise InputError unless the latencies [N, C] are the medians of the measurements [N, C, R].
+
+    Measurements must be finite and not negative, and NaN only after the last of a cell.
+    """
     # in pieces, because a table mapped from a file may be larger than the memory
     for repeats, median in zip(repeats_ms.split(1 << 16), latency_ms.split(1 << 16), strict=True):
         missing = repeats.isnan()
-        if bool(
-            (missing[..., :-1] & ~missing[..., 1:]).any()
-            | (repeats < 0).any()
-            | repeats.isinf().any()
-        ):
+        gaps = missing[..., :-1] & ~missing[..., 1:]
+        if bool(gaps.any() | (repeats < 0).any() | repeats.isinf().any()):
             raise InputError(
                 f"{table}: repeats_ms must be finite, not negative, and NaN only after the last "
                 "measurement of a cell"
@@ -39,13 +40,12 @@ def check_repeats(table: str, repeats_ms: Tensor, latency_ms: Tensor) -> None:
         if wrong.any():
             raise InputError(
                 f"{table}: in {int(wrong.sum())} cells latency_ms is not the median of "
-                "repeats_ms. Set "
-                "latency_ms=median_of(repeats_ms)"
+                "repeats_ms. Set latency_ms=median_of(repeats_ms)"
             )
 
 
 def weighed_cost_of(table: Any) -> Tensor:
-    """The further cost of a profile. Raises InputError if there is none, or none above 0."""
+    """Return the further cost of a profile, [N, C]. Raises InputError if none is above 0."""
     if table.cost is None or not table.cost_name or not bool((table.cost > 0).any()):
         raise InputError(
             f"budget=weights: profile {table.name!r} has no further cost; add a column cost.NAME"

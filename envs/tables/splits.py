@@ -1,4 +1,4 @@
-"""Which rows are fitted on and which are judged: by shares, in folds, or one data set left out."""
+"""Splits into rows to fit on and rows to judge: by shares, in folds, or one data set left out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 class Split(NamedTuple):
-    """Row numbers of a table, int64, disjoint: fit on `train`, choose on `validation`, report on
-    `test`."""
+    """Row numbers of a table, int64, disjoint.
+
+    Fit on `train`, choose on `validation`, report on `test`.
+    """
 
     train: Tensor
     validation: Tensor
@@ -36,29 +38,36 @@ def split_groups(
     rows: str = "samples",
     allow_no_test: bool = False,
 ) -> Split:
-    """Split rows at random so that no group is torn apart; `train` and `validation` are shares of
-    the groups.
+    """Split rows at random so that no group is torn apart.
 
-    `groups` has the group of each row, such as its image. The rest is the test part, which may be
-    empty only if `allow_no_test`. Messages call the data `table` and `rows`. Raises InputError if
-    another part is empty.
+    Args:
+        groups: the group of each row, such as its image.
+        train, validation: shares of the groups; the rest is the test part.
+        seed: of the random order of the groups.
+        table, rows: names of the data in errors.
+        allow_no_test: the test part may be empty.
+
+    Raises:
+        InputError: if another part is empty.
     """
-    place, count = _shuffled(groups, seed)
+    position, count = _shuffled(groups, seed)
     first = round(train * count)
     second = round((train + validation) * count)
     if not 0 < first < second <= count - (not allow_no_test):
         raise InputError(
             f"{table}: shares train={train}, validation={validation} leave a part of its {count} "
-            f"{rows} (or images) "
-            "empty; each of train, validation and the rest needs at least one"
+            f"{rows} (or images) empty; each of train, validation and the rest needs at least one"
         )
-    parts = [place < first, (place >= first) & (place < second), place >= second]
+    parts = [position < first, (position >= first) & (position < second), position >= second]
     return Split(*(part.nonzero().squeeze(1) for part in parts))
 
 
 def fingerprints_of(table: ProfileTable, rows: Tensor) -> list[str]:
-    """A short text for each of these samples (int64 [n]) that is the same for the same input in
-    another table: a hash of its features, or without features its data set and id."""
+    """Return a short text for each of these samples (int64 [n]) that identifies its input.
+
+    It is a hash of its features, or without features its data set and id, so that the same input
+    has the same text in another table.
+    """
     if not table.features:
         return [
             f"{table.datasets[row] if table.datasets else ''}/{table.sample_ids[row]}"
@@ -78,41 +87,44 @@ def split_samples(
     InputError if the shares leave a part empty, or the fixed split lacks a part or tears an image
     apart.
     """
-    if not table.image_ids and not table.parts:  # ids are unique inside a data set
+    # without images every sample is a group
+    if not table.image_ids and not table.parts:
         return split_groups(
             range(table.num_samples), train, validation, seed, table=f"profile {table.name!r}"
         )
     groups = list(zip(table.dataset_names, table.image_ids or table.sample_ids, strict=True))
     if not table.parts:
         return split_groups(groups, train, validation, seed, table=f"profile {table.name!r}")
-    fixed = Split(
-        *(torch.tensor([i for i, p in enumerate(table.parts) if p == w]) for w in Split._fields)
-    )
+    names = np.array(table.parts)
+    fixed = Split(*(torch.from_numpy((names == part).nonzero()[0]) for part in Split._fields))
     missing = [part for part, rows in fixed._asdict().items() if not len(rows)]
+    # validation comes out of the training part
     if missing == ["validation"]:
-        place, count = _shuffled([groups[row] for row in fixed.train.tolist()], seed)
+        position, count = _shuffled([groups[row] for row in fixed.train.tolist()], seed)
         first = round(train / (train + validation) * count)
         if 0 < first < count:
-            return Split(fixed.train[place < first], fixed.train[place >= first], fixed.test)
+            return Split(fixed.train[position < first], fixed.train[position >= first], fixed.test)
     if missing:
         raise InputError(
             f"profile {table.name!r} fixes its split, but no sample is in: {', '.join(missing)}. "
-            "Name the parts "
-            "train, validation and test, or leave out the column `split`"
+            "Name the parts train, validation and test, or leave out the column `split`"
         )
+    # count the parts that each image is in
     parts_of = Counter(group for group, _ in dict.fromkeys(zip(groups, table.parts, strict=True)))
     if torn := [group for group, count in parts_of.items() if count > 1]:
         raise InputError(
             f"profile {table.name!r}: {len(torn)} images are in several parts of its split (the "
-            "first: "
-            f"{torn[0][1]!r}); give all samples of an image the same `split`"
+            f"first: {torn[0][1]!r}); give all samples of an image the same `split`"
         )
     return fixed
 
 
 def _shuffled(groups: Sequence[Hashable], seed: int) -> tuple[Tensor, int]:
-    """The place of each row's group in a random order of the groups, int64 [n], and the number of
-    groups."""
+    """Draw a random order of the groups.
+
+    Returns: the position of each row's group in it, int64 [n], and the number of groups.
+    """
+    # a range has a group for each row
     if isinstance(groups, range):
         group_of_row = torch.arange(len(groups))
         count = len(groups)
@@ -125,10 +137,12 @@ def _shuffled(groups: Sequence[Hashable], seed: int) -> tuple[Tensor, int]:
 
 
 def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) -> dict[str, Split]:
-    """For each data set the split that tests on all of its samples. The others are divided into
-    training and validation, data set by data set and by image or sample, without those that show an
-    image of the test part (see `unseen`). A split fixed by the file is ignored. Raises InputError
-    if there is one data set, or too few samples."""
+    """Return for each data set the split that tests on all of its samples.
+
+    The others are divided into training and validation, data set by data set and by image or
+    sample, without those that show an image of the test part (see `unseen`). A split fixed by the
+    file is ignored. Raises InputError if there is one data set, or too few samples.
+    """
     names = np.array(table.dataset_names)
     known = sorted(set(table.dataset_names))
     if len(known) < 2:
@@ -142,7 +156,7 @@ def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) 
 
 
 def unseen(table: ProfileTable, split: Split) -> Split:
-    """The split without the training and validation samples that show an image of the test part.
+    """Return the split without training and validation samples that show an image of the test part.
 
     Several data sets may show the same images, as coco_vqa and okvqa do. An image id is unique
     inside its data set only, so two samples of different data sets show the same image if their ids
@@ -154,11 +168,8 @@ def unseen(table: ProfileTable, split: Split) -> Split:
     tested = set().union(*_images(table, split.test))
 
     def without_tested(rows: Tensor) -> Tensor:
-        return rows[
-            torch.tensor(
-                [tested.isdisjoint(images) for images in _images(table, rows)], dtype=torch.bool
-            )
-        ]
+        fresh = [tested.isdisjoint(images) for images in _images(table, rows)]
+        return rows[torch.tensor(fresh, dtype=torch.bool)]
 
     train = without_tested(split.train)
     validation = without_tested(split.validation)
@@ -171,9 +182,11 @@ def unseen(table: ProfileTable, split: Split) -> Split:
 
 
 def budget_rows(table: ProfileTable, split: Split) -> Tensor:
-    """The rows, int64, that default budgets are taken from: all, but without the test part where it
-    consists of data sets that nothing was fitted on, because their latencies are not known
-    beforehand."""
+    """Return the rows, int64, that default budgets are taken from.
+
+    These are all rows, but without the test part if it consists of data sets that nothing was
+    fitted on, because their latencies are not known beforehand.
+    """
     fitted = torch.cat([split.train, split.validation])
     names = np.array(table.dataset_names)
     new = set(names[split.test.numpy()]).isdisjoint(names[fitted.numpy()])
@@ -192,21 +205,32 @@ def divide(
     folds: int = 0,
     number: int = 0,
 ) -> Split:
-    """Return the split described by the settings: by shares; or with a data set left out, or one of
-    `folds`, where only the ratio of the shares counts; always without samples that show an image of
-    the test part. `number` counts the `repeats`, whose seeds rise from `seed`, or the folds. Raises
-    InputError if the data set does not exist, or a part would be empty, or if there are to be
-    several splits and none changes the test part."""
+    """Return the split that the settings describe.
+
+    It never fits on samples that show an image of the test part. With `leave_out` or `folds` only
+    the ratio of `train` and `validation` counts.
+
+    Args:
+        table: the table to split.
+        train, validation: shares of the samples (or images).
+        seed: of the random order; it rises by one from each of the repeats to the next.
+        leave_out: the data set to test on.
+        repeats: number of splits by shares.
+        folds: number of splits whose test parts together are all samples.
+        number: which of the repeats or folds to return.
+
+    Raises:
+        InputError: if the data set does not exist, a part would be empty, or there are to be
+            several splits and none changes the test part.
+    """
     if (repeats > 1 or folds) and (leave_out is not None or table.parts):
+        fixed = f"profile {table.name!r}"
         if leave_out is not None:
             fixed = "split.leave_out"
-        else:
-            fixed = f"profile {table.name!r}"
+        setting = f"split.repeats={repeats}"
         if folds:
-            several = f"split.folds={folds}"
-        else:
-            several = f"split.repeats={repeats}"
-        raise InputError(f"{several}: {fixed} fixes the test part, which all splits would share")
+            setting = f"split.folds={folds}"
+        raise InputError(f"{setting}: {fixed} fixes the test part, which all splits would share")
     if leave_out is None and not folds:
         return unseen(table, table.split(train, validation, seed + number))
     if not min(train, validation) > 0:
@@ -215,7 +239,8 @@ def divide(
         )
     share = validation / (train + validation)
     if folds:
-        fold = (_places(table, torch.arange(table.num_samples), seed) * folds).long()
+        # folds are equal stretches of the random order
+        fold = (_positions(table, torch.arange(table.num_samples), seed) * folds).long()
         if not fold.bincount(minlength=folds).all():
             few = f"profile {table.name!r} has too few samples (or images)"
             raise InputError(f"split.folds={folds}: {few}")
@@ -227,43 +252,46 @@ def divide(
 
 
 def _held_out(table: ProfileTable, test: Tensor, validation: float, seed: int) -> Split:
-    """The split with this test part (bool [N]), the other rows divided into training and
-    validation."""
+    """Return the split with this test part (bool [N]) and the other rows divided in two.
+
+    Raises InputError if there are too few of them for training and validation.
+    """
     rows = (~test).nonzero().squeeze(1)
-    validated = _places(table, rows, seed) < validation
+    validated = _positions(table, rows, seed) < validation
     if not 0 < int(validated.sum()) < len(rows):
         raise InputError(
             f"profile {table.name!r}: {len(rows)} samples cannot be divided into training and "
-            "validation "
-            f"({validation:.0%})"
+            f"validation ({validation:.0%})"
         )
     return unseen(table, Split(rows[~validated], rows[validated], test.nonzero().squeeze(1)))
 
 
 def _images(table: ProfileTable, rows: Tensor) -> list[set[tuple[str, str, bytes]]]:
-    """The images that each row may show: its image id with the hash of each of its feature
-    blocks."""
-    blocks = {name: block[rows].numpy() for name, block in table.features.items()}
-    known = {name: ~np.isnan(block).all(1) for name, block in blocks.items()}
-    return [
-        {
-            (table.image_ids[row], name, hashlib.sha1(block[i].tobytes()).digest())
-            for name, block in blocks.items()
-            if known[name][i]
-        }
-        for i, row in enumerate(rows.tolist())
-    ]
+    """Return the images that each row may show.
+
+    An image is its id with the hash of one of the row's feature blocks that are not missing.
+    """
+    image_ids = [table.image_ids[row] for row in rows.tolist()]
+    images: list[set[tuple[str, str, bytes]]] = [set() for _ in image_ids]
+    for name, block in table.features.items():
+        values = block[rows].numpy()
+        known = ~np.isnan(values).all(1)
+        for i in known.nonzero()[0]:
+            images[i].add((image_ids[i], name, hashlib.sha1(values[i].tobytes()).digest()))
+    return images
 
 
-def _places(table: ProfileTable, rows: Tensor, seed: int) -> Tensor:
-    """The place of each row's image (or sample) in a random order of its data set, float64 [n],
-    evenly in 0 … 1."""
+def _positions(table: ProfileTable, rows: Tensor, seed: int) -> Tensor:
+    """Return the position of each row's image (or sample) in a random order of its data set.
+
+    Positions are float64 [n], evenly in 0 … 1.
+    """
     names = np.array(table.dataset_names)[rows.numpy()]
     units = np.array(table.image_ids or table.sample_ids)[rows.numpy()]
-    places = np.empty(len(rows))
+    positions = np.empty(len(rows))
     for name in np.unique(names):
         rows_of_dataset = names == name
-        distinct, number = np.unique(units[rows_of_dataset], return_inverse=True)
+        distinct, index = np.unique(units[rows_of_dataset], return_inverse=True)
         order = np.random.default_rng(seed).permutation(len(distinct))
-        places[rows_of_dataset] = ((order + 0.5) / len(distinct))[number]
-    return torch.from_numpy(places)
+        positions[rows_of_dataset] = ((order + 0.5) / len(distinct))[index]
+    return torch.from_numpy(positions)

@@ -1,5 +1,7 @@
-"""What both kinds of tables share: axes that must agree, and one `.safetensors` file: tensors, and
-a head as JSON."""
+"""Code that both kinds of tables share: axes that must agree, and `.safetensors` files.
+
+Such a file holds tensors, one of which, `head`, is JSON.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,20 @@ from knobwise.common.progress import say
 
 Table = TypeVar("Table")
 DIGEST = "sha256"
-"""The word in the head of a `.safetensors` file that holds a digest of all else."""
+"""The key in the metadata of a `.safetensors` file under which the digest of all else stands."""
 
 
 def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
-    """The length of each axis, from tensors or sequences with a letter for each axis; `_` may have
-    any length. Raises InputError if a part has other axes, or an axis has another length than in
-    the parts before it."""
+    """Return the length of each axis, by its letter.
+
+    Args:
+        table: the name of the table in errors.
+        parts: tensors or sequences by name, with a letter for each axis; `_` may have any length.
+
+    Raises:
+        InputError: if a part has other axes, or an axis has another length than in the parts before
+            it.
+    """
     lengths: dict[str, int] = {}
     for what, (part, axes) in parts.items():
         if isinstance(part, Tensor):
@@ -36,6 +45,7 @@ def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, in
             shape = (len(part),)
         if len(shape) != len(axes):
             raise InputError(f"{table}: {what} has shape {shape}, expected [{', '.join(axes)}]")
+        # the first part with an axis decides its length
         expected = tuple(
             n if axis == "_" else lengths.setdefault(axis, n)
             for n, axis in zip(shape, axes, strict=True)
@@ -46,37 +56,38 @@ def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, in
 
 
 def write_tensors(path: str | Path, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors and the head, whole or not at all."""
+    """Write the tensors and the head as `.safetensors`, whole or not at all."""
     # the head is a tensor too: the metadata of safetensors must stay below 100 MB
     encoded = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
     save_tensors(path, {"head": encoded, **tensors})
 
 
 def save_tensors(
-    path: str | Path, tensors: Mapping[str, Tensor], words: Mapping[str, str] | None = None
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors, with words in the head of the file and a digest of both, as `.safetensors`,
-    whole or not at all."""
+    """Write tensors, metadata and a digest of both as `.safetensors`, whole or not at all."""
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    words = dict(words or {})
+    metadata = dict(metadata or {})
     with written_whole(path) as temporary:
-        save_file(tensors, temporary, metadata={**words, DIGEST: _digest(tensors, words)})
+        save_file(tensors, temporary, metadata={**metadata, DIGEST: _digest(tensors, metadata)})
 
 
-def _digest(tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> str:
-    whole = hashlib.sha256(json.dumps(sorted(words.items())).encode())
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    sha = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
-        whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        whole.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return whole.hexdigest()
+        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def read_table(
     path: str | Path, kind: str, build: Callable[[dict[str, Any], dict[str, Tensor]], Table]
 ) -> Table:
-    """Build a table from the head and the tensors of a file; the tensors stay mapped to it. Raises
-    InputError if there is no such file, or if it holds something else."""
+    """Build a table from the head and the tensors of a file; the tensors stay mapped to it.
+
+    Raises InputError if there is no such file, or if it holds something else.
+    """
     try:
         tensors = tensors_of(path)
         return build(json.loads(tensors.pop("head").numpy().tobytes()), tensors)
@@ -89,8 +100,11 @@ def read_table(
 
 
 def read_arrays(path: Path, kind: str) -> dict[str, Any]:
-    """The content of a `.safetensors`, `.npz`, `.npy` or `.pt` file by name; an array without a
-    name is `embeddings`. Raises InputError if it cannot be read without executing code in it."""
+    """Return the content of a `.safetensors`, `.npz`, `.npy` or `.pt` file by name.
+
+    An array without a name is `embeddings`. Raises InputError if the file cannot be read without
+    executing code in it.
+    """
     try:
         if path.suffix == ".safetensors":
             return tensors_of(path)
@@ -112,40 +126,47 @@ def read_arrays(path: Path, kind: str) -> dict[str, Any]:
 
 
 def tensors_of(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file by name."""
+    """Return the tensors of a `.safetensors` file by name."""
     return tensors_and_metadata(path)[0]
 
 
 def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a `.safetensors` file by name, and the words in its head. Raises Damaged if
-    they are not what `save_tensors` wrote, or the file is cut short; a file that something else
-    wrote holds no digest."""
+    """Return the tensors of a `.safetensors` file by name, and its metadata.
+
+    Raises Damaged if they are not what `save_tensors` wrote, or the file is cut short. A file from
+    elsewhere holds no digest, so it is not checked.
+    """
     try:
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            words = dict(file.metadata() or {})
+            metadata = dict(file.metadata() or {})
     except SafetensorError as error:
+        # after the 8 bytes of its length, the header of a safetensors file is JSON
         with Path(path).open("rb") as opened:
             if is_damaged(path) or opened.read(9)[8:] == b"{":
                 raise Damaged(path) from error
         raise
-    if words.pop(DIGEST, None) not in (None, _digest(tensors, words)):
+    if metadata.pop(DIGEST, None) not in (None, _digest(tensors, metadata)):
         raise Damaged(path)
-    return tensors, words
+    return tensors, metadata
 
 
 def tensors_if_whole(path: Path) -> dict[str, Tensor] | None:
-    """The tensors of a file of ours by name; None where there is none, or only a damaged one, which
-    is reported."""
+    """Return the tensors of a file of ours by name, None if it is missing or damaged.
+
+    Damage is reported.
+    """
+    if not path.exists():
+        return None
     try:
-        return tensors_of(path) if path.exists() else None
+        return tensors_of(path)
     except (Damaged, SafetensorError):
         say(f"{path}: is damaged, so it is made again")
         return None
 
 
 def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`, by the rest of the name."""
+    """Return the tensors whose names begin with `prefix`, by the rest of the name."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
