@@ -145,7 +145,7 @@ class Trainer(ABC):
         """Return the agent's score on held-out data, higher is better, and metrics to log."""
 
     def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
-        """Return True if the present weights replace the kept ones, from the results of `_judge`."""
+        """Return True if weights with these results of `_judge` replace the kept ones."""
         return score > self.best["score"]
 
     @abstractmethod
