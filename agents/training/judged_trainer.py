@@ -124,7 +124,7 @@ class JudgedTrainer(Trainer):
 
     @functools.cached_property
     def seen(self) -> list[str]:
-        """Fingerprints of the samples used to fit or choose, also by the checkpoint started from."""
+        """Fingerprints of the samples fitted or chosen on, also by the checkpoint started from."""
         rows = torch.cat([self.split.train, self.split.validation])
         return list(dict.fromkeys([*self.table.fingerprints(rows), *self.seen_before]))
 
