@@ -64,6 +64,7 @@ class SelectorActor(TensorDictModuleBase):
 
         Leading axes of what the environment shows are flattened to one.
         """
+        # embeddings from the environment, or stored ones by row
         if self.embeddings is None:
             query, candidates, mask = (tensordict[key] for key in self.in_keys)
             query = query.reshape(-1, query.shape[-1])
@@ -151,6 +152,7 @@ class SequenceBehaviour(TensorDictModuleBase):
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        # replay records, or draw
         recorded = tensordict.get("sequences", None)
         if recorded is not None:
             tensordict["action"] = recorded

@@ -104,10 +104,13 @@ def cosines(table: BeamTable, way: str) -> Tensor:
 
 
 def parts_of(table: BeamTable) -> tuple[Tensor, Tensor] | None:
-    """Return the parts that every query asks, bool [Q, K], and every candidate answers, bool [M, K].
+    """Return the parts that every query asks and that every candidate of the bank answers.
 
     A part is a column of the block `question`. The result is None unless that block is all 0 and 1
     and there is a block `image` too.
+
+    Returns:
+        Parts of the queries, bool [Q, K], and of the candidates, bool [M, K]; or None.
     """
     if not {"image", "question"} <= set(table.blocks):
         return None
@@ -145,6 +148,7 @@ def part_similarity(table: BeamTable, shots: int, trusted: Tensor | None = None)
     if trusted is not None:
         scores = scores + 4.0 * trusted[bank]
     count = wanted.sum(1)
+    # the parts that a query asks, before the others
     order = wanted.int().argsort(dim=1, descending=True, stable=True)
     chosen: list[Tensor] = []
     for shot in range(shots):
@@ -170,6 +174,7 @@ def voters(table: BeamTable, each: int = 5) -> Tensor:
     if parts is None:
         return best_places(cosines(table, "similarity"), each)
     wanted, answered = parts
+    # for each part asked: the most similar candidates that answer it, [Q, K, N] → [Q, K · each]
     similar = cosines(table, "image_similarity").unsqueeze(1)
     fits = wanted.unsqueeze(2) & answered[table.pool.clamp_min(0)].transpose(1, 2)
     places = best_places(similar.masked_fill(~fits, -torch.inf), each).flatten(1)

@@ -32,7 +32,7 @@ AT_ONCE = 256
 
 
 class ClipItems(NamedTuple):
-    """Pictures and texts of a table's queries and candidates; each of K distinct items occurs once."""
+    """Pictures and texts of a table's queries and candidates, K distinct items, each once."""
 
     pixel_values: Tensor
     """float16 [K, 3, H, W]."""

@@ -114,6 +114,7 @@ def drawn_limits(judged: Tensor, shape: tuple[int, ...], generator: torch.Genera
         shape: the shape of the result, before the axis of pairs.
         generator: the source of the draws.
     """
+    # evenly on a log scale, somewhat beyond the judged limits
     low = (BEYOND[0] * judged.amin(0)).log()
     high = (BEYOND[1] * judged.amax(0)).log()
     pair = judged.shape[1:]
@@ -131,10 +132,11 @@ def composed_of(
     generator: torch.Generator,
 ) -> Tensor:
     """Return normalised features [count, width] of requests composed of these rows, int64 [n]."""
+    # missing values are indicated in columns of their own, the last block
     blocks = {name: block[rows] for name, block in table.features.items()}
     samples = normaliser.normal(blocks, len(rows))
     widths = list(normaliser.sizes.values())
-    indicators = samples.shape[1] - sum(widths)  # of missing values
+    indicators = samples.shape[1] - sum(widths)
     if indicators:
         widths.append(indicators)
     return normaliser.project(composed(samples, widths, count, generator))

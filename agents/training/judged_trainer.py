@@ -88,12 +88,15 @@ class JudgedTrainer(Trainer):
         """
         self.judged_rows = torch.cat(held_out)
         longest = max(map(len, held_out))
-        columns = [torch.cat([r, r[-1:].expand(longest - len(r))]) for r in held_out]
+        columns = []
+        places = []
+        for network, rows in enumerate(held_out):
+            columns.append(torch.cat([rows, rows[-1:].expand(longest - len(rows))]))
+            places.append(torch.arange(len(rows)) * self.networks + network)
+        self.places = torch.cat(places)
         # the network of all samples is not judged: its column is a filler
         columns += columns[:1] * (self.networks - len(columns))
         self.held_out = torch.stack(columns, 1)
-        places = [torch.arange(len(r)) * self.networks + m for m, r in enumerate(held_out)]
-        self.places = torch.cat(places)
 
     @property
     def all_features(self) -> Tensor:

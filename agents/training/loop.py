@@ -196,6 +196,7 @@ class Trainer(ABC):
 
     @property
     def stage(self) -> Stage:
+        """The stage of the present iteration."""
         return self._stage_and_start()[0]
 
     def _share(self) -> float:
@@ -214,6 +215,7 @@ class Trainer(ABC):
         return self._logged or bool(self.stage.kl_controls)
 
     def _learning_rate(self) -> float:
+        """Return the learning rate of the present iteration."""
         return learning_rate(self.stage.lr * self.slower, self._share(), self.settings)
 
     # -- the loop ----------------------------------------------------------------------------------

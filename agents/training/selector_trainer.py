@@ -41,8 +41,13 @@ from knobwise.losses.settings import SelectorLossConfig
 
 # the keys of the buffer
 STORED = (
-    *("row", "action", "action_log_prob", "reference_log_prob", "group_mask"),
-    *(("next", "reward"), ("next", "vqa_correct")),
+    "row",
+    "action",
+    "action_log_prob",
+    "reference_log_prob",
+    "group_mask",
+    ("next", "reward"),
+    ("next", "vqa_correct"),
 )
 
 
@@ -212,7 +217,11 @@ class SelectorTrainer(Trainer):
         if name == "grpo" and self.loss.temperature_band is not None:
             controls.append(temperature_control(agent.temperature, self.loss.temperature_band))
         return Stage(
-            *(name, self._stage_loss, settings.iterations, settings.lr, self._prepare),
+            name,
+            self._stage_loss,
+            settings.iterations,
+            settings.lr,
+            self._prepare,
             kl_controls=controls,
             dropout=name == "sft",
         )
@@ -312,6 +321,7 @@ class SelectorTrainer(Trainer):
         return score, metrics
 
     def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
+        """Return True if the present epoch replaces the kept one, as `keep` says."""
         if self.config.keep == "best_kl":
             # any trained epoch replaces the start, whose KL is 0 where there was no RCE
             return self.best["iteration"] < 1 or metrics["KL"] < self.best["metrics"]["KL"]
@@ -396,6 +406,7 @@ class SelectorTrainer(Trainer):
 
     @property
     def _epoch(self) -> int:
+        """The number of finished epochs."""
         return self.iteration // self.settings.evaluate_every
 
     def _kept_files(self) -> list[str]:

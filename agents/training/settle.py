@@ -65,12 +65,12 @@ def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tens
         return trainer.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
 
     # once with the cost of a decision charged, once as if it were free
-    held_out = measured, decide, static_choice, settings
-    settled.guard = calibrate(*held_out, trainer.cost_ms, looks)
-    settled.guard_if_free = calibrate(*held_out, 0.0, looks)
+    by_policy = measured, decide, static_choice, settings
+    settled.guard = calibrate(*by_policy, trainer.cost_ms, looks)
+    settled.guard_if_free = calibrate(*by_policy, 0.0, looks)
     if trainer.teaches:
-        held_out = measured, _teachers_decide(trainer), static_choice, settings
-        settled.guard_of_teacher = calibrate(*held_out, 0.0, looks, margins=(1.0,))
+        by_teacher = measured, _teachers_decide(trainer), static_choice, settings
+        settled.guard_of_teacher = calibrate(*by_teacher, 0.0, looks, margins=(1.0,))
     settled.static = static_of(trainer.table, trainer.fitted).arrays()
 
 
