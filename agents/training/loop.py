@@ -102,7 +102,7 @@ class Trainer(ABC):
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.scores = list[tuple[int, float]]()  # iteration and score of every evaluation
         self.below = 0  # evaluations in a row below the best
-        self.slower = 1.0  # factor on the learning rate
+        self.slower = 1.0  # factor on the learning rate, halved by each retreat
         self._held = Held()
         # actions and seconds since the last log, for the logged speed
         self.actions = 0
@@ -128,7 +128,7 @@ class Trainer(ABC):
             behaviour,
             replay_buffer=self.buffer,
             extend_buffer=True,
-            # an episode is a single step: its time axis goes
+            # an episode is a single step, so the time axis is dropped
             postproc=lambda data: (
                 data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape)
             ),
@@ -232,10 +232,9 @@ class Trainer(ABC):
             KeyboardInterrupt: a signal stopped the training; a note says what is saved.
         """
         # only the main process prints the notice, however many train
+        notice = ""
         if multiprocessing.parent_process() is None:
             notice = STOPPING
-        else:
-            notice = ""
         stream = iter(self.collector)
         try:
             with (
@@ -286,11 +285,13 @@ class Trainer(ABC):
         begins = self._share() == 0
         # a new stage begins, or this one goes back to its best weights
         if begins or self.below >= stage.retreat > 0:
-            stage.begin() if begins else self.agent.load_state_dict(self.best["state"])
-            if stage.weight_decay is None:
-                decay = self.settings.weight_decay
+            if begins:
+                stage.begin()
             else:
-                decay = stage.weight_decay
+                self.agent.load_state_dict(self.best["state"])
+            decay = stage.weight_decay
+            if decay is None:
+                decay = self.settings.weight_decay
             self.optimiser = adamw(self.learned, decay)
             self.below = 0
             self.slower = 1.0 if begins else self.slower / 2
@@ -313,16 +314,16 @@ class Trainer(ABC):
         outputs: list[TensorDictBase] = []
         for _ in range(self.settings.epochs):
             for minibatch in self.buffer.sample().split(self.settings.minibatch):
+                # outputs without a gradient are diagnostics; the others add up to the loss
                 out = stage.loss(minibatch)
                 total = functools.reduce(
                     torch.add, (value for value in out.values() if value.requires_grad)
                 )
                 self.optimiser.zero_grad()
                 total.backward()
-                if stage.clip_grad is None:
+                clip = stage.clip_grad
+                if clip is None:
                     clip = self.settings.clip_grad
-                else:
-                    clip = stage.clip_grad
                 norm = nn.utils.clip_grad_norm_(self.learned.parameters(), clip)
                 self.optimiser.step()
                 if self._watched:
@@ -331,10 +332,8 @@ class Trainer(ABC):
         if not outputs:
             return {}
         mean: TensorDictBase = lazy_stack(outputs).mean(0)
-        if self._logged:
-            metrics = self._metrics(data, mean)
-        else:
-            metrics = {}
+        metrics = self._metrics(data, mean) if self._logged else {}
+        # coefficients follow the KL of this iteration
         for control in stage.kl_controls:
             control.step(float(mean["kl_to_ref"]))
         return metrics
