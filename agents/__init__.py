@@ -1,4 +1,4 @@
-"""What decides, what is learned, and how it is judged."""
+"""Agents: controller and selector, how they are trained, judged and deployed."""
 
 from __future__ import annotations
 

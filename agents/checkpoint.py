@@ -23,25 +23,40 @@ Trained = TypeVar("Trained", Controller, Selector)
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (DeployedController, Selector)}
 
 OUTSIDE_THE_NETWORK = (
-    *("dropout", "guard", "level", "level_cost", "confidence", "sharpness"),
-    *("teacher", "experts", "teacher_hidden", "teacher_dropout"),
+    "dropout",
+    "guard",
+    "level",
+    "level_cost",
+    "confidence",
+    "sharpness",
+    "teacher",
+    "experts",
+    "teacher_hidden",
+    "teacher_dropout",
 )
-"""Settings of a policy or selector in which a training may differ from the checkpoint that it
+"""Settings of a policy or selector that may differ between a training and the checkpoint that it
 starts from."""
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint holds: the agent, in eval mode, on the CPU; the profile that it was trained
-    on; and what the writer added, the trainer's state and the run's settings."""
+    """The content of a checkpoint."""
 
     agent: Agent
+    """The agent, in eval mode, on the CPU."""
     profile_name: str
+    """The name of the profile that it was trained on."""
     profile_digest: str
+    """The digest of that profile."""
     extra: dict[str, Any]
+    """Additions of the writer, such as the trainer's state and the run's settings."""
 
     @property
     def controller(self) -> DeployedController:
-        """The agent; an `InputError` when it is a selector."""
+        """The agent, if it is a controller.
+
+        Raises:
+            InputError: it is a selector.
+        """
         if isinstance(self.agent, Selector):
             raise InputError(
                 f"it holds a selector trained on {self.profile_name!r}; give that of a controller"
@@ -50,13 +65,20 @@ class Loaded(NamedTuple):
 
     @property
     def network(self) -> Controller:
-        """The network of a controller, without teacher and guard; an `InputError` when it is a
-        selector."""
+        """The network of a controller, without teacher and guard.
+
+        Raises:
+            InputError: the agent is a selector.
+        """
         return self.controller.controller
 
     @property
     def selector(self) -> Selector:
-        """The agent; an `InputError` when it is a controller."""
+        """The agent, if it is a selector.
+
+        Raises:
+            InputError: it is a controller.
+        """
         if not isinstance(self.agent, Selector):
             raise InputError(
                 f"it holds a controller trained on {self.profile_name!r}; give that of a selector"
@@ -64,8 +86,15 @@ class Loaded(NamedTuple):
         return self.agent
 
     def save(self, path: str | Path, previous: Path | None = None) -> None:
-        """Write the checkpoint; `load_checkpoint` reads it. What was at `path` moves to `previous`,
-        if that is given. Raises InputError if it cannot be written."""
+        """Write the checkpoint, which `load_checkpoint` reads.
+
+        Args:
+            path: the file to write.
+            previous: where a file at `path` is moved first; None to overwrite it.
+
+        Raises:
+            InputError: it cannot be written.
+        """
         content = {
             "format": FORMAT,
             "kind": type(self.agent).__name__,
@@ -80,18 +109,24 @@ class Loaded(NamedTuple):
 def save_checkpoint(
     path: str | Path, agent: Agent, table: ProfileTable | BeamTable, extra: dict[str, Any]
 ) -> None:
-    """Write an agent, everything that is needed to decide with it, and `extra` (tensors and plain
-    values)."""
+    """Write an agent with everything that is needed to decide with it.
+
+    Args:
+        path: the file to write.
+        agent: the agent.
+        table: the profile or beams that it was trained on.
+        extra: tensors and plain values to add.
+    """
     Loaded(agent, table.name, table.digest, extra).save(path)
 
 
 def load_checkpoint(path: str | Path) -> Loaded:
-    """Read what `save_checkpoint` wrote, strictly.
+    """Read a file that `save_checkpoint` wrote, strictly.
 
     Raises:
-        Damaged: it is not whole, or does not agree with the checksums in it.
-        InputError: no such file, not a checkpoint of knobwise, weights that are not finite, or what
-            the agent was trained along with is missing.
+        Damaged: the file is not whole, or does not agree with its checksums.
+        InputError: no such file, not a checkpoint of knobwise, weights that are not finite, or a
+            model that the agent was trained along with is missing.
     """
     try:
         if is_damaged(path):
@@ -110,9 +145,8 @@ def load_checkpoint(path: str | Path) -> Loaded:
     try:
         agent = KINDS[content["kind"]].restored(content["controller"])
         _check_decides(agent)
-        return Loaded(
-            agent, content["profile"]["name"], content["profile"]["digest"], content["extra"]
-        )
+        profile = content["profile"]
+        return Loaded(agent, profile["name"], profile["digest"], content["extra"])
     except Missing as error:
         raise InputError(f"{path}: {error}") from error
     except InputError as error:  # a setting of an earlier version
@@ -132,8 +166,10 @@ def load_checkpoint(path: str | Path) -> Loaded:
 
 
 def load_if_whole(path: Path) -> Loaded | None:
-    """What a checkpoint holds; None where there is none, or only a damaged one, which is reported
-    and removed."""
+    """Read a checkpoint; return None if there is none, or if it is damaged.
+
+    A damaged checkpoint is reported and removed.
+    """
     try:
         if path.exists():
             return load_checkpoint(path)
@@ -148,29 +184,40 @@ def load_if_whole(path: Path) -> Loaded | None:
 
 
 def _check_decides(agent: Any) -> None:
-    """Refuse an agent with weights that are not finite, by an InputError, and a controller that
-    cannot decide."""
+    """Check that an agent can decide.
+
+    Raises:
+        InputError: some weights are NaN, or a controller lacks something to decide with.
+    """
     for name, values in (*agent.named_parameters(), *agent.named_buffers()):
         if values.isnan().any():
             raise InputError(f"{name} holds NaN")
     if isinstance(agent, DeployedController):
-        _ = agent.decider
+        _ = agent.decider  # building it checks the controller
 
 
 # -- to start a training from (`init_from=PATH`) ---------------------------------------------------
 
 
 def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
-    """Return an agent with the weights of a checkpoint and the settings of a fresh agent, in eval
-    mode.
+    """Return an agent with the weights of a checkpoint and the settings of a fresh agent.
 
-    The statistics that features, embeddings and limits are standardised by come along with the
-    weights: on inputs that are standardised otherwise these weights would decide otherwise. Of a
-    stack it takes the network.
+    The statistics that standardise features, embeddings and limits come along with the weights,
+    since these would decide differently on inputs that are standardised in another way. Teacher and
+    guard of a controller are left behind.
+
+    Args:
+        path: the checkpoint's path, for messages.
+        loaded: the checkpoint.
+        fresh: a fresh agent with the settings of the training.
+
+    Returns:
+        The agent, in eval mode.
 
     Raises:
-        InputError: one is a controller and the other a selector; knobs, configurations, features,
-            limits or settings of the network differ; or it does not say what it was trained on.
+        InputError: one agent is a controller and the other a selector; knobs, configurations,
+            features, limits or settings of the network differ; or the checkpoint does not say what
+            it was trained on.
     """
     selects = isinstance(fresh, Selector)
     group = "selector" if selects else "policy"
@@ -180,6 +227,7 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
         raise InputError(f"init_from={path}: {error}") from error
     if not {"seen", "fitted"} & loaded.extra.keys():
         raise InputError(f"init_from={path}: does not say what it was trained on; use a best.pt")
+    # everything that the weights depend on must be the same
     saved = _described(start, group)
     wanted = _described(fresh, group)
     for name in wanted | saved:
@@ -190,20 +238,17 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
 
 
 def _described(agent: Controller | Selector, group: str) -> dict[str, Any]:
-    """What must be the same where weights are taken over, by its name in a message."""
-    plain = agent.plain()
-    parts = {
-        f"{group}.{key}": value
-        for key, value in plain[group].items()
-        if key not in OUTSIDE_THE_NETWORK
-    }
+    """Return what must be the same where weights are taken over, by its name in a message."""
+    parts: dict[str, Any] = {}
+    for key, value in agent.plain()[group].items():
+        if key not in OUTSIDE_THE_NETWORK:
+            parts[f"{group}.{key}"] = value
     if isinstance(agent, Selector):
         return parts | {"the width of the embeddings": agent.features}
-    parts |= {f"knob {knob.name}": knob.values for knob in agent.knobs}
-    parts |= {
-        f"the width of feature block {name}": width
-        for name, width in agent.normaliser.sizes.items()
-    }
+    for knob in agent.knobs:
+        parts[f"knob {knob.name}"] = knob.values
+    for name, width in agent.normaliser.sizes.items():
+        parts[f"the width of feature block {name}"] = width
     parts["the limit of a request"] = agent.limit_key
     configurations = agent.configurations
     checksum = zlib.crc32(configurations.numpy().tobytes())

@@ -1,2 +1,1 @@
-"""Learning goes on: other hardware, the log of a deployed controller, and whether an update is
-better."""
+"""Learning after deployment: on other hardware, and from the log of a deployed controller."""

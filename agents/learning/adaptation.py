@@ -1,11 +1,11 @@
-"""A controller on other hardware: a few timed cells give an offset of the log-latency for every
-configuration.
+"""Adapt a controller to other hardware: from a few timed cells, estimate by how much the
+log-latency of every configuration differs there.
 
     ln t_new(sample, c) = ln t_old(sample, c) + β₀ + Σ_k β_k[value of knob k] + γ_c + ε
 
-All terms are normal with mean 0: β₀ is almost free, γ_c is shrunk more than the β_k. The posterior
-mean of all terms but ε, 0 if no cell was timed, is the offset of a configuration; its posterior
-variance is added to that of the controller's predictions. The accuracies stay.
+All terms are normal with mean 0: β₀ is almost free, γ_c is shrunk more than the β_k. The offset of
+a configuration is the posterior mean of all terms but ε, which is 0 if no cell was timed. Its
+posterior variance is added to that of the controller's predictions. The accuracies stay.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,38 +30,48 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 class Scales(NamedTuple):
-    """Prior standard deviations of the β_k, of the γ_c and of ε."""
+    """Prior standard deviations of the terms of an offset."""
 
     knob: float
+    """That of the β_k."""
     configuration: float
+    """That of the γ_c."""
     noise: float
+    """That of ε."""
 
 
 FREE = 3.0
 """Prior standard deviation of β₀."""
 _GRID = itertools.product((0.01, 0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))
-TRIED = [Scales(*each) for each in _GRID]
-"""What offsets are averaged over."""
+TRIED = [Scales(*scales) for scales in _GRID]
+"""The scales that offsets are averaged over."""
 OUTLYING = 4.0
+"""Cells further from a first fit than this, in standard deviations, are left out as stalls."""
 LEAST_NOISE = 0.02
-"""Cells further from a first fit than so many standard deviations, each at least 0.02, are left out
-as stalls."""
+"""Least standard deviation, in ln ms, by which stalls are recognised."""
 LEAST_CELLS = 5
-"""With fewer cells the noise is not known."""
+"""Fewest cells that offsets are estimated from; with fewer the noise is not known."""
 
 
 class Offsets(NamedTuple):
-    """Posterior mean and variance of the offsets, float64 [C] each, and ln of the marginal
-    likelihood of the timed cells up to a constant."""
+    """Offsets of the log-latency of every configuration."""
 
     mean: Tensor
+    """Posterior mean, float64 [C]."""
     variance: Tensor
+    """Posterior variance, float64 [C]."""
     evidence: float
+    """ln of the marginal likelihood of the timed cells, up to a constant."""
 
 
 def prior_covariance(configurations: Tensor, scales: Scales, free: float = FREE) -> Tensor:
-    """Of the offsets of configurations int64 [C, K], with `free` for the standard deviation of β₀:
-    float64 [C, C]."""
+    """Return the prior covariance of the offsets, float64 [C, C].
+
+    Args:
+        configurations: int64 [C, K].
+        scales: prior standard deviations of the terms.
+        free: prior standard deviation of β₀.
+    """
     covariance = free**2 + scales.configuration**2 * torch.eye(
         len(configurations), dtype=torch.float64
     )
@@ -71,9 +81,11 @@ def prior_covariance(configurations: Tensor, scales: Scales, free: float = FREE)
 
 
 def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offsets:
-    """Offsets from timed cells, averaged over the scales by their marginal likelihoods (Hoeting et
-    al. 1999, "Bayesian Model Averaging", Statistical Science 14). The variance includes that of the
-    cells around their offsets, because other requests will scatter alike.
+    """Estimate offsets from timed cells, averaged over `TRIED` scales by their evidence.
+
+    This is Bayesian model averaging (Hoeting et al. 1999, "Bayesian Model Averaging", Statistical
+    Science 14). The variance includes the scatter of the cells around their offsets, because other
+    requests will scatter alike.
 
     Args:
         configurations: int64 [C, K].
@@ -81,28 +93,43 @@ def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offse
         ratios: float [n], ln(t_new / t_old).
     """
     kept = torch.ones_like(chosen, dtype=torch.bool)
+    # fit, leave out stalls, fit again
     for _ in range(3):
         fits = [posterior(configurations, chosen[kept], ratios[kept], scales) for scales in TRIED]
-        means, variances = (torch.stack(parts) for parts in list(zip(*fits, strict=True))[:2])
+        means = torch.stack([fit.mean for fit in fits])
+        variances = torch.stack([fit.variance for fit in fits])
         evidence = torch.tensor([fit.evidence for fit in fits], dtype=torch.float64)
         share = evidence.softmax(0)
         mean = share @ means
         residuals = (ratios - mean[chosen]).abs()
-        kept = residuals <= OUTLYING * max(1.4826 * float(residuals.median()), LEAST_NOISE)
+        spread = 1.4826 * float(residuals.median())  # the standard deviation, if it is normal
+        kept = residuals <= OUTLYING * max(spread, LEAST_NOISE)
+    # the variance of the mixture of all scales, and the scatter of the cells
     jitter = residuals[kept].square().sum() / max(int(kept.sum()), 1)
     variance = share @ (variances + means.square()) - mean.square() + jitter
     return Offsets(mean, variance, float(evidence.logsumexp(0)))
 
 
 def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Scales) -> Offsets:
-    """The same at these scales, from all cells. Cells of a configuration count as their mean, with
-    less noise."""
+    """Return the posterior offsets at given scales, from all cells.
+
+    The cells of a configuration count as their mean, with accordingly less noise.
+
+    Args:
+        configurations: int64 [C, K].
+        chosen: int64 [n], the configuration of each cell.
+        ratios: float [n], ln(t_new / t_old).
+        scales: prior standard deviations of the terms.
+    """
+    # the mean of each timed configuration
     timed, group = chosen.unique(return_inverse=True)
     count = group.bincount(minlength=len(timed)).double()
     mean = torch.zeros_like(count).index_add_(0, group, ratios.double()) / count
+    # normal prior, normal noise: the posterior by a Cholesky factor
     prior = prior_covariance(configurations, scales)
     factor = torch.linalg.cholesky(prior[timed][:, timed] + torch.diag(scales.noise**2 / count))
     gain = torch.cholesky_solve(prior[timed], factor)
+    # ln of the marginal likelihood: of cells around their means, and of the means
     within = (ratios - mean[group]).square().sum() / scales.noise**2
     between = torch.linalg.solve_triangular(factor, mean.unsqueeze(1), upper=False).square().sum()
     volume = factor.diagonal().log().sum() + (len(chosen) - len(timed)) * math.log(scales.noise)
@@ -111,69 +138,87 @@ def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Sc
 
 
 def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
-    """The cells that both tables hold, matched by sample id (and data set, if both name data sets)
-    and knob values: the configuration of each in `old`, int64 [n], and ln of its latency in `new` /
-    in `old`, float64 [n].
+    """Compare the latencies of the cells that both tables hold.
+
+    Cells are matched by sample id (and data set, if both tables name data sets) and knob values.
+
+    Returns:
+        The configuration of each cell in `old`, int64 [n], and ln(latency in `new` / latency in
+        `old`), float64 [n].
 
     Raises:
         InputError: other configurations, ambiguous ids, too few such cells.
     """
-    both = bool(old.datasets and new.datasets)
-    of_old, of_new = (
-        [*zip(t.datasets, t.sample_ids, strict=True)] if both else [*t.sample_ids]
-        for t in (old, new)
-    )
-    numbers = {key: row for row, key in enumerate(of_old)}
-    if len(numbers) < len(of_old):
-        raise InputError(
-            f"profile {new.name!r}: add a column `dataset`, since ids of {old.name!r} occur "
-            "several times"
-        )
-    known = {
-        tuple(sorted(values.items())): column
-        for column, values in enumerate(configurations_of(old))
-    }
-    columns = torch.tensor(
-        [known.get(tuple(sorted(values.items())), -1) for values in configurations_of(new)]
-    )
-    if len(others := (columns < 0).nonzero()):
-        raise InputError(
-            f"profile {new.name!r}: {len(others)} of its configurations are not in {old.name!r}, "
-            "such as "
-            f"{new.label(int(others[0]))}; time the configurations that the controller chooses from"
-        )
-    rows = torch.tensor([numbers.get(key, -1) for key in of_new])
+    rows = _matching_rows(old, new)
+    columns = _matching_columns(old, new)
     i, j = (new.mask & (rows >= 0).unsqueeze(1) & old.mask[rows][:, columns]).nonzero().T
     if len(i) < LEAST_CELLS:
         raise InputError(
             f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are also in "
-            f"{old.name!r}, but at "
-            f"least {LEAST_CELLS} are needed; time more samples of {old.name!r}"
+            f"{old.name!r}, but at least {LEAST_CELLS} are needed; time more samples of "
+            f"{old.name!r}"
         )
     before = log_measured(old.latency_ms)[rows[i], columns[j]]
     after = log_measured(new.latency_ms)[i, j]
     return columns[j], after.double() - before.double()
 
 
-def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedController:
-    """Return a copy of a controller for deadlines whose teacher expects e^offset times the latency
-    of each configuration, and is less sure of it, and whose heads were taught again.
+def _matching_rows(old: ProfileTable, new: ProfileTable) -> Tensor:
+    """Return the row in `old` of every sample of `new`, int64, −1 where there is none."""
+    keys: list[list[Any]] = []
+    for table in (old, new):
+        if old.datasets and new.datasets:
+            keys.append([*zip(table.datasets, table.sample_ids, strict=True)])
+        else:
+            keys.append([*table.sample_ids])
+    row_of = {key: row for row, key in enumerate(keys[0])}
+    if len(row_of) < len(keys[0]):
+        raise InputError(
+            f"profile {new.name!r}: add a column `dataset`, since ids of {old.name!r} occur "
+            "several times"
+        )
+    return torch.tensor([row_of.get(key, -1) for key in keys[1]])
 
-    What belongs to budgets (the guard, their encoding, static) moves by the mean offset.
+
+def _matching_columns(old: ProfileTable, new: ProfileTable) -> Tensor:
+    """Return the column in `old` of every configuration of `new`, int64."""
+    column_of = {}
+    for column, values in enumerate(configurations_of(old)):
+        column_of[tuple(sorted(values.items()))] = column
+    keys = [tuple(sorted(values.items())) for values in configurations_of(new)]
+    columns = torch.tensor([column_of.get(key, -1) for key in keys])
+    if len(others := (columns < 0).nonzero()):
+        raise InputError(
+            f"profile {new.name!r}: {len(others)} of its configurations are not in {old.name!r}, "
+            f"such as {new.label(int(others[0]))}; time the configurations that the controller "
+            "chooses from"
+        )
+    return columns
+
+
+def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedController:
+    """Return a copy of a controller for deadlines that allows for offsets of the log-latency.
+
+    Its teacher expects e^offset times the latency of each configuration and is less sure of it, and
+    its heads are taught again. The guard and the encoding of budgets move by the mean offset.
 
     Args:
+        agent: the controller; it is not changed.
+        offsets: offsets of every configuration.
         x: normalised features [n, width] of requests to learn from.
     """
     agent = copied(agent)
     teacher = agent.teacher
     assert teacher is not None
     before = copy.deepcopy(teacher)
+    # an offset that all configurations share only moves the budgets, so nothing has to be taught
     overall = float(offsets.mean.mean())
-    # where all configurations are as much slower, the budget alone moves
     before.latency_offset += overall
+    # the teacher
     teacher.latency_offset += offsets.mean.float()
     narrowest = (NARROWEST**2 - 1) * teacher.moments(x).spread.square().mean(0)
     teacher.latency_variance += offsets.variance.float().maximum(narrowest)
+    # budgets, guards and static
     agent.controller.network.encoding.mean += overall
     settled = agent.settled
     for row in (*settled.guard, *settled.guard_if_free):
@@ -181,6 +226,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     if settled.static:
         static = FittedStatic.restored(settled.static).scaled(offsets.mean.exp().numpy())
         settled.static = static.arrays()
+    # the latency model of the tracker
     latency = settled.latency
     bias = latency["bias"] + offsets.mean.numpy()
     variance = latency["spread"] ** 2
@@ -192,31 +238,36 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
 
 
 def copied(agent: DeployedController) -> DeployedController:
-    """Return a copy to be changed."""
+    """Return a deep copy of a controller, in eval mode."""
     settled = copy.deepcopy(agent.settled)
     parts = copy.deepcopy(agent.controller), copy.deepcopy(agent.teacher)
     return DeployedController(*parts, settled).eval()
 
 
+# when heads are taught again
 STEPS = 200
+"""Steps of AdamW in each of two parts."""
 CONTEXTS = 256
+"""Requests in each step."""
 LR = 1e-3
-"""Of AdamW in each of two parts, requests in each step, and its largest learning rate, when heads
-are taught again."""
+"""Largest learning rate."""
 LEAST_CHANGE = 1e-3
-"""Where no configuration's worth changes by more than this, there is nothing to teach."""
+"""If no configuration's worth changes by more than this, the heads are not taught again."""
 
 
 def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
-    """Teach the deployed heads what their teacher expects now, if it expected something else
-    `before`.
+    """Teach the deployed heads what their teacher expects now, if that differs from `before`.
 
-    As in training they first imitate it: the cross-entropy with its softmax(sharpness·utility).
-    Then they gain utility by what it expects, with a bonus for entropy: the KL divergence from
-    them to it. Adding what changed to the old heads' logits would be worse, since these say little
-    of how much worse it is what they would not choose. The networks beside them stay as they were.
+    1. As in training they imitate the teacher: cross-entropy to its softmax(sharpness·utility).
+    2. They maximise the utility that it expects, with an entropy bonus: the KL divergence from the
+       heads to the same softmax.
+
+    Adding the change to the old heads' logits would be worse: logits say little about how much
+    worse the configurations are that the heads would not choose. The networks of the folds stay.
 
     Args:
+        agent: the controller, which is changed.
+        before: the teacher before the change.
         x: normalised features [n, width] of requests.
     """
     controller = agent.controller
@@ -225,35 +276,35 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
     generator = torch.Generator().manual_seed(0)
     encoding = controller.network.encoding
     low, high = (float(encoding.mean + z * encoding.scale) for z in (-2, 2))
-    # asked once for all: several limits for each request
+    # the teacher is asked once, about requests that may repeat with other limits
     requests = x[torch.randint(len(x), (8 * CONTEXTS,), generator=generator)]
     share = torch.rand(len(requests), 1, generator=generator)
     limits = torch.exp(low + (high - low) * share)
     drift = Drift(controller.configurations, controller.config.drift)
     offsets = drift.draw((len(requests), 1), generator)
     worths = teacher.teach(requests, limits, offsets)
-    few = requests[:CONTEXTS], limits[:CONTEXTS], None if offsets is None else offsets[:CONTEXTS]
-    change = worths[:CONTEXTS] - before.teach(*few)
+    # on the first requests: has anything changed?
+    first_offsets = None if offsets is None else offsets[:CONTEXTS]
+    old_worths = before.teach(requests[:CONTEXTS], limits[:CONTEXTS], first_offsets)
+    change = worths[:CONTEXTS] - old_worths
     if float(change.std(-1).max()) < LEAST_CHANGE:
         return
     target = (controller.config.sharpness * worths.squeeze(1)).log_softmax(-1)
-    pupil = controller.alone().requires_grad_(True)
-    parameters = list(pupil.network.parameters())
+    heads = controller.alone().requires_grad_(True)
+    parameters = list(heads.network.parameters())
     for divergence in (_cross_entropy, _divergence_to):
         optimiser = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
         for _ in range(STEPS):
-            some = torch.randint(len(requests), (CONTEXTS,), generator=generator)
-            if offsets is None:
-                offset = None
-            else:
-                offset = offsets[some, 0]
-            log_probs = pupil(requests[some], limits[some, 0], None, offset)
-            loss = divergence(log_probs, target[some])
+            rows = torch.randint(len(requests), (CONTEXTS,), generator=generator)
+            offset = None if offsets is None else offsets[rows, 0]
+            log_probs = heads(requests[rows], limits[rows, 0], None, offset)
+            loss = divergence(log_probs, target[rows])
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
             schedule.step()
+    # the deployed network is the last of those side by side
     networks = controller.network.parameters()
     for all_networks, taught in zip(networks, parameters, strict=True):
         all_networks.data[-1:] = taught.data

@@ -1,4 +1,4 @@
-"""How a controller learns from a log."""
+"""The settings of learning from a log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from knobwise.common.errors import InputError
 
 @dataclass
 class UpdateConfig:
-    """How a controller learns from a log."""
+    """Settings of an update from a log."""
 
     confidence: float = 0.95
     """One-sided confidence, required to take over, that the gain in utility on held-out requests is

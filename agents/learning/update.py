@@ -1,22 +1,21 @@
-"""A deployed controller learns from its log, in two steps, each judged beside the best so far on
-held-out requests:
+"""Update a deployed controller from its log, in two steps:
 
-1. Offsets of ln ms by configuration, from the times of all requests, as far as the tracker did not
-   follow them.
-2. Offsets of the accuracies' logits by configuration, from the labelled requests.
+1. Offsets of ln ms for every configuration, from the times of all requests, as far as the tracker
+   did not follow them.
+2. Offsets of the accuracies' logits for every configuration, from the labelled requests.
 
-The log is cut into folds. Each is judged by a controller that learned from the others
-(cross-fitting, Chernozhukov et al. 2018, "Double/debiased machine learning", section 3), so that
-every labelled request counts; the controller that may take over learned from all. A step takes over
-where its gain is above 0 with the stated confidence. A step that does not stays in those after it:
-a small gain may show only together with others. An update makes up to three such comparisons, two
-steps and a trial, so a useless one takes over with at most three times the chance of a single
-comparison.
+Each step is compared with the best before it on held-out requests. The log is cut into folds, and a
+fold judges a controller that learned from the others (cross-fitting, Chernozhukov et al. 2018,
+"Double/debiased machine learning", section 3), so every labelled request counts. The controller
+that may take over learned from the whole log. A step takes over if its gain is above 0 with the
+stated confidence. The next step builds on it even if it did not take over, since a small gain may
+show only together with others. An update makes up to three comparisons, two steps and a trial, so a
+useless update takes over with at most three times the chance of a single comparison.
 
-With little exploration that takes many requests. A candidate on trial decides a share of the
-requests instead, so that what it chooses has a large chance. Candidates were fitted before the
-requests that they decided, which therefore judge them without folds; where they were better than
-the controller that served, the latest takes over.
+With little exploration, these comparisons take many requests. A candidate on trial instead decides
+a share of the requests itself, so that its choices are likely to be drawn. It was fitted before
+these requests, which can therefore judge it without folds. If the candidates on trial were better
+than the controller that served, the latest takes over.
 """
 
 from __future__ import annotations
@@ -52,40 +51,41 @@ from knobwise.common.errors import InputError
 
 Agent = DeployedController
 ACCURACY_SCALES = [
-    Scales(*each, 0.0) for each in itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))
+    Scales(*scales, 0.0) for scales in itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))
 ]
 """Prior standard deviations that offsets of logits are averaged over."""
 FREE_LOGIT = 1.0
-"""That of the offset that all configurations share."""
+"""Prior standard deviation of the offset of logits that all configurations share."""
 SPREADS = NARROWEST, 3.0
-"""Bounds of the factor on predicted spreads in an update."""
+"""Bounds of the factor by which an update may scale the predicted spreads."""
 
 
 class Update(NamedTuple):
-    """What came of an update."""
+    """The result of an update."""
 
     agent: Any
-    """The controller to serve: the last step that took over, or else the old one."""
+    """The controller to serve: after the last step that took over, or else the old controller."""
     candidate: Any
-    """The one that may go on trial: after the last step."""
+    """The controller after the last step, which may go on trial."""
     better: bool
-    """Whether `agent` is a new one."""
+    """True if `agent` is a new controller."""
     promising: bool
-    """Whether the candidate is worth a trial: it is expected to gain, and no trial has shown that
+    """True if the candidate is worth a trial: it is expected to gain, and no trial has shown that
     it loses."""
     steps: dict[str, Judgement]
-    """Each step beside the best before it, in their order; last the candidates on trial, beside
-    what served."""
+    """Comparisons of each step with the best before it, in order; the last one, `trial`, compares
+    the candidates on trial with the controller that served."""
     factors: list[float]
-    """What the first step multiplies the expected latency of each configuration by."""
+    """The first step's factors on the expected latency of each configuration."""
     logits: list[float]
-    """What the second step adds to the logit of each expected accuracy."""
+    """The second step's offsets of the logit of each expected accuracy."""
 
 
 class Contexts(NamedTuple):
-    """Logged requests as tensors: normalised features x [n, width], and the rest as in `Logged`."""
+    """Logged requests as tensors; see `Logged` for what is not explained here."""
 
     x: Tensor
+    """Normalised features [n, width]."""
     limit: Tensor
     offset: Tensor
     scale: Tensor
@@ -93,18 +93,32 @@ class Contexts(NamedTuple):
 
     @classmethod
     def of_log(cls, agent: Agent, logged: Logged) -> Contexts:
+        """Return the requests of a log, with features as a controller reads them."""
         blocks = {name: torch.from_numpy(block) for name, block in logged.features.items()}
-        parts = map(torch.from_numpy, (logged.limit_ms, logged.offset, logged.scale, logged.choice))
-        x = agent.controller.features(blocks, len(logged.ids))
-        return cls(x, *(part.float() if part.dtype == torch.float64 else part for part in parts))
+        return cls(
+            x=agent.controller.features(blocks, len(logged.ids)),
+            limit=_single(logged.limit_ms),
+            offset=_single(logged.offset),
+            scale=_single(logged.scale),
+            choice=torch.from_numpy(logged.choice),
+        )
+
+
+def _single(values: Array) -> Tensor:
+    """Return an array as a tensor, in single precision if it is float64."""
+    tensor = torch.from_numpy(values)
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 class Learned(NamedTuple):
-    """A controller after each step, by name in their order, and what they learned."""
+    """The controllers after each step, and what the steps learned."""
 
     after: dict[str, Any]
+    """The controller after each step, by the step's name, in order."""
     offsets: Offsets
+    """Offsets of ln ms."""
     logits: Tensor
+    """Offsets of the accuracies' logits, float64 [C]."""
 
     @property
     def last(self) -> Any:
@@ -116,11 +130,12 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
     """Let a controller learn from a log, and judge it.
 
     Args:
-        agent: for deadlines, with a teacher. It is not changed.
-        logged: requests of this controller or of versions before it.
+        agent: a controller for deadlines with a teacher; it is not changed.
+        logged: requests that this controller or earlier versions of it served.
+        config: the settings; None for the defaults.
 
     Raises:
-        InputError: a controller that predicts no outcomes, too few requests.
+        InputError: the controller has no teacher or is not for deadlines; too few requests.
     """
     config = config or UpdateConfig()
     if agent.teacher is None or agent.sense != "deadline":
@@ -137,6 +152,7 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
     def compare(old: Array, new: Array) -> Judgement:
         return judge(test, expected, old, new, config.clip, config.confidence)
 
+    # each step against the best before it
     best = choices[""]
     last = choices[next(reversed(learned.after))]
     serving = agent
@@ -146,9 +162,11 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
         if steps[name].better:
             best = choices[name]
             serving = after
+    # the gain that is expected of the last step
     rows = np.arange(len(best))
     gain = expected[rows, last] - expected[rows, best]
     promising = int((best != last).sum()) >= LEAST_DIFFERENT and float(gain.mean()) > 0
+    # candidates on trial against what served; the promise holds while the upper bound is above 0
     if (tried := test.tried >= 0).any():
         on_trial = test.take(tried)
         verdict = judge(
@@ -157,9 +175,7 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
         steps["trial"] = verdict
         if verdict.better:
             serving = learned.last
-        promising &= (
-            2 * verdict.doubly_robust["difference"].value > verdict.bound
-        )  # the upper bound is above 0
+        promising &= 2 * verdict.doubly_robust["difference"].value > verdict.bound
     return Update(
         serving,
         learned.last,
@@ -172,7 +188,7 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
 
 
 def learn(agent: Any, logged: Logged) -> Learned:
-    """A controller after each step that the log allows."""
+    """Let a controller learn from a log, and return it after each step that the log allows."""
     offsets = _latency_offsets(agent, logged)
     candidate = adapted(agent, offsets, Contexts.of_log(agent, logged).x)
     after = {"latencies": candidate}
@@ -187,40 +203,43 @@ def learn(agent: Any, logged: Logged) -> Learned:
 def _judged(
     agent: Agent, logged: Logged, config: UpdateConfig, steps: Sequence[str]
 ) -> tuple[Logged, Tensor, dict[str, Array]]:
-    """The labelled requests; the utility that a model that has not seen them expects, float [n, C];
-    and for the controller ("") and after each step the choices of one that has not, int64 [n]."""
+    """Let the controller learn without each fold in turn, and decide the fold's labelled requests.
+
+    Returns:
+        The labelled requests; the utility of every configuration that a model expects that has not
+        seen them, float [n, C]; and the choices int64 [n] of the old controller, under "", and of
+        the controllers after each step.
+    """
     parts = []
     expected = []
     choices: dict[str, list[Array]] = {name: [] for name in ("", *steps)}
-    fold = np.arange(len(logged.ids)) % config.folds
-    for number in range(config.folds):
-        test = logged.take((fold == number) & ~np.isnan(logged.accuracy))
-        learned = learn(agent, logged.take(fold != number))
+    fold_of = np.arange(len(logged.ids)) % config.folds
+    for fold in range(config.folds):
+        test = logged.take((fold_of == fold) & ~np.isnan(logged.accuracy))
+        learned = learn(agent, logged.take(fold_of != fold))
         expected.append(_expected_utility(learned.last, test))
         parts.append(test)
+        # a step that this fold's log does not allow leaves the controller as it was
         last = agent
         for name in choices:
             last = learned.after.get(name, last)
             choices[name].append(decisions(last.decider, test))
-    return (
-        Logged.joined(parts),
-        torch.cat(expected),
-        {name: np.concatenate(each) for name, each in choices.items()},
-    )
+    joined = {name: np.concatenate(of_folds) for name, of_folds in choices.items()}
+    return Logged.joined(parts), torch.cat(expected), joined
 
 
 # -- the steps -------------------------------------------------------------------------------------
 
 
 def _predictions(agent: Agent, x: Tensor) -> Prediction:
-    """What a controller's teacher expects of every configuration."""
+    """Return the outcomes that a controller's teacher expects of every configuration."""
     assert agent.teacher is not None
     return agent.teacher.moments(x)
 
 
 @torch.no_grad()
 def _expected_utility(agent: Agent, logged: Logged) -> Tensor:
-    """Of every configuration for logged requests, float [n, C]."""
+    """Return the expected utility of every configuration for logged requests, float [n, C]."""
     contexts = Contexts.of_log(agent, logged)
     accuracy, log_latency, spread, _ = _predictions(agent, contexts.x)
     late = log_latency + contexts.offset - contexts.limit.log().unsqueeze(1)
@@ -229,68 +248,92 @@ def _expected_utility(agent: Agent, logged: Logged) -> Tensor:
 
 @torch.no_grad()
 def _latency_offsets(agent: Agent, logged: Logged) -> Offsets:
-    """Offsets of ln ms that neither the controller nor the tracker allowed for. The variance is
-    what the spreads miss or have too much of, by the median of the residuals, in which a stall
-    counts little."""
+    """Estimate offsets of ln ms that neither the controller nor the tracker allowed for.
+
+    The variance is what the predicted spreads lack, or negative if they are too wide. It follows
+    from the median of the residuals, on which a stall has little influence.
+    """
     contexts = Contexts.of_log(agent, logged)
     lessons = _predictions(agent, contexts.x)
-    rows = torch.arange(len(contexts.x))
-    place = rows, contexts.choice
+    cell = torch.arange(len(contexts.x)), contexts.choice
     seen = torch.from_numpy(logged.seen)
-    predicted = (
-        lessons.log_latency[place].double().where(seen, torch.from_numpy(logged.log_latency))
-    )
-    residual = torch.from_numpy(np.log(logged.answer_ms)) - predicted - contexts.offset[place]
+    # where the features were not seen, the prediction is the logged one
+    predicted = lessons.log_latency[cell].double()
+    predicted = predicted.where(seen, torch.from_numpy(logged.log_latency))
+    residual = torch.from_numpy(np.log(logged.answer_ms)) - predicted - contexts.offset[cell]
     offsets = fit_offsets(agent.configurations, contexts.choice, residual)
-    z = (residual - offsets.mean[contexts.choice]) / (lessons.spread[place] * contexts.scale)
+    # residuals in predicted standard deviations
+    z = (residual - offsets.mean[contexts.choice]) / (lessons.spread[cell] * contexts.scale)
     if seen.any():
         factor = 1.4826 * z[seen].abs().median()
     else:
         factor = torch.ones(())
-    spare = factor.clamp(*SPREADS).square() - 1
-    return offsets._replace(variance=spare * lessons.spread.square().mean(0).double())
+    missing = factor.clamp(*SPREADS).square() - 1
+    return offsets._replace(variance=missing * lessons.spread.square().mean(0).double())
 
 
 @torch.no_grad()
 def _accuracy_offsets(agent: Agent, logged: Logged) -> Tensor:
-    """Offsets δ of the accuracies' logits, float64 [C]: additive over the knobs and shrunk as those
-    of latencies, the mode of the posterior by Newton steps, averaged over prior scales by Laplace's
-    approximation of their evidence (Rasmussen and Williams 2006, "Gaussian Processes for Machine
-    Learning", algorithm 3.1)."""
+    """Estimate offsets δ of the accuracies' logits, float64 [C], from labelled requests.
+
+    They are additive over the knobs and shrunk like those of latencies, and averaged over prior
+    scales by their evidence.
+    """
     contexts = Contexts.of_log(agent, logged)
-    place = torch.arange(len(contexts.x)), contexts.choice
-    predicted = _predictions(agent, contexts.x).accuracy[place].double().clamp(0.01, 0.99).logit()
-    label = torch.from_numpy(logged.accuracy).float().double()
     choice = contexts.choice
-    configurations = agent.configurations
-    count = len(configurations)
-
-    def fit(scales: Scales) -> tuple[Tensor, float]:
-        prior = prior_covariance(configurations, scales, FREE_LOGIT)
-        mode = torch.zeros(count, dtype=torch.float64)
-        for _ in range(12):
-            p = (predicted + mode[choice]).sigmoid()
-            slope = torch.zeros_like(mode).index_add_(0, choice, label - p)
-            curvature = torch.zeros_like(mode).index_add_(0, choice, p * (1 - p))
-            root = curvature.sqrt()
-            factor = torch.linalg.cholesky(
-                torch.eye(count, dtype=prior.dtype) + root.outer(root) * prior
-            )
-            target = curvature * mode + slope
-            solved = torch.cholesky_solve((root * (prior @ target)).unsqueeze(1), factor).squeeze(1)
-            weight = target - root * solved
-            mode = prior @ weight
-        logits = predicted + mode[choice]
-        fits = -binary_cross_entropy_with_logits(logits, label, reduction="sum")
-        return mode, float(fits - 0.5 * weight @ mode - factor.diagonal().log().sum())
-
-    modes, evidence = zip(*map(fit, ACCURACY_SCALES), strict=True)
+    expected = _predictions(agent, contexts.x).accuracy[torch.arange(len(choice)), choice]
+    predicted = expected.double().clamp(0.01, 0.99).logit()
+    label = torch.from_numpy(logged.accuracy).float().double()
+    modes = []
+    evidence = []
+    for scales in ACCURACY_SCALES:
+        prior = prior_covariance(agent.configurations, scales, FREE_LOGIT)
+        mode, log_evidence = _laplace(prior, predicted, choice, label)
+        modes.append(mode)
+        evidence.append(log_evidence)
     return torch.tensor(evidence, dtype=torch.float64).softmax(0) @ torch.stack(modes)
 
 
+def _laplace(
+    prior: Tensor, predicted: Tensor, choice: Tensor, label: Tensor
+) -> tuple[Tensor, float]:
+    """Return the most probable offsets of logits, by Newton steps, and their log-evidence.
+
+    This is Laplace's approximation (Rasmussen and Williams 2006, "Gaussian Processes for Machine
+    Learning", algorithm 3.1).
+
+    Args:
+        prior: covariance of the offsets, float64 [C, C].
+        predicted: predicted logits [n].
+        choice: int64 [n], the configurations.
+        label: measured accuracies [n].
+
+    Returns:
+        The offsets, float64 [C], and ln of the evidence, up to a constant.
+    """
+    mode = torch.zeros(len(prior), dtype=torch.float64)
+    for _ in range(12):
+        p = (predicted + mode[choice]).sigmoid()
+        slope = torch.zeros_like(mode).index_add_(0, choice, label - p)
+        curvature = torch.zeros_like(mode).index_add_(0, choice, p * (1 - p))
+        root = curvature.sqrt()
+        identity = torch.eye(len(prior), dtype=prior.dtype)
+        factor = torch.linalg.cholesky(identity + root.outer(root) * prior)
+        target = curvature * mode + slope
+        solved = torch.cholesky_solve((root * (prior @ target)).unsqueeze(1), factor).squeeze(1)
+        weight = target - root * solved
+        mode = prior @ weight
+    logits = predicted + mode[choice]
+    log_likelihood = -binary_cross_entropy_with_logits(logits, label, reduction="sum")
+    return mode, float(log_likelihood - 0.5 * weight @ mode - factor.diagonal().log().sum())
+
+
 def _with_logits(agent: Agent, logits: Tensor, logged: Logged) -> Agent:
-    """Return a copy whose teacher's accuracies have these offsets of their logits, whose heads were
-    taught again, and whose static has their mean effect on logged requests."""
+    """Return a copy of a controller that allows for offsets of the accuracies' logits.
+
+    Its teacher adds the offsets, its heads are taught again, and static's accuracies change by the
+    mean effect on logged requests.
+    """
     agent = copied(agent)
     assert agent.teacher is not None
     x = Contexts.of_log(agent, logged).x

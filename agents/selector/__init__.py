@@ -1,1 +1,1 @@
-"""A query and its pool become a sequence of demonstrations."""
+"""The selector, which turns a query and its pool into a sequence of demonstrations."""

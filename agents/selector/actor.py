@@ -1,5 +1,5 @@
-"""A selector as a TensorDict policy: queries with their pools in, sequences of demonstrations
-out."""
+"""A selector as a TensorDict policy, from queries with their pools to sequences of
+demonstrations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,22 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 
 
 class SelectorActor(TensorDictModuleBase):
-    """Reads `row` int64 [P]; writes `action` int64 [P, G, T] and `action_log_prob` [P, G]. Query
-    and pool are encoded once for all G. Without a group size the axis G is not there.
+    """A policy that draws G sequences for each of P queries.
 
-    `pool` int64 [Q, N] holds rows of the bank, −1 where a pool is shorter. Without embeddings and
-    pool it reads what an environment shows, `query` [*, d], `pool` [*, N, d] and `mask` [*, N], and
-    writes [*, (G), T] and [*, (G)]. Under `ExplorationType.DETERMINISTIC` the action is the greedy
-    sequence. Logits are divided by `temperature`, a single number, in draws and log-probs alike.
+    Reads `row` int64 [P]; writes `action` int64 [P, G, T] and `action_log_prob` [P, G]. Query and
+    pool are encoded once for all G. Under `ExplorationType.DETERMINISTIC` the action is the greedy
+    sequence. Draws and log-probs alike divide logits by `temperature`, a single number.
+
+    Without embeddings and pool it reads `query` [*, d], `pool` [*, N, d] and `mask` [*, N] from the
+    environment, and writes [*, (G), T] and [*, (G)].
+
+    Args:
+        selector: the selector.
+        embeddings: embeddings of all queries and candidates, or None.
+        pool: int64 [Q, N], the rows of each query's candidates in the bank, −1 where a pool is
+            shorter; or None.
+        shots: T, the demonstrations in a sequence.
+        group_size: G; None leaves out the axis G.
     """
 
     out_keys = ["action", "action_log_prob"]
@@ -51,7 +60,11 @@ class SelectorActor(TensorDictModuleBase):
         self.register_buffer("temperature", torch.ones(()), persistent=False)
 
     def get_dist(self, tensordict: TensorDictBase) -> SequenceDistribution:
-        """What the group is drawn from; leading axes of what the environment shows are one."""
+        """Return the distribution that the group is drawn from.
+
+        Leading axes of what the environment shows are flattened to one.
+        """
+        # embeddings from the environment, or stored ones by row
         if self.embeddings is None:
             query, candidates, mask = (tensordict[key] for key in self.in_keys)
             query = query.reshape(-1, query.shape[-1])
@@ -83,15 +96,22 @@ class SelectorActor(TensorDictModuleBase):
 
     @torch.no_grad()
     def recorded_log_probs(self, table: BeamTable, rows: Tensor, batch: int = 512) -> Tensor:
-        """ln π of the recorded sequences of queries `rows`, float32 [n, B]; longer sequences are
-        cut after T, and padding counts 0."""
+        """Return ln π of the recorded sequences of queries, float32 [n, B].
+
+        Longer sequences are cut after T, and padding adds 0.
+
+        Args:
+            table: the records.
+            rows: int64 [n], the queries.
+            batch: queries that are encoded at once.
+        """
         parts = []
         device = self.pool.device
         training = self.selector.training
         self.selector.eval()
-        for some in rows.split(batch):
-            queries = TensorDict({"row": some}, [len(some)], device=device)
-            sequences = table.sequences[some, :, : self.shots].to(device)
+        for part in rows.split(batch):
+            queries = TensorDict({"row": part}, [len(part)], device=device)
+            sequences = table.sequences[part, :, : self.shots].to(device)
             parts.append(self.get_dist(queries).log_prob(sequences).cpu())
         self.selector.train(training)
         return torch.cat(parts)
@@ -100,18 +120,24 @@ class SelectorActor(TensorDictModuleBase):
 def make_selector_actor(
     selector: Selector, shots: int, group_size: int | None = None
 ) -> SelectorActor:
-    """A policy for every form of the selector's bandit: it reads `query`, `pool` and `mask`, and
-    draws sequences of `shots` demonstrations. TorchRL's `GymWrapper` needs
-    `categorical_action_encoding=True` for it."""
+    """Return a policy for every form of the selector's bandit.
+
+    It reads `query`, `pool` and `mask`, and draws sequences of `shots` demonstrations. TorchRL's
+    `GymWrapper` needs `categorical_action_encoding=True` for it.
+    """
     return SelectorActor(selector, None, None, shots, group_size)
 
 
 class SequenceBehaviour(TensorDictModuleBase):
-    """The policy that collects: it draws, or where the environment shows `sequences`, replays what
-    was recorded. It writes down what the losses have to know of this moment: `action`,
-    `action_log_prob`, `reference_log_prob`.
+    """The policy that collects data: it draws sequences, or replays the recorded `sequences` if the
+    environment shows them.
 
-    The KL is taken to `reference`. Imitation needs no log-probs.
+    It writes `action`, `action_log_prob` and `reference_log_prob` as they are at collection.
+
+    Args:
+        actor: the policy that draws.
+        reference: the policy that the KL is taken to.
+        with_log_probs: False where the loss needs no log-probs, as in imitation.
     """
 
     def __init__(
@@ -126,6 +152,7 @@ class SequenceBehaviour(TensorDictModuleBase):
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        # replay records, or draw
         recorded = tensordict.get("sequences", None)
         if recorded is not None:
             tensordict["action"] = recorded

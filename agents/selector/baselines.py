@@ -1,7 +1,7 @@
-"""The simple ways to choose demonstrations, which a selector has to beat. None of them looks at the
+"""Simple ways to choose demonstrations, which a selector has to beat. None of them looks at the
 answer.
 
-Each gives places in the queries' own pools, int64 [Q, T], the best first, −1 if a pool has fewer
+Each returns places in the queries' own pools, int64 [Q, T], the best first, −1 if a pool has fewer
 candidates.
 """
 
@@ -23,25 +23,33 @@ SIMPLE = (
     "careful_rule",
     "vote",
 )
-"""Their names in results. `vote` is `voters`, judged without a model (`Scorer.vote`)."""
+"""The names of the simple ways in results. `vote` is `voters`, judged without a model
+(`Scorer.vote`)."""
 COSINES = {
     "image_similarity": "image_similarity",
     "question_similarity": "text_similarity",
     "similarity": "mixed",
 }
-"""The ways that go by a cosine, and its name in
+"""The ways that go by a cosine, with the name of that cosine in
 `knobwise.profiling.demonstrations.pools.similarity`."""
 BATCH = 1024
 """Queries compared with their pools at a time."""
 
 
 def simple_ways(table: BeamTable, shots: int, trusted: Tensor | None = None) -> dict[str, Tensor]:
-    """The choices of every simple way but `random` that the table supports, by name: int64 [Q, T]
-    each.
+    """Return the choices of every simple way that the table supports, except `random`.
 
-    `image_similarity` and `question_similarity` need these names in `table.blocks`,
-    `part_similarity` parts (see `parts_of`), `careful_rule` parts and `trusted`, bool [M]: whose
-    annotators are known, from elsewhere, to be careful.
+    `image_similarity` needs a block `image` in `table.blocks`, `question_similarity` a block
+    `question`, `part_similarity` parts (see `parts_of`), and `careful_rule` parts and `trusted`.
+
+    Args:
+        table: the queries and their pools.
+        shots: T.
+        trusted: bool [M], the candidates whose annotators are known to be careful; None if that is
+            not known.
+
+    Returns:
+        Places int64 [Q, T], by the name of the way.
     """
     ways = {way: best_places(cosines(table, way), shots) for way in ways_by_cosine(table)}
     if parts_of(table) is not None:
@@ -52,32 +60,33 @@ def simple_ways(table: BeamTable, shots: int, trusted: Tensor | None = None) -> 
 
 
 def random_places(table: BeamTable, shots: int, seed: int = 0) -> Tensor:
-    """Drawn from the pool without replacement, every candidate as likely."""
+    """Draw from each pool without replacement, every candidate with the same probability."""
     keys = torch.rand(table.pool.shape, generator=torch.Generator().manual_seed(seed))
     return best_places(keys.masked_fill(~table.pool_mask, -torch.inf), shots)
 
 
 def best_places(scores: Tensor, shots: int) -> Tensor:
-    """The places with the highest scores, float [*, N] → int64 [*, T]; of equals the first, −1 for
-    what is at −∞."""
+    """Return the places with the highest scores, float [*, N] → int64 [*, T].
+
+    Of equal scores the first place wins. A place with score −∞ becomes −1.
+    """
     ranked = scores.sort(dim=-1, descending=True, stable=True)
     places = ranked.indices.masked_fill(ranked.values == -torch.inf, -1)[..., :shots]
     return pad(places, (0, shots - places.shape[-1]), value=-1)
 
 
 def ways_by_cosine(table: BeamTable) -> list[str]:
-    """Those of `COSINES` that the table supports."""
-    return [
-        way
-        for way in COSINES
-        if way == "similarity" or way.removesuffix("_similarity") in table.blocks
-    ]
+    """Return the ways of `COSINES` that the table supports."""
+    known = {"similarity"} | {f"{block}_similarity" for block in table.blocks}
+    return [way for way in COSINES if way in known]
 
 
 def cosines(table: BeamTable, way: str) -> Tensor:
-    """How similar the candidates of each pool are to their query: float32 [Q, N], −∞ for padding.
-    The cosine of the image's or of the question's part of the embeddings; `similarity` is their
-    mean, or if the parts are unknown the cosine of the whole embeddings."""
+    """Return the cosine of every candidate and its query, float32 [Q, N], −∞ for padding.
+
+    It is taken of the image's or of the question's part of the embeddings. `similarity` is the mean
+    of both, or if the parts are unknown the cosine of the whole embeddings.
+    """
     if way == "similarity" and not {"image", "question"} <= set(table.blocks):
         blocks = {}
     else:
@@ -95,11 +104,13 @@ def cosines(table: BeamTable, way: str) -> Tensor:
 
 
 def parts_of(table: BeamTable) -> tuple[Tensor, Tensor] | None:
-    """What every query asks, bool [Q, K], and what every candidate of the bank answers, bool [M,
-    K].
+    """Return the parts that every query asks and that every candidate of the bank answers.
 
-    None unless the block `question` is all 0 and 1, and `image` is known too: one column for each
-    thing wanted.
+    A part is a column of the block `question`. The result is None unless that block is all 0 and 1
+    and there is a block `image` too.
+
+    Returns:
+        Parts of the queries, bool [Q, K], and of the candidates, bool [M, K]; or None.
     """
     if not {"image", "question"} <= set(table.blocks):
         return None
@@ -112,9 +123,18 @@ def parts_of(table: BeamTable) -> tuple[Tensor, Tensor] | None:
 
 
 def part_similarity(table: BeamTable, shots: int, trusted: Tensor | None = None) -> Tensor:
-    """For each part of the question in turn, again and again, the demonstration of it with the most
-    similar image; if no candidate answers the part any more, the one with the most similar image.
-    With `trusted` (bool [M]) the most similar trusted one, and others only if none is left."""
+    """Choose for each part of the question in turn the demonstration with the most similar image.
+
+    If no candidate is left that answers the part, the most similar image of all is chosen.
+
+    Args:
+        table: the queries and their pools; it must have parts.
+        shots: T; with more shots than parts the turns start over.
+        trusted: bool [M], candidates that come before all others; None for no difference.
+
+    Returns:
+        Places int64 [Q, T].
+    """
     parts = parts_of(table)
     if parts is None:
         raise ValueError(
@@ -122,34 +142,43 @@ def part_similarity(table: BeamTable, shots: int, trusted: Tensor | None = None)
             "and 1 only"
         )
     wanted, answered = parts
-    # cosines are 2 apart at most: steps of 4 are never made up for
+    # cosines differ by at most 2: +4 for trust outweighs them, +8 for the part outweighs both
     scores = cosines(table, "image_similarity")
     bank = table.pool.clamp_min(0)
     if trusted is not None:
         scores = scores + 4.0 * trusted[bank]
     count = wanted.sum(1)
+    # the parts that a query asks, before the others
     order = wanted.int().argsort(dim=1, descending=True, stable=True)
     chosen: list[Tensor] = []
     for shot in range(shots):
         part = order.gather(1, (shot % count.clamp_min(1)).unsqueeze(1))
         fits = answered[bank, part] & (count > 0).unsqueeze(1)
-        place = best_places(scores + 8.0 * fits, 1)
-        chosen.append(place)
-        scores = scores.scatter(1, place.clamp_min(0), -torch.inf)
+        best = best_places(scores + 8.0 * fits, 1)
+        chosen.append(best)
+        scores = scores.scatter(1, best.clamp_min(0), -torch.inf)
     return torch.cat(chosen, 1)
 
 
 def voters(table: BeamTable, each: int = 5) -> Tensor:
-    """The demonstrations whose majority is `vote`: for each part asked the `each` with the most
-    similar images, or if questions have no known parts, the most similar candidates: int64 [Q, V],
-    −1 at the end."""
+    """Return the demonstrations whose majority is `vote`, int64 [Q, V], −1 at the end.
+
+    They are those with the most similar images for each part that the query asks, or if questions
+    have no known parts the most similar candidates.
+
+    Args:
+        table: the queries and their pools.
+        each: the number of demonstrations for each part.
+    """
     parts = parts_of(table)
     if parts is None:
         return best_places(cosines(table, "similarity"), each)
     wanted, answered = parts
+    # for each part asked: the most similar candidates that answer it, [Q, K, N] → [Q, K · each]
     similar = cosines(table, "image_similarity").unsqueeze(1)
     fits = wanted.unsqueeze(2) & answered[table.pool.clamp_min(0)].transpose(1, 2)
     places = best_places(similar.masked_fill(~fits, -torch.inf), each).flatten(1)
-    first = (places < 0).int().argsort(dim=1, stable=True)
+    # move the −1 of parts with few candidates to the end, and cut columns of −1 alone
+    order = (places < 0).int().argsort(dim=1, stable=True)
     width = int((places >= 0).sum(1).max())
-    return places.gather(1, first)[:, : max(width, 1)]
+    return places.gather(1, order)[:, : max(width, 1)]

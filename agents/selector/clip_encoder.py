@@ -1,7 +1,7 @@
-"""v2_lora: a CLIP model embeds pictures and texts, and learns along with the selector, by LoRA
-weights alone.
+"""The encoder of v2_lora: a CLIP model that embeds pictures and texts, and learns along with the
+selector by its LoRA weights.
 
-transformers and peft are needed here and nowhere else in this folder.
+It needs transformers and peft, which nothing else in this folder needs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 ADAPTED = ["q_proj", "k_proj", "v_proj", "out_proj"]
 """The layers of CLIP's attention that get LoRA weights."""
+# rank, α and dropout have their names in peft
 LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": ADAPTED}
-"""Rank, α and dropout, under their names in peft."""
+"""Settings of the LoRA weights."""
 AT_ONCE = 256
-"""Most items that go through CLIP together."""
+"""Most items in a batch of CLIP."""
 
 
 class ClipItems(NamedTuple):
-    """Pictures and texts of the queries and candidates of a table, each distinct item once."""
+    """Pictures and texts of a table's queries and candidates, K distinct items, each once."""
 
     pixel_values: Tensor
     """float16 [K, 3, H, W]."""
@@ -40,47 +41,60 @@ class ClipItems(NamedTuple):
     attention_mask: Tensor
     """int64 [K, L], 0 where a text is padded."""
     queries: Tensor
-    """float32 [Q, 1]: the item's number of each query."""
+    """float32 [Q, 1], the index of each query's item."""
     candidates: Tensor
-    """float32 [M, 1]: the item's number of each candidate."""
+    """float32 [M, 1], the index of each candidate's item."""
 
     @classmethod
     def read(cls, source: str, queries: Sequence[VQAItem], bank: Sequence[VQAItem]) -> ClipItems:
-        """Read picture and question of every item as a CLIP model wants them. Long questions are
-        cut.
+        """Read the picture and the question of every item, processed for a CLIP model.
+
+        Long questions are cut.
+
+        Args:
+            source: folder or name of the CLIP model.
+            queries: the items of the queries.
+            bank: the items of the candidates.
 
         Raises:
             InputError: see `load_clip`; a picture cannot be read.
         """
         _, processor = load_clip(source)
         distinct = {id(item): item for item in (*queries, *bank)}
-        numbers = {key: float(number) for number, key in enumerate(distinct)}
+        index_of = {key: float(index) for index, key in enumerate(distinct)}
         pixels = []
         for item in distinct.values():
             picture = processor.image_processor(item.picture(), return_tensors="pt")
             pixels.append(picture["pixel_values"].half())
         texts = [item.question for item in distinct.values()]
-        words = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-        rows = [torch.tensor([[numbers[id(item)]] for item in items]) for items in (queries, bank)]
-        return cls(torch.cat(pixels), words["input_ids"], words["attention_mask"], *rows)
+        tokens = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        return cls(
+            torch.cat(pixels),
+            tokens["input_ids"],
+            tokens["attention_mask"],
+            torch.tensor([index_of[id(item)] for item in queries]).unsqueeze(1),
+            torch.tensor([index_of[id(item)] for item in bank]).unsqueeze(1),
+        )
 
 
 def as_read(table: BeamTable, items: ClipItems | None) -> BeamTable:
-    """Return the table as a selector reads it: with items, their numbers take the place of
-    embeddings."""
+    """Return the table as a selector reads it; with items, their indices replace the embeddings."""
     if items is None:
         return table
     return replace(table, queries=items.queries, candidates=items.candidates, blocks={})
 
 
 def load_clip(source: str) -> tuple[Any, Any]:
-    """Load a CLIP model, with LoRA weights that change nothing yet, and its processor.
+    """Load a CLIP model with fresh LoRA weights, which change nothing yet, and its processor.
 
-    The weights of CLIP itself become buffers that no checkpoint holds: only LoRA weights are
-    parameters.
+    Only the LoRA weights are parameters. CLIP's own weights become buffers, which no checkpoint
+    holds.
+
+    Args:
+        source: folder or name of the CLIP model.
 
     Raises:
-        Missing: packages are not installed, or there is no such model, or it is none of CLIP.
+        Missing: packages are not installed, there is no such model, or it is not a CLIP model.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -93,6 +107,7 @@ def load_clip(source: str) -> tuple[Any, Any]:
     if model.config.model_type != "clip":
         raise Missing(f"encoder.model={source}: is {model.config.model_type}; give a CLIP model")
     model = inject_adapter_in_model(LoraConfig(**LORA), model)
+    # what does not learn becomes a buffer
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             if not weight.requires_grad:
@@ -109,7 +124,7 @@ class ClipEncoder(nn.Module):
 
     Args:
         source: folder or name of the CLIP model.
-        items: what may be embedded; whoever loads a selector from a checkpoint sets it.
+        items: the items that may be embedded; set them after loading a selector from a checkpoint.
     """
 
     def __init__(self, source: str, items: ClipItems | None = None) -> None:
@@ -119,14 +134,14 @@ class ClipEncoder(nn.Module):
         self.model, _ = load_clip(source)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Embed items by their numbers, [*, 1] → [*, d]. Each distinct item is encoded once."""
+        """Embed items by their indices, [*, 1] → [*, d]; each distinct item is encoded once."""
         if self.items is None:
             raise InputError("the selector's encoder has no pictures and texts; set its `items`")
         distinct, places = numbers.squeeze(-1).long().unique(return_inverse=True)
         encoded = []
         for rows in distinct.split(AT_ONCE):
-            pixels, words, mask = (part[rows.cpu()].to(rows.device) for part in self.items[:3])
-            output = self.model(pixel_values=pixels.float(), input_ids=words, attention_mask=mask)
+            pixels, tokens, mask = (part[rows.cpu()].to(rows.device) for part in self.items[:3])
+            output = self.model(pixel_values=pixels.float(), input_ids=tokens, attention_mask=mask)
             encoded.append((output.image_embeds + output.text_embeds) / 2)
         return F.embedding(places, torch.cat(encoded))
 

@@ -1,9 +1,8 @@
-"""Judging choices of demonstrations: on each query's own pool, by the answers that a scorer gives
-after them.
+"""Judge choices of demonstrations from each query's own pool, by a scorer's answers after them.
 
 Without a scorer a policy is judged on recorded sequences: for each query, on the sequence of the
-right length that it prefers. That is a choice among few, and some of them may have been found by
-looking at the answer. Such numbers compare policies; they are not what the policies would reach.
+right length that it prefers. There are few to choose from, and some of them may have been found by
+looking at the answer. Such numbers compare policies, but do not show what they would reach.
 """
 
 from __future__ import annotations
@@ -36,10 +35,11 @@ if TYPE_CHECKING:
 BATCH = 256
 """Queries in a batch."""
 LOWEST = torch.finfo(torch.float32).min
+"""The lowest finite float32."""
 
 
 class Decided(NamedTuple):
-    """The demonstrations that were chosen for n queries, and whether the answers were right."""
+    """The demonstrations chosen for n queries by S seeds, and the correctness of the answers."""
 
     correct: Tensor
     """float32 [S, n], 0 or 1, NaN where unknown; S = 1 if no seed changes the policy."""
@@ -47,9 +47,9 @@ class Decided(NamedTuple):
     """int64 [S, n, T], rows of the bank in the order shown, −1 after the end, and where nothing was
     recorded; None if they only vote."""
     vote: Tensor | None = None
-    """float32 [S, n], whether a majority vote of the demonstrations is right."""
+    """float32 [S, n], 1 if a majority vote of the demonstrations is right."""
     decision_us: float | None = None
-    """Median time of a decision."""
+    """Median time of a decision, in µs."""
 
 
 def decide_selectors(
@@ -60,18 +60,29 @@ def decide_selectors(
     shots: int,
     rows: Tensor | None = None,
 ) -> Decided:
-    """The choices of S selectors of T shots for held-out queries `rows`, int64 [n], None for all,
-    and whether the answers were right. Without a scorer of this table they are judged on recorded
-    sequences, NaN where there are none. The embeddings are those of each selector.
+    """Judge S selectors on held-out queries.
+
+    Without a scorer they are judged on recorded sequences, with NaN where there are none.
+
+    Args:
+        selectors: the selectors.
+        embeddings: the embeddings of each selector.
+        table: the queries and their pools.
+        scorer: a scorer of this table; None for recorded sequences.
+        shots: T.
+        rows: int64 [n], the queries; None for all.
     """
     if rows is None:
         rows = torch.arange(table.num_queries)
     pairs = list(zip(selectors, embeddings, strict=True))
     if scorer is None:
-        actors = [SelectorActor(s, read, table.pool.to(s.mean.device), shots) for s, read in pairs]
-        preferences = [actor.recorded_log_probs(table, rows) for actor in actors]
+        preferences = []
+        for selector, stored in pairs:
+            pool = table.pool.to(selector.mean.device)
+            actor = SelectorActor(selector, stored, pool, shots)
+            preferences.append(actor.recorded_log_probs(table, rows))
         return recorded_choices(table.select(rows), shots, preferences)
-    choices = [choose(s, read, table, rows, shots) for s, read in pairs]
+    choices = [choose(selector, stored, table, rows, shots) for selector, stored in pairs]
     return judged_choices(table, scorer, choices, rows)
 
 
@@ -84,12 +95,19 @@ def decide_simple(
     rows: Tensor | None = None,
     trusted: Tensor | None = None,
 ) -> dict[str, Decided]:
-    """The same for every policy that needs no training, by name; S = 1, except for `random`, which
-    has `seeds`.
+    """Judge every policy that needs no training, and return the results by name.
 
     `vote` is the same for every number of shots. `best_recorded` and `oracle` choose among the
     recorded sequences of this length. Without a scorer there are neither `vote` nor the ways that
-    go by parts. `trusted`: see `simple_ways`.
+    go by parts.
+
+    Args:
+        table: the queries and their pools.
+        scorer: a scorer of this table; None for recorded sequences.
+        shots: T.
+        seeds: seeds of `random`; for the other policies S = 1.
+        rows: int64 [n], the queries; None for all.
+        trusted: see `simple_ways`.
     """
     if rows is None:
         rows = torch.arange(table.num_queries)
@@ -99,19 +117,19 @@ def decide_simple(
     else:
         ways = {"random": [random_places(part, shots, seed) for seed in seeds]}
         ways |= {name: [places] for name, places in simple_ways(part, shots, trusted).items()}
-        decided = {
-            name: judged_choices(table, scorer, places, rows) for name, places in ways.items()
-        }
+        decided = {}
+        for name, choices in ways.items():
+            decided[name] = judged_choices(table, scorer, choices, rows)
         voted = scorer.vote(rows, bank_rows(table.pool[rows], voters(part))).float().cpu()
         decided["vote"] = Decided(voted.unsqueeze(0), None)
+    # upper bounds, among recorded sequences
     if "vqa_correct" in part.fields:
-        best = [
-            part.fields[name]
-            for name in ("beam_score", "logprob_score", "vqa_gt_prob")
-            if name in part.fields
+        scores = [
+            name for name in ("beam_score", "logprob_score", "vqa_gt_prob") if name in part.fields
         ]
-        if best:
-            decided["best_recorded"] = recorded_choices(part, shots, best[:1])
+        if scores:
+            best = part.fields[scores[0]]
+            decided["best_recorded"] = recorded_choices(part, shots, [best])
         decided["oracle"] = recorded_choices(part, shots, [part.fields["vqa_correct"]])
     return decided
 
@@ -128,12 +146,16 @@ def choose(
     shots: int,
     batch: int = BATCH,
 ) -> Tensor:
-    """Choices for queries `rows`, int64 [n] → places in their pools, int64 [n, T], −1 after the
-    end."""
+    """Choose greedily for queries `rows`, int64 [n].
+
+    Returns:
+        Places in the queries' pools, int64 [n, T], −1 after the end.
+    """
     sequences = []
-    for some in rows.split(batch):
-        pool = table.pool[some]
-        sequences.append(selector.choose(*embeddings.both(some, pool), pool >= 0, shots).cpu())
+    for part in rows.split(batch):
+        pool = table.pool[part]
+        query, candidates = embeddings.both(part, pool)
+        sequences.append(selector.choose(query, candidates, pool >= 0, shots).cpu())
     return torch.cat(sequences)
 
 
@@ -147,29 +169,32 @@ def draw(
     count: int,
     batch: int = 2 * BATCH,
 ) -> Tensor:
-    """Draws for queries `rows`, int64 [n] → places in their pools, int64 [n, count, T], −1 after
-    the end."""
+    """Draw `count` sequences for each of the queries `rows`, int64 [n].
+
+    Returns:
+        Places in the queries' pools, int64 [n, count, T], −1 after the end.
+    """
     draws = []
     device = selector.mean.device
-    for some in rows.split(batch):
-        pool = table.pool[some]
-        query, candidates = (x.to(device) for x in embeddings.both(some, pool))
-        draws.append(
-            selector.distribution(query, candidates, (pool >= 0).to(device), shots, count)
-            .sample()
-            .cpu()
-        )
+    for part in rows.split(batch):
+        pool = table.pool[part]
+        query, candidates = (x.to(device) for x in embeddings.both(part, pool))
+        mask = (pool >= 0).to(device)
+        dist = selector.distribution(query, candidates, mask, shots, count)
+        draws.append(dist.sample().cpu())
     return torch.cat(draws)
 
 
 def judge(
     table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor | None = None
 ) -> Tensor:
-    """Whether each answer is right after these demonstrations: `vqa_correct`, float32 [n], on the
-    CPU.
+    """Return whether each answer is right after given demonstrations, float32 [n], on the CPU.
 
-    `sequences` int64 [n, T] are places in the pools of queries `rows`, int64 [n], −1 after the end;
-    None for all rows.
+    Args:
+        table: the queries and their pools.
+        scorer: answers the queries.
+        sequences: int64 [n, T], places in the queries' pools, −1 after the end.
+        rows: int64 [n], the queries; None for all.
     """
     if rows is None:
         rows = torch.arange(table.num_queries)
@@ -179,12 +204,10 @@ def judge(
 def judged_choices(
     table: BeamTable, scorer: Scores, choices: Sequence[Tensor], rows: Tensor
 ) -> Decided:
-    """S choices, places int64 [n, T] each, for queries `rows`, int64 [n], judged."""
+    """Judge S choices, places int64 [n, T] each, for queries `rows`, int64 [n]."""
     correct = [judge(table, scorer, places, rows) for places in choices]
-    return Decided(
-        torch.stack(correct),
-        torch.stack([bank_rows(table.pool[rows], places) for places in choices]),
-    )
+    demonstrations = [bank_rows(table.pool[rows], places) for places in choices]
+    return Decided(torch.stack(correct), torch.stack(demonstrations))
 
 
 def decision_us(
@@ -195,8 +218,11 @@ def decision_us(
     shots: int,
     repeats: int = 30,
 ) -> float:
-    """Median time of one greedy choice for one query, in µs, on one thread of the CPU, embeddings
-    stored; encoding the query and its pool by the selector's network counts."""
+    """Measure the median time of a greedy choice for a single query, in µs, on one CPU thread.
+
+    The time includes encoding the query and its pool by the selector's network. Embeddings are
+    stored, and not included.
+    """
     selector = copy.deepcopy(selector).cpu()
     times = []
     with one_thread():
@@ -214,12 +240,16 @@ def decision_us(
 
 
 def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]) -> Decided:
-    """The recorded sequence of T demonstrations that is preferred, for each query and each of S
-    preferences.
+    """Return the preferred recorded sequence of T demonstrations for each query.
 
-    A preference is float [Q, B], for each recorded sequence; among equals the first counts, NaN is
-    the lowest. In the result `correct` is NaN for queries without a sequence of this length that
-    was recorded with its correctness.
+    In the result `correct` is NaN for queries without a sequence of this length that was recorded
+    with its correctness.
+
+    Args:
+        table: the records of Q queries.
+        shots: T.
+        preferences: S preferences, float [Q, B] each, a value for each recorded sequence. NaN is
+            the lowest, and among equals the first wins.
 
     Raises:
         InputError: the table has no `vqa_correct`.
@@ -227,8 +257,7 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
     if "vqa_correct" not in table.fields:
         raise InputError(
             f"beam table {table.name!r}: without vqa_correct nothing tells whether an answer was "
-            "right; record it, or "
-            "judge with a scorer"
+            "right; record it, or judge with a scorer"
         )
     correct = table.fields["vqa_correct"]
     fits = (table.lengths == shots) & ~correct.isnan()
@@ -239,11 +268,9 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
         count = len(preferences), table.num_queries
         return Decided(torch.full(count, torch.nan), torch.full((*count, shots), -1))
     for preference in preferences:
-        # finite, so that what fits is always before what does not
-        ranked = (
-            preference.float().nan_to_num(nan=LOWEST, neginf=LOWEST).masked_fill(~fits, -torch.inf)
-        )
-        first = ranked.argmax(1)
+        # preferences are finite, so that a sequence that fits ranks before all that do not
+        ranked = preference.float().nan_to_num(nan=LOWEST, neginf=LOWEST)
+        first = ranked.masked_fill(~fits, -torch.inf).argmax(1)
         known = fits.any(1)
         right.append(correct[queries, first].masked_fill(~known, torch.nan))
         places = table.sequences[queries, first, :shots].masked_fill(~known.unsqueeze(1), -1)
@@ -252,16 +279,13 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
 
 
 def _simple_recorded(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict[str, Decided]:
-    """A random recorded sequence, and the recorded sequences with the highest mean similarity."""
+    """Return the choices of a random recorded sequence, and of the most similar ones, by name."""
     shape = table.beam_mask.shape
     drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     decided = {"random": recorded_choices(table, shots, drawn)}
     for name in ways_by_cosine(table):
-        similarity = (
-            cosines(table, name)
-            .gather(1, table.sequences.clamp_min(0).flatten(1))
-            .view(table.sequences.shape)
-        )
+        cosine = cosines(table, name).gather(1, table.sequences.clamp_min(0).flatten(1))
+        similarity = cosine.view(table.sequences.shape)
         preference = similarity.masked_fill(table.sequences < 0, 0.0).sum(-1)
         decided[name] = recorded_choices(table, shots, [preference])
     return decided

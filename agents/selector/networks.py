@@ -1,10 +1,10 @@
-"""How a state points at candidates: the networks of the selector, behind the interface of
-`PointerNetwork`.
+"""The networks of the selector, whose states point at candidates; see `PointerNetwork` for their
+interface.
 
-A query and its pool are encoded once, whatever the number of sequences: into a start state and one
-key for each candidate. A sequence then points (logits = cosine of its state and the keys /
-temperature) and moves its state on by the key of what was chosen, with nothing of the pool computed
-again. What makes sequences of it stands in `knobwise.agents.selector.sequences`.
+A query and its pool are encoded once, whatever the number of sequences: into a start state and a
+key for each candidate. In each step a sequence points at a candidate (logits = cosine of its state
+and the keys / temperature) and updates its state by the key of the chosen candidate, without
+encoding the pool again. `knobwise.agents.selector.sequences` draws sequences by these networks.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ from torch.nn import functional as F
 from knobwise.agents.selector.settings import SelectorConfig
 
 POSITIONS = 32
-"""Steps that a causal transformer tells apart; later ones share the position of the last."""
+"""Learned positions of a causal transformer; later steps share the last one."""
 
 
 class Encoded(NamedTuple):
-    """P queries with their pools, ready to be pointed at: where every sequence of a query starts
-    [P, h], keys of length 1, [P, N, h], and which places of the pool hold a candidate, bool [P,
-    N]."""
+    """P queries with their encoded pools of N places."""
 
     state: Tensor
+    """[P, h], the start state of every sequence of a query."""
     keys: Tensor
+    """[P, N, h], a key of length 1 for each candidate."""
     mask: Tensor
+    """bool [P, N], True where a place holds a candidate."""
 
 
 def unit(x: Tensor) -> Tensor:
-    """Scaled to length 1 along the last axis."""
+    """Scale vectors along the last axis to length 1."""
     return F.normalize(x, dim=-1, eps=1e-6)
 
 
 class PointerNetwork(nn.Module):
-    """v2: one space for queries and candidates, in which a query attends to its pool before it
-    points at it.
+    """The network of v2: queries and candidates share a space, in which a query attends to its pool
+    before it points at a candidate.
 
-    J sequences of each query go side by side; their states [P, J, h] are also the directions that
-    they point in. The states of another version may be anything [P, J, …] that its `point` makes a
-    direction of.
+    J sequences of each query run side by side. Their states [P, J, h] are also the directions that
+    they point in. Other versions may have states of another shape [P, J, …], which their `point`
+    turns into directions.
     """
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
@@ -56,7 +57,7 @@ class PointerNetwork(nn.Module):
         self.advance_by = StateUpdate(config)
 
     def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
-        """Features of queries [P, d] and of their candidates [P, N, d], mask bool [P, N]."""
+        """Encode features of queries [P, d] and of their candidates [P, N, d], mask bool [P, N]."""
         state = self.inputs(query)
         items = self.inputs(pool)
         for layer in self.layers:
@@ -64,38 +65,42 @@ class PointerNetwork(nn.Module):
         return Encoded(unit(self.query(state)), unit(self.candidate(items)), mask)
 
     def start(self, encoded: Encoded, sequences: int) -> Tensor:
-        """The state of J sequences in which nothing was chosen yet."""
+        """Return the state of J sequences before their first step."""
         return encoded.state.unsqueeze(1).expand(-1, sequences, -1)
 
     def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
-        """The state after candidates with these keys, [P, J, h], were chosen."""
+        """Return the state after candidates with these keys, [P, J, h], were chosen."""
         return self.advance_by(state, chosen)
 
     def point(self, state: Tensor) -> Tensor:
-        """The direction of a state, of length 1, [P, J, h]."""
+        """Return the direction that a state points in, of length 1, [P, J, h]."""
         return state
 
     def states(self, encoded: Encoded, chosen: Tensor) -> Tensor:
-        """The directions before each step of known sequences, [P, J, T, h], from the keys of what
-        they chose in all steps but the last, [P, J, T − 1, h]."""
+        """Return the direction before each step of known sequences, [P, J, T, h].
+
+        Args:
+            encoded: the queries and their pools.
+            chosen: keys of the candidates chosen in all steps but the last, [P, J, T − 1, h].
+        """
         states = [self.start(encoded, chosen.shape[1])]
         for keys in chosen.unbind(2):
             states.append(self.advance(states[-1], keys))
         return torch.stack(states, 2)
 
     def logits(self, states: Tensor, encoded: Encoded) -> Tensor:
-        """States [P, *, h] → logits [P, *, N]; places without a candidate are not masked here."""
+        """Return logits [P, *, N] of states [P, *, h], without masking empty places."""
         flat = states.flatten(1, -2) @ encoded.keys.mT / self.temperature
         return flat.unflatten(1, states.shape[1:-1])
 
 
 class BiEncoder(PointerNetwork):
-    """v1: an MLP for the query and one for the candidates; the logits are bilinear in what they
-    give.
+    """The network of v1: an MLP for the query and one for the candidates; logits are bilinear in
+    their outputs.
 
-    The state s moves on by the key c of what was chosen to norm(a·s + (1 − a)·c), a = sigmoid(a
-    learned number), 0.6 at first. With the features' width it has the original's parameters
-    (1,054,721 at 512).
+    The key c of the chosen candidate moves the state s to norm(a·s + (1 − a)·c), where a is the
+    sigmoid of a learned number and 0.6 at first. At the width of the features it has as many
+    parameters as the original (1,054,721 at 512).
     """
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
@@ -110,13 +115,13 @@ class BiEncoder(PointerNetwork):
 
 
 class CausalTransformer(PointerNetwork):
-    """v0 and v3: a causal transformer reads [query; chosen; chosen; …] and points with what it read
-    last.
+    """The network of v0 and v3: a causal transformer reads [query; chosen; chosen; …], and its last
+    output points at the next candidate.
 
-    As in GPT-2 (Radford et al. 2019) positions are learned, each block is normalised before, and
-    one space holds what is read and what is pointed at. Words are demonstrations: they are made
-    from features and not looked up by an index, so that it serves any bank. In v3 the query has
-    attended to its pool before. A state is everything read so far, [P, J, t, h].
+    As in GPT-2 (Radford et al. 2019) positions are learned, each block normalises its input, and
+    inputs and outputs share a space. Its tokens are demonstrations, made from features instead of
+    looked up by an index, so that it serves any bank. In v3 the query first attends to its pool. A
+    state is the sequence of all tokens so far, [P, J, t, h].
     """
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
@@ -151,14 +156,13 @@ class CausalTransformer(PointerNetwork):
     def states(self, encoded: Encoded, chosen: Tensor) -> Tensor:
         return self._read(torch.cat([self.start(encoded, chosen.shape[1]), chosen], 2))
 
-    def _read(self, words: Tensor) -> Tensor:
-        """[P, J, t, h] → the direction after each word, [P, J, t, h]."""
-        length = words.shape[2]
-        steps = torch.arange(length, device=words.device)
-        later = steps > steps.unsqueeze(1)
-        placed = words + self.positions[steps.clamp_max(POSITIONS - 1)]
-        read = self.blocks(placed.flatten(0, 1), mask=later, is_causal=True)
-        return unit(read.unflatten(0, words.shape[:2]))
+    def _read(self, tokens: Tensor) -> Tensor:
+        """Return the direction after each token, [P, J, t, h] → [P, J, t, h]."""
+        steps = torch.arange(tokens.shape[2], device=tokens.device)
+        later = steps > steps.unsqueeze(1)  # tokens that a step must not see
+        inputs = tokens + self.positions[steps.clamp_max(POSITIONS - 1)]
+        outputs = self.blocks(inputs.flatten(0, 1), mask=later, is_causal=True)
+        return unit(outputs.unflatten(0, tokens.shape[:2]))
 
 
 NETWORKS = {"v0": CausalTransformer, "v1": BiEncoder, "v2": PointerNetwork, "v3": CausalTransformer}
@@ -166,13 +170,13 @@ NETWORKS = {"v0": CausalTransformer, "v1": BiEncoder, "v2": PointerNetwork, "v3"
 
 
 class CrossAttention(nn.Module):
-    """One query attends to its N candidates; residual and LayerNorm after it (Vaswani et al. 2017,
-    equation 1).
+    """Attention of a query to its N candidates, followed by residual and LayerNorm (Vaswani et al.
+    2017, equation 1).
 
-    With a single query q the key's matrix is applied to q and not to every candidate, (W_k x)·q =
-    x·(W_kᵀ q), and the value's matrix to the mean of the candidates. The key's bias, which
-    attention has by custom, would shift all scores alike and cancels in the softmax: it is there,
-    and never learns.
+    Since there is a single query q, the key's matrix is applied to q instead of every candidate,
+    (W_k x)·q = x·(W_kᵀ q), and the value's matrix to the weighted mean of the candidates. The key
+    has a bias by custom, but it would shift all scores alike and cancel in the softmax: it is never
+    used, and never learns.
     """
 
     def __init__(self, config: SelectorConfig) -> None:
@@ -184,29 +188,30 @@ class CrossAttention(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, state: Tensor, items: Tensor, mask: Tensor) -> Tensor:
-        """[P, h], [P, N, h] and bool [P, N] → [P, h]."""
+        """Return new states [P, h].
+
+        Args:
+            state: [P, h], the queries.
+            items: [P, N, h], their candidates.
+            mask: bool [P, N], True where a place holds a candidate.
+        """
         queries, width = state.shape
         size = width // self.heads
+        key_weight = self.key.weight.view(self.heads, size, width)
+        value_weight = self.value.weight.view(self.heads, size, width)
         query = self.query(state).view(queries, self.heads, size).transpose(0, 1)
-        direction = (query @ self.key.weight.view(self.heads, size, width)).transpose(
-            0, 1
-        )  # [P, heads, h]
+        direction = (query @ key_weight).transpose(0, 1)  # [P, heads, h]
         lowest = torch.finfo(items.dtype).min  # not −inf: a pool may be empty
         scores = (direction @ items.mT / math.sqrt(size)).masked_fill(~mask.unsqueeze(1), lowest)
-        seen = (scores.softmax(-1) @ items).transpose(0, 1)  # [heads, P, h]
-        value = (
-            (seen @ self.value.weight.view(self.heads, size, width).mT)
-            .transpose(0, 1)
-            .reshape(queries, width)
-        )
+        attended = (scores.softmax(-1) @ items).transpose(0, 1)  # [heads, P, h]
+        value = (attended @ value_weight.mT).transpose(0, 1).reshape(queries, width)
         return self.norm(state + self.dropout(self.outer(value + self.value.bias)))
 
 
 class StateUpdate(nn.Module):
-    """norm(g·s + (1 − g)·x) with x = c (`convex`) or tanh(U[s; c]) (`additive`), s the state and c
-    the chosen key.
+    """The update of a state s by the chosen key c, to norm(g·s + (1 − g)·x).
 
-    g = sigmoid(W[s; c]), h numbers.
+    x is c (`convex`) or tanh(U[s; c]) (`additive`). The gate g = sigmoid(W[s; c]) has h values.
     """
 
     def __init__(self, config: SelectorConfig) -> None:
@@ -215,19 +220,21 @@ class StateUpdate(nn.Module):
         self.linear = nn.Linear(2 * config.width, (1 + self.additive) * config.width)
 
     def forward(self, state: Tensor, chosen: Tensor) -> Tensor:
-        """[P, J, h] and [P, J, h] → [P, J, h]."""
-        gate, *turned = self.linear(torch.cat([state, chosen], -1)).chunk(1 + self.additive, -1)
-        return unit(
-            torch.lerp(turned[0].tanh() if self.additive else chosen, state, gate.sigmoid())
-        )
+        """Return new states [P, J, h] from states [P, J, h] and chosen keys [P, J, h]."""
+        outputs = self.linear(torch.cat([state, chosen], -1))
+        if not self.additive:
+            return unit(torch.lerp(chosen, state, outputs.sigmoid()))
+        gate, target = outputs.chunk(2, -1)
+        return unit(torch.lerp(target.tanh(), state, gate.sigmoid()))
 
 
 def inner_projection(config: SelectorConfig) -> nn.Module:
-    """h → h, for the query or for the candidates."""
+    """Return a projection h → h, for the query or for the candidates."""
     width = config.width
     if config.projection == "linear":
         linear = nn.Linear(width, width, bias=False)
-        with torch.no_grad():  # near the identity: before training, alike is what points at alike
+        # near the identity, so that before training a query points at similar candidates
+        with torch.no_grad():
             linear.weight.copy_(torch.eye(width) + 0.01 * torch.randn(width, width))
         return linear
     return nn.Sequential(
@@ -240,7 +247,7 @@ def inner_projection(config: SelectorConfig) -> nn.Module:
 
 
 def two_layers(config: SelectorConfig, features: int) -> nn.Module:
-    """d → h, for the query or for the candidates of v1."""
+    """Return a projection d → h, for the query or for the candidates of v1."""
     return nn.Sequential(
         nn.Linear(features, config.width),
         nn.LayerNorm(config.width),

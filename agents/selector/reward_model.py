@@ -1,5 +1,4 @@
-"""A learned reward: an ensemble predicts whether the answer after a sequence of demonstrations is
-right.
+"""A learned reward: an ensemble predicts if the answer after a sequence of demonstrations is right.
 
 Its members differ by their first weights and by the order in which they see the answers
 (Lakshminarayanan, Pritzel and Blundell 2017, "Simple and Scalable Predictive Uncertainty Estimation
@@ -23,44 +22,55 @@ from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, Gro
 from knobwise.envs.demonstrations.torchrl_env import Scorer, recorded_groups
 
 BATCH = 256
+"""Sequences in a step of a fit."""
 CHUNK = 8192
-"""Sequences in a step of a fit, and those that are predicted at once."""
+"""Sequences that are predicted at once."""
 LR = 2e-3
-DROPOUT = 0.2
 """Learning rate of AdamW, which falls linearly to 0 in each fit."""
+DROPOUT = 0.2
+"""Dropout on the tokens, in a fit only."""
 REWARD = DemonstrationRewardConfig("legacy", information="vqa_correct")
-"""What the environment makes of a predicted `vqa_correct`: the same number."""
+"""The reward of the environment: the predicted `vqa_correct` as it is."""
 
 
 class Answered(NamedTuple):
-    """n sequences whose answers are known: queries int64 [n]; rows of the bank in their order,
-    int64 [n, T], −1 after the end; right answers float32 [n], 0 or 1."""
+    """n sequences whose answers are known."""
 
     rows: Tensor
+    """int64 [n], the queries."""
     sequences: Tensor
+    """int64 [n, T], rows of the bank in the order shown, −1 after the end."""
     right: Tensor
+    """float32 [n], 1 for a right answer and 0 for a wrong one."""
 
     def joined(self, other: Answered) -> Answered:
-        """These and others, which may be longer or shorter."""
+        """Return these sequences and others, all padded to the longest."""
         longest = max(self.sequences.shape[1], other.sequences.shape[1])
-        sequences = [
-            F.pad(x.sequences, (0, longest - x.sequences.shape[1]), value=-1) for x in (self, other)
-        ]
+        padded = []
+        for sequences in (self.sequences, other.sequences):
+            padded.append(F.pad(sequences, (0, longest - sequences.shape[1]), value=-1))
         return Answered(
             torch.cat([self.rows, other.rows]),
-            torch.cat(sequences),
+            torch.cat(padded),
             torch.cat([self.right, other.right]),
         )
 
 
 def recorded_answers(table: BeamTable, rows: Tensor, groups: str) -> Answered:
-    """The recorded sequences of queries `rows` that were found by a method of `groups` and recorded
-    with their correctness. Raises InputError if there are none."""
+    """Return the recorded sequences whose correctness is known.
+
+    Args:
+        table: the records.
+        rows: int64 [n], the queries.
+        groups: how the sequences were found, as in `RewardModelConfig.recorded`.
+
+    Raises:
+        InputError: there are no such sequences.
+    """
     if "vqa_correct" not in table.fields or table.fields["vqa_correct"][rows].isnan().all():
         raise InputError(
             f"beam table {table.name!r}: a learned reward needs sequences recorded as right or "
-            "wrong; record "
-            "vqa_correct, or leave out variants with reward_model"
+            "wrong; record vqa_correct, or leave out variants with reward_model"
         )
     part = recorded_groups(table, GroupConfig(groups)).select(rows)
     right = part.fields["vqa_correct"]
@@ -70,20 +80,20 @@ def recorded_answers(table: BeamTable, rows: Tensor, groups: str) -> Answered:
             f"reward_model.recorded={groups}: no such sequence has a known answer; try "
             "reward_model.recorded=all"
         )
-    return Answered(
-        rows[query], bank_rows(part.pool[query], part.sequences[query, beam]), right[query, beam]
-    )
+    sequences = bank_rows(part.pool[query], part.sequences[query, beam])
+    return Answered(rows[query], sequences, right[query, beam])
 
 
 def penalised(probabilities: Tensor, kappa: float) -> Tensor:
-    """mean − κ · standard deviation (of the population) over the members: [M, *] → [*]."""
+    """Return mean − κ · standard deviation (of the population) over the members: [M, *] → [*]."""
     return probabilities.mean(0) - kappa * probabilities.std(0, correction=0)
 
 
 class Member(nn.Module):
-    """Reads a query, then the demonstrations in their order, and gives the logit of a right answer.
+    """A member of the ensemble: a recurrent network that predicts the logit of a right answer.
 
-    A demonstration x moves the state s to g·s + (1 − g)·tanh(U[s; x]) with g = sigmoid(W[s; x]).
+    It reads a query and its demonstrations in their order. A demonstration x moves the state s to
+    g·s + (1 − g)·tanh(U[s; x]) with g = sigmoid(W[s; x]).
     """
 
     def __init__(self, features: int, width: int) -> None:
@@ -95,63 +105,88 @@ class Member(nn.Module):
         self.head = nn.Sequential(nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, 1))
 
     def forward(self, query: Tensor, sequences: Tensor, present: Tensor) -> Tensor:
-        """[n, d], [n, T, d] and bool [n, T] → [n]."""
+        """Return the logits [n] of right answers.
+
+        Args:
+            query: [n, d].
+            sequences: [n, T, d], the demonstrations.
+            present: bool [n, T], False after the end of a sequence.
+        """
+        # a token of every demonstration and its query
         query = self.query(query)
         items = self.candidate(sequences)
         repeated = query.unsqueeze(1).expand_as(items)
         tokens = self.token(torch.cat([repeated, items, repeated * items], -1))
+        # read the tokens in their order; after the end the state stays
         state = torch.zeros_like(query)
         for token, real in zip(tokens.unbind(1), present.unbind(1), strict=True):
             gate, new = self.update(torch.cat([state, token], -1)).chunk(2, -1)
-            state = torch.where(
-                real.unsqueeze(-1), torch.lerp(new.tanh(), state, gate.sigmoid()), state
-            )
+            moved = torch.lerp(new.tanh(), state, gate.sigmoid())
+            state = torch.where(real.unsqueeze(-1), moved, state)
         return self.head(torch.cat([query, state], -1)).squeeze(-1)
 
 
 class RewardModel:
-    """An ensemble of `Member`s, computed as one on the CPU, for embeddings with this mean and
-    scale, [d]. It sees what the answering model sees: the query and its demonstrations in their
-    order, not the rest of the pool."""
+    """An ensemble of `Member`s, computed side by side on the CPU.
+
+    It sees what the answering model sees: the query and its demonstrations in their order, not the
+    rest of the pool.
+
+    Args:
+        config: the settings.
+        mean: [d], the mean that embeddings are standardised by.
+        scale: [d], the standard deviation that embeddings are standardised by.
+    """
 
     def __init__(self, config: RewardModelConfig, mean: Tensor, scale: Tensor) -> None:
         self.config = config
         self.mean = mean
         self.scale = scale
+        # the weights of all members are stacked, [M, …] each
         members = [Member(len(mean), config.width) for _ in range(config.members)]
         self.network, (self.weights, _) = members[0], stack_module_state(members)
         self.answered: Answered | None = None
 
     def learn(self, table: BeamTable, answered: Answered, epochs: int) -> float:
-        """Go several times over these answers and all those before them; gives the mean
-        cross-entropy of the last."""
-        self.answered = answered = (
-            answered if self.answered is None else self.answered.joined(answered)
-        )
+        """Learn from new answers and from all answers before.
+
+        Returns:
+            The mean cross-entropy in the last epoch.
+        """
+        if self.answered is not None:
+            answered = self.answered.joined(answered)
+        self.answered = answered
         optimiser = torch.optim.AdamW(self.weights.values(), lr=LR)
         count = len(answered.right)
         loss = torch.zeros(())
         for epoch in range(epochs):
+            # each member sees the answers in an order of its own
             order = torch.stack([torch.randperm(count) for _ in range(self.config.members)])
             total = 0.0
-            for start, places in zip(range(0, count, BATCH), order.split(BATCH, 1), strict=True):
+            for start, batch in zip(range(0, count, BATCH), order.split(BATCH, 1), strict=True):
                 optimiser.param_groups[0]["lr"] = LR * (1 - (epoch + start / count) / epochs)
-                logits = self._logits(
-                    table, answered.rows[places], answered.sequences[places], learning=True
-                )
-                loss = F.binary_cross_entropy_with_logits(
-                    logits, answered.right[places], reduction="none"
-                ).mean(1)
+                rows = answered.rows[batch]
+                logits = self._logits(table, rows, answered.sequences[batch], learning=True)
+                right = answered.right[batch]
+                loss = F.binary_cross_entropy_with_logits(logits, right, reduction="none").mean(1)
                 optimiser.zero_grad()
                 loss.sum().backward()
                 optimiser.step()
-                total += float(loss.detach().mean()) * places.shape[1]
+                total += float(loss.detach().mean()) * batch.shape[1]
         return total / count
 
     def _logits(
         self, table: BeamTable, rows: Tensor, sequences: Tensor, learning: bool = False
     ) -> Tensor:
-        """int64 [M, n] and [M, n, T] → [M, n], each member its own sequences."""
+        """Return logits [M, n] of right answers; each member reads its own sequences.
+
+        Args:
+            table: the queries and the bank.
+            rows: int64 [M, n], the queries.
+            sequences: int64 [M, n, T], rows of the bank.
+            learning: True for dropout.
+        """
+        # standardised embeddings, [M, n, d] and [M, n, T, d]
         query = (table.queries[rows] - self.mean) / self.scale
         demonstrations = (table.candidates[sequences.clamp_min(0)] - self.mean) / self.scale
         self.network.train(learning)
@@ -166,40 +201,53 @@ class RewardModel:
 
     @torch.no_grad()
     def probabilities(self, table: BeamTable, rows: Tensor, sequences: Tensor) -> Tensor:
-        """P(right answer) by each member, [M, n]: queries of a table, int64 [n], after rows of its
-        bank, int64 [n, T], −1 after the end."""
+        """Return each member's probability of a right answer, [M, n].
+
+        Args:
+            table: the queries and the bank.
+            rows: int64 [n], the queries.
+            sequences: int64 [n, T], rows of the bank, −1 after the end.
+        """
         members = self.config.members
-        parts = [
-            self._logits(table, some.expand(members, -1), seen.expand(members, -1, -1)).sigmoid()
-            for some, seen in zip(rows.split(CHUNK), sequences.split(CHUNK), strict=True)
-        ]
+        parts = []
+        for queries, drawn in zip(rows.split(CHUNK), sequences.split(CHUNK), strict=True):
+            inputs = queries.expand(members, -1), drawn.expand(members, -1, -1)
+            parts.append(self._logits(table, *inputs).sigmoid())
         return torch.cat(parts, 1)
 
     def score(self, table: BeamTable, rows: Tensor, sequences: Tensor) -> dict[str, Tensor]:
-        """The penalised probability as `vqa_correct`, float [n]: with a table bound, a scorer for
-        the environment."""
-        return {
-            "vqa_correct": penalised(self.probabilities(table, rows, sequences), self.config.kappa)
-        }
+        """Return the penalised probability as `vqa_correct`, float [n].
+
+        With `table` bound, this is a scorer for the environment.
+        """
+        probabilities = self.probabilities(table, rows, sequences)
+        return {"vqa_correct": penalised(probabilities, self.config.kappa)}
 
     def correct(
         self, table: BeamTable, rows: Tensor, drawn: Tensor, scorer: Scorer
     ) -> dict[str, float]:
-        """Answer one of G draws of each query really, where the members disagree most, and learn
-        from it: n true calls. Queries are int64 [n], draws rows of the bank, int64 [n, G, T]. Gives
-        what is logged of it."""
+        """Have the scorer answer one draw of each query, and learn from the n answers.
+
+        It is the draw that the members disagree most about.
+
+        Args:
+            table: the queries and the bank.
+            rows: int64 [n], the queries.
+            drawn: int64 [n, G, T], G draws of each query, rows of the bank.
+            scorer: answers, in n true calls.
+
+        Returns:
+            Metrics to log.
+        """
         queries, group, shots = drawn.shape
-        predicted = self.probabilities(
-            table, rows.repeat_interleave(group), drawn.reshape(-1, shots)
-        )
+        repeated = rows.repeat_interleave(group)
+        predicted = self.probabilities(table, repeated, drawn.reshape(-1, shots))
         predicted = predicted.unflatten(1, (queries, group))
-        place = predicted.std(0, correction=0).argmax(1)
-        each = torch.arange(queries)
-        right = scorer(rows, drawn[each, place])["vqa_correct"].float().cpu()
-        loss = self.learn(
-            table, Answered(rows, drawn[each, place], right), self.config.refit_epochs
-        )
-        expected = predicted.mean(0)[each, place].mean()
+        most_disputed = torch.arange(queries), predicted.std(0, correction=0).argmax(1)
+        sequences = drawn[most_disputed]
+        right = scorer(rows, sequences)["vqa_correct"].float().cpu()
+        loss = self.learn(table, Answered(rows, sequences, right), self.config.refit_epochs)
+        expected = predicted.mean(0)[most_disputed].mean()
         return {
             "Asked_Right": float(right.mean()),
             "Asked_Expected": float(expected),
@@ -207,12 +255,12 @@ class RewardModel:
         }
 
     def state(self) -> dict[str, Any]:
-        """What it learned, for a checkpoint."""
+        """Return the weights and the answers learned from, for a checkpoint."""
         assert self.answered is not None
         weights = {name: weight.detach() for name, weight in self.weights.items()}
         return {"weights": weights, "answered": tuple(self.answered)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore what `state` returned."""
         self.weights = {name: weight.requires_grad_() for name, weight in state["weights"].items()}
         self.answered = Answered(*state["answered"])

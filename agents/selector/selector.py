@@ -1,5 +1,5 @@
-"""The selector: embeddings of a query and of its pool in, which demonstrations to show and in which
-order out.
+"""The selector: it reads embeddings of a query and of its pool, and decides which demonstrations
+to show, in which order.
 
 In the order of the data: embeddings (`StoredEmbeddings`, or
 `knobwise.agents.selector.clip_encoder`) → standardised → network
@@ -25,8 +25,7 @@ if TYPE_CHECKING:  # it needs packages that other selectors do without
 
 
 class StoredEmbeddings(nn.Module):
-    """Embeddings that are known already, looked up by row: of queries float [Q, d] and of the whole
-    bank [M, d]."""
+    """Stored embeddings of queries [Q, d] and of the whole bank [M, d], looked up by row."""
 
     query_table: Tensor
     candidate_table: Tensor
@@ -37,22 +36,31 @@ class StoredEmbeddings(nn.Module):
         self.register_buffer("candidate_table", candidates, persistent=False)
 
     def both(self, rows: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of queries, int64 [P], and of candidates, int64 [P, N] → [P, d] and [P, N, d]; zeros
-        for row −1."""
+        """Return the embeddings of queries [P, d] and of their candidates [P, N, d].
+
+        Args:
+            rows: int64 [P], rows of the queries.
+            pool: int64 [P, N], rows of the candidates; row −1 gives zeros.
+        """
         return _looked_up(self.query_table, rows), _looked_up(self.candidate_table, pool)
 
 
 def _looked_up(table: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a table, and zeros for row −1."""
     features = nn.functional.embedding(rows.clamp_min(0).to(table.device), table)
     return features.masked_fill((rows < 0).unsqueeze(-1).to(table.device), 0.0)
 
 
 class Selector(nn.Module):
-    """A policy over ordered sequences of demonstrations from a query's own pool, for embeddings of
-    width `features`.
+    """A policy over ordered sequences of demonstrations from a query's own pool.
 
     `stage` says how far it was trained: `sft`, `rce` or `grpo`. v2 at `grpo` is what the original
     calls v3.
+
+    Args:
+        config: the settings of the network.
+        features: d, the width of the embeddings.
+        encoder: embeds items and learns along; None if embeddings are given.
     """
 
     mean: Tensor
@@ -79,11 +87,13 @@ class Selector(nn.Module):
         candidates: Tensor,
         encoder: ClipEncoder | None = None,
     ) -> Selector:
-        """Return a fresh selector that standardises by these embeddings, [q, d] and [m, d]: those
-        of training alone.
+        """Return a fresh selector that standardises by the embeddings of the training data.
 
-        With an encoder, which then learns along, they are the numbers of its items, [q, 1] and [m,
-        1].
+        Args:
+            config: the settings of the network.
+            queries: [q, d], or with an encoder the indices of its items, [q, 1].
+            candidates: [m, d], or with an encoder the indices of its items, [m, 1].
+            encoder: embeds items and learns along; None if embeddings are given.
         """
         both = torch.cat([queries, candidates])
         if encoder is not None:
@@ -93,8 +103,7 @@ class Selector(nn.Module):
         mean = both.mean(0)
         scale = (both - mean).square().mean(0).sqrt()
         selector.mean.copy_(mean)
-        # a column that never varies gives 0; relative to the mean, from which it differs by
-        # rounding
+        # a column that never varies gives 0; by rounding its deviation may not be exactly 0
         selector.scale.copy_(torch.where(scale > 1e-6 * mean.abs(), scale, torch.inf))
         return selector
 
@@ -107,8 +116,15 @@ class Selector(nn.Module):
         group_size: int | None = None,
         temperature: Tensor | float = 1.0,
     ) -> SequenceDistribution:
-        """Embeddings of queries [P, d] and of their pools [P, N, d], mask bool [P, N] → what to
-        draw sequences from (see `SequenceDistribution`). Everything is encoded here, once.
+        """Encode queries and their pools, and return the distribution to draw sequences from.
+
+        Args:
+            query: embeddings [P, d].
+            pool: embeddings [P, N, d].
+            mask: bool [P, N], True where a place holds a candidate.
+            shots: T.
+            group_size: G, see `SequenceDistribution`.
+            temperature: divides the logits.
 
         Raises:
             InputError: embeddings of another width than the selector reads, or fewer than one shot.
@@ -124,14 +140,24 @@ class Selector(nn.Module):
                     f"{name} embeddings are {width} wide, but this selector reads {self.features}; "
                     "give embeddings of the encoder that it was trained with"
                 )
-        query, pool = ((x - self.mean) / self.scale for x in (query, pool))
+        query = (query - self.mean) / self.scale
+        pool = (pool - self.mean) / self.scale
         encoded = self.network.encode(query, pool, mask)
         return SequenceDistribution(self.network, encoded, shots, group_size, temperature)
 
     @torch.no_grad()
     def choose(self, query: Tensor, pool: Tensor, mask: Tensor, shots: int) -> Tensor:
-        """What to show, greedily: places in the queries' own pools, int64 [P, T], −1 where a pool
-        has fewer than T candidates. Queries are [P, d], pools [P, N, d], the mask bool [P, N].
+        """Choose demonstrations greedily.
+
+        Args:
+            query: embeddings [P, d].
+            pool: embeddings [P, N, d].
+            mask: bool [P, N], True where a place holds a candidate.
+            shots: T.
+
+        Returns:
+            Places in the queries' own pools, int64 [P, T], −1 where a pool has fewer than T
+            candidates.
 
         Raises:
             InputError: embeddings of another width.
@@ -139,14 +165,13 @@ class Selector(nn.Module):
         training = self.training
         device = self.mean.device
         self.eval()
-        sequences = self.distribution(
-            query.to(device), pool.to(device), mask.to(device), shots
-        ).mode
+        dist = self.distribution(query.to(device), pool.to(device), mask.to(device), shots)
+        sequences = dist.mode
         self.train(training)
         return sequences
 
     def plain(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint."""
+        """Return tensors and plain values for a checkpoint."""
         return {
             "selector": asdict(self.config),
             "features": self.features,
@@ -157,12 +182,11 @@ class Selector(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Selector:
-        """The inverse of `plain`, in eval mode.
+        """Return the selector that `plain` describes, in eval mode.
 
         Raises:
             Missing: the CLIP model that it was trained along with cannot be loaded.
-            RuntimeError: weights that are missing, too many, or of another shape: none is left as
-                it was drawn.
+            RuntimeError: weights are missing, unknown, or of another shape.
         """
         source = plain.get("encoder")
         encoder = None

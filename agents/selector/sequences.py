@@ -1,5 +1,5 @@
-"""The distribution that a selector draws from: ordered sequences of different places of a query's
-pool."""
+"""The distribution that a selector draws from, over ordered sequences of different places of a
+query's pool."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from knobwise.losses.functional import entropy
 
 
 class SequenceDistribution(Distribution):
-    """Ordered sequences of T different places of the pool, drawn one after the other without
-    replacement.
+    """A distribution over ordered sequences of T different places of the pool, drawn one after the
+    other without replacement.
 
-    ln π(a) = Σ_t ln softmax(logits_t)[a_t] over what is left of the pool at step t (Plackett 1975,
-    "The Analysis of Permutations", with logits that follow what was chosen). It sums to 1 over all
-    sequences. Where a pool has fewer than T candidates a sequence ends when nothing is left; what
-    remains of it is −1 and adds 0.
+    ln π(a) = Σ_t ln softmax(logits_t)[a_t] over the places left at step t (Plackett 1975, "The
+    Analysis of Permutations", with logits that depend on what was chosen). Probabilities sum to 1
+    over all sequences. If a pool has fewer than T candidates, a sequence ends when no place is
+    left; the rest of it is −1 and adds 0.
 
     Args:
-        network, encoded: what points, and P queries with their pools of N places, as its `encode`
-            gives them.
+        network: the network that points.
+        encoded: P queries with their pools of N places, from the network's `encode`.
         shots: T.
-        group_size: G draws belong to one query: `sample` gives [*, P, G, T] and `log_prob` of it
-            [*, P, G]. None for no group axis: [*, P, T] and [*, P].
-        temperature: the logits are divided by it, for draws, log-probs and entropy alike.
+        group_size: G, draws for each query: `sample` returns [*, P, G, T] and `log_prob`
+            [*, P, G]. None leaves out the group axis: [*, P, T] and [*, P].
+        temperature: divides the logits, for draws, log-probs and entropy alike.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}
@@ -52,42 +52,40 @@ class SequenceDistribution(Distribution):
         super().__init__(encoded.mask.shape[:1], torch.Size([*group, shots]), validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log-probability of sequences, int64 [*sample_shape, P, (G), T] → [*sample_shape, P, (G)].
+        """Return the log-probs of sequences.
 
-        −1 after the end of a shorter sequence adds 0, so that the log-prob is that of its
-        beginning. A place that was chosen before, is not in the pool, or follows the end makes it
-        −∞, without a gradient of its own. G and T need not be those of the draws.
+        They are int64 [*sample_shape, P, (G), T], and their log-probs [*sample_shape, P, (G)].
+        −1 after the end of a shorter sequence adds 0, so its log-prob is that of the part before.
+        The log-prob is −∞, without a gradient, if a place was chosen before, is not in the pool, or
+        follows the end. G and T need not be those of the draws.
         """
         if self.group_size is None:
             group = 1
+            samples = value.shape[:-2].numel()
         else:
             group = value.shape[-2]
-        samples = value.shape[: value.dim() - (2 if self.group_size is None else 3)].numel()
-        places = (
-            value.reshape(samples, *self.batch_shape, group, value.shape[-1])
-            .movedim(0, 1)
-            .flatten(1, 2)
-        )
+            samples = value.shape[:-3].numel()
+        # all samples and draws of a query go side by side
+        places = value.reshape(samples, *self.batch_shape, group, value.shape[-1])
+        places = places.movedim(0, 1).flatten(1, 2)
         log_probs = self._log_prob(places).unflatten(1, (samples, group))
         return log_probs.movedim(1, 0).reshape(value.shape[:-1])
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Draws, int64 [*sample_shape, P, (G), T]; all of them go side by side."""
+        """Draw sequences, int64 [*sample_shape, P, (G), T], all of them side by side."""
         return self.sample_with_log_prob(sample_shape)[0]
 
     rsample = sample
-    """Draws of a discrete distribution carry no gradient; the name is there because collectors ask
-    for it."""
+    """The name that collectors ask for; draws of a discrete distribution carry no gradient."""
 
     @torch.no_grad()
     def sample_with_log_prob(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """Draws and their log-probs, [*sample_shape, P, (G)], without running the network a second
-        time."""
+        """Draw sequences along with their log-probs, [*sample_shape, P, (G)].
+
+        The network does not run a second time.
+        """
         samples = torch.Size(sample_shape).numel()
-        if self.group_size is None:
-            group = 1
-        else:
-            group = self.group_size
+        group = 1 if self.group_size is None else self.group_size
         places, log_probs = self._draw(samples * group)
         total = _of_chosen(log_probs, places).masked_fill(places < 0, 0.0).sum(-1)
         shape = torch.Size([*sample_shape, *self.batch_shape, *self.event_shape])
@@ -95,13 +93,13 @@ class SequenceDistribution(Distribution):
         return places.reshape(shape), total.reshape(shape[:-1])
 
     def entropy(self) -> Tensor:
-        """Unbiased estimate [P], in nats: exact entropies of the steps, summed along one drawn
-        sequence.
+        """Return an unbiased estimate of the entropy, [P], in nats.
 
-        Rao-Blackwellised: only which prefix is met is left to chance, and one step has no chance in
-        it. The gradient is that of the steps' entropies; how prefixes become more or less likely is
-        not in it. The sequence is drawn with its own generator, always seeded alike, so that
-        computing it does not change what training draws.
+        It is the sum of the exact entropies of the steps along a single drawn sequence
+        (Rao-Blackwellised), so only the prefixes are left to chance, and T = 1 is exact. The
+        gradient is that of the steps' entropies, and leaves out how the probabilities of prefixes
+        change. The sequence is drawn with its own generator, always with the same seed, so it does
+        not change the draws of training.
         """
         generator = torch.Generator(self.encoded.keys.device).manual_seed(0)
         places, log_probs = self._draw(1, generator)
@@ -120,26 +118,28 @@ class SequenceDistribution(Distribution):
     deterministic_sample = mode
 
     def _log_prob(self, places: Tensor) -> Tensor:
-        """int64 [P, J, T] → [P, J], every step at once."""
+        """Return the log-probs [P, J] of places int64 [P, J, T], all steps at once."""
         size = self.encoded.mask.shape[-1]
         inside = places.clamp(0, size - 1)
+        # at each step, a place is available unless an earlier step took it: [P, J, T, N]
         taken = places.unsqueeze(-1) == torch.arange(size, device=places.device)
         available = self.encoded.mask[:, None, None] & (taken.cumsum(2) == taken)
         states = self.network.states(self.encoded, self._keys(inside[..., :-1]))
         log_probs = _of_chosen(self._log_probs(states, available), inside)
+        # not available, not a place of the pool, or after the end
         padding = places == -1
-        wrong = (
-            ~available.gather(-1, inside.unsqueeze(-1)).squeeze(-1)
-            | (inside != places)
-            | (padding.cumsum(-1) > 0)
-        )
+        free = available.gather(-1, inside.unsqueeze(-1)).squeeze(-1)
+        wrong = ~free | (inside != places) | (padding.cumsum(-1) > 0)
         return log_probs.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
 
     def _draw(
         self, count: int, generator: torch.Generator | None = None, greedy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """J draws of each query, or its greedy sequence: int64 [P, J, T], and the log-probs of
-        every step, [P, J, T, N]."""
+        """Draw J sequences of each query, or its greedy sequence.
+
+        Returns:
+            Places, int64 [P, J, T], and the log-probs of every step, [P, J, T, N].
+        """
         network = self.network
         mask = self.encoded.mask
         state = network.start(self.encoded, count)
@@ -147,14 +147,15 @@ class SequenceDistribution(Distribution):
         places = []
         steps = []
         for step in range(self.shots):
+            # point at a place of what is left
             log_probs = self._log_probs(network.point(state), available)
             if greedy:
                 drawn = log_probs.argmax(-1, keepdim=True)
             else:
-                drawn = torch.multinomial(
-                    log_probs.detach().exp().flatten(0, 1), 1, generator=generator
-                )
+                probs = log_probs.detach().exp().flatten(0, 1)
+                drawn = torch.multinomial(probs, 1, generator=generator)
                 drawn = drawn.unflatten(0, log_probs.shape[:2])
+            # take it out of the pool, and read its key
             places.append(drawn.masked_fill(~available.any(-1, keepdim=True), -1))
             steps.append(log_probs)
             available = available.scatter(-1, drawn, False)
@@ -163,23 +164,24 @@ class SequenceDistribution(Distribution):
         return torch.cat(places, -1), torch.stack(steps, 2)
 
     def _log_probs(self, states: Tensor, available: Tensor) -> Tensor:
-        """Log-probs of the next place, [P, *, N]: −∞ for what is not available.
+        """Return log-probs of the next place, [P, *, N], −∞ where it is not available.
 
-        Where nothing is, they are those of a full pool: nobody reads them, and they are finite in
-        value and gradient.
+        If no place is available they are those of a full pool: nobody reads them, and values and
+        gradients stay finite.
         """
         logits = self.network.logits(states, self.encoded) / self.temperature
         masked = ~available & available.any(-1, keepdim=True)
         return logits.masked_fill(masked, -torch.inf).log_softmax(-1)
 
     def _keys(self, places: Tensor) -> Tensor:
-        """Keys of places of the queries' own pools: int64 [P, *] → [P, *, h]."""
+        """Return the keys of places in the queries' own pools, int64 [P, *] → [P, *, h]."""
         queries, size, width = self.encoded.keys.shape
+        # a lookup in the keys of all pools, each of which begins `size` rows after the last
         first = torch.arange(0, queries * size, size, device=places.device)
         rows = places + first.view(-1, *[1] * (places.dim() - 1))
         return F.embedding(rows, self.encoded.keys.reshape(queries * size, width))
 
 
 def _of_chosen(log_probs: Tensor, places: Tensor) -> Tensor:
-    """[P, J, T, N] and int64 [P, J, T] → [P, J, T]."""
+    """Return the log-probs of chosen places: [P, J, T, N] and int64 [P, J, T] → [P, J, T]."""
     return log_probs.gather(-1, places.clamp_min(0).unsqueeze(-1)).squeeze(-1)

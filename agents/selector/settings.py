@@ -14,12 +14,12 @@ UNREAD = {
     "v2": (),
     "v3": ("update",),
 }
-"""The versions of the network, and the options that each does not read."""
+"""The options that each version of the network does not read."""
 
 
 @dataclass
 class SelectorConfig:
-    """The network of a selector."""
+    """Settings of a selector's network."""
 
     version: str = "v2"
     """The network. `v0`: a causal transformer reads the query and what was chosen. `v1`: bilinear,
@@ -67,16 +67,15 @@ class SelectorConfig:
 
     @property
     def depth(self) -> int:
-        """The number of layers: `layers`, or if that is None the number that the version has by
-        itself."""
-        usual = 3 if self.version == "v3" else 1
-        return usual if self.layers is None else self.layers
+        """The number of layers: `layers`, or if that is None the default of the version."""
+        if self.layers is not None:
+            return self.layers
+        return 3 if self.version == "v3" else 1
 
 
 @dataclass
 class RewardModelConfig:
-    """A learned reward: an ensemble predicts whether a sequence of demonstrations leads to a right
-    answer."""
+    """Settings of a learned reward, an ensemble that predicts if an answer will be right."""
 
     calls: int = 0
     """True calls of the answering model that correct it, spread evenly over the epochs of GRPO."""
@@ -95,13 +94,8 @@ class RewardModelConfig:
     """Passes over all answered sequences after each round of true calls."""
 
     def __post_init__(self) -> None:
-        for name, least in {
-            "calls": 0,
-            "kappa": 0,
-            "members": 1,
-            "width": 1,
-            "epochs": 1,
-            "refit_epochs": 1,
-        }.items():
-            at_least(f"reward_model.{name}", getattr(self, name), least)
+        for name in ("calls", "kappa"):
+            at_least(f"reward_model.{name}", getattr(self, name), 0)
+        for name in ("members", "width", "epochs", "refit_epochs"):
+            at_least(f"reward_model.{name}", getattr(self, name), 1)
         one_of("reward_model.recorded", self.recorded, tuple(GROUPS))

@@ -5,8 +5,8 @@
 3. GRPO, or PPO, on the reward that is charged.
 
 Several networks are trained side by side, each on contexts of its own samples: a batch is
-[contexts, networks]. Those of the folds are judged on samples that neither they nor what taught
-them were fitted on; the last one learns from all samples. The loop is that of
+[contexts, networks]. A network of a fold is judged on samples that neither it nor its teacher was
+fitted on. The last network learns from all samples. The loop is that of
 `knobwise.agents.training.loop`.
 """
 
@@ -56,6 +56,8 @@ from knobwise.losses.settings import LossConfig
 
 JUDGED_STEPS = 4
 """Worths of each kind that validation under weights takes the pairs of."""
+
+# settings of the teacher's regression, as in `Stage`
 TEACHER_LR = 3e-3
 TEACHER_DECAY = 0.05
 TEACHER_CLIP = 5.0
@@ -68,15 +70,15 @@ class ControllerTrainer(JudgedTrainer):
     Args:
         split: fit on `train`, choose on `validation`, or both in folds (`policy.members`); `test`
             is not used.
-        reward: under a mean budget and weights it is always `priced`.
-        budgets_ms: float [B], what is judged on validation; None for the default budgets. Under a
-            mean budget and weights worths are judged instead.
-        cost_ms: what a decision and its features take themselves, which the reward charges.
+        reward: the reward; under a mean budget and weights it is always `priced`.
+        budgets_ms: float [B], the budgets of validation; None for the default budgets. Under a
+            mean budget and weights, validation uses worths instead.
+        cost_ms: the time that a decision and its features take, which the reward charges.
         init_from: a checkpoint whose heads training starts from, with the statistics that its
             inputs are standardised by (`started_from`); None for fresh weights. Samples that it was
             trained on count as seen.
-        fold_seed: of the folds; None for `seed`.
-        experts: gives the teacher's experts, fitted on the training and validation samples; None
+        fold_seed: seed of the folds; None for `seed`.
+        experts: returns the teacher's experts, fitted on the training and validation samples; None
             fits them here.
         seed, device, **options: see `Trainer`, which also takes `folder` and `log`.
     """
@@ -115,54 +117,66 @@ class ControllerTrainer(JudgedTrainer):
         else:
             self.fold_seed = fold_seed
         self._experts = experts
-        self.kl_coeff = 0.1 if self.policy.teacher else 0.0
-        if self.loss.kl_to_ref_coeff is not None:
-            self.kl_coeff = self.loss.kl_to_ref_coeff
-        if budget is None:
-            self.sense = "deadline"
-        else:
-            self.sense = budget.sense
-        self.priced = self.sense != "deadline"
-        by_reward = self.priced or (reward is not None and reward.kind == "function")
-        if by_reward:
-            self.judged_by = "reward"
-        else:
-            self.judged_by = "utility"
-        self.limits = _judged_limits(table, self.sense, budgets_ms)
+        self._set_sense(budget, reward)
         if self.priced:
             reward = RewardConfig(kind="priced")
+        self.limits = _judged_limits(table, self.sense, budgets_ms)
         settings = optimiser or OptimiserConfig()
-        if self.loss.objective == "exact":
-            group = 1
-        else:
-            group = self.loss.group_size
         self.networks = self.policy.members_trained
         shape = settings.contexts, self.networks
         self.teaches = self.policy.teacher and settings.warmup_iterations > 0
         with seeded(seed, device):
             agent = self._first_agent(init_from).to(device).eval()
             self._with_bins = self._leave_out_bins(agent)
-            reference = self._build_policies(agent.controller, group, device)
-            about: dict[str, Any] = {"budget": budget, "reward": reward}
-            about["device"] = torch.device(device)
-            about["balance"] = (balance or BalanceConfig()).by
-            env = self._environment(math.prod(shape), group, **about)
+            reference = self._build_policies(agent.controller, device)
+            env = self._environment(
+                math.prod(shape),
+                budget=budget,
+                reward=reward,
+                balance=(balance or BalanceConfig()).by,
+                device=torch.device(device),
+            )
             stages = self._stages(agent, settings, env)
-            stored = {*self.rce.in_keys, *self.grpo.in_keys, "configuration", "state_value"}
-            stored |= {"row", ("next", "reward")}
-            options |= {"stored": stored - {"action"}, "shape": shape}
+            options |= {"stored": self._stored_keys(), "shape": shape}
             options |= {"seed": seed, "device": device}
             super().__init__(agent, reference, env, self.behaviour, stages, settings, **options)
             if self.critic is not None:
                 self.learned = nn.ModuleList([agent, self.critic])
                 self.optimiser = adamw(self.learned, self.settings.weight_decay)
 
-    def _environment(self, contexts: int, group: int, **settings: Any) -> ConfigBandit:
-        """Return what is learned from: contexts for all networks in turn, each of its own rows."""
+    def _set_sense(self, budget: BudgetConfig | None, reward: RewardConfig | None) -> None:
+        """Set the sense of a limit, the score that networks are judged by, and the weight of the
+        KL."""
+        self.sense = "deadline"
+        if budget is not None:
+            self.sense = budget.sense
+        self.priced = self.sense != "deadline"
+        self.judged_by = "utility"
+        if self.priced or (reward is not None and reward.kind == "function"):
+            self.judged_by = "reward"
+        self.kl_coeff = 0.1 if self.policy.teacher else 0.0
+        if self.loss.kl_to_ref_coeff is not None:
+            self.kl_coeff = self.loss.kl_to_ref_coeff
+
+    @property
+    def _group_size(self) -> int:
+        """Draws per context; the exact objective weighs all configurations and needs only one."""
+        if self.loss.objective == "exact":
+            return 1
+        return self.loss.group_size
+
+    def _stored_keys(self) -> set[Any]:
+        """Return the collected keys that the losses need."""
+        keys: set[Any] = {*self.rce.in_keys, *self.grpo.in_keys, "configuration", "state_value"}
+        keys |= {"row", ("next", "reward")}
+        return keys - {"action"}
+
+    def _environment(self, contexts: int, **settings: Any) -> ConfigBandit:
+        """Return the environment: contexts for all networks in turn, each of its own rows."""
         return ConfigBandit(
             self.drifted,
             batch_size=contexts,
-            group_size=group,
+            group_size=self._group_size,
             rows=[rows_of_copies(rows, self.table, self.drifted) for rows in self.network_rows],
             seed=self.seed,
             unprofiled="error",
@@ -171,15 +185,22 @@ class ControllerTrainer(JudgedTrainer):
             **settings,
         )
 
-    def _build_policies(self, controller: Controller, group: int, device: str) -> Controller:
-        """Build what draws, what collects, and for PPO a critic; returns the reference."""
+    def _build_policies(self, controller: Controller, device: str) -> Controller:
+        """Build the actor, the behaviour policy and, for PPO, a critic; return the reference."""
         reference = copy.deepcopy(controller).requires_grad_(False)
+        # under drift, networks also learn from copies of the samples on slower or faster machines
         drifting = self.sense == "deadline" and len(controller.network.values) > 0
         self.drift = self.policy.drift if drifting else 0.0
         self.drifted, offsets = drifted_copies(self.table, self.drift, self.seed)
-        about: dict[str, Any] = {"members": True, "offsets": offsets}
-        self.actor = make_actor(controller, self.table, group, **about).to(device)
-        frozen = make_actor(reference, self.table, group, **about).to(device)
+        actor_of = functools.partial(
+            make_actor,
+            table=self.table,
+            group_size=self._group_size,
+            members=True,
+            offsets=offsets,
+        )
+        self.actor = actor_of(controller).to(device)
+        frozen = actor_of(reference).to(device)
         self.critic = None
         if self.loss.objective == "ppo":
             self.critic = make_critic(controller, self.table)
@@ -187,38 +208,43 @@ class ControllerTrainer(JudgedTrainer):
         return reference
 
     def _first_agent(self, init_from: str | Path | None) -> DeployedController:
-        """Return what training starts from; notes which samples are fitted and held out."""
+        """Return the agent that training starts from; note the fitted and the held-out samples."""
+        # folds of a checkpoint are taken over before the samples are divided
         self.seen_before: list[str] = []
         start = None
         if init_from is not None:
             start = load_checkpoint(init_from)
             self._note_samples_of(start, init_from)
         fitted, held_out = self.divide()
-        self.fitted = fitted[0]
-        if len(fitted) > 1:
+        if len(fitted) > 1:  # folds, and a last network of all samples
             self.fitted = torch.cat([self.split.train, self.split.validation])
-        if len(fitted) > 1:
             self.network_rows = [*fitted, self.fitted]
         else:
+            self.fitted = fitted[0]
             self.network_rows = fitted
         self._note_held_out(held_out)
+        # fresh networks, or those of the checkpoint
         controller = Controller.for_table(self.table, self.fitted, self.policy, self.sense)
         self.start_sums: list[float] | None = None
         if start is not None:
             controller = started_from(str(init_from), start, controller)
-            values = controller.state_dict().values()
-            self.start_sums = [float(each.double().sum()) for each in values]
+            weights = controller.state_dict().values()
+            self.start_sums = [float(weight.double().sum()) for weight in weights]
         teacher = None
         if self.teaches:
             masks = torch.stack([torch.isin(self.fitted, rows) for rows in fitted])
-            normaliser = controller.normaliser
-            about = self.table, self.fitted, self.policy, normaliser, masks, self.sense
-            teacher = Teacher.for_table(*about)
+            teacher = Teacher.for_table(
+                self.table, self.fitted, self.policy, controller.normaliser, masks, self.sense
+            )
         return DeployedController(controller, teacher)
 
     @staticmethod
     def _leave_out_bins(agent: DeployedController) -> dict[str, Tensor]:
-        """Make a fresh teacher one without bins; returns its weights with them, or nothing."""
+        """Take the bins out of a fresh teacher, and return its weights with them.
+
+        Returns:
+            The weights that `_begin_with_bins` loads; {} where there are no bins.
+        """
         if agent.teacher is None or not agent.teacher.network.edges.numel():
             return {}
         weights = copy.deepcopy(agent.teacher.state_dict())
@@ -235,30 +261,31 @@ class ControllerTrainer(JudgedTrainer):
         stages: list[Stage] = []
         if agent.teacher is not None:
             stages = self._teacher_stages(agent.teacher, settings, env)
-            warm_up = Stage(
-                "imitation",
-                self._imitate,
-                settings.warmup_iterations,
-                settings.warmup_lr,
-                self._prepare_warm_up,
-                self._begin_imitation,
-            )
-        else:
-            warm_up = Stage(
-                "RCE",
-                self._with_rewards(self.rce),
-                settings.warmup_iterations,
-                settings.warmup_lr,
-                self._prepare_warm_up,
-            )
-        warm_up.dropout = True
-        warm_up.patience = settings.warmup_patience
+        warm_up = self._warm_up_stage(agent, settings)
+        return [*stages, warm_up, self._grpo_stage(settings, env)]
 
-        settings_of_loss = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
-        method = "GRPO"
+    def _warm_up_stage(self, agent: DeployedController, settings: OptimiserConfig) -> Stage:
+        """Return imitation of the teacher, or without one RCE."""
+        stage = Stage(
+            "RCE",
+            self._with_rewards(self.rce),
+            settings.warmup_iterations,
+            settings.warmup_lr,
+            self._prepare_warm_up,
+            dropout=True,
+            patience=settings.warmup_patience,
+        )
+        if agent.teacher is None:
+            return stage
+        return replace(stage, name="imitation", loss=self._imitate, begin=self._begin_imitation)
+
+    def _grpo_stage(self, settings: OptimiserConfig, env: ConfigBandit) -> Stage:
+        """Return the last stage, GRPO or PPO."""
         self.grpo: Any = None
         if self.critic is None:
-            self.grpo = GRPOLoss(self.actor, **settings_of_loss, functional=False).to(env.device)
+            method = "GRPO"
+            coefficients = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
+            self.grpo = GRPOLoss(self.actor, **coefficients, functional=False).to(env.device)
             loss = self.grpo.__call__
             if self.loss.objective == "exact":
                 loss = self._with_rewards(self.grpo)
@@ -266,12 +293,10 @@ class ControllerTrainer(JudgedTrainer):
             method = "PPO"
             self.grpo = self._ppo().to(env.device)
             loss = self._with_advantages
-        band = self.loss.kl_band
-        if band:
-            controls = [weight_control(self.grpo.kl_to_ref_coeff, band)]
-        else:
-            controls = []
-        last = Stage(
+        controls = []
+        if self.loss.kl_band:
+            controls.append(weight_control(self.grpo.kl_to_ref_coeff, self.loss.kl_band))
+        return Stage(
             method,
             loss,
             settings.iterations,
@@ -282,12 +307,11 @@ class ControllerTrainer(JudgedTrainer):
             patience=settings.patience,
             retreat=settings.retreat,
         )
-        return [*stages, warm_up, last]
 
     def _teacher_stages(
         self, teacher: Teacher, settings: OptimiserConfig, env: ConfigBandit
     ) -> list[Stage]:
-        """Return the regression, and where bins of the features are tried once more with them."""
+        """Return the regression, followed by a second one with bins where bins are tried."""
         predictor = PredictedOutcomes(teacher, self.all_features)
         self.regression = RegressionLoss(predictor)
         self.log_latency, self.variance = log_moments(self.table.measurements_ms.to(env.device))
@@ -324,9 +348,9 @@ class ControllerTrainer(JudgedTrainer):
     def _with_advantages(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return PPO's loss of a minibatch.
 
-        An episode is one step, so the return of a draw is its reward, and its advantage is
-        reward − V with the V of the moment of collection. V is fitted to the mean over the draws of
-        a context, which has the same gradient as fitting it to each of them.
+        An episode is one step, so the return of a draw is its reward. Its advantage is reward − V,
+        with V as it was at collection. V is fitted to the mean reward of a context's draws, which
+        has the same gradient as fitting it to each draw.
         """
         contexts = minibatch.copy()
         rewards = contexts["next", "reward"]  # [P, M, G]
@@ -337,9 +361,10 @@ class ControllerTrainer(JudgedTrainer):
             floor = self.loss.advantage_std_floor
             advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(floor)
         contexts["advantage"] = advantage.unsqueeze(-1)
-        return self.grpo(contexts).apply(torch.mean)  # some diagnostics have a number for each draw
+        return self.grpo(contexts).apply(torch.mean)  # some diagnostics come for each draw
 
     def _prepare_warm_up(self, share: float, watched: bool) -> None:
+        """Set RCE's temperature; without diagnostics nothing has to be drawn."""
         start = self.loss.temperature_start
         end = self.loss.temperature_end
         self.rce.temperature.fill_(start + (end - start) * share)
@@ -353,7 +378,7 @@ class ControllerTrainer(JudgedTrainer):
         self.agent.teacher.load_state_dict(self._with_bins)
 
     def _begin_imitation(self) -> None:
-        """Take the best teacher; from here on the heads are what is judged and kept."""
+        """Load the best teacher; from here on the heads are judged and kept."""
         if self.best["state"] is not None:
             self.agent.load_state_dict(self.best["state"])
         self.scores_kept = None
@@ -362,20 +387,21 @@ class ControllerTrainer(JudgedTrainer):
     def _begin_grpo(self) -> None:
         """Take the end of the warm-up as the reference.
 
-        With its temperature down, the policy is sharp then, and what RCE's best held-out state was
-        better GRPO wins back.
+        At the end of the warm-up the temperature is low and the policy is sharp. RCE's best
+        held-out state may have been better, but GRPO soon makes up for that.
         """
         self.reference.load_state_dict(self.agent.controller.state_dict())
         self._note_scores_before_grpo()
 
     def _prepare_grpo(self, share: float, watched: bool) -> None:
+        """Let the behaviour policy compute only what this iteration reads."""
         self.grpo.diagnostics = watched
         self.behaviour.with_log_probs = True
         self.behaviour.with_reference = watched or self.kl_coeff > 0
         self.behaviour.drawing = watched or self.loss.objective != "exact"
 
     def _with_rewards(self, loss: Callable[[TensorDictBase], TensorDictBase]) -> Callable[..., Any]:
-        """Return a loss on the rewards of all configurations: looked up here, not stored."""
+        """Return a loss on the rewards of all configurations, which are looked up, not stored."""
 
         def looked_up(minibatch: TensorDictBase) -> TensorDictBase:
             minibatch = minibatch.copy()
@@ -387,10 +413,10 @@ class ControllerTrainer(JudgedTrainer):
         return looked_up
 
     def _regress(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the regression's loss on what was measured of samples."""
+        """Return the regression's loss on the measurements of the drawn samples."""
         assert self.agent.teacher is not None
         row = minibatch["row"][:, : self.agent.teacher.members].T  # [M, n]
-        row = row % self.table.num_samples
+        row = row % self.table.num_samples  # row i + k·N is a drifted copy of sample i
         measured = {
             "row": row,
             "accuracy_per_configuration": self.env.rewards.accuracy[row],
@@ -402,8 +428,11 @@ class ControllerTrainer(JudgedTrainer):
         return self.regression(TensorDict(measured, row.shape))
 
     def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the cross-entropy to softmax(sharpness · what the teacher expects) of as many
-        lessons as the minibatch has contexts."""
+        """Return the heads' cross-entropy to the teacher on random lessons.
+
+        The target is softmax(sharpness · the teacher's expected worths). There are as many lessons
+        as the minibatch has contexts.
+        """
         x, limits, worths, offset = self.lessons.draw(len(minibatch), self.device)
         log_probs = self.agent.controller.network(x, limits, None, offset)
         mask = torch.ones_like(worths, dtype=torch.bool)
@@ -413,29 +442,31 @@ class ControllerTrainer(JudgedTrainer):
 
     @functools.cached_property
     def taught_by(self) -> Fitted:
-        """The teachers, of all samples and of the folds, from the network that was trained; they
-        teach on the CPU."""
+        """The teachers of all samples and of the folds, on the CPU, fitted from the trained
+        network."""
         assert self.agent.teacher is not None
         teacher = copy.deepcopy(self.agent.teacher).cpu()
         experts = None
-        # those that are shared read features by the statistics of this profile
+        # shared experts read features by the statistics of this profile, not of a checkpoint
         if self._experts is not None and self.start_sums is None:
             experts = self._experts()
-        about = self.table, self.fitted, teacher, self.policy, self.limits
-        return fit_teacher(*about, self.fold_seed, experts)
+        return fit_teacher(
+            self.table, self.fitted, teacher, self.policy, self.limits, self.fold_seed, experts
+        )
 
     @functools.cached_property
     def lessons(self) -> Lessons:
-        """What the heads imitate."""
+        """The lessons that the heads imitate."""
         normaliser = self.taught_by.teacher.normaliser
         settings = self.settings
         draws = settings.warmup_iterations * settings.epochs * settings.contexts
-        about = self.taught_by, self.table, normaliser, self.limits, draws
-        return Lessons(*about, self.seed, self.drift)
+        return Lessons(
+            self.taught_by, self.table, normaliser, self.limits, draws, self.seed, self.drift
+        )
 
 
 def _judged_limits(table: ProfileTable, sense: str, budgets_ms: Tensor | None) -> Tensor:
-    """Return what validation judges: budgets [B] in ms, worths [B], or pairs of worths [B, 2]."""
+    """Return the limits of validation: budgets [B] in ms, worths [B], or pairs of worths [B, 2]."""
     if sense == "weights":
         return worth_pairs(table, JUDGED_STEPS)
     if sense == "mean":

@@ -1,8 +1,8 @@
-"""Lessons: what a teacher makes of requests, for a policy to imitate.
+"""Lessons: a teacher's expectations about requests, for a policy to imitate.
 
-The teacher can be asked about any request. A pupil learns from requests that are composed of
-samples, and only an eighth of these are samples as they are: what the teacher predicts of those
-that it was fitted on is too close to what was measured.
+The teacher can be asked about any request. A policy learns from requests that are composed of
+samples, and only an eighth of these are unchanged samples: on the samples that it was fitted on,
+the teacher predicts too closely what was measured.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from knobwise.envs.configurations.drift import Drift
 from knobwise.envs.tables.profile_table import ProfileTable
 
 REQUESTS = 8192
-"""Requests that each network learns from, fewer where they would take too much memory or would not
-all be drawn."""
+"""Requests that each network learns from; fewer if memory would not suffice or training draws
+fewer."""
 LIMITS = 4
-"""Limits that the teacher is asked about for each of them."""
+"""Limits that the teacher is asked about for each request."""
 MOST_CELLS = 1 << 25
-"""Requests × limits × configurations × networks."""
+"""Most cells in memory: requests × limits × configurations × networks."""
 BEYOND = (0.8, 1.15)
-"""Budgets reach from so many times the least judged one to so many times the largest."""
+"""Range of the limits: factors on the least and on the largest judged limit."""
 
 
 class Lessons:
-    """Requests, limits and what a teacher makes of them, for M networks side by side.
+    """Requests, limits and the teacher's worths for them, for M networks side by side.
 
     Attributes:
         x: normalised features, float [M, R, width].
         limits: [M, R, V], or pairs [M, R, V, 2].
-        worths: float [M, R, V, C].
+        worths: float [M, R, V, C], the expected worth of every configuration.
+        offsets: offsets of ln ms under drift, [M, R, V, C]; None without drift.
     """
 
     def __init__(
@@ -47,73 +48,80 @@ class Lessons:
         size: float = 0.0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        pupils = [*zip(fitted.of_folds, fitted.folds, strict=True), (fitted.teacher, None)]
-        cells = len(pupils) * LIMITS * table.num_configurations
+        # each network learns from the teacher that saw the same samples
+        teachers = [*zip(fitted.of_folds, fitted.folds, strict=True), (fitted.teacher, None)]
+        cells = len(teachers) * LIMITS * table.num_configurations
         count = max(1, min(REQUESTS, MOST_CELLS // cells, draws))
         x = []
         limits = []
         worths = []
         offsets: list[Tensor] = []
         drift = Drift(table.configurations, size)
-        with progress("preparing lessons", len(pupils), quiet_s=2) as tick:
-            for number, (teacher, held_out) in enumerate(pupils, 1):
-                kept = torch.ones(len(fitted.rows), dtype=torch.bool)
-                if held_out is not None:
-                    kept[held_out] = False
-                if kept.any():
-                    rows = fitted.rows[kept]
-                else:
-                    rows = fitted.rows
-                requests = composed_of(table, normaliser, rows, count, generator)
-                under = drawn_limits(judged, (count, LIMITS), generator)
+        with progress("preparing lessons", len(teachers), quiet_s=2) as tick:
+            for finished, (teacher, held_out) in enumerate(teachers, 1):
+                rows = _rows_without(fitted.rows, held_out)
+                x.append(composed_of(table, normaliser, rows, count, generator))
+                limits.append(drawn_limits(judged, (count, LIMITS), generator))
                 drifts = drift.draw((count, LIMITS), generator)
-                x.append(requests)
-                limits.append(under)
                 if drifts is not None:
                     offsets.append(drifts)
-                worths.append(teacher.teach(requests, under, drifts))
-                tick(number, "teachers")
+                worths.append(teacher.teach(x[-1], limits[-1], drifts))
+                tick(finished, "teachers")
         self.x = torch.stack(x)
         self.limits = torch.stack(limits)
         self.worths = torch.stack(worths)
-        if offsets:
-            self.offsets: Tensor | None = torch.stack(offsets)
-        else:
-            self.offsets = None
+        self.offsets = torch.stack(offsets) if offsets else None
 
     def draw(
         self,
         contexts: int,
         device: torch.device | str = "cpu",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return features [M, n, width], limits [M, n] and worths [M, n, C] of n random lessons."""
-        members, requests, several = self.limits.shape[:3]
+        """Draw n random lessons for each network.
+
+        Returns:
+            Features [M, n, width], limits [M, n], worths [M, n, C], and offsets of ln ms [M, n, C],
+            None without drift.
+        """
+        members, requests, limits_each = self.limits.shape[:3]
         member = torch.arange(members).unsqueeze(1)
         row = torch.randint(requests, (members, contexts))
-        which = torch.randint(several, (members, contexts))
-        at = member, row, which
-        if self.offsets is None:
-            offset = None
-        else:
-            offset = self.offsets[at].to(device)
-        parts = self.x[member, row], self.limits[at], self.worths[at]
+        limit = torch.randint(limits_each, (members, contexts))
+        lesson = member, row, limit
+        offset = None
+        if self.offsets is not None:
+            offset = self.offsets[lesson].to(device)
+        parts = self.x[member, row], self.limits[lesson], self.worths[lesson]
         x, limits, worths = (part.to(device) for part in parts)
         return x, limits, worths, offset
 
 
+def _rows_without(rows: Tensor, held_out: Tensor | None) -> Tensor:
+    """Return rows without those at the held-out positions; all of them if none would be left."""
+    kept = torch.ones(len(rows), dtype=torch.bool)
+    if held_out is not None:
+        kept[held_out] = False
+    if kept.any():
+        return rows[kept]
+    return rows
+
+
 def drawn_limits(judged: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw limits evenly in logarithm, a third of them among the judged ones.
+    """Draw limits evenly on a log scale, a third of them from the judged limits.
 
     Args:
         judged: float [B], or pairs [B, 2].
+        shape: the shape of the result, before the axis of pairs.
+        generator: the source of the draws.
     """
+    # evenly on a log scale, somewhat beyond the judged limits
     low = (BEYOND[0] * judged.amin(0)).log()
     high = (BEYOND[1] * judged.amax(0)).log()
     pair = judged.shape[1:]
     even = torch.lerp(low, high, torch.rand((*shape, *pair), generator=generator)).exp()
-    among = judged[torch.randint(len(judged), shape, generator=generator)]
+    from_judged = judged[torch.randint(len(judged), shape, generator=generator)]
     third = torch.rand(shape, generator=generator) < 1 / 3
-    return torch.where(third.reshape(*shape, *(1 for _ in pair)), among, even)
+    return torch.where(third.reshape(*shape, *(1 for _ in pair)), from_judged, even)
 
 
 def composed_of(
@@ -123,22 +131,29 @@ def composed_of(
     count: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return features [count, width] of requests composed of these rows (int64 [n])."""
+    """Return normalised features [count, width] of requests composed of these rows, int64 [n]."""
+    # missing values are indicated in columns of their own, the last block
     blocks = {name: block[rows] for name, block in table.features.items()}
     samples = normaliser.normal(blocks, len(rows))
     widths = list(normaliser.sizes.values())
-    indicators = samples.shape[1] - sum(widths)  # of missing values
+    indicators = samples.shape[1] - sum(widths)
     if indicators:
         widths.append(indicators)
     return normaliser.project(composed(samples, widths, count, generator))
 
 
 def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
-    """Compose requests of samples: features [n, width] in blocks of these widths → [count, width].
+    """Compose requests of samples: features [n, width] → [count, width].
 
-    Each is made of two: in half of these each block of columns comes from another sample; half of
-    them are a mean with another sample. In half of the requests some columns, up to half of them,
-    come from the second.
+    1. Cross: half of the time, every block of columns comes from a sample of its own.
+    2. Mix: half of the time, the result is a weighted mean with a second crossed sample.
+    3. In half of the requests, up to half of the columns come from a second mix.
+
+    Args:
+        x: features [n, width] of samples.
+        widths: the widths of the blocks of columns.
+        count: the number of requests.
+        generator: the source of the draws.
     """
     first = _mixed(x, widths, count, generator)
     second = _mixed(x, widths, count, generator)
@@ -147,18 +162,20 @@ def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generato
 
 
 def _mixed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
+    """Return crossed samples, half of them as a mean with another one."""
     share = 0.5 * _uniform(count, 1, generator) * (_uniform(count, 1, generator) < 0.5)
-    return torch.lerp(
-        _crossed(x, widths, count, generator), _crossed(x, widths, count, generator), share
-    )
+    first = _crossed(x, widths, count, generator)
+    second = _crossed(x, widths, count, generator)
+    return torch.lerp(first, second, share)
 
 
 def _crossed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
+    """Return samples, in half of which every block comes from a sample of its own."""
     n = len(x)
     rows = torch.randint(n, (count, 1), generator=generator).expand(-1, len(widths))
     others = torch.randint(n, (count, len(widths)), generator=generator)
     rows = torch.where(_uniform(count, 1, generator) < 0.5, others, rows)
-    blocks = [block[rows[:, number]] for number, block in enumerate(x.split(widths, 1))]
+    blocks = [block[rows[:, index]] for index, block in enumerate(x.split(widths, 1))]
     if blocks:
         return torch.cat(blocks, 1)
     return x.new_zeros(count, 0)

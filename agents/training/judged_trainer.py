@@ -1,4 +1,4 @@
-"""What a controller's training knows of held-out data: who is judged on which samples, and how."""
+"""The part of a controller's training that judges networks on held-out samples."""
 
 from __future__ import annotations
 
@@ -37,18 +37,21 @@ PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
 
 
 class JudgedTrainer(Trainer):
-    """A training whose networks are judged on the samples of a profile that they were not fitted
-    on.
+    """A training whose networks are judged on samples that they were not fitted on.
+
+    Scores are the mean over the limits for each of `judged_rows`, float [n], or None before they
+    are known.
 
     Attributes:
-        networks: M, how many are trained side by side; those of the folds come first.
-        judged_rows: int64 [n], all held-out samples, one fold after the other.
-        held_out: int64 [longest, M], the samples held out of each network, the last one repeated.
-        places: int64 [n], where those of `judged_rows` are in `held_out`, flattened.
-        limits: [B], what is judged: budgets in ms or worths; under weights pairs [B, 2].
-        scores_now, scores_kept, scores_before: mean score over the limits of each of `judged_rows`,
-            float [n], of the latest evaluation, of what is kept, and where GRPO begins; None before
-            there is any.
+        networks: M, the number of networks trained side by side; those of the folds come first.
+        judged_rows: int64 [n], all held-out samples, fold by fold.
+        held_out: int64 [longest, M], the samples held out of each network; a shorter column repeats
+            its last sample.
+        places: int64 [n], the positions of `judged_rows` in `held_out`, flattened.
+        limits: [B], budgets in ms or worths; under weights pairs of worths [B, 2].
+        scores_now: scores of the latest evaluation.
+        scores_kept: scores of the weights that are kept.
+        scores_before: scores where GRPO begins.
     """
 
     agent: DeployedController
@@ -78,15 +81,22 @@ class JudgedTrainer(Trainer):
     # -- samples -----------------------------------------------------------------------------------
 
     def _note_held_out(self, held_out: list[Tensor]) -> None:
-        """Lay out the samples that each network is judged on, a list for each fold."""
+        """Lay out the samples that each network is judged on, in a column for each network.
+
+        Args:
+            held_out: the rows held out of each fold, int64 [n] each.
+        """
         self.judged_rows = torch.cat(held_out)
         longest = max(map(len, held_out))
-        columns = [torch.cat([r, r[-1:].expand(longest - len(r))]) for r in held_out]
-        # the network of all samples is not judged
+        columns = []
+        places = []
+        for network, rows in enumerate(held_out):
+            columns.append(torch.cat([rows, rows[-1:].expand(longest - len(rows))]))
+            places.append(torch.arange(len(rows)) * self.networks + network)
+        self.places = torch.cat(places)
+        # the network of all samples is not judged: its column is a filler
         columns += columns[:1] * (self.networks - len(columns))
         self.held_out = torch.stack(columns, 1)
-        places = [torch.arange(len(r)) * self.networks + m for m, r in enumerate(held_out)]
-        self.places = torch.cat(places)
 
     @property
     def all_features(self) -> Tensor:
@@ -95,11 +105,13 @@ class JudgedTrainer(Trainer):
         return features
 
     def _note_samples_of(self, start: Loaded, path: str | Path) -> None:
-        """Note what a checkpoint was trained on, and take over its folds if profile and split are
-        the same: what was held out of a network stays held out of it.
+        """Note the samples that a checkpoint was trained on, and take over its folds.
+
+        The folds are taken over if profile and split are the same, so that samples held out of a
+        network stay held out of it.
 
         Raises:
-            InputError: test samples are among them.
+            InputError: the checkpoint was trained on test samples.
         """
         self.seen_before = start.extra.get("seen", [])
         test = start.extra.get("test_rows", self.split.train)
@@ -115,13 +127,12 @@ class JudgedTrainer(Trainer):
 
     @functools.cached_property
     def seen(self) -> list[str]:
-        """Fingerprints of the samples that were fitted or chosen on, also by what training started
-        from."""
+        """Fingerprints of the samples fitted or chosen on, also by the checkpoint started from."""
         rows = torch.cat([self.split.train, self.split.validation])
         return list(dict.fromkeys([*self.table.fingerprints(rows), *self.seen_before]))
 
     def divide(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the rows that each network of a fold is fitted on, and those it is judged on."""
+        """Return the rows that each fold's network is fitted on, and those it is judged on."""
         members = self.policy.members
         fitted, judged = rows_of_members(self.table, self.split, members, self.fold_seed)
         return fitted, [thinned(rows, MOST_JUDGED) for rows in judged]
@@ -130,16 +141,19 @@ class JudgedTrainer(Trainer):
 
     @torch.no_grad()
     def held_out_log_probs(self, limit: Tensor) -> Tensor:
-        """Return what the networks make of the samples held out of them under a limit, [n, C], in
-        the order of `judged_rows`."""
+        """Return each network's log-probs for the samples held out of it, under one limit.
+
+        Returns:
+            Float [n, C], in the order of `judged_rows`.
+        """
         rows = self.held_out.flatten()
-        under = {"row": rows, self.agent.controller.limit_key: for_all(limit, rows)}
-        contexts = TensorDict(under, [len(rows)], device=self.device)
+        inputs = {"row": rows, self.agent.controller.limit_key: for_all(limit, rows)}
+        contexts = TensorDict(inputs, [len(rows)], device=self.device)
         return self.actor.get_dist(contexts).log_probs[self.places]
 
     @torch.no_grad()
     def _teacher_log_probs(self, limit: Tensor) -> Tensor:
-        """Return the same of the networks of the teacher."""
+        """Return log-probs like those of `held_out_log_probs`, but by the teacher's networks."""
         teacher = self.agent.teacher
         assert teacher is not None
         rows = self.held_out[:, : teacher.members].T
@@ -148,25 +162,27 @@ class JudgedTrainer(Trainer):
         scores = self.policy.sharpness * predicted.score(limits, self.sense)
         mask = self.table.mask[rows].to(self.device)
         scores = scores.masked_fill(~mask, -torch.inf)
+        # a teacher may have fewer networks: zeros stand in for those that are not judged
         padded = scores.new_zeros(self.networks, *scores.shape[1:])
         padded[: teacher.members] = scores
         return padded.transpose(0, 1).flatten(0, 1)[self.places].log_softmax(-1)
 
     @functools.cached_property
     def _held_out_rewards(self) -> list[Tensor]:
-        """[n, C] under each judged limit, 0 where not profiled."""
+        """Rewards of held-out samples, [n, C] for each judged limit, 0 where not profiled."""
         rows = self.judged_rows.to(self.device)
         limits = self.limits.to(self.device)
-        return [self.env.rewards.all(rows, for_all(each, rows)).nan_to_num() for each in limits]
+        rewards = [self.env.rewards.all(rows, for_all(limit, rows)) for limit in limits]
+        return [reward.nan_to_num() for reward in rewards]
 
     @functools.cached_property
     def free_rewards(self) -> RewardTable:
-        """The rewards without what a decision costs, which is taken off the budgets in judging."""
+        """Rewards that do not charge the cost of a decision; judging takes it off the budgets."""
         return RewardTable(self.table, self.env.rewards.config, self.device)
 
     def _judge(self) -> tuple[float, Mapping[str, float]]:
-        """Judge greedy decisions."""
-        # where a stage begins, it is the one before that is judged
+        """Return the mean score of greedy decisions on held-out samples, and metrics to log."""
+        # where a stage begins, the stage before it is judged
         of_teacher = self._stage_and_start(max(self.iteration - 1, 0))[0].judged == "teacher"
         if of_teacher:
             log_probs = self._teacher_log_probs
@@ -179,10 +195,10 @@ class JudgedTrainer(Trainer):
         score = float(scores.mean())
         if self.log is None:
             return score, {}
+        # GRPO's objective without baseline, clip and KL
         losses = []
         for policy, rewards in zip(policies, self._held_out_rewards, strict=True):
             losses.append(-(policy.exp() * rewards.cpu()).sum(-1).mean())
-        # what GRPO minimises, without baseline, clip and KL
         metrics = judged.metrics() | {"Loss": float(torch.stack(losses).mean())}
         if self.priced:
             kept = [name for name in metrics if name.split("_")[0] in PRICED_METRICS]
@@ -190,25 +206,31 @@ class JudgedTrainer(Trainer):
         return score, metrics
 
     def _outcomes(self, policies: list[Tensor]) -> Judged:
-        """Look up what greedy decisions get, from log-probs [n, C] under each judged limit."""
-        chosen = torch.stack([each.argmax(-1) for each in policies], 1)
+        """Look up the outcomes of greedy decisions.
+
+        Args:
+            policies: log-probs [n, C] under each judged limit.
+        """
+        chosen = torch.stack([policy.argmax(-1) for policy in policies], 1)
         cost_ms = torch.full((len(self.limits),), self.cost_ms)
-        about = self.table, self.judged_rows, chosen, self.limits, self.free_rewards
-        return outcomes_of(*about, cost_ms)
+        return outcomes_of(
+            self.table, self.judged_rows, chosen, self.limits, self.free_rewards, cost_ms
+        )
 
     def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
+        """Return True for a higher score; the scores of each sample are then kept too."""
         better = super()._is_better(score, metrics)
         if better:
             self.scores_kept = self.scores_now
         return better
 
     def _note_scores_before_grpo(self) -> None:
-        """Note what each held-out sample gets where GRPO begins."""
+        """Note the score of each held-out sample where GRPO begins."""
         policies = [self.held_out_log_probs(limit).cpu() for limit in self.limits]
         self.scores_before = getattr(self._outcomes(policies), self.judged_by).mean(1)
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
-        """Return what the drawn group got, and the outputs of the loss, under their logged
+        """Return metrics of the drawn groups, and the outputs of the loss, under their logged
         names."""
         data = data.flatten(0, 1).cpu()
         if self.priced:
@@ -222,9 +244,12 @@ class JudgedTrainer(Trainer):
                 metrics[name] = float(outputs[key])
         if self.stage.kl_controls:
             metrics["Beta"] = float(self.grpo.kl_to_ref_coeff)
-        if self.stage is not self.stages[-1]:  # another kind of loss, which has an axis of its own
-            word = self.stage.name.split()[0]
-            metrics[f"{word if word == 'RCE' else word.title()}_Loss"] = metrics.pop("Loss")
+        # the losses of earlier stages get names of their own
+        if self.stage is not self.stages[-1]:
+            stage = self.stage.name.split()[0]
+            if stage != "RCE":
+                stage = stage.title()
+            metrics[f"{stage}_Loss"] = metrics.pop("Loss")
         logged = {f"Train/{name}": value for name, value in metrics.items()}
         return logged | {"Train/LR": self._learning_rate()}
 
@@ -244,8 +269,11 @@ class JudgedTrainer(Trainer):
         }
 
     def _gained(self) -> dict[str, float]:
-        """Return the validation score where GRPO starts, and of its `best` and `last` evaluation;
-        {} without warm-up or GRPO."""
+        """Return the validation scores where GRPO starts and of its best and last evaluation.
+
+        Returns:
+            Scores under `start`, `best` and `last`; {} without warm-up or GRPO.
+        """
         begins = self.total - self.settings.iterations
         before = [score for iteration, score in self.scores if iteration <= begins]
         after = [score for iteration, score in self.scores if iteration > begins]
@@ -255,14 +283,16 @@ class JudgedTrainer(Trainer):
 
     @property
     def kept_is_of_grpo(self) -> bool:
-        """Whether the weights that are kept are of GRPO, and not from before it."""
+        """True if the weights that are kept are GRPO's, and not from before it."""
         return bool(self.best["iteration"] > self.total - self.settings.iterations)
 
     def _gained_by_sample(self) -> dict[str, Tensor]:
-        """Return the mean score over the limits of each held-out sample, [n], where GRPO starts and
-        of the `best` weights, which are kept; {} without warm-up or GRPO.
+        """Return the scores of each held-out sample where GRPO starts and of the kept weights.
 
-        Where these are from before GRPO, it added nothing to them, and both are theirs.
+        If the kept weights are from before GRPO, it added nothing, and both are their scores.
+
+        Returns:
+            Mean scores over the limits, [n], under `start` and `best`; {} without warm-up or GRPO.
         """
         if not self._gained() or self.scores_before is None or self.scores_kept is None:
             return {}

@@ -3,8 +3,8 @@
 A training is a list of stages. In each iteration of a stage the collector draws contexts and lets
 the behaviour policy decide; the buffer takes row numbers, actions, log-probs and rewards (no
 features); the stage's loss goes over it in minibatches; the optimiser steps. Old log-probs are
-those of the moment of collection: the policy is never further from its own data than `epochs`
-passes take it.
+those of the moment of collection: the policy never moves further from its own data than `epochs`
+passes over it.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ class Trainer(ABC):
     """Trains one agent with one seed, stage by stage. To be built inside `seeded`.
 
     Args:
-        agent: what is trained; in eval mode but where a stage says otherwise.
-        reference: what the KL is taken to.
+        agent: the network to train; it is in eval mode except where a stage says otherwise.
+        reference: the policy that the KL is taken to.
         behaviour: the policy that collects.
-        stored: which of the collected keys go into the buffer, in batches of contexts of this
-            `shape`.
-        seed: of initialisation, contexts, draws.
-        folder, log: where `best.pt`, `last.pt` and `previous.pt` go, and metrics; None for nowhere.
+        stored: the collected keys that go into the buffer.
+        shape: the shape of a batch of contexts in the buffer.
+        seed: seed of the initialisation, the contexts and the draws.
+        folder: where `best.pt`, `last.pt` and `previous.pt` are written; None for nowhere.
+        log: where metrics go; None for nowhere.
         device: `cpu` or `cuda`.
     """
 
     judged_by: str
-    """What `_judge` gives, in a word."""
+    """The score that `_judge` returns, in a word."""
     trained_on: str
-    """What the message about another training's checkpoint says."""
+    """The words of the error message for a checkpoint of another training."""
     table: ProfileTable | BeamTable
 
     def __init__(
@@ -81,7 +82,9 @@ class Trainer(ABC):
     ) -> None:
         self.agent: Any = agent
         self.learned = agent
-        self.kl_controls = [control for stage in stages for control in stage.kl_controls]
+        self.kl_controls = list(
+            itertools.chain.from_iterable(stage.kl_controls for stage in stages)
+        )
         self.reference = reference
         self.env = env
         self.stages = stages
@@ -95,14 +98,13 @@ class Trainer(ABC):
         self.finished = False
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
         self.saved: int | None = None  # the iteration that `last.pt` holds
-        # every iteration with what was logged of it, so that `metrics.csv` can be written again
+        # the logged metrics by iteration, so that `metrics.csv` can be written again
         self.logged: list[tuple[int, dict[str, float]]] = []
-        # every evaluation's iteration and score; how many in a row were below the best; the factor
-        # on the learning rate
-        self.scores = list[tuple[int, float]]()
-        self.below = 0
-        self.slower = 1.0
+        self.scores = list[tuple[int, float]]()  # iteration and score of every evaluation
+        self.below = 0  # evaluations in a row below the best
+        self.slower = 1.0  # factor on the learning rate, halved by each retreat
         self._held = Held()
+        # actions and seconds since the last log, for the logged speed
         self.actions = 0
         self.seconds = 0.0
         self.buffer = ReplayBuffer(
@@ -110,11 +112,23 @@ class Trainer(ABC):
             sampler=SamplerWithoutReplacement(),
             batch_size=shape[0],
         )
-        self.collector = Collector(
-            env,
+        self.collector = self._collector(behaviour, stored, shape)
+        self.optimiser = adamw(self.learned, self.settings.weight_decay)
+        self._random = random_state(self.device)
+
+    def _collector(
+        self,
+        behaviour: Callable[..., TensorDictBase],
+        stored: Collection[Any],
+        shape: tuple[int, ...],
+    ) -> Collector:
+        """Return the collector, which fills the buffer with one batch of contexts at a time."""
+        return Collector(
+            self.env,
             behaviour,
             replay_buffer=self.buffer,
             extend_buffer=True,
+            # an episode is a single step, so the time axis is dropped
             postproc=lambda data: (
                 data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape)
             ),
@@ -125,34 +139,39 @@ class Trainer(ABC):
             track_traj_ids=False,
             auto_register_policy_transforms=False,
         )
-        self.optimiser = adamw(self.learned, self.settings.weight_decay)
-        self._random = random_state(self.device)
 
     @abstractmethod
     def _judge(self) -> tuple[float, Mapping[str, float]]:
-        """How good the agent is on held-out data, higher is better, and what is logged of it."""
+        """Return the agent's score on held-out data, higher is better, and metrics to log."""
 
     def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
-        """Whether the present weights replace the kept ones, by what `_judge` gives."""
+        """Return True if weights with these results of `_judge` replace the kept ones."""
         return score > self.best["score"]
 
     @abstractmethod
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
-        """What is logged of an iteration, from the collected contexts and the mean outputs of the
-        loss."""
+        """Return the metrics of an iteration to log.
+
+        Args:
+            data: the collected contexts.
+            outputs: the mean outputs of the loss.
+        """
 
     @abstractmethod
     def provenance(self) -> dict[str, Any]:
-        """What `best.pt` says of how its agent was trained."""
+        """Return how the agent was trained, to be stored in `best.pt`."""
 
     @abstractmethod
     def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
-        """Load the agent of a checkpoint and of its training's state; False when it belongs to
-        another training."""
+        """Load the agent from a checkpoint and the state of its training.
+
+        Returns:
+            False when the checkpoint belongs to another training.
+        """
 
     @property
     def trained(self) -> Any:
-        """What is saved, and what `run` gives."""
+        """The trained agent, which is saved and which `run` returns."""
         return self.agent
 
     # -- stages ------------------------------------------------------------------------------------
@@ -163,57 +182,63 @@ class Trainer(ABC):
         return sum(stage.iterations for stage in self.stages)
 
     def _stage_and_start(self, iteration: int | None = None) -> tuple[Stage, int]:
-        """Return the stage of an iteration, by default the present one, and where it begins."""
+        """Return the stage that an iteration is in, and the iteration where that stage begins.
+
+        The default is the present iteration.
+        """
         if iteration is None:
             iteration = self.iteration
         starts = list(
             itertools.accumulate((stage.iterations for stage in self.stages[:-1]), initial=0)
         )
-        number = bisect.bisect(starts, iteration) - 1
-        return self.stages[number], starts[number]
+        index = bisect.bisect(starts, iteration) - 1
+        return self.stages[index], starts[index]
 
     @property
     def stage(self) -> Stage:
+        """The stage of the present iteration."""
         return self._stage_and_start()[0]
 
     def _share(self) -> float:
-        """How much of the stage is done, 0 … 1."""
+        """Return the share of the present stage that is done, 0 … 1."""
         stage, start = self._stage_and_start()
         return (self.iteration - start) / max(stage.iterations, 1)
 
     @property
     def _logged(self) -> bool:
+        """True if the agent is evaluated, and metrics logged, in this iteration."""
         return self.iteration % self.settings.evaluate_every == 0
 
     @property
     def _watched(self) -> bool:
-        """Whether the diagnostics of this iteration are read."""
+        """True if the loss should compute its diagnostics in this iteration."""
         return self._logged or bool(self.stage.kl_controls)
 
     def _learning_rate(self) -> float:
+        """Return the learning rate of the present iteration."""
         return learning_rate(self.stage.lr * self.slower, self._share(), self.settings)
 
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self) -> Any:
-        """Train to the end, or until the held-out score stops improving; gives the best agent, in
-        eval mode.
+        """Train to the end, or until the held-out score stops improving.
 
-        Where there is a folder, a signal stops training after the iteration that it comes in, which
-        is saved.
+        With a folder, a signal stops training after the present iteration, which is saved.
+
+        Returns:
+            The best agent, in eval mode.
 
         Raises:
-            KeyboardInterrupt: stopped by a signal; a note says what is saved.
+            KeyboardInterrupt: a signal stopped the training; a note says what is saved.
         """
-        # said once, whatever the processes
+        # only the main process prints the notice, however many train
+        notice = ""
         if multiprocessing.parent_process() is None:
-            words = STOPPING
-        else:
-            words = ""
+            notice = STOPPING
         stream = iter(self.collector)
         try:
             with (
-                held_back(self.folder is not None, words) as self._held,
+                held_back(self.folder is not None, notice) as self._held,
                 seeded(self.seed, self.device),
                 progress(self.title, self.total, self.iteration) as tick,
             ):
@@ -229,9 +254,8 @@ class Trainer(ABC):
                         self.actions = 0
                         self.seconds = 0.0
                     parts = [self.stage.name]
-                    if (
-                        self.best["state"] is not None
-                    ):  # the heads have been judged since their stage began
+                    # there is no best yet where the heads have just begun
+                    if self.best["state"] is not None:
                         parts.append(f"best {self.judged_by} {self.best['score']:.4f}")
                     tick(self.iteration + 1, " · ".join(parts))
                     self.iteration += 1
@@ -244,8 +268,11 @@ class Trainer(ABC):
         return self.trained
 
     def _continues(self) -> bool:
-        """Evaluate where it is time to, stop where a signal came, begin the next stage; False at
-        the end."""
+        """Evaluate, stop or begin a stage where that is due; return False at the end.
+
+        Raises:
+            KeyboardInterrupt: a signal has come.
+        """
         self.finished |= self.iteration == self.total
         if self.finished or self._logged:
             self._evaluate()
@@ -256,27 +283,29 @@ class Trainer(ABC):
             self._held.check()
         stage = self.stage
         begins = self._share() == 0
+        # a new stage begins, or this one goes back to its best weights
         if begins or self.below >= stage.retreat > 0:
-            stage.begin() if begins else self.agent.load_state_dict(self.best["state"])
-            if stage.weight_decay is None:
-                decay = self.settings.weight_decay
+            if begins:
+                stage.begin()
             else:
-                decay = stage.weight_decay
+                self.agent.load_state_dict(self.best["state"])
+            decay = stage.weight_decay
+            if decay is None:
+                decay = self.settings.weight_decay
             self.optimiser = adamw(self.learned, decay)
             self.below = 0
             self.slower = 1.0 if begins else self.slower / 2
         return True
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
-        """One iteration on contexts that the collector draws into the buffer; gives what is
-        logged."""
+        """Collect a batch of contexts, learn from it, and return the metrics to log."""
         self.stage.prepare(self._share(), self._watched)
         self.buffer.empty()
         next(stream)
         return self._learn(self.buffer[:])
 
     def _learn(self, data: TensorDictBase) -> Mapping[str, float]:
-        """One iteration on freshly collected contexts."""
+        """Learn from freshly collected contexts, and return the metrics to log."""
         stage = self.stage
         self.actions += data["next", "reward"].numel()
         for group in self.optimiser.param_groups:
@@ -285,16 +314,16 @@ class Trainer(ABC):
         outputs: list[TensorDictBase] = []
         for _ in range(self.settings.epochs):
             for minibatch in self.buffer.sample().split(self.settings.minibatch):
+                # outputs without a gradient are diagnostics; the others add up to the loss
                 out = stage.loss(minibatch)
                 total = functools.reduce(
                     torch.add, (value for value in out.values() if value.requires_grad)
                 )
                 self.optimiser.zero_grad()
                 total.backward()
-                if stage.clip_grad is None:
+                clip = stage.clip_grad
+                if clip is None:
                     clip = self.settings.clip_grad
-                else:
-                    clip = stage.clip_grad
                 norm = nn.utils.clip_grad_norm_(self.learned.parameters(), clip)
                 self.optimiser.step()
                 if self._watched:
@@ -303,21 +332,18 @@ class Trainer(ABC):
         if not outputs:
             return {}
         mean: TensorDictBase = lazy_stack(outputs).mean(0)
-        if self._logged:
-            metrics = self._metrics(data, mean)
-        else:
-            metrics = {}
+        metrics = self._metrics(data, mean) if self._logged else {}
+        # coefficients follow the KL of this iteration
         for control in stage.kl_controls:
             control.step(float(mean["kl_to_ref"]))
         return metrics
 
     def _evaluate(self) -> None:
-        """Judge on held-out data, keep the best, see whether to stop early, save."""
+        """Judge on held-out data, keep the best, end the stage if it is time, and save."""
         score, metrics = self._judge()
         better = self._is_better(score, metrics)
-        if (
-            not self.scores or self.scores[-1][0] < self.iteration
-        ):  # a resumed training evaluates once more
+        # a resumed training repeats its last evaluation, which counts once
+        if not self.scores or self.scores[-1][0] < self.iteration:
             self.scores.append((self.iteration, score))
             self.below = 0 if better else self.below + 1
         if better:
@@ -335,6 +361,7 @@ class Trainer(ABC):
         self._save(judged=True)
 
     def _note(self, metrics: Mapping[str, float], speed: Mapping[str, float] | None = None) -> None:
+        """Log metrics, and keep them for a resumed training; the speed is not kept."""
         if self.log is not None:
             self.logged.append(
                 (self.iteration, {name: float(value) for name, value in metrics.items()})
@@ -342,27 +369,23 @@ class Trainer(ABC):
             self.log.log({**metrics, **(speed or {})}, self.iteration)
 
     def _end_early(self) -> None:
-        """Go on to the next stage, or finish, where the score of this stage has not risen for
-        long."""
+        """Go on to the next stage, or finish, when the score has not improved within `patience`."""
         stage, start = self._stage_and_start()
         scores = [(score, -iteration) for iteration, score in self.scores if iteration > start]
         patience = stage.patience * self.settings.evaluate_every
         if scores and 0 < patience <= self.iteration + max(scores)[1]:
-            self.finished = (
-                start + stage.iterations == self.total
-            )  # also where no later stage has iterations
+            # true also where the later stages have no iterations
+            self.finished = start + stage.iterations == self.total
             if not self.finished:
                 self.iteration = start + stage.iterations
-            self.scores[-1] = (
-                self.iteration,
-                self.scores[-1][1],
-            )  # so that a resumed training does not add it again
+            # under this iteration a resumed training does not add it again
+            self.scores[-1] = (self.iteration, self.scores[-1][1])
 
     # -- stopping and resuming ---------------------------------------------------------------------
 
     def _save(self, judged: bool) -> None:
-        """Write `last.pt`, from which training ends as it would have here; once judged, also what
-        is kept."""
+        """Write `last.pt`, which a resumed training goes on from; once judged, also the kept
+        files."""
         if self.folder is not None:
             with self._held.undisturbed():
                 for name in self._kept_files() if judged else ():
@@ -375,13 +398,13 @@ class Trainer(ABC):
                 self.saved = self.iteration
 
     def _kept_files(self) -> list[str]:
-        """The files that this evaluation is kept in."""
+        """Return the names of the files that keep the agent of this evaluation."""
         if self.best["iteration"] == self.iteration:
             return ["best.pt"]
         return []
 
     def _what_is_saved(self) -> str:
-        """What is on disk of this training, for a person."""
+        """Return a note that tells the user what is on disk of this training."""
         if self.folder is None or self.saved is None:
             return f"{self.title}: nothing was saved yet"
         if self.finished:
@@ -398,7 +421,7 @@ class Trainer(ABC):
         return f"{note}; best.pt beside it holds the best so far ({best})"
 
     def training_state(self) -> dict[str, Any]:
-        """What `last.pt` holds beside the agent."""
+        """Return the state of the training, which `last.pt` holds beside the agent."""
         return {
             "iteration": self.iteration,
             "finished": self.finished,
@@ -413,11 +436,15 @@ class Trainer(ABC):
         }
 
     def resume(self, path: Path) -> bool:
-        """Go on from a `last.pt`, or from the one before where it is damaged; the end is the same,
-        bit for bit, as without the stop. False when there is none.
+        """Go on from a `last.pt`, or from the file before it if that is damaged.
+
+        The training then ends bit for bit as it would have without the stop.
+
+        Returns:
+            False when there is no such file.
 
         Raises:
-            InputError: it belongs to another training.
+            InputError: the file belongs to another training.
         """
         loaded = load_if_whole(path) or load_if_whole(path.with_name(PREVIOUS))
         if loaded is None:
@@ -437,15 +464,16 @@ class Trainer(ABC):
         self.finished = state["finished"]
         self.best = state["best"]
         self.saved = self.iteration
-        # its own iteration is evaluated again unless the training is finished
+        # an unfinished training evaluates, and logs, its saved iteration again
         self.logged = [
             row for row in state.get("logged", ()) if self.finished or row[0] < self.iteration
         ]
+        # if best.pt is gone, write it again as it was at its iteration, and start over
         best = path.with_name("best.pt")
         kept = self.best["state"] is not None  # nothing yet where the heads have just begun
-        if kept and load_if_whole(best) is None:  # written again as it was then
+        if kept and load_if_whole(best) is None:
             self.iteration = self.best["iteration"]
-            self.scores = [each for each in self.scores if each[0] <= self.iteration]
+            self.scores = [entry for entry in self.scores if entry[0] <= self.iteration]
             self.agent.load_state_dict(self.best["state"])
             save_checkpoint(best, self.trained, self.table, self.provenance())
             return self.resume(path)

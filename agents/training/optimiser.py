@@ -27,8 +27,13 @@ def adamw(module: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
 
 
 def learning_rate(highest: float, share: float, settings: OptimiserConfig) -> float:
-    """Return the learning rate when a share (0 to 1) of a stage is done: a linear rise, then a
-    cosine to 0."""
+    """Return the learning rate at a point of a stage: a linear rise, then a cosine to 0.
+
+    Args:
+        highest: the largest learning rate.
+        share: the share of the stage that is done, 0 to 1.
+        settings: the schedule, and the share of the stage in which the rate rises.
+    """
     if settings.schedule == "constant":
         return highest
     if share + 1e-2 < settings.rise:

@@ -1,4 +1,4 @@
-"""What a teacher's network predicts, as the loss of its regression reads it."""
+"""The predictions of a teacher's network, in the form that the loss of its regression reads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from knobwise.agents.stack.teacher import Teacher
 
 
 class PredictedOutcomes(TensorDictModuleBase):
-    """What the network of a teacher predicts for rows of a table, as `RegressionLoss` reads it.
+    """A module that predicts the outcomes of samples by a teacher's network, for `RegressionLoss`.
 
-    Reads `row` int64 [M, n], a list of rows for each member, and writes `accuracy_logits`,
-    `log_latency` and `spread` [M, n, C], and under weights `log_cost`.
+    Reads `row` int64 [M, n], the rows of each member. Writes `accuracy_logits`, `log_latency` and
+    `spread` [M, n, C], and under weights also `log_cost`.
+
+    Args:
+        teacher: the teacher; only its network is read.
+        features: normalised features of the whole table, [N, width].
     """
 
     in_keys = ["row"]

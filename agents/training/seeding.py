@@ -11,24 +11,25 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def seeded(seed: int, device: str | torch.device) -> Iterator[None]:
-    """Torch's global generators, which all draws come from, are seeded in this block and restored
-    after it."""
+    """Seed torch's global generators, which all draws come from, and restore them after the
+    block."""
     device = torch.device(device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(seed)
         yield
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """Of the CPU and, where it is used, of the GPU."""
-    return [
-        torch.get_rng_state(),
-        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
-    ]
+    """Return the state of the CPU's generator and, if the GPU is used, of the GPU's."""
+    state = [torch.get_rng_state()]
+    if device.type == "cuda":
+        state.append(torch.cuda.get_rng_state(device))
+    return state
 
 
 def set_random_state(state: list[Tensor], device: torch.device) -> None:
-    """The inverse of `random_state`."""
+    """Put back the state that `random_state` returned."""
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)

@@ -1,8 +1,8 @@
 """The training of a selector, one stage at a time: supervised fine-tuning on beams, RCE, GRPO.
 
-Each stage is a training of its own that starts from what the one before it gave, so that several
-may start from the same. GRPO replays recorded sequences, or draws its own and has them scored: by a
-scorer, or by a learned reward that the scorer corrects. The loop is that of
+Each stage is a training of its own that starts from the selector of an earlier stage, so that
+several stages may start from the same one. GRPO replays recorded sequences, or draws its own and
+has them scored: by a scorer, or by a learned reward that the scorer corrects. The loop is that of
 `knobwise.agents.training.loop`.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,9 +39,15 @@ from knobwise.losses.functional import expectation, k3
 from knobwise.losses.kl_control import temperature_control, weight_control
 from knobwise.losses.settings import SelectorLossConfig
 
+# the keys of the buffer
 STORED = (
-    *("row", "action", "action_log_prob", "reference_log_prob", "group_mask"),
-    *(("next", "reward"), ("next", "vqa_correct")),
+    "row",
+    "action",
+    "action_log_prob",
+    "reference_log_prob",
+    "group_mask",
+    ("next", "reward"),
+    ("next", "vqa_correct"),
 )
 
 
@@ -52,15 +57,15 @@ class SelectorTrainer(Trainer):
     Args:
         stage: `sft`, `rce` or `grpo`.
         split: fit on `train`, choose the epoch on `validation`.
-        start, reference: what the stage starts from (it is copied), and what GRPO's KL is taken to,
-            the SFT selector; None for `start`.
-        shots: T of live draws, and of judging.
-        scorer: judges sequences on held-out queries; None judges by what was recorded.
-        live: GRPO draws its own sequences, and the scorer scores them; `groups` says how recorded
-            ones are grouped.
-        reward_model: GRPO draws its own sequences, and this scores them (it is copied). At the
-            beginning of each epoch the scorer corrects it by a share of the true calls. Of `reward`
-            it takes only whether rewards are shuffled.
+        start: the selector that the stage starts from (it is copied).
+        reference: the selector that GRPO's KL is taken to, from SFT; None for `start`.
+        shots: T, the demonstrations in a sequence of live draws and of judging.
+        scorer: judges sequences on held-out queries; None judges by the recorded answers.
+        live: GRPO draws its own sequences, and the scorer scores them.
+        reward_model: GRPO draws its own sequences, and this model scores them (it is copied). At
+            the beginning of each epoch the scorer corrects it by a share of the true calls. It
+            ignores `reward`, except for `shuffled`.
+        groups: how recorded sequences are grouped.
         seed, device, **options: see `Trainer`, which also takes `folder` and `log`.
     """
 
@@ -101,64 +106,63 @@ class SelectorTrainer(Trainer):
         else:
             self.judged_by = "accuracy"
         reference = reference or start
-        embeddings = StoredEmbeddings(table.queries, table.candidates)
-        weights = [selector.state_dict().values() for selector in (start, reference)]
-        sums: list[Any] = [float(values.double().sum()) for values in itertools.chain(*weights)]
+        # live draws are scored by the scorer, or if there is one by the reward model
         self.reward_model = copy.deepcopy(reward_model)
         self.calls = 0
         self.corrected = dict[str, float]()
         scored_by: Scorer | None = self._answer if live else None
         if self.reward_model is not None:
-            sums += [
-                float(weight.detach().double().sum())
-                for weight in self.reward_model.weights.values()
-            ]
-            sums.append(self.reward_model.config)
             scored_by = functools.partial(self.reward_model.score, table)
             live = True
             reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
+        sums = self._weight_sums(start, reference)
         self._resumable = repr((stage, live, shots, self.config, self.loss, reward, groups, sums))
         settings = self.config.optimiser(len(split.train))
-        group = self.loss.group_size
+        embeddings = StoredEmbeddings(table.queries, table.candidates)
         with seeded(seed, device):
-            agent, frozen = (
-                SelectorActor(copy.deepcopy(each), embeddings, table.pool, shots, group)
-                .to(device)
-                .eval()
-                for each in (start, reference)
-            )
+            agent = self._actor(start, embeddings).to(device).eval()
+            frozen = self._actor(reference, embeddings).to(device).eval().requires_grad_(False)
             agent.selector.stage = stage
-            self._env = functools.partial(
-                DemonstrationBandit,
-                table,
-                group_size=group if live else "all",
-                shots=shots if live else None,
-                reward=reward,
-                seed=seed,
-                groups=groups or GroupConfig(),
-                unprofiled="error",
-                lean=True,
-                device=torch.device(device),
-            )
+            settings_of_env = {"reward": reward, "groups": groups or GroupConfig(), "seed": seed}
+            self._env = self._environments(live, device=torch.device(device), **settings_of_env)
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
-            behaviour = SequenceBehaviour(
-                agent, frozen.requires_grad_(False), with_log_probs=stage == "grpo"
-            )
-            options |= {
-                "stored": STORED,
-                "shape": (settings.contexts,),
-                "seed": seed,
-                "device": device,
-            }
-            super().__init__(
-                agent,
-                frozen,
-                env,
-                behaviour,
-                [self._stage(stage, agent, settings)],
-                settings,
-                **options,
-            )
+            behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
+            stages = [self._stage(stage, agent, settings)]
+            options |= {"stored": STORED, "shape": (settings.contexts,)}
+            options |= {"seed": seed, "device": device}
+            super().__init__(agent, frozen, env, behaviour, stages, settings, **options)
+
+    def _actor(self, selector: Selector, embeddings: StoredEmbeddings) -> SelectorActor:
+        """Return an actor of a copy of a selector."""
+        selector = copy.deepcopy(selector)
+        return SelectorActor(
+            selector, embeddings, self.table.pool, self.shots, self.loss.group_size
+        )
+
+    def _environments(self, live: bool, **settings: Any) -> Callable[..., DemonstrationBandit]:
+        """Return a function that builds environments of live draws, or of recorded sequences."""
+        return functools.partial(
+            DemonstrationBandit,
+            self.table,
+            group_size=self.loss.group_size if live else "all",
+            shots=self.shots if live else None,
+            unprofiled="error",
+            lean=True,
+            **settings,
+        )
+
+    def _weight_sums(self, start: Selector, reference: Selector) -> list[Any]:
+        """Return the sum of each weight tensor that training starts from.
+
+        A checkpoint of other sums belongs to another training.
+        """
+        weights = [*start.state_dict().values(), *reference.state_dict().values()]
+        if self.reward_model is not None:
+            weights += self.reward_model.weights.values()
+        sums: list[Any] = [float(weight.detach().double().sum()) for weight in weights]
+        if self.reward_model is not None:
+            sums.append(self.reward_model.config)
+        return sums
 
     def _check(
         self,
@@ -169,13 +173,13 @@ class SelectorTrainer(Trainer):
         scorer: Scorer | None,
         reward_model: RewardModel | None,
     ) -> None:
+        """Raise InputError for settings that do not go together."""
         if live and scorer is None:
             raise InputError("live draws need a scorer; without one GRPO replays what was recorded")
         if reward_model is not None and reward_model.config.calls and scorer is None:
             raise InputError(
                 f"reward_model.calls={reward_model.config.calls}: true calls need a scorer, which "
-                "recorded beams do "
-                "not have; set it to 0"
+                "recorded beams do not have; set it to 0"
             )
         if stage == "sft" and self.config.keep == "best_kl":
             raise InputError(
@@ -185,8 +189,7 @@ class SelectorTrainer(Trainer):
         if stage == "grpo" and self.loss.min_positive > 0 and not answered:
             raise InputError(
                 f"loss.min_positive={self.loss.min_positive}: {table.name} does not say which "
-                "answers were right; set "
-                "it to 0"
+                "answers were right; set it to 0"
             )
         if not len(split.train) or not len(split.validation):
             raise InputError(
@@ -195,7 +198,7 @@ class SelectorTrainer(Trainer):
 
     @property
     def selector(self) -> Selector:
-        """What is trained."""
+        """The selector that is trained."""
         return self.agent.selector
 
     trained = selector
@@ -203,6 +206,8 @@ class SelectorTrainer(Trainer):
     # -- the stage ---------------------------------------------------------------------------------
 
     def _stage(self, name: str, agent: SelectorActor, settings: OptimiserConfig) -> Stage:
+        """Build the losses, and return the stage."""
+        # both losses for every stage: the metrics read GRPO's coefficient in all of them
         device = agent.pool.device
         self.imitation = RCELoss(agent, recorded=True, functional=False).to(device)
         self.grpo = GRPOLoss(agent, **self.loss.of_grpo(), masked=True, functional=False).to(device)
@@ -212,17 +217,25 @@ class SelectorTrainer(Trainer):
         if name == "grpo" and self.loss.temperature_band is not None:
             controls.append(temperature_control(agent.temperature, self.loss.temperature_band))
         return Stage(
-            *(name, self._stage_loss, settings.iterations, settings.lr, self._prepare),
+            name,
+            self._stage_loss,
+            settings.iterations,
+            settings.lr,
+            self._prepare,
             kl_controls=controls,
             dropout=name == "sft",
         )
 
     def _prepare(self, share: float, watched: bool) -> None:
+        """Set the losses for this iteration; at the beginning of an epoch correct the reward
+        model."""
         start = self.loss.temperature_start
         end = self.loss.temperature_end
-        self.imitation.temperature.fill_(
-            math.inf if self.stage.name == "sft" else start + (end - start) * share
-        )
+        if self.stage.name == "sft":
+            temperature = math.inf  # all recorded sequences weigh the same
+        else:
+            temperature = start + (end - start) * share
+        self.imitation.temperature.fill_(temperature)
         self.imitation.diagnostics = self.grpo.diagnostics = watched
         if share < self.loss.curriculum:
             self.grpo.top = self.loss.curriculum_top
@@ -232,20 +245,24 @@ class SelectorTrainer(Trainer):
             self._correct(self.reward_model)
 
     def _answer(self, rows: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        """The scorer, which counts."""
+        """Score sequences by the scorer, and count the calls."""
         assert self.scorer is not None
         self.calls += len(rows)
         return self.scorer(rows, demonstrations)
 
     def _correct(self, model: RewardModel) -> None:
-        """Spend this epoch's share of the true calls on draws of the policy, of training queries in
-        random order."""
+        """Spend this epoch's share of the true calls on the policy's draws for training queries.
+
+        The queries come in random order, all of them before any comes again.
+        """
         calls = model.config.calls
         epochs = self.config.epochs
         train = self.split.train
+        # shares differ by one where the calls do not divide evenly
         count = calls * (self._epoch + 1) // epochs - calls * self._epoch // epochs
         if not count:
             return
+        # all training queries in random order, as often as it takes
         passes = [train[torch.randperm(len(train))] for _ in range(math.ceil(count / len(train)))]
         rows = torch.cat(passes)[:count]
         drawn = draw(
@@ -256,31 +273,28 @@ class SelectorTrainer(Trainer):
         )
 
     def _stage_loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return the loss of the stage on the queries that have something to teach."""
         if self.stage.name != "grpo":
             return self.imitation(_taught(minibatch))
         return self.grpo(_taught(minibatch, self.loss.min_positive))
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
+        """Return rewards and accuracy of the drawn sequences, and the outputs of the loss."""
         reward = data["next", "reward"]
         right = data["next", "vqa_correct"]
         present = _present(data)
         drawn = {"Reward": reward[present], "Accuracy": right[present & ~right.isnan()]}
-        if self.reward_model is not None:  # nobody knows it
+        if self.reward_model is not None:  # a predicted answer says nothing about the accuracy
             drawn.pop("Accuracy")
-        logged = {
-            f"{name}_Mean": float(values.mean()) for name, values in drawn.items() if len(values)
-        }
-        logged |= {
-            f"{name}_Std": float(values.std(correction=0))
-            for name, values in drawn.items()
-            if len(values)
-        }
+        drawn = {name: values for name, values in drawn.items() if len(values)}
+        logged = {f"{name}_Mean": float(values.mean()) for name, values in drawn.items()}
+        for name, values in drawn.items():
+            logged[f"{name}_Std"] = float(values.std(correction=0))
         logged |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
         logged |= {"LR": self._learning_rate(), "Beta": float(self.grpo.kl_to_ref_coeff)}
         of_grpo = self.stage.name == "grpo"
-        logged["Temperature"] = float(
-            self.agent.temperature if of_grpo else self.imitation.temperature
-        )
+        temperature = self.agent.temperature if of_grpo else self.imitation.temperature
+        logged["Temperature"] = float(temperature)
         if of_grpo and self.env.scorer is not None:
             logged |= {"True_Calls": self.calls} | self.corrected
         return {f"Train/{name}": value for name, value in logged.items()}
@@ -288,8 +302,10 @@ class SelectorTrainer(Trainer):
     # -- held-out data -----------------------------------------------------------------------------
 
     def _judge(self) -> tuple[float, Mapping[str, float]]:
-        """Greedy sequences of the validation queries, scored; or of what was recorded of them, what
-        ranks first."""
+        """Judge greedy sequences of the validation queries by the scorer.
+
+        Without a scorer, judge the recorded sequences that the policy ranks first.
+        """
         rows = self.split.validation
         if self.scorer is None:
             preference = self.agent.recorded_log_probs(self.table, rows)
@@ -305,6 +321,7 @@ class SelectorTrainer(Trainer):
         return score, metrics
 
     def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
+        """Return True if the present epoch replaces the kept one, as `keep` says."""
         if self.config.keep == "best_kl":
             # any trained epoch replaces the start, whose KL is 0 where there was no RCE
             return self.best["iteration"] < 1 or metrics["KL"] < self.best["metrics"]["KL"]
@@ -312,18 +329,20 @@ class SelectorTrainer(Trainer):
 
     @functools.cached_property
     def _recorded(self) -> BeamTable:
-        """The records of the validation queries; a score takes the place of a right answer where
-        that is unknown."""
+        """The records of the validation queries; scores stand in for unknown answers."""
         fields = self.table.fields
-        outcome = {
-            "vqa_correct": fields["vqa_correct" if "vqa_correct" in fields else "beam_score"]
-        }
+        if "vqa_correct" in fields:
+            outcome = {"vqa_correct": fields["vqa_correct"]}
+        else:
+            outcome = {"vqa_correct": fields["beam_score"]}
         return replace(self.table, fields=outcome).select(self.split.validation)
 
     @functools.cached_property
     def _validation(self) -> DemonstrationBandit:
-        """The environment of all validation queries at once. What the scorer answers there is no
-        call of training."""
+        """The environment of all validation queries at once.
+
+        It asks the scorer directly, so that its calls do not count as calls of training.
+        """
         if self.env.scorer is None or self.reward_model is not None:
             scorer = self.env.scorer
         else:
@@ -334,71 +353,75 @@ class SelectorTrainer(Trainer):
 
     @torch.no_grad()
     def _validation_metrics(self) -> dict[str, float]:
-        """The loss on the groups of the validation queries, which nothing is learned from.
+        """Return the loss on the validation queries, and after SFT the KL to the SFT policy.
 
-        SFT and RCE: their cross-entropy, RCE's at its last temperature. GRPO: −E_π[reward], what is
-        minimised without baseline, clip and KL: the mean over draws, or over recorded sequences by
-        their probability inside the group. After SFT also the k3 KL to the SFT policy, over draws
-        of the policy.
+        The loss of SFT and RCE is their cross-entropy, for RCE at its last temperature. That of
+        GRPO is −E_π[reward], its objective without baseline, clip and KL. The KL is k3, over the
+        policy's draws.
         """
         name = self.stages[0].name
         metrics = {}
+        drawn, batch = self._validation_draws()
+        if name != "sft":
+            reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
+            metrics["KL"] = k3(drawn["action_log_prob"], reference).mean()
+        batch = _taught(batch)
+        if name == "grpo":
+            metrics["Loss"] = -self._expected_reward(batch)
+        else:
+            temperature = math.inf if name == "sft" else self.loss.temperature_end
+            self.imitation.temperature.fill_(temperature)
+            metrics["Loss"] = self.imitation(batch)["loss_rce"]
+        return {key: float(value) for key, value in metrics.items()}
+
+    def _validation_draws(self) -> tuple[TensorDictBase, TensorDictBase]:
+        """Return draws of the policy, and the environment's step with them or with the records."""
         live = self._validation.scorer is not None
         self._validation.contexts.set_back(0)
-        with seeded(
-            self.seed, self.device
-        ):  # so that evaluations differ by the policy, not by luck
+        # the same draws each time: evaluations differ by the policy, not by luck
+        with seeded(self.seed, self.device):
             batch = self._validation.reset()
             drawn = self.agent(batch.select("row"))
             if live:
                 batch["action"] = drawn["action"]
             else:
                 batch["action"] = batch["sequences"]
-            batch = self._validation.step(batch)
-        if name != "sft":
-            reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
-            metrics["KL"] = k3(drawn["action_log_prob"], reference).mean()
-        batch = _taught(batch)
+            return drawn, self._validation.step(batch)
+
+    def _expected_reward(self, batch: TensorDictBase) -> Tensor:
+        """Return the mean of E_π[reward] over queries.
+
+        Draws count alike, recorded sequences by their probability within the group.
+        """
         present = batch["group_mask"]
         reward = batch["next", "reward"]
-        if name == "grpo":
-            if live:
-                log_prob = torch.zeros_like(reward)
-            else:
-                log_prob = self.agent.get_dist(batch).log_prob(batch["action"])
-            weight = log_prob.masked_fill(~present, LOWEST).softmax(-1) * present
-            metrics["Loss"] = -expectation(reward, weight).mean()
+        if self._validation.scorer is not None:
+            log_prob = torch.zeros_like(reward)
         else:
-            self.imitation.temperature.fill_(
-                math.inf if name == "sft" else self.loss.temperature_end
-            )
-            metrics["Loss"] = self.imitation(batch)["loss_rce"]
-        return {key: float(value) for key, value in metrics.items()}
+            log_prob = self.agent.get_dist(batch).log_prob(batch["action"])
+        weight = log_prob.masked_fill(~present, LOWEST).softmax(-1) * present
+        return expectation(reward, weight).mean()
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     @property
     def _epoch(self) -> int:
+        """The number of finished epochs."""
         return self.iteration // self.settings.evaluate_every
 
     def _kept_files(self) -> list[str]:
         return [f"epoch{self._epoch}.pt", *super()._kept_files()]
 
     def provenance(self) -> dict[str, Any]:
-        """How the selector came about."""
-        extra: dict[str, Any] = {
+        """Return how the selector came about: from which queries, how good on validation."""
+        rows = [*self.split.train.tolist(), *self.split.validation.tolist()]
+        return {
             "validation": self.best["score"],
             "epoch": self._epoch,
             "shots": self.shots,
+            "policy": None if self.folder is None else self.folder.name,
+            "fitted": [self.table.query_ids[row] for row in rows],
         }
-        if self.folder is None:
-            extra["policy"] = None
-        else:
-            extra["policy"] = self.folder.name
-        extra["fitted"] = [
-            self.table.query_ids[row] for part in self.split[:2] for row in part.tolist()
-        ]
-        return extra
 
     def training_state(self) -> dict[str, Any]:
         return super().training_state() | {
@@ -419,16 +442,16 @@ class SelectorTrainer(Trainer):
 
 
 def _present(batch: TensorDictBase) -> Tensor:
-    """Which sequences each group has, bool [P, G]; of live draws all."""
+    """Return which sequences of each group exist, bool [P, G]; all do in live draws."""
     reward = batch["next", "reward"]
     return batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
 
 
 def _taught(minibatch: TensorDictBase, min_positive: float = 0.0) -> TensorDictBase:
-    """Return the queries that have something to teach, over which means are taken; all where none
-    has.
+    """Return the queries of a minibatch that have something to teach, or all if none has.
 
-    A query of whose sequences a smaller share than `min_positive` is right teaches nothing.
+    A query has nothing to teach if it has no sequences, or if less than a share `min_positive` of
+    them is right.
     """
     present = _present(minibatch)
     if min_positive > 0:

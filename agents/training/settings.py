@@ -10,7 +10,7 @@ from knobwise.common.checks import at_least, one_of, positive
 
 @dataclass
 class OptimiserConfig:
-    """How it is minimised."""
+    """Settings of a controller's optimiser and of its stages."""
 
     teacher_iterations: int = 150
     """Iterations of the teacher's regression, where there is a teacher; twice as many where bins of
@@ -71,7 +71,7 @@ class OptimiserConfig:
 
 @dataclass
 class StageConfig:
-    """How one stage is trained."""
+    """Settings of one stage of a selector."""
 
     epochs: int = 4
     """Passes (epochs) over the training queries. Every epoch is kept."""
@@ -95,23 +95,24 @@ class StageConfig:
     def __post_init__(self) -> None:
         at_least("epochs", self.epochs, 0)
         at_least("queries", self.queries, 1)
-        at_least("collected", self.queries if self.collected is None else self.collected, 1)
+        if self.collected is not None:
+            at_least("collected", self.collected, 1)
         one_of("keep", self.keep, ("best", "last", "best_kl"))
         for name in ("lr", "rise", "clip_grad"):
             positive(name, getattr(self, name))
         at_least("weight_decay", self.weight_decay, 0)
 
     def optimiser(self, training_queries: int) -> OptimiserConfig:
-        """The same for a number of training queries, as the loop wants it: in iterations, an epoch
-        at a time."""
+        """Return these settings in iterations, as the loop reads them, for so many training
+        queries."""
         collected = min(self.collected or self.queries, training_queries)
-        each = math.ceil(training_queries / collected)
+        iterations_per_epoch = math.ceil(training_queries / collected)
         return OptimiserConfig(
             warmup_iterations=0,
-            iterations=self.epochs * each,
+            iterations=self.epochs * iterations_per_epoch,
             contexts=collected,
             minibatch=min(self.queries, collected),
-            evaluate_every=each,
+            evaluate_every=iterations_per_epoch,
             patience=0,
             retreat=0,
             **{name: getattr(self, name) for name in ("lr", "rise", "weight_decay", "clip_grad")},

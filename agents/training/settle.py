@@ -1,4 +1,4 @@
-"""After training: what is deployed of a controller, settled on samples that it was not fitted
+"""After training: settle what is deployed beside a controller, on samples that it was not fitted
 on."""
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from knobwise.envs.configurations.budgets import log_moments
 from knobwise.envs.tables.profile_table import ProfileTable
 
 MOST_LATENCIES = 1 << 18
-"""Weights of a latency model, beyond which it keeps the mean of each configuration alone."""
+"""Most weights of a latency model; a larger one keeps only the mean of each configuration."""
 SHRINKAGE = 0.03
-"""α of its ridge regression, as a share of the samples."""
+"""α of the latency model's ridge regression, as a share of the samples."""
 
 
 def deployed_by(trainer: ControllerTrainer, budgets_ms: Tensor) -> DeployedController:
-    """Return what a finished training deploys.
+    """Return the controller that a finished training deploys, with all that belongs to it.
 
     Args:
-        budgets_ms: float [B], that the guard, or under a mean budget the worths, are calibrated
-            for.
+        trainer: the finished training.
+        budgets_ms: float [B], the budgets that the guard is calibrated for; under a mean budget
+            those that the worths are found for.
     """
     controller = copy.deepcopy(trainer.agent.controller).cpu()
     if trainer.teaches:
@@ -42,59 +43,73 @@ def deployed_by(trainer: ControllerTrainer, budgets_ms: Tensor) -> DeployedContr
         teacher = None
     latency = latency_of(trainer.table, trainer.fitted, controller.normaliser)
     settled = Settled(latency=latency)
-    policy = trainer.policy
+    guarded = trainer.policy.guard and trainer.judged_by == "utility"
     if trainer.sense == "mean":
         _settle_mean_budgets(settled, trainer, budgets_ms)
-    elif trainer.sense == "deadline" and policy.guard and trainer.judged_by == "utility":
-        measured, static_choice = _held_out(trainer, budgets_ms)
-        rows = trainer.judged_rows
-        first_look_ms = trainer.table.first_look_ms
-        settings = GuardSettings(policy.level, policy.confidence, policy.level_cost)
-
-        def decide(limit_ms: float) -> Tensor:
-            return trainer.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
-
-        if first_look_ms is None:
-            looks = None
-        else:
-            looks = first_look_ms[rows]
-        about = measured, decide, static_choice, settings
-        settled.guard = calibrate(*about, trainer.cost_ms, looks)
-        settled.guard_if_free = calibrate(*about, 0.0, looks)
-        if trainer.teaches:
-            taught = measured, _teachers_decide(trainer), static_choice, settings
-            settled.guard_of_teacher = calibrate(*taught, 0.0, looks, margins=(1.0,))
-        settled.static = static_of(trainer.table, trainer.fitted).arrays()
+    elif trainer.sense == "deadline" and guarded:
+        _settle_guard(settled, trainer, budgets_ms)
     return DeployedController(controller, teacher, settled).eval()
+
+
+def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tensor) -> None:
+    """Calibrate the guards on held-out samples, and keep the static policy that they fall back
+    to."""
+    policy = trainer.policy
+    settings = GuardSettings(policy.level, policy.confidence, policy.level_cost)
+    measured, static_choice = _held_out(trainer, budgets_ms)
+    looks = trainer.table.first_look_ms
+    if looks is not None:
+        looks = looks[trainer.judged_rows]
+
+    def decide(limit_ms: float) -> Tensor:
+        return trainer.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
+
+    # once with the cost of a decision charged, once as if it were free
+    by_policy = measured, decide, static_choice, settings
+    settled.guard = calibrate(*by_policy, trainer.cost_ms, looks)
+    settled.guard_if_free = calibrate(*by_policy, 0.0, looks)
+    if trainer.teaches:
+        by_teacher = measured, _teachers_decide(trainer), static_choice, settings
+        settled.guard_of_teacher = calibrate(*by_teacher, 0.0, looks, margins=(1.0,))
+    settled.static = static_of(trainer.table, trainer.fitted).arrays()
 
 
 def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser) -> Arrays:
     """Return a linear model of ln ms for the tracker, fitted on these rows (int64 [n]).
 
-    It expects the mean of the logarithms of all measurements of a cell. The logarithm of their
-    median is lower, by 1.5 % on the built-in profile: answers would look slow without any drift.
+    It expects the mean logarithm of all measurements of a cell. With the logarithm of their median,
+    which is lower by 1.5 % on the built-in profile, answers would look slow without any drift.
+
+    Returns:
+        `bias` [C], the `spread` of a single measurement [C], and `weight` [width, C] unless there
+        are more than `MOST_LATENCIES` weights.
     """
     blocks = {name: block[rows] for name, block in table.features.items()}
     x = normaliser(blocks, len(rows))
     logs, within = log_moments(table.measurements_ms[rows])
     mean = logs.nanmean(0)
-    left = (logs - mean).nan_to_num()
+    residual = (logs - mean).nan_to_num()
     if 0 < x.shape[1] * logs.shape[1] <= MOST_LATENCIES:
-        fitted = ridge(x.double().numpy(), left.double().numpy(), [SHRINKAGE], 0)[0]
-        left = (left - fitted(x)).where(table.mask[rows], 0.0)
+        fitted = ridge(x.double().numpy(), residual.double().numpy(), [SHRINKAGE], 0)[0]
+        residual = (residual - fitted(x)).where(table.mask[rows], 0.0)
         arrays = {"weight": fitted.weight.numpy(), "bias": (mean.nan_to_num() + fitted.bias)}
     else:
         arrays = {"bias": mean.nan_to_num()}
-    # of a single measurement, as an answer is one
-    squares = left.square() + within.nan_to_num()
+    # the spread of a single measurement, since an answer is timed once
+    squares = residual.square() + within.nan_to_num()
     count = table.mask[rows].sum(0).clamp_min(1)
     arrays["spread"] = (squares.sum(0) / count).sqrt().clamp_min(1e-3)
     return {name: np.asarray(values, np.float32) for name, values in arrays.items()}
 
 
 def _held_out(trainer: ControllerTrainer, budgets_ms: Tensor) -> tuple[Measured, Tensor]:
-    """Return what was measured of the samples that networks are judged on, and what static, fitted
-    on the others, chooses for them: int64 [B, n]."""
+    """Return the measurements of all held-out samples, and static's choices for them.
+
+    The static policy that chooses for a fold is fitted on the others.
+
+    Returns:
+        The measurements, and the choices, int64 [B, n].
+    """
     table = trainer.table
     rows = trainer.judged_rows
     cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
@@ -113,7 +128,7 @@ def _held_out(trainer: ControllerTrainer, budgets_ms: Tensor) -> tuple[Measured,
 
 
 def _teachers_decide(trainer: ControllerTrainer) -> Callable[[float], Tensor]:
-    """Return what the teacher of each fold chooses for the samples that it was not fitted on."""
+    """Return a function that gives the choice of each fold's teacher for its held-out samples."""
     table = trainer.table
     held_out = trainer.divide()[1]
 
@@ -131,7 +146,7 @@ def _teachers_decide(trainer: ControllerTrainer) -> Callable[[float], Tensor]:
 
 
 def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tensor) -> None:
-    """Find the worth for each mean budget, and where the static mix decides instead."""
+    """Find the worth for each mean budget, and the budgets where the static mix is better."""
     table = trainer.table
     rows = trainer.judged_rows
     cost_ms = trainer.cost_ms
@@ -146,6 +161,7 @@ def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_m
         "deployed": np.ones(len(worths), bool),
     }
     if trainer.policy.guard:
+        # the mix for held-out samples is fitted on the others
         mixed = []
         fitted, held_out = trainer.divide()
         for fit, hold in zip(fitted, held_out, strict=True):
@@ -155,6 +171,7 @@ def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_m
         confidence = trainer.policy.confidence
         settled.guard = compared(accuracy, spent, torch.cat(mixed), budgets_ms, confidence)
         mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
+        # the mix that is deployed is fitted on all samples
         mix = StaticMix.of_table(table, trainer.fitted, budgets_ms)
         mean |= {f"mix.{name}": values for name, values in mix.arrays().items()}
     settled.mean = mean

@@ -1,4 +1,4 @@
-"""What a training is made of, stage by stage, and where its numbers go."""
+"""The stages that a training is made of, and the interface of the log that its metrics go to."""
 
 from __future__ import annotations
 
@@ -12,43 +12,42 @@ from knobwise.losses.kl_control import KLControl
 
 
 class Log(Protocol):
-    """Where numbers go: `knobwise.experiments.tracking.tracker.Tracker` is one."""
+    """A log of metrics, such as `knobwise.experiments.tracking.tracker.Tracker`."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
 
 @dataclass
 class Stage:
-    """One stage of a training: which loss, for how long, how fast."""
+    """One stage of a training: its loss, its length and its learning rate."""
 
     name: str
-    """As the progress bar shows it."""
+    """The name that the progress bar shows."""
     loss: Callable[[TensorDictBase], TensorDictBase]
-    """Of a minibatch: the sum of the outputs that have a gradient is minimised."""
+    """The loss of a minibatch: the sum of its outputs that have a gradient is minimised."""
     iterations: int
-    """How many; a stage of none is left out."""
+    """Number of iterations; a stage of 0 is left out."""
     lr: float
     """Learning rate of AdamW, before the schedule."""
     prepare: Callable[[float, bool], None] = lambda share, logged: None
-    """Called before each iteration with the share of the stage that is done and whether diagnostics
-    are read."""
+    """Called before each iteration with the share of the stage that is done, and True if
+    diagnostics are read."""
     begin: Callable[[], None] = lambda: None
     """Called when the stage begins. The optimiser always starts anew."""
     kl_controls: list[KLControl] = field(default_factory=list)
-    """What follows the KL to the reference policy, after each iteration."""
+    """Coefficients that follow the KL to the reference policy, after each iteration."""
     dropout: bool = False
-    """Whether the network learns in train mode. GRPO does not: like the old log-probs, which are
-    drawn in eval mode, the new ones are then without dropout, and the ratio is 1 at the first
+    """True if the network learns in train mode. GRPO learns in eval mode: the old log-probs are
+    drawn without dropout, so the new ones are computed without it, and the ratio is 1 at the first
     step."""
     patience: int = 0
-    """Evaluations after this stage's best score after which the stage ends; 0 never ends it
-    early."""
+    """The stage ends this many evaluations after its best score; 0 never ends it early."""
     retreat: int = 0
-    """Evaluations in a row below the best after which it goes back to the best at half the learning
-    rate; 0 never."""
+    """After this many evaluations in a row below the best, training goes back to the best weights
+    at half the learning rate; 0 never goes back."""
     weight_decay: float | None = None
-    """Of AdamW; None for that of the settings."""
+    """Weight decay of AdamW; None for that of the settings."""
     clip_grad: float | None = None
     """Largest norm of the gradient; None for that of the settings."""
     judged: str = "policy"
-    """What is judged on held-out data: the `policy`, or the `teacher`."""
+    """Which network is judged on held-out data: that of the `policy` or of the `teacher`."""
