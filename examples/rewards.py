@@ -4,8 +4,8 @@
     loss.kl_to_ref_coeff=0
 
 A reward gets accuracy, latency_ms, budget_ms, float tensors of one shape, and for each knob a
-tensor of its values, and returns the reward of each of these decisions. docs/aims.md compares what
-training on this one and two others gained.
+tensor of its values, and returns the reward of each of these decisions. docs/results.md
+says what training on this one and two others gained.
 """
 
 from collections.abc import Mapping
