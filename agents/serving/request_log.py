@@ -238,7 +238,9 @@ class Logged(NamedTuple):
     def joined(cls, parts: Sequence[Logged]) -> Logged:
         """Join several parts of a log, in their order."""
         ids, features, *arrays = zip(*parts, strict=True)
-        blocks = {name: np.concatenate([part[name] for part in features]) for name in features[0]}
+        blocks = {}
+        for name in features[0]:
+            blocks[name] = np.concatenate([part[name] for part in features])
         return cls(np.concatenate(ids), blocks, *map(np.concatenate, arrays))
 
 

@@ -193,7 +193,7 @@ class DeployedController(nn.Module):
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""
         settled = self.settled
-        tensors = {}
+        tensors: dict[str, dict[str, Tensor]] = {}
         for part in ARRAYS:
             tensors[part] = {}
             for name, values in getattr(settled, part).items():
