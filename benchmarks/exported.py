@@ -47,7 +47,7 @@ BARS_US = {(SMALL, LOOP): 20.0, (SMALL, MODEL): 60.0}
 
 
 def deployed_on(table: ProfileTable) -> NumpyController:
-    """Return what a run would deploy, but for the training."""
+    """Return the controller that a run would deploy, untrained."""
     rows = torch.arange(table.num_samples)
     budgets_ms = default_budgets(table)
     inputs = FeatureNormaliser.fit(table, rows).width
@@ -115,10 +115,10 @@ def main(rounds: int = 200) -> None:
         budgets_ms = default_budgets(table)
         (cost,) = own_costs([controller], table, torch.arange(100), budgets_ms)
         times[MODEL] = f"median {float(cost.decision_us.median()):6.1f} µs"
-        for form, words in times.items():
+        for form, text in times.items():
             bar = BARS_US.get((title, form))
             note = "" if bar is None else f"   bar {bar:.0f} µs"
-            print(f"  {form:24s} {words}{note}")
+            print(f"  {form:24s} {text}{note}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import statistics
 import time
 
 import torch
-from exported import student_on
+from exported import deployed_on
 
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.envs import builtin_profile
@@ -41,7 +41,7 @@ def serve(model: AdaptiveModel, when: str) -> list[float]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     took = {"never": [], "beside": [], "in the pause": []}
-    with AdaptiveModel(ElasticAdaptive(), student_on(builtin_profile()), tracker=False) as model:
+    with AdaptiveModel(ElasticAdaptive(), deployed_on(builtin_profile()), tracker=False) as model:
         serve(model, "never")  # warms up
         for _ in range(25):
             for when, times in took.items():

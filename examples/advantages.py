@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def leave_one_out(reward: Tensor, weight: Tensor | None) -> Tensor:
-    """Each draw against the mean of the others (RLOO, Ahmadian et al. 2024, equation 8).
+    """Compare each draw with the mean of the others (RLOO, Ahmadian et al. 2024, equation 8).
 
     Args:
         reward: [*, G], the group is the last axis.

@@ -22,9 +22,11 @@ from knobwise.profiling.elastic.settings import Configuration
 
 
 def counted(table: ProfileTable) -> ProfileTable:
-    """The built-in profile with `cost.mflop`: millions of floating-point operations in matrix
-    products and attention. They depend only on the numbers of tokens and on the configuration, so
-    each such case is counted once."""
+    """Return a profile with `cost.mflop`, millions of operations in matrix products and attention.
+
+    They depend only on the numbers of tokens and on the configuration, so each such case is counted
+    once.
+    """
     model = shipped_model()
     requests = ElasticRequests()
     cost = torch.empty_like(table.latency_ms)
@@ -42,7 +44,7 @@ def counted(table: ProfileTable) -> ProfileTable:
                     setting.num_active_blocks,
                 )
                 if case not in cases:
-                    # of attention the counter knows the plain form only
+                    # the counter knows only the plain form of attention
                     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                         model.generate(scene.image, scene.question, setting)
                     cases[case] = counter.get_total_flops() / 1e6

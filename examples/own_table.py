@@ -17,7 +17,7 @@ from knobwise.envs.readers.long_table import write_features, write_long_table
 
 
 def builtin_files(folder: Path) -> tuple[Path, Path]:
-    """A CSV with a row for every measured cell, and the features of the samples."""
+    """Write a CSV with a row for every measured cell, and the features of the samples."""
     table = builtin_profile()
     measured = folder / "measured.csv"
     features = folder / "features.npz"

@@ -13,14 +13,12 @@ from collections.abc import Mapping
 from torch import Tensor
 
 LONGEST = 4.0
-"""An answer is given up, and counts as late by no more, this many budgets after its budget has run
-out."""
+"""An answer counts as late by at most this many budgets, and is given up then."""
 
 
 def late_answers(
     accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, knobs: Mapping[str, Tensor]
 ) -> Tensor:
-    """An answer counts however late it is, and each moment of waiting costs more than the one
-    before."""
+    """Reward late answers too, at a cost that rises faster the longer one waits."""
     late = (latency_ms / budget_ms - 1).clamp(0, LONGEST)
     return accuracy - 0.5 * late - 0.5 * late**2

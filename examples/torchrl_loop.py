@@ -44,9 +44,8 @@ def main(
         optimiser = torch.optim.AdamW(loss_module.parameters(), lr=lr, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, count)
         frames = {"frames_per_batch": contexts, "total_frames": contexts * count}
-        collector = Collector(
-            env, policy, **frames, auto_register_policy_transforms=False
-        )  # no recurrent state
+        # no recurrent state, so no transforms of the policy
+        collector = Collector(env, policy, **frames, auto_register_policy_transforms=False)
         for iteration, batch in enumerate(collector):
             if warming_up:
                 loss_module.temperature.fill_(0.5 - 0.4 * iteration / count)

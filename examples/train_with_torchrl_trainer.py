@@ -1,4 +1,4 @@
-"""The same GRPO inside `torchrl.trainers.Trainer`, which brings the loop, logging and checkpoints.
+"""GRPO inside `torchrl.trainers.Trainer`, which brings the loop, logging and checkpoints.
 
 Prints the utility on held-out samples before and after.
 """
@@ -52,10 +52,10 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
     trainer.register_op("batch_process", minibatches.extend)
     trainer.register_op("process_optim_batch", minibatches.sample)
 
-    about = table, split.test, budgets_ms
-    before = judge(DeployedController(controller), *about).utility.mean()
+    test = table, split.test, budgets_ms
+    before = judge(DeployedController(controller), *test).utility.mean()
     trainer.train()
-    after = judge(DeployedController(controller), *about).utility.mean()
+    after = judge(DeployedController(controller), *test).utility.mean()
     return float(before), float(after)
 
 

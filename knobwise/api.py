@@ -66,8 +66,9 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
 
 
 def load(path: str | Path = "runs/latest") -> KnobPolicy:
-    """Load a trained policy: the folder of a run, of whose seeds it takes the best on validation,
-    or a checkpoint.
+    """Load a trained policy from a checkpoint, or from the folder of a run.
+
+    Of a run's seeds it takes the one that was best on validation.
 
     Raises:
         InputError: no such run or checkpoint, a run that is not finished, the checkpoint of a
@@ -79,16 +80,17 @@ def load(path: str | Path = "runs/latest") -> KnobPolicy:
 def fit(
     data: Any, features: Features = None, *, policy: str = "auto", seed: int = 0, **options: Any
 ) -> KnobPolicy:
-    """Train a policy as `knobwise train` does with one seed, and say how it did on test samples
-    beside budget-aware static, and what GRPO added. Returns what a run would deploy. Writes no
-    files.
+    """Train a policy as `knobwise train` does with one seed, and return it.
+
+    It says how the policy did on test samples beside budget-aware static, and how much GRPO added.
+    It writes no files.
 
     Args:
         data: a profile, or what `read` takes.
         features: as in `read`; of a profile also blocks [N, d] in the order of its samples, without
             ids.
         policy: auto, a head for each knob, taught by a network and experts that predict outcomes,
-            then trained by GRPO; utility, the same without experts, which trains several times
+            then trained by GRPO; utility, like auto but without experts, which trains several times
             faster; or independent, by rewards alone, without a teacher and a guard.
         options: any other option of `knobwise train`, such as reward="shaped", budget="mean",
             budgets_ms=[20, 40] or optimiser={"iterations": 100}.
@@ -121,8 +123,8 @@ def fit(
     try:
         experiment = ControllerExperiment(read_settings("train", list(_words(options))), table)
         if experiment.others:
-            several = "split.repeats and split.folds"
-            raise InputError(f"{several}: fit trains on one split; use knobwise train")
+            keys = "split.repeats and split.folds"
+            raise InputError(f"{keys}: fit trains on one split; use knobwise train")
         for note in experiment.notes:
             say(note)
         (trainer,) = experiment.trainers
@@ -137,16 +139,18 @@ def fit(
 
 
 def _words(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Options as the command line has them; a mapping holds those of a section."""
+    """Yield options as the command line has them; a mapping holds those of a section."""
     for key, value in options.items():
         if isinstance(value, Mapping):
             yield from _words(value, f"{prefix}{key}.")
+        elif isinstance(value, (str, Path)):
+            yield f"{prefix}{key}={value}"
         else:
-            yield f"{prefix}{key}={value if isinstance(value, (str, Path)) else json.dumps(value)}"
+            yield f"{prefix}{key}={json.dumps(value)}"
 
 
 def _content(features: Any, **ids: Any) -> Any:
-    """Features in memory with their ids, `ids` if they have none; a path as it is."""
+    """Return features in memory with their ids, `ids` if they have none; a path as it is."""
     if features is None or isinstance(features, (str, Path)):
         return features
     if isinstance(features, Mapping):

@@ -1,5 +1,4 @@
-"""A controller as a TensorDict policy: what goes in, by name, what is drawn, and what is written
-down.
+"""A controller as a TensorDict policy: its keys, its draws, and the log-probs that it writes.
 
 In training contexts are row numbers of a table; stepping by hand and in deployment they are feature
 blocks.
@@ -31,8 +30,11 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 class _FromBlocks(nn.Module):
-    """Requests as they come: limits [*] or [*, 1], feature blocks [*, d], and where it is known
-    what was profiled a mask [*, C], bool or int8."""
+    """Reads requests as they come.
+
+    They have limits [*] or [*, 1], feature blocks [*, d], and where it is known what was profiled
+    a mask [*, C], bool or int8.
+    """
 
     def __init__(self, controller: Controller) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class _FromBlocks(nn.Module):
 
 
 class _FromRows(nn.Module):
-    """Row numbers of a table and a limit: features are normalised once, for all rows.
+    """Reads row numbers of a table and a limit; features are normalised once, for all rows.
 
     With `members` contexts [*] belong to the networks in turn, in a flat batch number i to network
     i mod M, as in training; without, all are for the network that is deployed.
@@ -104,16 +106,15 @@ class _FromRows(nn.Module):
         inputs = []
         for values in (x, limit, mask, offset):
             if values is not None:
-                each = values.shape[row.ndim :]
-                values = values.reshape(row.numel() // self.members, self.members, *each).transpose(
-                    0, 1
-                )
+                # [*, …] → [M, n, …], every M-th context for the same network
+                shape = row.numel() // self.members, self.members, *values.shape[row.ndim :]
+                values = values.reshape(shape).transpose(0, 1)
             inputs.append(values)
         return self.controller.network(*inputs).transpose(0, 1).reshape(*row.shape, -1)
 
 
 class Actor(ProbabilisticTensorDictSequential):
-    """Encodes and draws. Asked for a distribution alone, it writes nothing down on the way."""
+    """Encodes and draws. `get_dist` gives the distribution alone and writes nothing down."""
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         encode, draw = self.module
@@ -122,16 +123,14 @@ class Actor(ProbabilisticTensorDictSequential):
 
 
 class Behaviour(TensorDictModuleBase):
-    """The policy that collects: draws, and writes down what `GRPOLoss` has to know of the moment of
-    drawing.
+    """The policy that collects: it draws, and writes down the log-probs that `GRPOLoss` needs.
 
     Writes `action` int64 [P, G, K], `configuration` int64 [P, G], and for `sampled`
     `action_log_prob` and `reference_log_prob` [P, G], for `exact` `behaviour_log_probs` and
     `reference_log_probs` [P, C]; with a `critic` also `state_value` [P, 1].
 
     Attributes:
-        with_reference: whether the reference is asked at all; off where neither a penalty nor a log
-            needs it is faster.
+        with_reference: off where neither a penalty nor a log needs the reference, which is faster.
         with_log_probs: off for a warm-up that learns from the table alone; then the network is not
             asked either.
         drawing: off where no loss and no log needs draws; the action is then the first that was
@@ -155,17 +154,14 @@ class Behaviour(TensorDictModuleBase):
         exact = self.objective == "exact"
         policies = {}
         if self.with_log_probs or self.drawing:
-            policies["behaviour_log_probs" if exact else "action_log_prob"] = self.actor.get_dist(
-                tensordict
-            )
+            key = "behaviour_log_probs" if exact else "action_log_prob"
+            policies[key] = self.actor.get_dist(tensordict)
         if self.with_reference:
-            policies["reference_log_probs" if exact else "reference_log_prob"] = (
-                self.reference.get_dist(tensordict)
-            )
+            key = "reference_log_probs" if exact else "reference_log_prob"
+            policies[key] = self.reference.get_dist(tensordict)
         encode, draw = self.actor.module
-        group_size, configurations = (
-            draw.distribution_kwargs[key] for key in ("group_size", "configurations")
-        )
+        group_size = draw.distribution_kwargs["group_size"]
+        configurations = draw.distribution_kwargs["configurations"]
         if self.drawing:
             index = next(iter(policies.values())).sample_index()
         else:
@@ -212,9 +208,9 @@ def make_actor(
     """Return a controller as a TensorDict policy that writes `log_probs`, `action` and
     `action_log_prob`.
 
-    It draws under `ExplorationType.RANDOM`, and otherwise takes the most probable. Of what
-    `knobwise.load`, `load_checkpoint(path).controller` or `knobwise.fit` gives it is the network
-    inside: the guard falls back where it is served, not here.
+    It draws under `ExplorationType.RANDOM`, and otherwise takes the most probable action. If the
+    agent comes from `knobwise.load`, `load_checkpoint(path).controller` or `knobwise.fit`, this is
+    the network inside: the guard falls back where it is served, not here.
 
     A policy of one's own takes its place in the losses if it is a `TensorDictModule` with
     `get_dist(tensordict)`. For contexts [P] the distribution gives `log_prob(action)` [P, G] for
@@ -262,7 +258,7 @@ def _draw(
     action: str,
     separate: bool,
 ) -> ProbabilisticTensorDictModule:
-    """Return what draws actions from log-probs; arguments as in `make_actor`."""
+    """Return the module that draws actions from log-probs; arguments as in `make_actor`."""
     configurations = controller.configurations
     settings: dict[str, Any] = {"group_size": group_size, "normalised": True}
     if action == "knobs":

@@ -22,7 +22,7 @@ from knobwise.envs.configurations.budgets import BudgetEncoding, limits_seen, th
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 
 LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms", "weights": "worths"}
-"""What limits a request, by the sense of the budget."""
+"""The key of a request's limit, by the sense of the budget."""
 
 
 class Controller(nn.Module):
@@ -63,8 +63,10 @@ class Controller(nn.Module):
     def for_table(
         cls, table: ProfileTable, rows: Tensor, config: PolicyConfig, sense: str = "deadline"
     ) -> Controller:
-        """Return a fresh controller; statistics of features and limits are taken from these rows
-        (int64 [n]) alone."""
+        """Return a fresh controller for a table.
+
+        Statistics of features and limits are taken from these rows (int64 [n]) alone.
+        """
         rows = thinned(rows)
         encoding = BudgetEncoding(limits_seen(table, rows, sense), config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
@@ -72,11 +74,11 @@ class Controller(nn.Module):
 
     @property
     def limit_key(self) -> str:
-        """The key of what limits a request."""
+        """The key of a request's limit."""
         return LIMIT_KEYS[self.sense]
 
     def requests(self, limit: Tensor) -> torch.Size:
-        """Return how many requests limits [*], or pairs of worths [*, 2], are for: *."""
+        """Return the shape * of requests with limits [*], or pairs of worths [*, 2]."""
         if self.sense == "weights":
             return limit.shape[:-1]
         return limit.shape
@@ -101,8 +103,8 @@ class Controller(nn.Module):
         inputs = []
         for values in (features, limit, mask, offset):
             if values is not None:
-                each = values.shape[len(shape) :]
-                values = values.reshape(n, *each).expand(self.config.members_trained, n, *each)
+                rest = values.shape[len(shape) :]
+                values = values.reshape(n, *rest).expand(self.config.members_trained, n, *rest)
             inputs.append(values)
         return self.network(*inputs)[-1].reshape(*shape, -1)
 
@@ -131,7 +133,7 @@ class Controller(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
-        """Return the inverse of `plain`, in eval mode."""
+        """Return the controller that `plain` describes, in eval mode."""
         state = plain["state"]
         config = PolicyConfig(**plain["policy"])
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]

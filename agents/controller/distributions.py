@@ -1,5 +1,5 @@
-"""What a controller draws from: a categorical over configurations, as whole actions or with each
-knob under its key."""
+"""Distributions of a controller: a categorical over configurations, with all knobs in one action
+or each under its own key."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from knobwise.losses.functional import entropy
 
 
 class ConfigurationCategorical(Distribution):
-    """A categorical over the C configurations that exist, whose values are actions (a value index
-    for each knob).
+    """A categorical over the C configurations that exist.
+
+    Its values are actions: a value index for each knob.
 
     Args:
-        log_probs: [*, C], −inf where a configuration must not be chosen; `normalised` if they are
-            known to sum to 1.
-        configurations: int64 [C, K], the action of each configuration; `index` finds them by
-            action. Or int64 [C], where an action is a single number; values then lack the axis K.
+        log_probs: [*, C], −inf where a configuration must not be chosen.
+        configurations: int64 [C, K], the action of each configuration. Or int64 [C], where an
+            action is a single number; values then lack the axis K.
         group_size: G draws belong to one context: `sample` gives [*, G, K] and `log_prob` of it [*,
             G]. None for no group axis: [*, K] and [*].
+        index: finds configurations by action, faster than by comparing with all of them.
+        normalised: True if the probabilities are known to sum to 1.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}
@@ -54,8 +56,10 @@ class ConfigurationCategorical(Distribution):
         )
 
     def _match(self, value: Tensor) -> Tensor:
-        """Actions → configuration indices, −1 for actions that do not exist; slower than an
-        `ActionIndex`."""
+        """Return configuration indices of actions, −1 for actions that do not exist.
+
+        This is slower than an `ActionIndex`.
+        """
         same = value.unsqueeze(-self.configurations.ndim) == self.configurations
         if self.configurations.ndim > 1:
             same = same.all(-1)
@@ -80,22 +84,24 @@ class ConfigurationCategorical(Distribution):
     for it."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log-probability of actions; −inf for those that do not exist."""
+        """Return log-probabilities of actions; −inf for those that do not exist."""
         index = self.index(value)
         return self.log_prob_of_index(index.clamp_min(0)).masked_fill(index < 0, -torch.inf)
 
     def log_prob_of_index(self, index: Tensor) -> Tensor:
-        """Log-probability of configuration indices, int64 [*sample_shape, *batch, (G)], in the same
-        shape."""
+        """Return log-probabilities of configuration indices, in their shape.
+
+        Args:
+            index: int64 [*sample_shape, *batch, (G)].
+        """
         if self.group_size is None:
-            return (
-                self.log_probs.expand(*index.shape, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
-            )
+            log_probs = self.log_probs.expand(*index.shape, -1)
+            return log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         samples = index.shape[: -1 - len(self.batch_shape)]
         return self.log_probs.expand(*samples, *self.log_probs.shape).gather(-1, index)
 
     def entropy(self) -> Tensor:
-        """[*batch], in nats."""
+        """Return the entropy [*batch], in nats."""
         return entropy(self.log_probs)
 
     @property
@@ -110,7 +116,7 @@ class ConfigurationCategorical(Distribution):
 
 
 class KnobCategoricals(CompositeDistribution):
-    """The same distribution with each knob under its own key: a `Categorical` for each of K knobs.
+    """A categorical over configurations with each of K knobs under its own key.
 
     They are drawn one after the other, each given the knobs before it, so that their product is
     exactly the masked distribution over configurations: no combination is drawn that does not exist
@@ -162,7 +168,7 @@ class KnobCategoricals(CompositeDistribution):
     deterministic_sample = mode
 
     def log_prob(self, sample: TensorDictBase) -> Any:
-        """Of a sample; one for each knob, or under `composite_lp_aggregate` their sum."""
+        """Return log-probs of a sample, by knob; under `composite_lp_aggregate` their sum."""
         if composite_lp_aggregate():
             return self.joint.log_prob(self._action(sample))
         return self.log_prob_composite(sample)
@@ -179,8 +185,10 @@ class KnobCategoricals(CompositeDistribution):
         )
 
     def entropy(self, samples_mc: int = 1, **options: Any) -> Any:
-        """In nats; one for each knob, or under `composite_lp_aggregate` their sum [*], without an
-        axis G."""
+        """Return entropies in nats, by knob.
+
+        Under `composite_lp_aggregate` it is their sum [*], without an axis G.
+        """
         if composite_lp_aggregate():
             return self.joint.entropy()
         return self.entropy_composite(samples_mc, **options)
@@ -189,8 +197,8 @@ class KnobCategoricals(CompositeDistribution):
         self, samples_mc: int = 1, *, include_sum: bool | None = None
     ) -> TensorDictBase:
         # every configuration as a draw: [*, C, K]
-        each = self._conditionals(self.log_probs.unsqueeze(-2), self.joint.configurations)
-        mean = -(self.log_probs.exp().unsqueeze(-1) * each).sum(-2)
+        by_knob = self._conditionals(self.log_probs.unsqueeze(-2), self.joint.configurations)
+        mean = -(self.log_probs.exp().unsqueeze(-1) * by_knob).sum(-2)
         return self._each("entropy", self._for_each_draw(mean), include_sum)
 
     def _for_each_draw(self, values: Tensor) -> Tensor:
@@ -200,7 +208,7 @@ class KnobCategoricals(CompositeDistribution):
         return values
 
     def _conditionals(self, log_probs: Tensor, action: Tensor) -> Tensor:
-        """ln p(knob | the knobs before it), [*, K], of actions [*, K] under log-probs [*, C]."""
+        """Return ln p(knob | the knobs before it), [*, K], for actions [*, K], log-probs [*, C]."""
         configurations = self.joint.configurations
         masses = [log_probs.new_zeros(())]
         for count in range(1, len(self.names) + 1):
@@ -210,8 +218,10 @@ class KnobCategoricals(CompositeDistribution):
 
     @staticmethod
     def _log_mass(log_probs: Tensor, same: Tensor) -> Tensor:
-        """ln of the probability of those of C configurations that are the `same`, bool [*, C] →
-        [*]. It is finite, so that what is impossible has no slope."""
+        """Return ln of the probability of the configurations marked in `same`, bool [*, C] → [*].
+
+        It is always finite, so that impossible configurations have no gradient.
+        """
         least = torch.finfo(log_probs.dtype).min
         return log_probs.clamp_min(least).masked_fill(~same, least).logsumexp(-1)
 

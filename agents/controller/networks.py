@@ -89,20 +89,23 @@ class KnobHeads(nn.Module):
 MOST_VALUES = 64
 """With more knob values heads are not told their drift."""
 DRIFT_SCALE = 5.0
-"""What offsets are multiplied by, so that they are of the size of the other inputs."""
+"""Factor on offsets, so that they are of the size of the other inputs."""
 
 
 def drift_values(configurations: Tensor, drift: float) -> Tensor:
-    """Return the matrix [V, C] that turns offsets of configurations into one for each knob value:
-    the mean over its configurations, less the mean over all. V is 0 where heads know no drift."""
+    """Return the matrix [V, C] that turns offsets of configurations into offsets of knob values.
+
+    The offset of a knob value is the mean over its configurations, less the mean over all. V is 0
+    where heads know no drift.
+    """
     count = len(configurations)
     rows = []
     for values in configurations.T:
         kinds = values.unique()
         if len(kinds) > 1:
-            rows += [
-                (values == kind).float() / (values == kind).sum() - 1 / count for kind in kinds
-            ]
+            for kind in kinds:
+                same = values == kind
+                rows.append(same.float() / same.sum() - 1 / count)
     if not drift or not rows or len(rows) > MOST_VALUES:
         return torch.zeros(0, count)
     return torch.stack(rows)
@@ -156,8 +159,8 @@ class KnobNetwork(nn.Module):
         else:
             by_value = DRIFT_SCALE * (offset @ self.values.T)
         hidden = torch.cat([x, self.encoding(limit), by_value], -1)
-        for number, layer in enumerate(self.layers):
-            if number:
+        for i, layer in enumerate(self.layers):
+            if i:
                 hidden = functional.dropout(hidden, self.dropout, self.training)
             hidden = functional.silu(layer(hidden))
         return self.head(hidden, mask)
@@ -182,11 +185,11 @@ class Outcomes(NamedTuple):
     log_cost: Tensor | None = None
 
     def take(self, index: Any) -> Outcomes:
-        """Return some of them, by the same index for all parts."""
+        """Index all parts alike."""
         return Outcomes._make(part if part is None else part[index] for part in self)
 
     def predicted(self) -> Prediction:
-        """Return them as any predictor gives them."""
+        """Return the outcomes in the form of any predictor."""
         return Prediction(self.accuracy_logits.sigmoid(), *self[1:])
 
 
@@ -273,7 +276,7 @@ class OutcomeNetwork(nn.Module):
             parameter.mul_((1 + BINS) ** 0.5)  # as wide a start as fewer inputs give
 
     def _shares(self, x: Tensor) -> Tensor:
-        """Return how much of each bin lies below [*, d] → [*, BINS · d]."""
+        """Return the share of each bin that lies below x: [*, d] → [*, BINS · d]."""
         low = self.edges[:-1]
         width = self.edges.diff(dim=0).clamp_min(1e-6)
         return ((x.unsqueeze(-2) - low) / width).clamp(0, 1).flatten(-2)

@@ -13,8 +13,7 @@ EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
 
 @dataclass
 class PolicyConfig:
-    """The policy: a categorical head for each knob on a light network, with or without a
-    teacher."""
+    """The policy: a light network with a head for each knob, with or without a teacher."""
 
     teacher: bool = False
     """Whether the heads are taught by a policy that predicts accuracy and latency of every
@@ -48,7 +47,7 @@ class PolicyConfig:
     teacher_hidden: int = 96
     """Width of the hidden layers of the teacher's network."""
     teacher_dropout: float = 0.2
-    """Dropout in these."""
+    """Dropout in the hidden layers of the teacher's network."""
     drift: float = 0.0
     """The largest typical drift of a knob value's ln ms that heads are trained under, so that they
     decide by what a tracker knows; 0 for heads that know nothing but the level."""
@@ -71,7 +70,7 @@ class PolicyConfig:
 
     @property
     def members_trained(self) -> int:
-        """How many networks are trained side by side."""
+        """The number of networks that are trained side by side."""
         return self.members + (self.members > 1)
 
     def __post_init__(self) -> None:
@@ -111,7 +110,7 @@ SHARE = 0.003
 BASE_US = 30.0
 """What a decision of a small network takes behind a model, by rule of thumb, in µs."""
 WEIGHTS_PER_US = 2500
-"""How many weights more take a further µs."""
+"""Number of further weights that take a further µs."""
 
 
 def hidden_for(inputs: int, outputs: int, budget_us: float) -> int:

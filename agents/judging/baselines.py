@@ -32,35 +32,37 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 
 def averages(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean accuracy and mean latency (ms) of each configuration over its profiled cells, float64
-    [C] each.
+    """Return mean accuracy and mean latency (ms) of each configuration, float64 [C] each.
 
     A configuration never profiled in these rows counts as always wrong and as slow as the slowest
     of the others.
     """
-    accuracy, latency = (
-        values[rows].double().nanmean(0) for values in (table.accuracy, table.latency_ms)
-    )
+    accuracy = table.accuracy[rows].double().nanmean(0)
+    latency = table.latency_ms[rows].double().nanmean(0)
     seen = table.mask[rows].any(0)
     return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())
 
 
 def averages_with_cost(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`averages`, and the mean further cost of each configuration, float64 [C] each."""
+    """Return `averages`, and the mean further cost of each configuration, float64 [C] each."""
     cost = table.weighed_cost[rows].double().nanmean(0)
     return *averages(table, rows), cost.nan_to_num(float(cost.nan_to_num().amax()))
 
 
 class FittedStatic(Static):
-    """Budget-aware static, with how it is fitted and kept in files."""
+    """Budget-aware static that can be fitted and kept in files."""
 
     @classmethod
     def fit(cls, accuracy: Array, latency_ms: Array, measurements_ms: Array) -> Self:
-        """Fit on n samples: accuracy and median latency [n, C], and all measurements [n, C, R], NaN
-        where there is none.
+        """Fit on n samples.
 
         A cell that was measured several times counts once. A configuration that was never profiled
         counts as always wrong and as slow as the slowest of the others.
+
+        Args:
+            accuracy: [n, C], NaN where not profiled.
+            latency_ms: medians [n, C], NaN where not profiled.
+            measurements_ms: [n, C, R], NaN where there is no measurement.
         """
         samples, count, repeats = measurements_ms.shape
         valid: Array = np.logical_not(np.isnan(measurements_ms))
@@ -81,17 +83,15 @@ class FittedStatic(Static):
         return cls(np.where(count_of > 0, mean_ms, slowest_ms), sorted_ms, running)
 
     def arrays(self) -> dict[str, Array]:
-        """Return what a file keeps."""
-        exact = self.sorted_ms.astype(np.float32)
-        if (exact == self.sorted_ms).all():
-            short = exact
-        else:
-            short = self.sorted_ms
-        return {"latency_ms": self.latency_ms, "sorted_ms": short, "running": self.running}
+        """Return the arrays that a file keeps."""
+        # in float32 where nothing is lost
+        sorted_ms = self.sorted_ms.astype(np.float32)
+        if not (sorted_ms == self.sorted_ms).all():
+            sorted_ms = self.sorted_ms
+        return {"latency_ms": self.latency_ms, "sorted_ms": sorted_ms, "running": self.running}
 
     def scaled(self, factors: Array, accuracies: Array | None = None) -> Self:
-        """Return the same where each configuration takes a factor of its time, [C], and has a
-        factor of its accuracy, [C]."""
+        """Return static for other times and accuracies: a factor [C] on each configuration's."""
         if accuracies is None:
             running = self.running
         else:
@@ -107,8 +107,7 @@ def static_of(table: ProfileTable, rows: Tensor) -> FittedStatic:
 
 
 class BestStatic:
-    """The one configuration with the best mean utility over the rows and over the given budgets
-    (float [b], ms)."""
+    """Takes the configuration with the best mean utility over the rows and budgets [b] in ms."""
 
     name = "best_static"
 
@@ -129,8 +128,10 @@ class BestStatic:
 
 
 class LookupTable:
-    """The best average accuracy among the configurations with a mean latency ≤ budget·(1 +
-    tolerance); where there is none the nearest mean latency, which is the fastest."""
+    """Takes the best average accuracy whose mean latency is at most budget·(1 + tolerance).
+
+    Where no configuration fits, it takes the fastest.
+    """
 
     name = "lookup_table"
 
@@ -151,9 +152,10 @@ class LookupTable:
 
 
 class PredictThenChoose:
-    """Predicts accuracy and log-latency of every configuration, then takes the best expected
-    utility Â·Φ((ln b − μ)/σ). Without `predict_accuracy` each configuration's mean accuracy counts
-    for every sample."""
+    """Predicts outcomes, then takes the best expected utility Â·Φ((ln b − μ)/σ).
+
+    Without `predict_accuracy` each configuration's mean accuracy counts for every sample.
+    """
 
     def __init__(
         self,
@@ -168,7 +170,7 @@ class PredictThenChoose:
         self._predict_accuracy = predict_accuracy
 
     def predict(self, features: Mapping[str, Array], n: int) -> Prediction:
-        """Return what is expected of every configuration for n samples."""
+        """Predict the outcomes of every configuration for n samples."""
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
         return self.counted(self.expert(self.normaliser(blocks, n)))
 
@@ -187,7 +189,7 @@ class PredictThenChoose:
         return pick(score.numpy(), prediction.log_latency.numpy(), mask)
 
     def reads_features(self, limits: Array) -> Array:
-        """Return whether it reads features under each of these limits, bool [n]."""
+        """Return that it reads features under all of these limits, bool [n]."""
         return np.ones(len(limits), bool)
 
 
@@ -195,7 +197,7 @@ class PredictThenChoose:
 
 
 class Random:
-    """Uniform over the mask; the same seed and the same request give the same choice."""
+    """Draws uniformly from the mask; equal seeds and requests give equal choices."""
 
     name = "random"
 
@@ -213,10 +215,10 @@ class Random:
 
 
 class Oracle:
-    """The best utility of each of these rows, of several measurements the mean; among equals the
-    faster; the fastest where nothing fits.
+    """Takes the best actual utility of each of these rows, among equals the faster.
 
-    It knows the outcomes, so it can only choose for exactly the rows that it was given, in their
+    Of several measurements the mean utility counts. Where nothing fits, it takes the fastest. It
+    knows the outcomes, so it can only choose for exactly the rows that it was given, in their
     order.
 
     Raises:
@@ -250,9 +252,12 @@ class Oracle:
 
 
 class BestAtWorths:
-    """Takes the best accuracy − latency/worth − cost/worth: of averages [C], the same for every
-    request, or of each request's own outcomes [n, C], which it can choose for in their order
-    only."""
+    """Takes the best accuracy − latency/worth − cost/worth.
+
+    Args:
+        accuracy, latency_ms, cost: averages [C], which give every request the same choice; or the
+            requests' own outcomes [n, C], for which it can choose in their order only.
+    """
 
     def __init__(self, accuracy: Tensor, latency_ms: Tensor, cost: Tensor) -> None:
         self.accuracy = accuracy
@@ -275,21 +280,24 @@ def make_baselines(
     budgets_ms: Tensor | None = None,
     experts: Experts | None = None,
 ) -> list[Baseline]:
-    """All baselines, fitted on everything but the test rows, because the learned ones choose their
-    settings out of fold; the oracle is for the test rows. They will be judged on `budgets_ms` [b],
-    None for `default_budgets`. `experts`: of all families, fitted on the same rows for the same
-    budgets; None fits them.
+    """Return all baselines, fitted on everything but the test rows; the oracle is for these.
+
+    The learned ones choose their settings out of fold, so they need no validation rows.
 
     A new baseline is listed here, and in `experiments/report/policies.json` with its name, colour
     and description. One that predicts is a family of `knobwise.agents.predictors.regressors`
     instead. Mean budgets have a list of their own: `make_priced_baselines` in
-    `knobwise.agents.stack.priced_policy`.
+    `knobwise.agents.stack.prices`.
+
+    Args:
+        budgets_ms: [b] that they will be judged on; None for `default_budgets`.
+        experts: of all families, fitted on the same rows for the same budgets; None fits them.
     """
     rows = torch.cat([split.train, split.validation])
     if budgets_ms is None:
         budgets_ms = default_budgets(table)
     _, normaliser, fitted = experts or Experts.fit(table, rows, budgets_ms, tuple(FAMILIES), seed)
-    named = {each.expert.name: each.expert for each in fitted}
+    named = {family.expert.name: family.expert for family in fitted}
     return [
         static_of(table, rows),
         BestStatic(table, rows, budgets_ms),
@@ -302,9 +310,10 @@ def make_baselines(
 
 
 class StaticPerDataset:
-    """Budget-aware static, fitted on each data set for itself: what recognising the data set is
-    worth without looking at the request. A data set without samples to fit on gets the static way
-    of all.
+    """Budget-aware static, fitted on each data set for itself.
+
+    It shows the worth of recognising the data set without looking at the request. A data set
+    without samples to fit on gets static fitted on all rows.
 
     Like the oracle it can only choose for exactly the rows `test` (int64 [n]), in their order.
 
@@ -318,12 +327,12 @@ class StaticPerDataset:
         parts = rows_by_dataset(table, fitted)
         self._count = len(test)
         self._parts: list[tuple[Array, Static]] = []
-        for name, places in rows_by_dataset(table, test).items():
+        for name, positions in rows_by_dataset(table, test).items():
             if name in parts:
                 rows = fitted[parts[name]]
             else:
                 rows = fitted
-            self._parts.append((places.numpy(), static_of(table, rows)))
+            self._parts.append((positions.numpy(), static_of(table, rows)))
 
     def choose(
         self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
@@ -333,7 +342,7 @@ class StaticPerDataset:
                 f"it knows {self._count} samples and was asked about {len(budgets_ms)}"
             )
         chosen = np.empty(len(budgets_ms), np.int64)
-        for places, static in self._parts:
-            allowed = None if mask is None else mask[places]
-            chosen[places] = static.choose({}, budgets_ms[places], allowed)
+        for positions, static in self._parts:
+            allowed = None if mask is None else mask[positions]
+            chosen[positions] = static.choose({}, budgets_ms[positions], allowed)
         return chosen

@@ -44,8 +44,7 @@ OUTCOMES = ("chosen", "accuracy", "latency_ms", "in_time", "utility", "reward", 
 
 @dataclass(frozen=True)
 class Judged:
-    """The outcome of every decision of a policy: n samples × B budgets; of a mixture the
-    expectation."""
+    """The outcomes of a policy's decisions, n samples × B budgets; of a mixture the mean."""
 
     budgets_ms: Tensor
     """float [B]."""
@@ -63,32 +62,38 @@ class Judged:
     reward: Tensor
     """float [n, B]; NaN under mean budgets."""
     feasible: Tensor | None = None
-    """bool [n, B]: whether any profiled configuration meets the deadline; None under mean
+    """bool [n, B]: True if some profiled configuration meets the deadline; None under mean
     budgets."""
 
     def metrics(self) -> dict[str, float]:
-        """Means over samples and deadlines, under the logged names (without `Val/`)."""
+        """Return means over samples and deadlines, under the logged names (without `Val/`)."""
         assert self.feasible is not None
         assert self.in_time is not None
+        satisfaction = 1.0
+        if self.feasible.any():
+            satisfaction = float(self.in_time[self.feasible].mean())
         numbers = {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
         return _moments(numbers) | {
             "Budget_Violation_Rate": 1 - float(self.in_time.mean()),
             "Utility": float(self.utility.mean()),
-            "Satisfaction_Feasible": float(self.in_time[self.feasible].mean())
-            if self.feasible.any()
-            else 1.0,
+            "Satisfaction_Feasible": satisfaction,
         }
 
 
 def drawn_metrics(
     table: ProfileTable, rows: Tensor, chosen: Tensor, rewards: Tensor, budgets_ms: Tensor | None
 ) -> dict[str, float]:
-    """The outcomes of decisions drawn in training, under the logged names (without `Train/`): for
-    rows int64 [n] the configurations int64 [n, G] and their rewards; budgets [n], None at a price,
-    where nothing is late."""
-    accuracy, latency = (
-        values[rows.unsqueeze(1), chosen] for values in (table.accuracy, table.latency_ms)
-    )
+    """Return metrics of decisions drawn in training, under the logged names (without `Train/`).
+
+    Args:
+        rows: int64 [n].
+        chosen: configurations, int64 [n, G].
+        rewards: of these, float [n, G].
+        budgets_ms: [n]; None at a price, where nothing is late.
+    """
+    cells = rows.unsqueeze(1), chosen
+    accuracy = table.accuracy[cells]
+    latency = table.latency_ms[cells]
     metrics = _moments({"Reward": rewards, "Accuracy": accuracy, "Latency": latency})
     if budgets_ms is not None:
         metrics["Budget_Violation_Rate"] = float((latency > budgets_ms.unsqueeze(1)).float().mean())
@@ -96,14 +101,16 @@ def drawn_metrics(
 
 
 def _moments(numbers: dict[str, Tensor]) -> dict[str, float]:
+    """Return mean and standard deviation of each tensor."""
     metrics = {}
     for name, values in numbers.items():
-        metrics[f"{name}_Mean"], metrics[f"{name}_Std"] = float(values.mean()), float(values.std())
+        metrics[f"{name}_Mean"] = float(values.mean())
+        metrics[f"{name}_Std"] = float(values.std())
     return metrics
 
 
 def for_all(limit: Tensor, rows: Tensor) -> Tensor:
-    """The same limit, [] or a pair [2], for each of these rows: [n] or [n, 2]."""
+    """Repeat a limit, [] or a pair [2], for each of these rows: [n] or [n, 2]."""
     return limit.expand(len(rows), *limit.shape)
 
 
@@ -117,14 +124,14 @@ def judge(
 ) -> Judged:
     """Let a policy decide for every sample under every deadline, and look up the outcomes.
 
-    It sees features, what its own cost leaves of the deadlines, and which configurations were
-    profiled for the sample, because the outcomes of others are unknown.
+    The policy sees features, the rest of the deadlines after its own cost, and which configurations
+    were profiled for the sample, because the outcomes of others are unknown.
 
     Args:
         rows: int64 [n].
-        budgets_ms: float [B]; under weights pairs of worths [B, 2], which nothing is taken from.
+        budgets_ms: float [B]; under weights pairs of worths [B, 2], from which no cost is taken.
         rewards: defaults to those of training.
-        cost_ms: float [B], what a decision takes.
+        cost_ms: float [B], the time of a decision.
     """
     pairs = budgets_ms.ndim == 2
     left = budgets_ms.double()
@@ -149,10 +156,10 @@ def outcomes_of(
     cost_ms: Tensor | None = None,
     reads: Tensor | None = None,
 ) -> Judged:
-    """Look up the outcomes of choices int64 [n, B]; the other arguments as in `judge`.
+    """Look up the outcomes of choices int64 [n, B].
 
-    Where `reads` bool [B] is False the choices read no features, and do not pay for a first look
-    (`ProfileTable.first_look_ms`).
+    The other arguments are those of `judge`. Where `reads` bool [B] is False the choices read no
+    features, and do not pay for a first look (`ProfileTable.first_look_ms`).
     """
     if rewards is None:
         rewards = RewardTable(table, TRAINING_REWARD)
@@ -168,9 +175,11 @@ def outcomes_of(
     if limits.ndim == 1:
         limits = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
     parts = []
-    for some, columns in zip(rows.split(AT_ONCE), chosen.split(AT_ONCE), strict=True):
-        parts.append(_outcomes(table, some, columns, budgets_ms, limits, rewards, cost_ms, reads))
-    outcomes = {name: torch.cat([getattr(part, name) for part in parts]) for name in OUTCOMES}
+    for part, columns in zip(rows.split(AT_ONCE), chosen.split(AT_ONCE), strict=True):
+        parts.append(_outcomes(table, part, columns, budgets_ms, limits, rewards, cost_ms, reads))
+    outcomes = {}
+    for name in OUTCOMES:
+        outcomes[name] = torch.cat([getattr(judged, name) for judged in parts])
     return Judged(budgets_ms=budgets_ms, **outcomes)
 
 
@@ -185,29 +194,29 @@ def _outcomes(
     reads: Tensor,
 ) -> Judged:
     """Look up the outcomes of some rows, see `outcomes_of`."""
-    at = rows.unsqueeze(1), chosen
+    cells = rows.unsqueeze(1), chosen
     quick = table.without_first_look
     added_ms = cost_ms.expand(chosen.shape)
     if table.first_look_ms is not None:
-        added_ms = added_ms - table.first_look_ms[at] * ~reads
-    accuracy = table.accuracy[at]
-    in_time = share_in_time(table.measurements_ms[at] + added_ms[..., None], budgets_ms)
+        added_ms = added_ms - table.first_look_ms[cells] * ~reads
+    accuracy = table.accuracy[cells]
+    in_time = share_in_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
     fastest = quick.latency_ms[rows].masked_fill(~table.mask[rows], torch.inf)
     device = rewards.accuracy.device
     unread = rewards
     if quick is not table:
         unread = RewardTable(quick, rewards.config, device)
     rewarded = []
-    for number, limit in enumerate(limits):
-        known = rewards if reads[number] else unread
-        column = chosen[:, number, None].to(device)
-        under = for_all(limit, rows).to(device)
-        rewarded.append(known.chosen(rows.to(device), column, under).cpu())
+    for b, limit in enumerate(limits):
+        known = rewards if reads[b] else unread
+        column = chosen[:, b, None].to(device)
+        repeated = for_all(limit, rows).to(device)
+        rewarded.append(known.chosen(rows.to(device), column, repeated).cpu())
     return Judged(
         budgets_ms=budgets_ms,
         chosen=chosen,
         accuracy=accuracy,
-        latency_ms=table.latency_ms[at] + added_ms,
+        latency_ms=table.latency_ms[cells] + added_ms,
         in_time=in_time,
         utility=accuracy * in_time,
         reward=torch.stack(rewarded).squeeze(-1).T,
@@ -231,10 +240,10 @@ def judge_all(
     count = sum(map(len, policies.values()))
     done = 0
     with progress("judging", count, quiet_s=2) as tick:
-        for name, several in policies.items():
-            costs = (costs_ms or {}).get(name, [None] * len(several))
+        for name, of_seeds in policies.items():
+            costs = (costs_ms or {}).get(name, [None] * len(of_seeds))
             judged[name] = []
-            for policy, cost_ms in zip(several, costs, strict=True):
+            for policy, cost_ms in zip(of_seeds, costs, strict=True):
                 judged[name].append(judge(policy, table, rows, budgets_ms, rewards, cost_ms))
                 done += 1
                 tick(done, name)

@@ -1,4 +1,4 @@
-"""Whether one policy is better than another on the same samples, by more than chance."""
+"""Tests that one policy is better than another on the same samples, by more than chance."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ def standard_error(differences: Tensor) -> float:
 
 
 def is_better(differences: Tensor, confidence: float) -> bool:
-    """Return whether the mean of paired differences [n] is above 0 with this one-sided confidence,
-    by the normal quantile."""
+    """Return True if the mean of paired differences [n] is above 0 with this one-sided confidence.
+
+    The normal quantile decides.
+    """
     z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
     if len(differences):
         mean = float(differences.double().mean())

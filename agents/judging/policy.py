@@ -50,8 +50,10 @@ class Baseline(Protocol):
 
 
 class Guarded:
-    """A `Policy` that gives way to budget-aware static where its guard says so; margins are
-    unused."""
+    """A `Policy` that gives way to budget-aware static where its guard says so.
+
+    The margins of the guard are not used.
+    """
 
     def __init__(self, policy: Policy, guard: Guard, static: Static) -> None:
         self.policy = policy
@@ -66,12 +68,12 @@ class Guarded:
         return np.where(self.reads_features(limits), chosen, self.static.choose({}, limits, mask))
 
     def reads_features(self, limits: Array) -> Array:
-        """Return whether the policy itself decides under each of these limits, bool [n]."""
+        """Return where the policy itself decides, by limits [n]: bool [n]."""
         return self.guard.deployed[self.guard.groups(limits)]
 
 
 def reads_features(policy: Any, limits: Array) -> Array:
-    """Return whether a policy reads features under each of these limits [B], bool [B]."""
+    """Return where a policy reads features, by limits [B]: bool [B]."""
     if hasattr(policy, "reads_features"):
         return np.asarray(policy.reads_features(limits), bool)
     return np.zeros(len(limits), bool)

@@ -1,4 +1,4 @@
-"""What decides without a gradient, in NumPy alone.
+"""Deployed decisions: a trained policy without gradients, in NumPy alone.
 
 This folder needs only NumPy: `knobwise export` copies it next to `controller.npz`. The data flow of
 a decision is: feature blocks → `Normaliser` → `Heads` → guard → a configuration.

@@ -37,8 +37,11 @@ def below(arrays: Arrays, prefix: str) -> dict[str, Array]:
 
 
 def read_arrays(path: str | Path) -> dict[str, Array]:
-    """Read the arrays of an `.npz` without executing anything in it. Raises an error of any kind:
-    it is none, or damaged."""
+    """Read the arrays of an `.npz` without executing anything in it.
+
+    Raises:
+        Exception: of any kind, if the file is damaged or is no `.npz`.
+    """
     # opened here, since np.load leaves a damaged file open
     with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         if file.zip.testzip() is not None:
@@ -47,7 +50,11 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
 
 
 def header_of(arrays: Arrays, form: str) -> dict[str, Any]:
-    """Return what the array `header` says. Raises ValueError: nothing, or it is of another form."""
+    """Return the content of the array `header`.
+
+    Raises:
+        ValueError: there is none, or it is of another form.
+    """
     with suppress(KeyError, TypeError, ValueError):
         header: dict[str, Any] = json.loads(bytes(arrays["header"]).decode())
         if header["format"] == form:
@@ -56,12 +63,16 @@ def header_of(arrays: Arrays, form: str) -> dict[str, Any]:
 
 
 def named_values(knobs: Mapping[str, Any], configurations: Any) -> list[dict[str, Any]]:
-    """Return the knob values of each configuration by name; `configurations` int64 [C, K] has, for
-    each, the index of each knob's value."""
+    """Return the knob values of each configuration by name.
+
+    Args:
+        knobs: the values of each knob, by name.
+        configurations: int64 [C, K], the index of each knob's value.
+    """
     named = []
     for row in configurations.tolist():
         pairs = zip(knobs.items(), row, strict=True)
-        named.append({name: values[place] for (name, values), place in pairs})
+        named.append({name: values[index] for (name, values), index in pairs})
     return named
 
 

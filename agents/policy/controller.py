@@ -49,7 +49,7 @@ class NumpyController:
         arrays: by name; `header` is JSON as bytes.
 
     Attributes:
-        header: what the JSON holds.
+        header: the content of the JSON.
         digest: of all arrays; controllers with the same digest decide alike.
         knobs: the values of each knob, by name.
         configurations: int64 [C, K], for each configuration the index of each knob's value.
@@ -121,10 +121,10 @@ class NumpyController:
         except Exception as error:
             if isinstance(error, OSError) and error.filename is not None:  # zipfile's name no file
                 raise
-            words = f"is damaged ({error!r})"
+            reason = f"is damaged ({error!r})"
             if isinstance(error, ValueError):
-                words = " ".join(str(error).split())
-            raise ValueError(f"{path}: {words}") from error
+                reason = " ".join(str(error).split())
+            raise ValueError(f"{path}: {reason}") from error
 
     def _try(self) -> None:
         """Decide at each calibrated budget, so that arrays that do not fit together fail now."""
@@ -167,7 +167,7 @@ class NumpyController:
         return self.configuration(self.decide_index(features, budget_ms, drift))
 
     def decide_index(self, features: Arrays, budget_ms: float, drift: Drift | None = None) -> int:
-        """Return the same as the index of a configuration."""
+        """Decide for one request, and return the index of a configuration; see `decide`."""
         raw = self._joined(features, budget_ms)
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
@@ -177,7 +177,7 @@ class NumpyController:
     def decide_expected(
         self, features: Arrays, budget_ms: float, drift: Drift | None = None
     ) -> Expected:
-        """Return the same with the expected mean and standard deviation of its ln ms.
+        """Decide for one request, and return the choice with its expected latency.
 
         Raises:
             ValueError: as `decide`, and for a mean budget.
@@ -193,8 +193,7 @@ class NumpyController:
         return index, *self._latency.single(x, index)
 
     def expected_of(self, features: Arrays | None, index: int) -> Expected:
-        """Return a configuration with the expected mean and standard deviation of its ln ms,
-        without features by what static knows."""
+        """Return a configuration with its expected latency; without features static expects it."""
         if features is None:
             return self._by_static(index)
         raw = self._joined(features, 1.0)
@@ -211,14 +210,16 @@ class NumpyController:
         return self._by_static(fixed)
 
     def _by_static(self, index: int) -> Expected:
-        """Return a configuration with what static expects of it."""
+        """Return a configuration with the latency that static expects of it."""
         if self.static is None:
             return index, math.nan, math.nan
         return index, float(self.static.log_latency[index]), float(self.static.spread[index])
 
     def _planned(self, budget_ms: float, drift: Drift | None) -> tuple[int | None, float]:
-        """Return the configuration that is chosen whatever the features are, or None, and what the
-        network reads: the part of a budget that is planned with, or a worth, in ms."""
+        """Return the configuration that is chosen for any features, or None; and a limit in ms.
+
+        The network reads this limit: the part of a budget that is planned with, or a worth.
+        """
         factor = self.factor(drift)
         if self.mean is not None:
             worth = float(self.mean.worths[self.mean.single(budget_ms)])
@@ -233,7 +234,7 @@ class NumpyController:
         return self.static.single(limit), limit
 
     def factor(self, drift: Drift | None) -> float:
-        """Return what a drift multiplies budgets by: e^(−mean offset)."""
+        """Return the factor of a drift on budgets: e^(−mean offset)."""
         if drift is None:
             return 1.0
         offset, scale = drift
@@ -296,7 +297,10 @@ class NumpyController:
     def choose_expected(
         self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift | None = None
     ) -> tuple[NDArray[np.int64], Array, Array]:
-        """Return the same with expected means and standard deviations of ln ms, [n] each."""
+        """Return configurations with expected means and standard deviations of ln ms, [n] each.
+
+        Arguments and errors as in `choose`.
+        """
         chosen = self.choose(features, limits, mask, drift)
         if self.mean is not None:
             unknown = np.full(len(chosen), np.nan)
@@ -322,7 +326,7 @@ class NumpyController:
         return log_softmax(self._scores(raw, limits, drift), mask)
 
     def reads_features(self, limits: Array) -> Array:
-        """Return whether it reads features under each of these limits [n], bool [n]."""
+        """Return where it reads features, by limits [n]: bool [n]."""
         if self.calibrated is None:
             return np.ones(len(limits), bool)
         return self.calibrated.deployed[self.calibrated.groups(limits)]
@@ -356,8 +360,8 @@ class NumpyController:
     def _checked(
         self, features: Arrays, limits: Array, mask: Array | None, drift: Drift | None
     ) -> tuple[Array, Array, Array | None]:
-        """Return features float32 [n, d], limits float64, less what drift takes, and the mask, or
-        raise a ValueError."""
+        """Return features float32 [n, d], limits float64 without the part that drift takes, and the
+        mask, or raise a ValueError."""
         limits = np.asarray(limits, np.float64)
         if self.header["limit"] == "worths":
             wanted: tuple[int, ...] = (2,)

@@ -32,7 +32,7 @@ class Guard:
         self._between = np.exp((logs[1:] + logs[:-1]) / 2).tolist()
 
     def single(self, limit: float) -> tuple[float, bool]:
-        """Return the margin, and whether the policy decides, for one limit in ms."""
+        """Return the margin for one limit in ms, and True if the policy decides."""
         return self._few[bisect.bisect_left(self._between, limit)]
 
     def groups(self, limits: Array) -> Array:

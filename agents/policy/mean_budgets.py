@@ -51,7 +51,7 @@ class MeanBudgets:
 
     def single(self, budget_ms: float) -> int:
         """Return the index of one budget; a ValueError as in `groups`."""
-        group = min(range(len(self._few)), key=lambda place: abs(budget_ms - self._few[place]))
+        group = min(range(len(self._few)), key=lambda i: abs(budget_ms - self._few[i]))
         if abs(budget_ms - self._few[group]) <= 1e-3 * self._few[group]:
             return group
         return int(self.groups(np.array([budget_ms]))[0])
@@ -61,8 +61,8 @@ class MeanBudgets:
         group = self.single(budget_ms)
         if not self.mix or self.deployed[group]:
             return None
-        place = next(self.turns) * GOLDEN % 1
-        if place < self.mix["share"][group]:
+        turn = next(self.turns) * GOLDEN % 1
+        if turn < self.mix["share"][group]:
             side = "second"
         else:
             side = "first"
@@ -77,9 +77,9 @@ class MeanBudgets:
         if not self.mix or self.deployed[group].all():
             return chosen
         mixed = ~self.deployed[group]
-        place = np.ones(len(group))
+        turn = np.ones(len(group))
         drawn = itertools.islice(self.turns, int(mixed.sum()))
-        place[mixed] = np.fromiter(drawn, np.float64) * GOLDEN % 1
+        turn[mixed] = np.fromiter(drawn, np.float64) * GOLDEN % 1
         first = self.mix["first"][group]
         second = self.mix["second"][group]
         if mask is not None:
@@ -90,5 +90,5 @@ class MeanBudgets:
             has_second = mask[rows, second]
             first = np.where(mask[rows, first], first, np.where(has_second, second, instead))
             second = np.where(has_second, second, first)
-        either = np.where(place < self.mix["share"][group], second, first)
+        either = np.where(turn < self.mix["share"][group], second, first)
         return np.where(mixed, either, chosen)

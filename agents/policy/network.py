@@ -90,7 +90,7 @@ class Encoding:
 
 
 def places_of(configurations: Array) -> Array:
-    """Return which knob values make up each configuration, float32 [values of all knobs, C]."""
+    """Return a matrix that marks the knob values of each configuration, float32 [values, C]."""
     sizes = configurations.max(0) + 1
     rows = configurations + sizes.cumsum() - sizes
     places = np.zeros((int(sizes.sum()), len(configurations)), np.float32)
@@ -128,9 +128,9 @@ class Heads:
         self.values = header["drift_values"]
         # SiLU is x·sigmoid(x) = (x/2)·(1 + tanh(x/2)), so that hidden layers give x/2
         self.layers = []
-        for number in range(header["layers"] + 1):
-            weight = np.vstack([arrays[f"layers.{number}.weight"], arrays[f"layers.{number}.bias"]])
-            half = 0.5 if number < header["layers"] else 1.0
+        for i in range(header["layers"] + 1):
+            weight = np.vstack([arrays[f"layers.{i}.weight"], arrays[f"layers.{i}.bias"]])
+            half = 0.5 if i < header["layers"] else 1.0
             self.layers.append((weight * half).astype(np.float32))
         inputs = len(self.layers[0]) - 1
         self.width = inputs - self.encoding.width * len(self.encoding.mean) - self.values
@@ -154,9 +154,9 @@ class Heads:
         if by_value is not None:
             drift += by_value
         out = np.concatenate([x, self.encoding(limits), drift], 1, dtype=np.float32)
-        for number, weight in enumerate(self.layers):
+        for i, weight in enumerate(self.layers):
             out = out @ weight[:-1] + weight[-1]
-            if number < len(self.layers) - 1:
+            if i < len(self.layers) - 1:
                 gate = np.tanh(out)
                 gate += _UNIT
                 out *= gate
@@ -175,6 +175,7 @@ class Heads:
         """
         normaliser = self.normaliser
         with self._lock:
+            # features, limit and drift go into views of the first layer's input
             x = self._x
             if normaliser.plain:
                 np.subtract(raw, normaliser.mean, out=x)
@@ -191,9 +192,10 @@ class Heads:
                     self._drift[:] = 0.0
                 else:
                     self._drift[:] = by_value
-            for number, half in enumerate(self._halves):
-                np.dot(self._inputs[number], self.layers[number], out=half)
-                state = self._inputs[number + 1][:-1]
+            # hidden layers: half is x/2, and the next input (x/2)·(1 + tanh(x/2))
+            for i, half in enumerate(self._halves):
+                np.dot(self._inputs[i], self.layers[i], out=half)
+                state = self._inputs[i + 1][:-1]
                 np.tanh(half, out=state)
                 np.add(state, _UNIT, out=state)
                 np.multiply(state, half, out=state)

@@ -40,7 +40,7 @@ class Static:
 
     @classmethod
     def restored(cls, arrays: Arrays) -> Self:
-        """Return what was kept in a file, see `FittedStatic.arrays`."""
+        """Return static from the arrays of a file, see `FittedStatic.arrays`."""
         return cls(arrays["latency_ms"], arrays["sorted_ms"].astype(np.float64), arrays["running"])
 
     def mean_utility(self, limits: Array) -> Array:
@@ -78,9 +78,10 @@ class Static:
         worth = np.concatenate([[0.0], self.running[:, 1:].reshape(-1)])
         measured = time < np.inf
         time = time[measured]
-        place = np.unique(worth[measured], return_inverse=True)[1].reshape(-1)
+        rank_of_worth = np.unique(worth[measured], return_inverse=True)[1].reshape(-1)
         by_time = np.argsort(time, kind="stable")
-        key = place * count + (count - 1 - ranks[measured])
+        # one number that sorts by worth, then by mean latency
+        key = rank_of_worth * count + (count - 1 - ranks[measured])
         best = np.maximum.accumulate(key[by_time])
         time = time[by_time]
         chosen = order[count - 1 - best % count]

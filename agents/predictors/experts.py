@@ -34,9 +34,17 @@ above 1 less."""
 
 
 class Measured(NamedTuple):
-    """The rows that experts are fitted on, int64 [n], their accuracies and median latencies [n, C],
-    NaN where not profiled, every measured latency [n, C, R], budgets [B] that utility is averaged
-    over, empty without deadlines, and folds: positions to fit on and to hold out."""
+    """The rows that experts are fitted on, and what was measured of them.
+
+    Attributes:
+        rows: int64 [n].
+        accuracy: [n, C], NaN where not profiled.
+        latency_ms: medians [n, C], NaN where not profiled.
+        measurements_ms: every measured latency, [n, C, R].
+        mask: bool [n, C], what was profiled.
+        budgets_ms: [B] that utility is averaged over; empty without deadlines.
+        folds: positions to fit on and to hold out.
+    """
 
     rows: Tensor
     accuracy: Tensor
@@ -60,19 +68,24 @@ class Measured(NamedTuple):
         return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed, folds))
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
-        """Mean over rows and budgets of the utility of the best score: for each budget scores [n,
-        C]; among equal ones `latency` [n, C], on any monotone scale, decides."""
+        """Return the utility of taking the best score, as the mean over rows and budgets.
+
+        Args:
+            scores: [n, C] for each budget.
+            latency: [n, C], on any monotone scale; it decides among equal scores.
+        """
         total = 0.0
         for budget, score in zip(self.budgets_ms, scores, strict=True):
             chosen = torch.arange(len(score)), pick(score, latency, self.mask)
-            total += float(
-                (self.accuracy[chosen] * share_in_time(self.measurements_ms[chosen], budget)).mean()
-            )
+            in_time = share_in_time(self.measurements_ms[chosen], budget)
+            total += float((self.accuracy[chosen] * in_time).mean())
         return total / len(self.budgets_ms)
 
     def residual_spread(self, log_latency: Tensor) -> Tensor:
-        """Root mean square residual of the single measurements of each configuration, [C], as if it
-        had five more average cells."""
+        """Return the root mean square residual of single measurements by configuration, [C].
+
+        Each configuration counts five more cells with the average residual.
+        """
         residuals = log_measured(self.measurements_ms) - log_latency.unsqueeze(-1)
         squares = residuals.square().nanmean(-1).masked_fill(~self.mask, 0.0)
         overall = squares.sum() / self.mask.sum()
@@ -80,9 +93,14 @@ class Measured(NamedTuple):
 
 
 class Expert(nn.Module):
-    """Predicts from normalised features by two regressors to [n, C]; `spread` [C] is that of the
-    log-latency, `mean_accuracy` [C] that of the rows it was fitted on, `settings` are those chosen,
-    in words."""
+    """Predicts outcomes from normalised features by two regressors, for accuracy and log-latency.
+
+    Args:
+        accuracy, log_latency: regressors from [n, d] to [n, C].
+        mean_accuracy: [C], of the rows that it was fitted on.
+        spread: [C], the standard deviation of ln ms.
+        settings: those that were chosen, in words.
+    """
 
     mean_accuracy: Tensor
     spread: Tensor
@@ -106,31 +124,40 @@ class Expert(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Prediction:
-        """Normalised features [n, d] → predictions for n requests; without features, all are the
-        same."""
+        """Predict for n requests from normalised features [n, d].
+
+        Without features all predictions are equal.
+        """
         inputs = padded(x)
         return Prediction(self.accuracy(inputs), self.log_latency(inputs), self.spread)
 
     def plain(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint."""
-        parts = {part: (type(r).__name__, r.state_dict()) for part, r in self.named_children()}
-        values = {
-            key: getattr(self, key) for key in ("name", "mean_accuracy", "spread", "settings")
-        }
-        return {**values, **parts}
+        """Return tensors and plain values, for a checkpoint."""
+        plain = {}
+        for key in ("name", "mean_accuracy", "spread", "settings"):
+            plain[key] = getattr(self, key)
+        for part, regressor in self.named_children():
+            plain[part] = type(regressor).__name__, regressor.state_dict()
+        return plain
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Expert:
-        """The inverse of `plain`."""
-        regressors = {
-            part: KINDS[plain[part][0]](**plain[part][1]) for part in ("accuracy", "log_latency")
-        }
+        """Return the expert that `plain` describes."""
+        regressors = {}
+        for part in ("accuracy", "log_latency"):
+            kind, state = plain[part]
+            regressors[part] = KINDS[kind](**state)
         return cls(**{**plain, **regressors})
 
 
 class Fitted(NamedTuple):
-    """An expert, its out-of-fold predictions for the rows it was fitted on, and those of each fold,
-    which made these predictions."""
+    """An expert of all rows, and the experts of the folds.
+
+    Attributes:
+        expert: fitted on all rows.
+        out_of_fold: predictions for these rows by the experts of the folds.
+        of_folds: for each fold the expert that was fitted without it.
+    """
 
     expert: Expert
     out_of_fold: Prediction
@@ -138,8 +165,10 @@ class Fitted(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Experts for some rows, and what they were fitted on. The seeds of a run and its baselines
-    share them."""
+    """Experts for some rows, and the data that they were fitted on.
+
+    The seeds of a run and its baselines share them.
+    """
 
     measured: Measured
     normaliser: FeatureNormaliser
@@ -156,26 +185,34 @@ class Experts(NamedTuple):
         normaliser: FeatureNormaliser | None = None,
         folds: int = FOLDS,
     ) -> Experts:
-        """Fit an expert of each family on `rows`, int64 [n]; `budgets_ms` [B] are the deadlines
-        that their spreads are chosen for, empty at a price; `seed` is that of folds and trees;
-        without a normaliser one is fitted on the rows too; they are cut into so many `folds`."""
+        """Fit an expert of each family.
+
+        Args:
+            rows: int64 [n].
+            budgets_ms: deadlines [B] that the spreads are chosen for; empty at a price.
+            families: names in `FAMILIES`.
+            seed: of folds and trees.
+            normaliser: None fits one on the same rows.
+            folds: how many the rows are cut into.
+        """
         measured = Measured.from_table(table, rows, budgets_ms, seed, folds)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
-        return cls(
-            measured,
-            normaliser,
-            fit_experts(table, measured, normaliser, families, seed) if families else [],
-        )
+        fitted = []
+        if families:
+            fitted = fit_experts(table, measured, normaliser, families, seed)
+        return cls(measured, normaliser, fitted)
 
     def of_families(self, families: Sequence[str]) -> list[Fitted]:
-        """Those of some families, in their order."""
-        named = {each.expert.name: each for each in self.fitted}
+        """Return the experts of these families, in their order."""
+        named = {fitted.expert.name: fitted for fitted in self.fitted}
         return [named[family] for family in families]
 
 
 def padded(x: Tensor) -> Tensor:
-    """Features [n, d]; where there are none a column of zeros, so that every regressor has an
-    input."""
+    """Return features [n, d], or a column of zeros where there are none.
+
+    So every regressor has an input.
+    """
     if x.shape[-1]:
         return x
     return x.new_zeros(x.shape[0], 1)
@@ -200,104 +237,140 @@ def fit_experts(
         seed: of trees.
     """
     rows = measured.rows
-    x32 = padded(
-        normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
-    )
+    blocks = {name: block[rows] for name, block in table.features.items()}
+    x32 = padded(normaliser(blocks, len(rows)))
     x = x32.double().numpy()
     # the centres and the filled holes must not come from held-out rows
-    folds = [
-        (fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit]))
-        for fit, hold in measured.folds
-    ]
+    folds = []
+    for fit, hold in measured.folds:
+        folds.append((fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
     targets = Targets(table, rows, x)
+    data = _Data(measured, x, x32, targets, folds, bool(normaliser.width), seed)
     fits = itertools.count(1)
     with progress("fitting experts", len(families) * (len(folds) + 1), quiet_s=2) as tick:
 
         def done(name: str) -> None:
             tick(next(fits), name.replace("_", " "))
 
-        return [
-            _fit(name, x, x32, targets, folds, measured, seed, bool(normaliser.width), done)
-            for name in families
-        ]
+        return [_fit(name, data, done) for name in families]
 
 
-def _fit(
-    name: str,
-    x: NDArray[np.float64],
-    x32: Tensor,
-    targets: Targets,
-    folds: Sequence[tuple[Rows, Rows, Targets]],
-    measured: Measured,
-    seed: int,
-    informed: bool,
-    tick: Callable[[str], None],
-) -> Fitted:
+class _Data(NamedTuple):
+    """The data that all families are fitted on.
+
+    Attributes:
+        x, x32: features in float64 and float32, [n, d].
+        targets: of all rows.
+        folds: positions to fit on and to hold out, and the targets of the former.
+        informed: False if the features are only padding.
+        seed: of trees.
+    """
+
+    measured: Measured
+    x: NDArray[np.float64]
+    x32: Tensor
+    targets: Targets
+    folds: Sequence[tuple[Rows, Rows, Targets]]
+    informed: bool
+    seed: int
+
+
+class _Tried(NamedTuple):
+    """All settings of a family, fitted in the folds; the first regressor is a constant.
+
+    Attributes:
+        settings: without the constant.
+        of_folds: for each fold a regressor for each setting, the constant included.
+        held_out: their predictions out of fold, [1 + settings, n, 2C].
+    """
+
+    settings: Sequence[Any]
+    of_folds: list[list[Regressor]]
+    held_out: Tensor
+
+
+class _Best(NamedTuple):
+    """The best setting of a family for accuracy or for log-latency."""
+
+    regressor: Regressor
+    held_out: Tensor
+    settings: str
+    of_folds: list[Regressor]
+
+
+def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
     """Fit a family; `tick` gets its name after each fold, and at the end."""
+    measured = data.measured
+    tried = _fit_folds(name, data, tick)
+    count = measured.mask.shape[1]
+    accuracy = _best(name, data, tried, slice(0, count), measured.accuracy)
+    log_latency = log_measured(measured.latency_ms)
+    latency = _best(name, data, tried, slice(count, 2 * count), log_latency)
+    spread = _spread(measured, accuracy.held_out, latency.held_out)
+    tick(name)
+    settings = f"accuracy {accuracy.settings}, latency {latency.settings}"
+
+    def expert(of_accuracy: Regressor, of_latency: Regressor, targets: Targets) -> Expert:
+        return Expert(name, of_accuracy, of_latency, targets.centre[0], spread, settings)
+
+    targets_of_folds = [targets for _, _, targets in data.folds]
+    experts = list(map(expert, accuracy.of_folds, latency.of_folds, targets_of_folds))
+    out_of_fold = Prediction(accuracy.held_out, latency.held_out, spread)
+    return Fitted(expert(accuracy.regressor, latency.regressor, data.targets), out_of_fold, experts)
+
+
+def _fit_folds(name: str, data: _Data, tick: Callable[[str], None]) -> _Tried:
+    """Fit all settings of a family in all folds, in threads."""
     family = FAMILIES[name]
-    mask = measured.mask
-    features = x.shape[1]
-    settings = family.settings if informed else ()
-    # [settings, n, 2C]; 0 is the constant
-    held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
+    settings = family.settings if data.informed else ()
 
-    def fitted(fit: Rows, _: Rows, fold_targets: Targets) -> list[Regressor]:
-        with threadpool_limits(
-            1, user_api="openmp"
-        ):  # what limits the caller does not limit this thread
-            if informed:
-                several = family.fit(x[fit], fold_targets.values, settings, seed)
-            else:
-                several = ()
-        return [
-            each.rescaled(*fold_targets.units)
-            for each in (constant(fold_targets.values, features), *several)
-        ]
+    def fitted(fit: Rows, _: Rows, targets: Targets) -> list[Regressor]:
+        models: list[Regressor] = [constant(targets.values, data.x.shape[1])]
+        # a limit on the caller's thread does not hold in this one
+        with threadpool_limits(1, user_api="openmp"):
+            if data.informed:
+                models += family.fit(data.x[fit], targets.values, settings, data.seed)
+        return [model.rescaled(*targets.units) for model in models]
 
-    fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
+    held_out = torch.zeros(len(settings) + 1, *data.targets.values.shape)
     of_folds: list[list[Regressor]] = []
-    for (_, hold, _), models in zip(
-        folds, fitting(itertools.starmap(delayed(fitted), folds)), strict=True
-    ):
-        for number, model in enumerate(models):
-            held_out[number, hold] = model(x32[hold])
+    fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
+    results = fitting(itertools.starmap(delayed(fitted), data.folds))
+    for (_, hold, _), models in zip(data.folds, results, strict=True):
+        for setting, model in enumerate(models):
+            held_out[setting, hold] = model(data.x32[hold])
         of_folds.append(models)
         tick(name)
-    wanted = torch.cat([measured.accuracy, log_measured(measured.latency_ms)], 1)
-    chosen = []
-    for part in range(2):
-        columns = slice(part * mask.shape[1], (part + 1) * mask.shape[1])
-        residuals = held_out[..., columns] - wanted[:, columns]
-        errors = residuals.square().masked_fill(~mask, 0.0).sum((1, 2))
-        best = int(errors.argmin())
-        in_folds = [models[best].outputs(columns) for models in of_folds]
-        if isinstance(in_folds[0], Trees):
-            regressor: Regressor = Trees.averaged(in_folds)
-        else:
-            block = targets.values[:, columns]
-            refitted: Regressor = constant(block, features)
-            if best:
-                refitted = family.fit(x, block, [settings[best - 1]], seed)[0]
-            regressor = refitted.rescaled(*(unit[columns] for unit in targets.units))
-        if best:
-            words = str(settings[best - 1])
-        else:
-            words = "constant"
-        chosen.append((regressor, held_out[best, :, columns], words, in_folds))
-    (accuracy, latency), (a, m), settled, parts = zip(*chosen, strict=True)
-    spread = _spread(measured, a, m)
-    tick(name)
-    words = "accuracy {}, latency {}".format(*settled)
-    experts = []
-    for of_accuracy, of_latency, (_, _, fold_targets) in zip(*parts, folds, strict=True):
-        experts.append(Expert(name, of_accuracy, of_latency, fold_targets.centre[0], spread, words))
-    expert = Expert(name, accuracy, latency, targets.centre[0], spread, words)
-    return Fitted(expert, Prediction(a, m, spread), experts)
+    return _Tried(settings, of_folds, held_out)
+
+
+def _best(name: str, data: _Data, tried: _Tried, columns: slice, wanted: Tensor) -> _Best:
+    """Return the setting with the smallest error out of fold for some columns of the targets.
+
+    Args:
+        wanted: what was measured, [n, C].
+    """
+    held_out = tried.held_out[..., columns]
+    squares = (held_out - wanted).square().masked_fill(~data.measured.mask, 0.0)
+    best = int(squares.sum((1, 2)).argmin())
+    in_folds = [models[best].outputs(columns) for models in tried.of_folds]
+    setting = tried.settings[best - 1] if best else "constant"
+    if isinstance(in_folds[0], Trees):
+        return _Best(Trees.averaged(in_folds), held_out[best], str(setting), in_folds)
+    # on all rows
+    block = data.targets.values[:, columns]
+    refitted: Regressor = constant(block, data.x.shape[1])
+    if best:
+        refitted = FAMILIES[name].fit(data.x, block, [setting], data.seed)[0]
+    regressor = refitted.rescaled(*(unit[columns] for unit in data.targets.units))
+    return _Best(regressor, held_out[best], str(setting), in_folds)
 
 
 def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:
-    """Return the spread of predictions out of fold, [n, C] each: that of their residuals, under
-    deadlines times the factor with the best utility."""
+    """Return the spread of predictions [n, C] that were made out of fold, [C].
+
+    It is that of their residuals, under deadlines times the factor with the best utility.
+    """
     spread = measured.residual_spread(log_latency)
     if not len(measured.budgets_ms):
         return spread

@@ -17,10 +17,10 @@ one."""
 
 
 class FeatureNormaliser(nn.Module):
-    """Joins named feature blocks: imputes missing values by the median, takes heavy tails
-    logarithmically, standardises and clips.
+    """Joins named feature blocks and normalises them.
 
-    Everything is fitted on the blocks (the training split) and kept in buffers, so that a
+    It imputes missing values by the median, takes heavy tails logarithmically, standardises and
+    clips. Everything is fitted on the blocks (the training split) and kept in buffers, so that a
     checkpoint includes it. A column that never varies gives 0; a column with missing values in the
     blocks gets an indicator column. `fit` can add a projection onto principal components, which
     comes last. A column with a kurtosis above `HEAVY_TAILED` (sizes, counts, times) becomes
@@ -80,7 +80,7 @@ class FeatureNormaliser(nn.Module):
 
     @property
     def width(self) -> int:
-        """How many inputs it gives a network."""
+        """The number of inputs that it gives a network."""
         if self.projection is not None:
             return self.projection.shape[1]
         return len(self.mean) + int(self.has_missing.sum())
@@ -93,9 +93,16 @@ class FeatureNormaliser(nn.Module):
         project: int = 0,
         dataset_input: bool = False,
     ) -> FeatureNormaliser:
-        """Fit on these rows (int64 [n]) of a table, with a projection onto `project` principal
-        components or, for 0, without; note the table's data sets if they are an input. Raises
-        InputError: there are not so many components."""
+        """Fit on some rows of a table.
+
+        Args:
+            rows: int64 [n].
+            project: number of principal components to project onto; 0 for no projection.
+            dataset_input: True if the data sets of the table are an input, whose names are kept.
+
+        Raises:
+            InputError: there are not so many components.
+        """
         blocks = {name: block[rows] for name, block in table.features.items()}
         normaliser = cls(blocks)
         if dataset_input:
@@ -161,10 +168,8 @@ class FeatureNormaliser(nn.Module):
             return self.mean.new_zeros(*shape, 0)
         joined = torch.cat([blocks[name].float() for name in self.sizes], -1)
         missing = joined.isnan()
-        normal = (
-            self._drawn_in(torch.where(missing, self.median, joined)) - self.mean
-        ) / self.scale
-        normal = normal.clamp(-self.clip, self.clip)
+        drawn_in = self._drawn_in(torch.where(missing, self.median, joined))
+        normal = ((drawn_in - self.mean) / self.scale).clamp(-self.clip, self.clip)
         return torch.cat([normal, missing[..., self.has_missing].to(normal.dtype)], -1)
 
     def _drawn_in(self, values: Tensor) -> Tensor:

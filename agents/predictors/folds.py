@@ -65,15 +65,16 @@ def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64
         residual = (deviation - predicted).where(mask, 0.0)
         of_sample = residual.sum(1, keepdim=True) / (mask.sum(1, keepdim=True) + 1)
         deviation = deviation.where(mask, (predicted + of_sample).where(seen, 0.0))
-        predicted = torch.from_numpy(ridge.fit(x, deviation.numpy()).predict(x)).reshape(
-            deviation.shape
-        )
+        refitted = ridge.fit(x, deviation.numpy()).predict(x)
+        predicted = torch.from_numpy(refitted).reshape(deviation.shape)
     return deviation
 
 
 def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -> list[Fold]:
-    """Row positions to fit on and to hold out, `count` times; samples of the same image stay
-    together."""
+    """Return row positions to fit on and to hold out, `count` times.
+
+    Samples of the same image stay together.
+    """
     from sklearn.model_selection import GroupKFold
 
     names = table.dataset_names
@@ -89,9 +90,10 @@ def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -
 def rows_of_members(
     table: ProfileTable, split: Split, members: int, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The rows that each member of an ensemble is fitted on, and those that it is judged on, int64
-    each: a single member gets the training and the validation part; several divide both among them
-    by `folds_of`.
+    """Return the rows that each member is fitted on, and those that it is judged on, int64 each.
+
+    A single member gets the training and the validation part. Several divide both among them by
+    `folds_of`.
 
     Raises:
         InputError: if there are fewer samples (or images) than members.
@@ -106,6 +108,6 @@ def rows_of_members(
             "images) outside its "
             "test part; use fewer members"
         )
-    return [rows[torch.from_numpy(fit)] for fit, _ in folds], [
-        rows[torch.from_numpy(hold)] for _, hold in folds
-    ]
+    fitted_on = [rows[torch.from_numpy(fit)] for fit, _ in folds]
+    judged_on = [rows[torch.from_numpy(hold)] for _, hold in folds]
+    return fitted_on, judged_on

@@ -1,4 +1,4 @@
-"""What a predictor expects of every configuration, and what a configuration is worth then."""
+"""The outcomes that a predictor expects of every configuration, and their worth."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Prediction(NamedTuple):
         return torch.special.ndtr((logs - self.log_latency) / self.spread)
 
     def score(self, limits: Tensor, sense: str = "deadline") -> Tensor:
-        """Return what every configuration is worth under limits [*], [*, C].
+        """Return the worth of every configuration under limits [*], [*, C].
 
         Under a deadline b it is the expected utility Â·Φ((ln b − μ)/σ): feasibility is soft,
         without a cut-off. Under a mean budget it is Â − L̂/worth; under weights, where limits are

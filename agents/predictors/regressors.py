@@ -1,4 +1,4 @@
-"""Regressors from the features to many outputs at once, fitted by libraries and kept as tensors.
+"""Regressors from the features to many outputs together, fitted by libraries and kept as tensors.
 
 As tensors they can be stored in a checkpoint that loads without executing code, and predict in
 microseconds. Each family is a function `fit(x [n, d], y [n, o], settings, seed) → a module for each
@@ -7,6 +7,7 @@ setting` of float64 arrays; each module maps float32 [n, d] to [n, o].
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ Array = NDArray[np.float64]
 OUTPUTS = {"weight", "coefficients", "components", "values", "bias"}
 """Buffers of regressors whose last axis is the outputs."""
 NODES = ("feature", "threshold", "left", "right", "roots")
+"""Buffers of trees that are joined one tree after another."""
 MOST_POINTS = 2000
 """Kernel ridge regression is fitted on at most this many samples."""
 COMPONENTS = 8
@@ -41,14 +43,15 @@ class Regressor(nn.Module):
             self.register_buffer(name, value if value.dtype == torch.int64 else value.float())
 
     def rescaled(self, scale: Tensor, offset: Tensor) -> Any:
-        """The same with outputs·scale + offset, [o] each."""
+        """Return a regressor whose outputs are these times scale plus offset, [o] each."""
         state = self.state_dict()
         for name in state.keys() & OUTPUTS:
-            state[name] = state[name] * scale + (offset if name in ("bias", "values") else 0)
+            shift = offset if name in ("bias", "values") else 0
+            state[name] = state[name] * scale + shift
         return type(self)(**state)
 
     def outputs(self, columns: slice) -> Any:
-        """Return the same for some of the outputs."""
+        """Return a regressor for some of the outputs."""
         state = self.state_dict()
         for name in state.keys() & OUTPUTS:
             state[name] = state[name][..., columns]
@@ -71,8 +74,10 @@ class Kernel(Regressor):
 
 
 class Neighbours(Regressor):
-    """The mean of the k nearest points; points [n, d] are already multiplied by the feature
-    weights."""
+    """The mean of the k nearest points.
+
+    The points [n, d] are already multiplied by the feature weights.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         distance = squared_distances(x * self.weights, self.points, self.squares)
@@ -81,8 +86,11 @@ class Neighbours(Regressor):
 
 
 class Trees(Regressor):
-    """The sum of the trees' leaves, times the components of their fit, plus bias. A leaf's children
-    are itself."""
+    """The sum of the trees' leaves, times the components of their fit, plus bias.
+
+    Both children of a leaf are the leaf itself, so that every path can be followed to the full
+    depth.
+    """
 
     def __init__(self, *, threshold: Tensor, **buffers: Tensor) -> None:
         super().__init__(threshold=_rounded_down(threshold), **buffers)
@@ -99,34 +107,40 @@ class Trees(Regressor):
 
     @staticmethod
     def averaged(ensembles: Sequence[Trees]) -> Trees:
-        """Trees that predict the mean of several."""
+        """Return trees that predict the mean of several ensembles, each with a fit of its own."""
         most = max(e.value.shape[1] for e in ensembles)
-        pad = functional.pad
-        components = torch.cat(
-            [pad(e.components, (0, 0, 0, most - e.components.shape[1])) for e in ensembles]
-        )
+        values = []
+        components = []
+        fits = []
+        for index, ensemble in enumerate(ensembles):
+            # folds may have fewer components than others
+            lacking = most - ensemble.value.shape[1]
+            values.append(functional.pad(ensemble.value, (0, lacking)))
+            components.append(functional.pad(ensemble.components, (0, 0, 0, lacking)))
+            fits.append(torch.full_like(ensemble.fit, index))
         return Trees(
             **_joined([e.state_dict() for e in ensembles]),
-            value=torch.cat([pad(e.value, (0, most - e.value.shape[1])) for e in ensembles]),
-            fit=torch.cat([torch.full_like(e.fit, number) for number, e in enumerate(ensembles)]),
-            components=components / len(ensembles),
+            value=torch.cat(values),
+            fit=torch.cat(fits),
+            components=torch.cat(components) / len(ensembles),
             bias=torch.stack([e.bias for e in ensembles]).mean(0),
             depth=torch.stack([e.depth for e in ensembles]).amax(),
         )
 
 
 def squared_distances(x: Tensor, points: Tensor, squares: Tensor) -> Tensor:
-    """[n, d], [m, d] and the points' squared lengths [m] → [n, m]."""
+    """Return squared distances [n, m] of x [n, d] from points [m, d] with squared lengths [m]."""
     return (x.square().sum(1, keepdim=True) + squares - 2 * x @ points.T).clamp_min(0)
 
 
 def _rounded_down(threshold: Tensor) -> Tensor:
-    """The largest float32 that is not above it, so that x ≤ threshold is the same for every float32
-    x."""
+    """Return the largest float32 that is not above a threshold in float64.
+
+    So x ≤ threshold has the same answer for every float32 x.
+    """
     nearest = threshold.float()
-    return nearest.where(
-        nearest <= threshold, nearest.nextafter(torch.full_like(nearest, -torch.inf))
-    )
+    below = nearest.nextafter(torch.full_like(nearest, -torch.inf))
+    return nearest.where(nearest <= threshold, below)
 
 
 def _f(values: Any) -> Tensor:
@@ -137,13 +151,15 @@ def _f(values: Any) -> Tensor:
 
 
 def constant(y: Array, features: int) -> Linear:
-    """The best prediction without features."""
+    """Return the best prediction without features."""
     return Linear(weight=torch.zeros(features, y.shape[1]), bias=_f(y.mean(0)))
 
 
 def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Linear]:
-    """Ridge regression; each setting is α as a share of n (Hoerl & Kennard 1970), all from one
-    decomposition."""
+    """Fit ridge regressions (Hoerl & Kennard 1970), all from one decomposition.
+
+    A setting is α as a share of n.
+    """
     centre = x.mean(0)
     bias = y.mean(0)
     u, s, vt = np.linalg.svd(x - centre, full_matrices=False)
@@ -158,9 +174,11 @@ def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Line
 def kernel_ridge(
     x: Array, y: Array, settings: Sequence[tuple[float, float]], seed: int
 ) -> list[Kernel]:
-    """Kernel ridge regression with a Gaussian kernel (Saunders et al. 1998); a setting is (width²
-    as a multiple of the median squared distance, α). The cost grows with n³, so at most
-    `MOST_POINTS` samples are drawn."""
+    """Fit kernel ridge regressions with a Gaussian kernel (Saunders et al. 1998).
+
+    A setting is (width² as a multiple of the median squared distance, α). The cost grows with n³,
+    so at most `MOST_POINTS` samples are drawn.
+    """
     if len(x) > MOST_POINTS:
         part = np.random.default_rng(seed).permutation(len(x))[:MOST_POINTS]
         x = x[part]
@@ -196,8 +214,10 @@ def kernel_ridge(
 def neighbours(
     x: Array, y: Array, settings: Sequence[tuple[int, bool]], seed: int
 ) -> list[Neighbours]:
-    """k nearest neighbours; a setting is (k, weighted). If weighted, a feature's weight is the norm
-    of its coefficients in a ridge regression."""
+    """Return k nearest neighbours; a setting is (k, weighted).
+
+    If weighted, a feature's weight is the norm of its coefficients in a ridge regression.
+    """
     norms = ridge(x, y, [0.1], seed)[0].weight.norm(dim=1)
     models = []
     for k, weighted in settings:
@@ -215,7 +235,7 @@ def neighbours(
 
 
 def forest(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees]:
-    """Random forests (Breiman 2001); a setting is the smallest leaf."""
+    """Fit random forests (Breiman 2001); a setting is the smallest leaf."""
     from sklearn.ensemble import RandomForestRegressor
 
     bias, components, projected = _principal(y)
@@ -231,8 +251,10 @@ def forest(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees
 
 
 def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees]:
-    """Stochastic gradient boosting for squared loss (Friedman 2002), every tree for all outputs; a
-    setting is the number of trees."""
+    """Fit stochastic gradient boosting for squared loss (Friedman 2002), each tree for all outputs.
+
+    A setting is the number of trees.
+    """
     from sklearn.tree import DecisionTreeRegressor
 
     rate = 0.05
@@ -254,13 +276,14 @@ def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Tre
 
 
 def _principal(y: Array) -> tuple[Array, Array, Array]:
+    """Return the mean of the outputs, their principal components, and y projected onto these."""
     bias = y.mean(0)
     components = np.linalg.svd(y - bias, full_matrices=False)[2][:COMPONENTS]
     return bias, components, (y - bias) @ components.T
 
 
 def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) -> Trees:
-    """scikit-learn's trees one after another in flat arrays."""
+    """Return scikit-learn's trees one after another in flat arrays."""
     parts = []
     for tree in trees:
         itself = torch.arange(tree.node_count)
@@ -281,13 +304,15 @@ def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) 
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the nodes of trees one after another: numbers of nodes are counted on."""
+    """Return the nodes of trees one after another, with node indices moved accordingly."""
+    nodes: dict[str, list[Tensor]] = {name: [] for name in NODES}
     first = 0
-    moved = []
     for part in parts:
-        moved.append(part | {name: part[name] + first for name in ("left", "right", "roots")})
+        for name in NODES:
+            shift = first if name in ("left", "right", "roots") else 0
+            nodes[name].append(part[name] + shift)
         first += len(part["feature"])
-    return {name: torch.cat([part[name] for part in moved]) for name in NODES}
+    return {name: torch.cat(tensors) for name, tensors in nodes.items()}
 
 
 class Family(NamedTuple):
@@ -297,17 +322,16 @@ class Family(NamedTuple):
     settings: tuple[Any, ...]
 
 
+WIDTHS_AND_ALPHAS = tuple(itertools.product((0.25, 1.0, 4.0), (0.03, 0.1, 0.3, 1.0, 3.0)))
+NEIGHBOURS = (5, 10, 20, 40, 80, 160)
 FAMILIES = {
     "ridge": Family(ridge, (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)),
-    "kernel_ridge": Family(
-        kernel_ridge, tuple((w, a) for w in (0.25, 1.0, 4.0) for a in (0.03, 0.1, 0.3, 1.0, 3.0))
-    ),
+    "kernel_ridge": Family(kernel_ridge, WIDTHS_AND_ALPHAS),
     "knn": Family(
-        neighbours,
-        tuple((k, weighted) for weighted in (False, True) for k in (5, 10, 20, 40, 80, 160)),
+        neighbours, (*((k, False) for k in NEIGHBOURS), *((k, True) for k in NEIGHBOURS))
     ),
     "random_forest": Family(forest, (4,)),
     "gradient_boosting": Family(boosting, (50, 100, 200, 300)),
 }
 KINDS = {kind.__name__: kind for kind in (Linear, Kernel, Neighbours, Trees)}
-"""By name, for checkpoints."""
+"""The kinds of regressors by name, for checkpoints."""

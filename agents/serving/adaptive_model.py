@@ -49,8 +49,8 @@ class AdaptiveModel(FirstStages):
 
     Args:
         model: its knobs may have any names.
-        controller: what a run deploys for deadlines, also in a `KnobPolicy`, or the same in NumPy,
-            which decides in any case.
+        controller: what a run deploys for deadlines, also in a `KnobPolicy`, or its exported form
+            in NumPy, which decides in any case.
         tracker: follows how far latencies here are from those predicted, for the next decisions to
             allow for: True for a new one, or one for this controller to go on with. False: nothing
             but `calibrate` changes it.
@@ -58,12 +58,13 @@ class AdaptiveModel(FirstStages):
             there are no arrivals (waiting takes no CPU time), and the model must run on one thread
             and take its times from `clock_ms`.
         log: a folder, or the log in it, that gets a row for each request once it is answered.
-        explore: the share of the requests, for which a configuration is drawn that is expected to
-            lose at most `explore_loss` utility, see `Exploration`. A log without any shows the
-            outcomes of the controller's choices only.
+        explore: the share of the requests that get a random configuration instead. It is expected
+            to lose at most `explore_loss` utility, see `Exploration`. Without exploration a log
+            shows the outcomes of the controller's choices only.
+        explore_loss: in units of accuracy.
         seed: of the draws.
         cache: for how many requests features and decisions are kept (`cached_features`,
-            `cached_decisions`), the least recently used leave first. Requests with equal images and
+            `cached_decisions`). The least recently used leave first. Requests with equal images and
             questions are equal. A decision is used again only under the same budget, and while
             neither the controller nor the tracker has changed.
 
@@ -124,14 +125,16 @@ class AdaptiveModel(FirstStages):
 
     @property
     def decision_us(self) -> float:
-        """Median of the latest decisions by features, as charged to the next one; 0 before the
-        first."""
+        """The median time of the latest decisions by features, which the next one is charged.
+
+        It is 0 before the first."""
         return self._decided.decision_ms * 1e3
 
     def watch(self, path: str | Path, trial: float = 0.0) -> None:
-        """From now on go on with new controllers, between two requests. What the tracker learned is
-        kept, since an update learns what it did not follow. A file that cannot be used is refused
-        in a line, and nothing changes.
+        """Replace the controller between two requests whenever there is a new file.
+
+        What the tracker learned is kept, since an update learns what it did not follow. A file that
+        cannot be used is refused in a line, and nothing changes.
 
         Args:
             path: an exported `.npz`, or the folder of controller.npz, such as `current` of
@@ -148,14 +151,14 @@ class AdaptiveModel(FirstStages):
             self._follow()
 
     def _follow(self) -> None:
-        """Go on with a new controller where there is one."""
+        """Replace the controller if there is a new one."""
         if self._watched is not None:
             self._watched.refresh()
             self.controller = self._watched.controller
             self.tracker.digest = self.controller.digest
 
     def _turn(self) -> tuple[NumpyController | None, float, Turn]:
-        """The candidate on trial, its share of the requests, and who decides the next one."""
+        """Return the candidate on trial, its share of the requests, and who decides next."""
         if self._watched and self._watched.candidate:
             watched = self._watched
         else:
@@ -178,55 +181,63 @@ class AdaptiveModel(FirstStages):
         """
         if not 0 < budget_ms < math.inf:
             raise InputError(f"runtime: budget_ms={budget_ms}: must be positive, in ms")
-        now = self._now
         prepared = self._prepared(request)
-        # right after the model has run every line costs microseconds: keep only what one request
-        # needs
         with self._lock, self._clocked:
             self._follow()
-            begun = now()
-            drift = self.tracker.drift
-            latest = self._fallen_back
-            drawn = None
-            candidate, trial, turn = self._turn()
-            if candidate is not None and turn == "trial":
-                controller = candidate
-            else:
-                controller = self.controller
-            limit = self._limit(latest, 0.0, budget_ms, arrived, begun)
-            expected = controller.fall_back(limit, drift)
-            seen = expected is None
-            took = now() - begun
-            prepared = prepared or self._take(request, seen or turn == "explore")
-            stage = prepared.stage
-            if expected is None:
-                latest = self._decided
-                start = now()
-                limit = self._limit(latest, stage.extra_ms, budget_ms, arrived, begun)
-                expected = self._decide(controller, prepared, budget_ms, limit, drift)
-                took += now() - start
-            about = self.controller, stage.features if seen else None, limit, drift
-            if turn == "explore":
-                start = now()
-                expected, drawn = self._exploration.draw(*about, expected, turn, candidate, trial)
-                took += now() - start
-            (answer,) = self._answers((stage,), (expected,))
-            done = now()
-            decision_ms = _positive(took * 1e3)
-            # what is neither in the answer nor counted yet: calls, clocks, setting knobs, tracking
-            work_ms = (
-                answer.total_ms + stage.extra_ms + stage.unused_ms(self.configurations[expected[0]])
-            )
-            beyond_ms = _positive((done - begun) * 1e3 + prepared.before_ms - work_ms - decision_ms)
-            latest.add(decision_ms, beyond_ms)
-            facts = prepared, budget_ms, limit, drift, arrived
-            result = self._result(facts, expected, answer, decision_ms, beyond_ms, done)
-            if self.log is not None:
-                if drawn is None and (candidate is not None or self._exploration.share):
-                    # the chances change nothing about the answer, so that it does not wait for them
-                    _, drawn = self._exploration.draw(*about, expected, turn, candidate, trial)
-                self._note(result, stage, drawn)
-            return result
+            return self._answer(request, prepared, budget_ms, arrived)
+
+    def _answer(
+        self, request: Request, prepared: Prepared | None, budget_ms: float, arrived: float | None
+    ) -> Result:
+        """Decide and answer one request, with the lock held."""
+        # right after the model has run every line costs microseconds: keep only what one request
+        # needs
+        now = self._now
+        begun = now()
+        drift = self.tracker.drift
+        latest = self._fallen_back
+        drawn = None
+        candidate, trial, turn = self._turn()
+        if candidate is not None and turn == "trial":
+            controller = candidate
+        else:
+            controller = self.controller
+
+        # where the guard falls back, the decision needs no features
+        limit = self._limit(latest, 0.0, budget_ms, arrived, begun)
+        expected = controller.fall_back(limit, drift)
+        seen = expected is None
+        took = now() - begun
+        prepared = prepared or self._take(request, seen or turn == "explore")
+        stage = prepared.stage
+        if expected is None:
+            latest = self._decided
+            start = now()
+            limit = self._limit(latest, stage.extra_ms, budget_ms, arrived, begun)
+            expected = self._decide(controller, prepared, budget_ms, limit, drift)
+            took += now() - start
+        context = self.controller, stage.features if seen else None, limit, drift
+        if turn == "explore":
+            start = now()
+            expected, drawn = self._exploration.draw(*context, expected, turn, candidate, trial)
+            took += now() - start
+
+        (answer,) = self._answers((stage,), (expected,))
+        done = now()
+        decision_ms = _positive(took * 1e3)
+        # what is neither in the answer nor counted yet: calls, clocks, setting knobs, tracking
+        unused_ms = stage.unused_ms(self.configurations[expected[0]])
+        work_ms = answer.total_ms + stage.extra_ms + unused_ms
+        beyond_ms = _positive((done - begun) * 1e3 + prepared.before_ms - work_ms - decision_ms)
+        latest.add(decision_ms, beyond_ms)
+        facts = prepared, budget_ms, limit, drift, arrived
+        result = self._result(facts, expected, answer, decision_ms, beyond_ms, done)
+        if self.log is not None:
+            if drawn is None and (candidate is not None or self._exploration.share):
+                # the chances change nothing about the answer, so that it does not wait for them
+                _, drawn = self._exploration.draw(*context, expected, turn, candidate, trial)
+            self._note(result, stage, drawn)
+        return result
 
     def generate(
         self,
@@ -236,8 +247,8 @@ class AdaptiveModel(FirstStages):
     ) -> list[Result]:
         """Answer requests, each under its own budget.
 
-        Requests with the same configuration are answered as one group, the group with the least
-        time left first; a decision does not foresee how long other groups take.
+        Requests with the same configuration are answered as one group. The group with the least
+        time left comes first. A decision does not foresee how long other groups take.
 
         Args:
             requests: n of them.
@@ -280,54 +291,57 @@ class AdaptiveModel(FirstStages):
     def _generate(
         self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
     ) -> list[Result]:
+        """Decide and answer several requests, with the lock held."""
         prepared = [self._take(request) for request in requests]
-        stages = [each.stage for each in prepared]
+        stages = [item.stage for item in prepared]
         start = self._now()
-        # when each would have begun had it come alone
-        begun = [start - stage.total_ms / 1e3 for stage in stages]
-        extras = [stage.extra_ms for stage in stages]
-        limits = [
-            self._limit(self._decided, *each)
-            for each in zip(extras, budgets, moments, begun, strict=True)
-        ]
-        arrays = {
-            name: np.stack([stage.features[name] for stage in stages])
-            for name in stages[0].features
-        }
+        limits = []
+        for stage, budget, moment in zip(stages, budgets, moments, strict=True):
+            # when it would have begun had it come alone
+            begun = start - stage.total_ms / 1e3
+            limits.append(self._limit(self._decided, stage.extra_ms, budget, moment, begun))
         drift = self.tracker.drift
-        expected = self.controller.choose_expected(
-            arrays, np.array(limits, np.float32), None, drift
-        )
-        each = list(zip(*(values.tolist() for values in expected), strict=True))
-        drawn: list[Drawn | None] = [None] * len(each)
-        if self._exploration.share or (self._watched and self._watched.candidate):
-            each, drawn = self._explored(stages, limits, drift, each)
+        expected, drawn = self._decide_all(stages, limits, drift)
         decision_ms = _positive((self._now() - start) * 1e3)
 
+        # the group with the least time left comes first
         groups: dict[int, list[int]] = {}
-        for i in sorted(range(len(each)), key=limits.__getitem__):
-            groups.setdefault(each[i][0], []).append(i)
+        for i in sorted(range(len(expected)), key=limits.__getitem__):
+            groups.setdefault(expected[i][0], []).append(i)
         results: dict[int, Result] = {}
-        for choice, members in groups.items():
+        for members in groups.values():
             before = self._now()
-            configuration = self.configurations[choice]
-            some = [stages[i] for i in members]
-            answers = self._answers(some, [each[i] for i in members])
+            of_group = [stages[i] for i in members]
+            answers = self._answers(of_group, [expected[i] for i in members])
             done = self._now()
             # what the group took beyond its answers: setting knobs, tracking
-            used = sum(
-                stage.total_ms - stage.extra_ms - stage.unused_ms(configuration) for stage in some
-            )
+            configuration = self.configurations[expected[members[0]][0]]
+            used = 0.0
+            for stage in of_group:
+                used += stage.total_ms - stage.extra_ms - stage.unused_ms(configuration)
             work_ms = sum(answer.total_ms for answer in answers) - used
             beyond_ms = _positive((done - before) * 1e3 - work_ms)
             self._decided.add(decision_ms, beyond_ms)
             for i, answer in zip(members, answers, strict=True):
-                about = prepared[i], budgets[i], limits[i], drift, moments[i]
-                results[i] = self._result(about, each[i], answer, decision_ms, beyond_ms, done)
+                facts = prepared[i], budgets[i], limits[i], drift, moments[i]
+                results[i] = self._result(facts, expected[i], answer, decision_ms, beyond_ms, done)
         if self.log is not None:
             for i, stage in enumerate(stages):
                 self._note(results[i], stage, drawn[i])
         return [results[i] for i in range(len(requests))]
+
+    def _decide_all(
+        self, stages: Sequence[FirstStage], limits: list[float], drift: Drift | None
+    ) -> tuple[Sequence[Expected], Sequence[Drawn | None]]:
+        """Return the configurations of a batch, and their chances where others were possible."""
+        arrays = {}
+        for name in stages[0].features:
+            arrays[name] = np.stack([stage.features[name] for stage in stages])
+        columns = self.controller.choose_expected(arrays, np.array(limits, np.float32), None, drift)
+        expected = list(zip(*(values.tolist() for values in columns), strict=True))
+        if self._exploration.share or (self._watched and self._watched.candidate):
+            return self._explored(stages, limits, drift, expected)
+        return expected, [None] * len(expected)
 
     def _explored(
         self,
@@ -336,7 +350,7 @@ class AdaptiveModel(FirstStages):
         drift: Drift | None,
         best: Sequence[Expected],
     ) -> tuple[list[Expected], list[Drawn | None]]:
-        """The configurations of a batch, and the chances of each."""
+        """Return the configurations of a batch after exploration and trials, with the chances."""
         pairs: list[tuple[Expected, Drawn]] = []
         for stage, limit, expected in zip(stages, limits, best, strict=True):
             candidate, trial, turn = self._turn()
@@ -346,8 +360,8 @@ class AdaptiveModel(FirstStages):
                 features = stage.features
             if candidate is not None and turn == "trial":
                 expected = candidate.decide_expected(stage.features, limit, drift)
-            about = self.controller, features, limit, drift, expected, turn
-            pairs.append(self._exploration.draw(*about, candidate, trial))
+            context = self.controller, features, limit, drift
+            pairs.append(self._exploration.draw(*context, expected, turn, candidate, trial))
         return [expected for expected, _ in pairs], [chances for _, chances in pairs]
 
     def _note(self, result: Result, stage: FirstStage, drawn: Drawn | None) -> None:
@@ -356,7 +370,7 @@ class AdaptiveModel(FirstStages):
         result.request_id = self.log.add(row_of(self.controller.digest, stage, drawn, result))
 
     def _answers(self, stages: Sequence[FirstStage], expected: Sequence[Expected]) -> list[Answer]:
-        """Answers under one configuration, and learn from their times."""
+        """Answer requests under one configuration, and learn from the times of the answers."""
         choice = expected[0][0]
         try:
             answers = self.model.answer(stages, self.configurations[choice])
@@ -373,15 +387,20 @@ class AdaptiveModel(FirstStages):
 
     def _result(
         self,
-        about: tuple[Prepared, float, float, Drift | None, float | None],
+        facts: tuple[Prepared, float, float, Drift | None, float | None],
         expected: Expected,
         answer: Answer,
         decision_ms: float,
         beyond_ms: float,
         done: float,
     ) -> Result:
-        """`about`: first stage, budget, limit, drift, arrival."""
-        prepared, budget, limit, drift, arrived = about
+        """Return the result of an answer.
+
+        Args:
+            facts: first stage, budget, limit, drift and arrival.
+            done: a reading of the clock after the answer.
+        """
+        prepared, budget, limit, drift, arrived = facts
         stage = prepared.stage
         choice = expected[0]
         configuration = self.configurations[choice]
@@ -398,8 +417,10 @@ class AdaptiveModel(FirstStages):
     def _limit(
         self, latest: Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float
     ) -> float:
-        """The rest of a budget for the answer, without the overhead of the latest decisions and
-        what the first stage, which began at `begun`, took for features."""
+        """Return the rest of a budget for the answer.
+
+        The overhead of the latest decisions is subtracted, and what the first stage, which began at
+        `begun`, took for features."""
         left = budget - extra_ms - latest.decision_ms - latest.beyond_ms
         if arrived is not None:
             if self.clock == "cpu":
@@ -419,9 +440,10 @@ class AdaptiveModel(FirstStages):
         warm_up: int = 20,
         seed: int = 0,
     ) -> float:
-        """Begin tracking anew from random cells of the controller's profile, timed here, and return
-        the median of their latencies here / in the profile. Arguments and errors as for
-        `timed_cells`."""
+        """Time random cells of the controller's profile, and begin tracking anew from them.
+
+        Arguments and errors as for `timed_cells`. Returns the median of latency here / latency in
+        the profile."""
         choices, ratios = self.timed_cells(table, samples, cells, warm_up, seed)
         with self._lock:
             self.tracker.warm_start(choices, ratios)
@@ -435,8 +457,9 @@ class AdaptiveModel(FirstStages):
         warm_up: int = 20,
         seed: int = 0,
     ) -> tuple[list[int], list[float]]:
-        """Time random cells of the controller's profile: configurations, and ln(latency here / in
-        the profile).
+        """Time random cells of the controller's profile.
+
+        Returns their configurations, and ln(latency here / latency in the profile).
 
         Args:
             table: the profile.
@@ -466,25 +489,21 @@ class AdaptiveModel(FirstStages):
             np.random.default_rng(seed).integers(len(known), size=warm_up + cells)
         ].tolist()
         took = []
-        with (
-            self._lock,
-            self._clocked,
-            progress("timing this machine", len(drawn), quiet_s=5) as tick,
-        ):
-            for done, (place, column) in enumerate(drawn, 1):
-                stage = self.model.first_stage(samples[int(rows[place])])
+        title = "timing this machine"
+        with self._lock, self._clocked, progress(title, len(drawn), quiet_s=5) as tick:
+            for done, (position, column) in enumerate(drawn, 1):
+                stage = self.model.first_stage(samples[int(rows[position])])
                 (answer,) = self.model.answer([stage], self.configurations[column])
                 took.append(answer.total_ms)
                 tick(done, "")
         choices = [column for _, column in drawn]
         straight = table.without_first_look.latency_ms[rows]
         latency_ms = straight[tuple(zip(*drawn, strict=True))]
-        timed, profiled = (
-            np.log(np.maximum(ms, LEAST_LATENCY_MS)) for ms in (took, latency_ms.double().numpy())
-        )
+        timed = np.log(np.maximum(took, LEAST_LATENCY_MS))
+        profiled = np.log(np.maximum(latency_ms.double().numpy(), LEAST_LATENCY_MS))
         return choices[warm_up:], (timed - profiled)[warm_up:].tolist()
 
 
 def _positive(ms: float) -> float:
-    """0 for what is not: a clock went back, or a time is NaN."""
+    """Return 0 for a time that is not positive: a clock went back, or it is NaN."""
     return ms if ms > 0 else 0.0

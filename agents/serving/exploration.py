@@ -1,5 +1,4 @@
-"""Which controller decides a request, or whether chance does: bounded exploration, and the trial of
-a candidate."""
+"""Bounded exploration, and the trial of a candidate: draws who decides a request."""
 
 from __future__ import annotations
 
@@ -16,23 +15,25 @@ Turn = Literal["exploit", "explore", "trial"]
 
 
 class Drawn(NamedTuple):
-    """How a configuration came to be chosen."""
+    """The chances that a configuration was drawn with."""
 
     probability: float
-    """Of the configuration under the policy that drew it, exactly."""
+    """The exact probability of the configuration under the policy that drew it."""
     chances: dict[int, float]
-    """The same for every configuration that could have been drawn."""
+    """The probability of every configuration that could have been drawn."""
     best: int
     """The choice of the controller that serves."""
     tried: int | None = None
-    """That of the candidate on trial."""
+    """The choice of the candidate on trial."""
 
 
 class Exploration:
-    """Who decides: with probability τ a candidate h, while one is on trial; else with probability ε
-    a uniform draw from the set S of configurations that are expected to lose at most `loss`
-    utility, by the policy's own probabilities; else the controller that serves, g. So the
-    probability of c is
+    """Draws who decides a request.
+
+    With probability τ a candidate h decides, while one is on trial. Else with probability ε the
+    configuration is drawn uniformly from the set S of those that are expected to lose at most
+    `loss` utility, by the policy's own probabilities. Else the controller that serves, g, decides.
+    So the probability of c is
 
         τ·1[c = h] + (1 − τ)·((1 − ε)·1[c = g] + ε/|S|·1[c ∈ S]).
 
@@ -74,7 +75,7 @@ class Exploration:
         candidate: NumpyController | None = None,
         trial: float = 0.0,
     ) -> tuple[Expected, Drawn]:
-        """The configuration to answer with, what was expected of it, and its chances.
+        """Return the configuration to answer with, its expected latency, and its chances.
 
         Only the turn "explore" changes the configuration; otherwise this may wait until the request
         is answered.
@@ -87,25 +88,24 @@ class Exploration:
             turn: what `turn` drew.
             candidate, trial: the controller on trial and τ, if there is one.
         """
-        under = features, budget_ms, drift, decided[0]
         if turn == "trial":
-            best = _choice(controller, *under)
+            best = _choice(controller, features, budget_ms, drift, decided[0])
         else:
             best = decided[0]
-        places = near_best(controller, features, budget_ms, self.loss, drift) or [best]
+        close = near_best(controller, features, budget_ms, self.loss, drift) or [best]
         if turn == "explore":
-            index = self._random.choice(places)
-            decided = controller.expected_of(features, index)
-        chances = dict.fromkeys(places, (1 - trial) * self.share / len(places))
+            decided = controller.expected_of(features, self._random.choice(close))
+        # the terms of the formula above: ε/|S|, then 1 − ε, then τ
+        chances = dict.fromkeys(close, (1 - trial) * self.share / len(close))
         chances[best] = chances.get(best, 0.0) + (1 - trial) * (1 - self.share)
         tried = None
         if candidate is not None:
             if turn == "trial":
                 tried = decided[0]
             else:
-                tried = _choice(candidate, *under[:3], best)
+                tried = _choice(candidate, features, budget_ms, drift, best)
             chances[tried] = chances.get(tried, 0.0) + trial
-        likely = {place: chance for place, chance in chances.items() if chance > 0}
+        likely = {index: chance for index, chance in chances.items() if chance > 0}
         return decided, Drawn(likely[decided[0]], likely, best, tried)
 
 
@@ -126,10 +126,8 @@ def near_best(
         worth = controller.static.mean_utility(np.array([budget_ms * controller.factor(drift)]))[0]
     else:
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
-        worth = (
-            controller.log_probs(blocks, np.array([budget_ms]), None, drift)[0]
-            / controller.header["sharpness"]
-        )
+        log_probs = controller.log_probs(blocks, np.array([budget_ms]), None, drift)[0]
+        worth = log_probs / controller.header["sharpness"]
     return np.flatnonzero(worth >= worth.max() - loss).tolist()
 
 
@@ -140,8 +138,11 @@ def _choice(
     drift: Drift | None,
     other: int,
 ) -> int:
-    """What a controller chooses. Without features, which the guard of the other one left out, its
-    own guard decides, or the choice is that of the other one."""
+    """Return the choice of a controller.
+
+    Without features, which the guard of the other controller left out, its own guard decides, or
+    else the choice is that of the other controller.
+    """
     if features is not None:
         return controller.decide_index(features, budget_ms, drift)
     fixed = controller.fall_back(budget_ms, drift)

@@ -1,4 +1,4 @@
-"""What is said of exported controllers: their configurations, and how other forms compare."""
+"""Facts about exported controllers: their configurations, and how other forms compare."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def agreement(
     blocks = {name: block.numpy() for name, block in table.features.items()}
     rows = np.arange(table.num_samples)
     with progress("comparing decisions", len(budgets_ms), quiet_s=2) as tick:
-        for number, budget in enumerate(budgets_ms.tolist(), 1):
+        for done, budget in enumerate(budgets_ms.tolist(), 1):
             limits = np.full(len(rows), budget, np.float32)
             wanted = controller.choose(blocks, limits)
             other = decide(blocks, limits)
@@ -60,7 +60,7 @@ def agreement(
             counts["contexts"] += len(rows)
             counts["same"] += int(same.sum())
             counts["rounding"] += int((close & ~same).sum())
-            tick(number, "budgets")
+            tick(done, "budgets")
     different = counts["contexts"] - counts["same"] - counts["rounding"]
     if different and exact:
         raise InputError(

@@ -21,8 +21,7 @@ from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request, clock_ms
 
 DECISIONS_KEPT = 64
-"""How many of the latest decisions count: the next is charged their median time, knobs included,
-before it is made."""
+"""Number of the latest decisions whose median time, knobs included, the next one is charged."""
 CLOSE = 0.01
 """A decision is reused if the rest of the budget differs by at most this share from the one it was
 made under."""
@@ -41,8 +40,10 @@ class Prepared(NamedTuple):
 
 
 class Overhead:
-    """Medians of what the latest decisions took, and the calls around them, in ms; 0 before the
-    first."""
+    """The median times of the latest decisions, and of the calls around them, in ms.
+
+    They are 0 before the first decision.
+    """
 
     def __init__(self) -> None:
         self._latest: deque[tuple[float, float]] = deque(maxlen=DECISIONS_KEPT)
@@ -60,8 +61,7 @@ class Overhead:
 
 
 class Recent(OrderedDict[Hashable, Any]):
-    """Keeps the latest values by key, the least recently used leave first, and counts hits and
-    misses."""
+    """A cache of values by key that counts hits and misses; the least recently used leave first."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -80,14 +80,16 @@ class Recent(OrderedDict[Hashable, Any]):
                 self.popitem(last=False)
 
     def note(self, hit: bool, took_ms: float) -> None:
-        """Count a hit or a miss, and what it took, the look-up included."""
+        """Count a hit or a miss, and note its time, the look-up included."""
         with self._lock:
             self._counts[hit] += 1
         (self._hits if hit else self._misses).append(took_ms * 1e3)
 
     def summary(self) -> dict[str, float]:
-        """Return how many hits and misses there were, and the median times of the latest in µs, 0
-        before the first."""
+        """Return the numbers of hits and misses, and the median times of the latest in µs.
+
+        The times are 0 before the first.
+        """
         return {
             "hits": self._counts[True],
             "misses": self._counts[False],
@@ -116,8 +118,7 @@ class FirstStages:
         self._pending: dict[int, tuple[Request, Future[Prepared]]] = {}
 
     def _take(self, request: Request, features: bool = True) -> Prepared:
-        """Run the first stage. If the features of an equal request are kept, the model leaves them
-        out."""
+        """Run the first stage; the model leaves out features that are kept of an equal request."""
         if not (self.cached_features.size and features):
             return Prepared(self.model.first_stage(request, features), None)
         start = clock_ms()
@@ -141,15 +142,18 @@ class FirstStages:
         limit: float,
         drift: Drift | None,
     ) -> Expected:
-        """Return the decision, or the one for an equal request with the same budget, controller and
-        drift."""
+        """Decide, or return the decision for an equal request.
+
+        Its budget, controller and drift must be the same.
+        """
         if prepared.content is None:
             return controller.decide_expected(prepared.stage.features, limit, drift)
         start = clock_ms()
         key = prepared.content, budget_ms, controller.digest
-        before, under, expected = self.cached_decisions.get(key, (0.0, None, None))
+        before, old_drift, expected = self.cached_decisions.get(key, (0.0, None, None))
         # a tracker replaces its drift with each answer that it learns from
-        hit = expected is not None and under is drift and abs(before - limit) <= CLOSE * before
+        same = expected is not None and old_drift is drift
+        hit = same and abs(before - limit) <= CLOSE * before
         if not hit:
             before = limit
             expected = controller.decide_expected(prepared.stage.features, limit, drift)
@@ -158,10 +162,11 @@ class FirstStages:
         return expected
 
     def prefetch(self, request: Request) -> None:
-        """Begin the first stage of a request in the background, in one thread; `answer` goes on
-        from it, for this object. It runs beside the answer in progress if the model says so
-        (`first_stage_overlaps = True`), else between answers. A mistake in it is raised by
-        `answer`. `close`, or leaving a `with`, ends the thread.
+        """Begin the first stage of a request in the background, in one thread.
+
+        `answer` goes on from it when it gets this very object. The stage runs beside the answer in
+        progress if the model says so (`first_stage_overlaps = True`), else between answers. An
+        error in it is raised by `answer`. `close`, or leaving a `with`, ends the thread.
 
         Raises:
             InputError: with the CPU clock, which does not count another thread.
@@ -178,9 +183,11 @@ class FirstStages:
             return self._take(request)
 
     def _prepared(self, request: Request) -> Prepared | None:
-        """Return what the background prepared, waiting for it if it has begun; None if it has not.
-        What the model raised there is raised here. The lock must be free, since the background may
-        need it."""
+        """Return the stage prepared in the background, or None if the background has not begun it.
+
+        If it has begun, wait for it. Errors of the model there are raised here. The lock must be
+        free, since the background may need it.
+        """
         _, future = self._pending.pop(id(request), (None, None))
         if future is None or future.cancel():
             return None
@@ -202,17 +209,15 @@ class FirstStages:
 
 
 def content_of(request: Request) -> bytes:
-    """Return a digest of a request's content, SHA-256: equal for equal images (or arrays) and
-    questions.
+    """Return a SHA-256 digest that is equal for equal images (or arrays) and questions.
 
     Raises:
         InputError: an image or a question that cannot be pickled, or a tensor on a GPU.
     """
     try:
-        parts = [
-            part.numpy() if isinstance(part, Tensor) else part
-            for part in (request.image, request.question)
-        ]
+        parts = []
+        for part in (request.image, request.question):
+            parts.append(part.numpy() if isinstance(part, Tensor) else part)
         return hashlib.sha256(pickle.dumps(parts)).digest()
     except Exception as error:
         raise InputError(

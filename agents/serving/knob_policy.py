@@ -24,9 +24,9 @@ Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
 Configuration = dict[str, Any]
 GRID = 96
+"""Number of budgets at which a change of the decision is first looked for."""
 EXACT = 1e-3
-"""Budgets that a change of the decision is first looked for at, and how exactly it is then located,
-in ln ms."""
+"""How exactly a change of the decision is then located, in ln ms."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Explanation:
     runner_up: dict[str, Any] | None
     """The first row of `expected` that was not chosen; None if there is only one configuration."""
     by_budget: list[tuple[float, Configuration]]
-    """The decisions for this input over the budgets: from which budget on, in ms, and the knob
-    values. The choice flips at each but the first, exact to a thousandth. What changes and changes
-    back between two of 96 budgets may be missed; a controller for mean budgets knows those only
-    that it was calibrated for."""
+    """The decisions for this input over the budgets: the budget in ms from which on a decision
+    holds, and its knob values. The choice changes at each but the first, exact to a thousandth. A
+    choice that changes and changes back between two of 96 budgets may be missed. A controller for
+    mean budgets knows only the budgets that it was calibrated for."""
     guard: dict[str, Any] | None
     """The row of the calibrated budget nearest to this one, see `Guard.rows`; None without a
     guard."""
@@ -59,12 +59,12 @@ class KnobPolicy:
     """Sets the knobs for each input under its budget.
 
     Attributes:
-        agent: the controller; `agent.choose` is the same for tensors, and keeps to a mask.
+        agent: the controller; `agent.choose` decides for arrays, and keeps to a mask.
         cost: the name of the further cost that it weighs, "" for none.
         features: the widths of the feature blocks that it reads, by name; empty if it sees the
             budget only.
-        datasets: the columns of the block `dataset` if that is an input, else []: 1 for the data
-            set of the request, all 0 for an unknown one.
+        datasets: the columns of the block `dataset` if that is an input, else []. In a request 1
+            marks its data set; all 0 is an unknown one.
         knobs, configurations: the values of each knob, and the knob values of each configuration.
         judged: how it did on test samples, as in `results.json`, if `knobwise.fit` trained it.
 
@@ -133,27 +133,13 @@ class KnobPolicy:
                 controller or for mean budgets.
         """
         arrays = self._blocks(features)
-        budgets = _numbers("budget_ms", budget_ms)
-        pair = (2,) if self.cost else ()
-        several = budgets.shape[: budgets.ndim - len(pair)]
-        if (
-            len(several) > 1
-            or budgets.shape != (*several, *pair)
-            or not ((budgets > 0) & (budgets < np.inf)).all()
-        ):
-            if pair:
-                wanted = f"a pair of worths, in ms and of {self.cost}, or [n, 2]"
-            else:
-                wanted = "a number or [n]"
-            raise InputError(
-                f"budget_ms={budget_ms!r}: must be {wanted}, all positive and "
-                f"finite{', in ms' * (not pair)}"
-            )
+        budgets, inputs = self._budgets(budget_ms)
         if self.cost and (explain or drift is not None):
             raise InputError(
                 "decide: explanations and drifts are for controllers without a further cost"
             )
-        sizes = {len(block) for block in arrays.values() if block.ndim == 2} | set(several)
+        # without any size everything is for a single input
+        sizes = {len(block) for block in arrays.values() if block.ndim == 2} | set(inputs)
         if len(sizes) > 1:
             raise InputError(
                 f"decide: features and budgets must be for equally many inputs, not {sorted(sizes)}"
@@ -161,10 +147,10 @@ class KnobPolicy:
         n = next(iter(sizes), 1)
         if n == 0:
             return []
-        blocks = {
-            name: np.broadcast_to(block, (n, block.shape[-1])) for name, block in arrays.items()
-        }
-        limits = np.broadcast_to(budgets, (n, *pair))
+        blocks = {}
+        for name, block in arrays.items():
+            blocks[name] = np.broadcast_to(block, (n, block.shape[-1]))
+        limits = np.broadcast_to(budgets, (n, *budgets.shape[len(inputs) :]))
         chosen = self._choose(blocks, limits, drift)
         results: list[Any] = [dict(self.configurations[index]) for index in chosen.tolist()]
         if explain:
@@ -172,23 +158,44 @@ class KnobPolicy:
         return results if sizes else results[0]
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint; `knobwise.load` reads it. Raises InputError if it cannot be
-        written."""
+        """Write a checkpoint, which `knobwise.load` reads.
+
+        Raises:
+            InputError: it cannot be written.
+        """
         self.loaded.save(path)
 
+    def _budgets(self, budget_ms: Numbers) -> tuple[Array, tuple[int, ...]]:
+        """Return budgets [*], or pairs of worths [*, 2], checked; and *, which is () or (n,)."""
+        budgets = _numbers("budget_ms", budget_ms)
+        pair = (2,) if self.cost else ()
+        inputs = budgets.shape[: budgets.ndim - len(pair)]
+        shaped = len(inputs) <= 1 and budgets.shape == (*inputs, *pair)
+        if shaped and ((budgets > 0) & (budgets < np.inf)).all():
+            return budgets, inputs
+        if pair:
+            wanted = f"a pair of worths, in ms and of {self.cost}, or [n, 2]"
+        else:
+            wanted = "a number or [n]"
+        raise InputError(
+            f"budget_ms={budget_ms!r}: must be {wanted}, all positive and "
+            f"finite{', in ms' * (not pair)}"
+        )
+
     def _blocks(self, features: Any) -> dict[str, Array]:
-        """Blocks [d] or [n, d] by name, checked."""
+        """Return blocks [d] or [n, d] by name, checked."""
         if features is not None and not isinstance(features, Mapping):
-            features = {
-                next(iter(self.features)) if len(self.features) == 1 else "without a name": features
-            }
-        blocks = {
-            name: _numbers(f"features: {name}", values) for name, values in (features or {}).items()
-        }
-        fits = [
-            x.ndim in (1, 2) and x.shape[-1] == self.features.get(name)
-            for name, x in blocks.items()
-        ]
+            if len(self.features) == 1:
+                name = next(iter(self.features))
+            else:
+                name = "without a name"
+            features = {name: features}
+        blocks = {}
+        fits = []
+        for name, values in (features or {}).items():
+            block = _numbers(f"features: {name}", values)
+            fits.append(block.ndim in (1, 2) and block.shape[-1] == self.features.get(name))
+            blocks[name] = block
         if blocks.keys() != self.features.keys() or not all(fits):
             wanted = ", ".join(
                 f"{name} [{width}] or [n, {width}]" for name, width in self.features.items()
@@ -217,37 +224,35 @@ class KnobPolicy:
         drift: Drift | None,
         between_ms: tuple[float, float] | None,
     ) -> list[Explanation]:
+        """Explain n decisions."""
         numbers = self._expected(blocks, limits, drift)
-        if drift is None:
-            before = chosen
-        else:
-            before = self._choose(blocks, limits, None)
-        # the mean offset acts on the budget, as `NumpyController` has it
-        guards = self._guards(
-            limits if drift is None else limits * math.exp(-float(np.mean(drift[0])))
-        )
+        planned = limits
+        without_drift: list[Configuration | None] = [None] * len(limits)
+        if drift is not None:
+            # the mean offset acts on the budget, as `NumpyController` has it
+            planned = limits * math.exp(-float(np.mean(drift[0])))
+            undrifted = self._choose(blocks, limits, None).tolist()
+            without_drift = [dict(self.configurations[index]) for index in undrifted]
+        guards = self._guards(planned)
         explained = []
         for i, rows in enumerate(torch.stack(list(numbers.values()), -1).tolist()):
-            expected = [
-                {"configuration": dict(knobs), **dict(zip(numbers, row, strict=True))}
-                for knobs, row in zip(self.configurations, rows, strict=True)
-            ]
-            row = expected[int(chosen[i])]
-            expected.sort(key=lambda each: -each["probability"])
-            others = (other for other in expected if other is not row)
-            reason = self._reason(row, expected, guards[i])
+            expected: list[dict[str, Any]] = []
+            for knobs, row in zip(self.configurations, rows, strict=True):
+                values = dict(zip(numbers, row, strict=True))
+                expected.append({"configuration": dict(knobs), **values})
+            decided = expected[int(chosen[i])]
+            expected.sort(key=lambda row: -row["probability"])
             low, high = between_ms or (float(limits[i]) / 10, float(limits[i]) * 10)
-            steps = self._by_budget(
-                {name: block[i : i + 1] for name, block in blocks.items()}, drift, low, high
-            )
-            if drift is None:
-                without = None
-            else:
-                without = dict(self.configurations[int(before[i])])
-            decision = dict(row["configuration"])
+            alone = {name: block[i : i + 1] for name, block in blocks.items()}
             explained.append(
                 Explanation(
-                    decision, reason, expected, next(others, None), steps, guards[i], without
+                    decision=dict(decided["configuration"]),
+                    reason=self._reason(decided, expected, guards[i]),
+                    expected=expected,
+                    runner_up=next((row for row in expected if row is not decided), None),
+                    by_budget=self._by_budget(alone, drift, low, high),
+                    guard=guards[i],
+                    without_drift=without_drift[i],
                 )
             )
         return explained
@@ -265,8 +270,10 @@ class KnobPolicy:
         reason = "the policy's most probable choice"
         if guard is not None and guard.get("margin", 1.0) < 1:
             reason += f"; the guard plans with {guard['margin']:.0%} of the budget"
-        if "utility" in row and row["utility"] < max(each["utility"] for each in expected) - 1e-6:
-            reason += ", though its teacher expects more of another"
+        if "utility" in row:
+            most = max(other["utility"] for other in expected)
+            if row["utility"] < most - 1e-6:
+                reason += ", though its teacher expects more of another"
         return reason
 
     def _guards(self, limits: Array) -> list[dict[str, Any] | None]:
@@ -281,11 +288,11 @@ class KnobPolicy:
     def _by_budget(
         self, blocks: Arrays, drift: Drift | None, low: float, high: float
     ) -> list[tuple[float, Configuration]]:
-        """For one input [1, d] the budgets from which on each of its decisions holds."""
+        """Return decisions for one input [1, d], each with the budget from which on it holds."""
 
         def decided(logs: Array) -> Array:
-            some = {name: block.repeat(len(logs), 0) for name, block in blocks.items()}
-            return self._choose(some, np.exp(logs).astype(np.float32), drift)
+            repeated = {name: block.repeat(len(logs), 0) for name, block in blocks.items()}
+            return self._choose(repeated, np.exp(logs).astype(np.float32), drift)
 
         logs = np.linspace(math.log(low), math.log(high), GRID)
         exact = EXACT
@@ -294,6 +301,7 @@ class KnobPolicy:
             logs = np.log(np.sort(mean.budgets_ms))
             exact = math.inf
         chosen = decided(logs)
+        # halve the intervals in which the choice changes until all of them are short
         while (wide := (chosen[1:] != chosen[:-1]) & (np.diff(logs) > exact)).any():
             middle = (logs[1:] + logs[:-1])[wide] / 2
             logs = np.r_[logs, middle]
@@ -334,12 +342,11 @@ class KnobPolicy:
 
 
 def _numbers(name: str, value: Any) -> Array:
-    """A copy as float32. Raises InputError if these are no numbers."""
+    """Return a copy as float32. Raises InputError if these are no numbers."""
     try:
+        if isinstance(value, Tensor):
+            value = value.detach().float().cpu().numpy()
         with np.errstate(over="ignore"):  # infinite values are refused by name
-            return np.array(
-                value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value,
-                np.float32,
-            )
+            return np.array(value, np.float32)
     except (TypeError, ValueError) as error:
         raise InputError(f"{name}: not an array of numbers ({error})") from error

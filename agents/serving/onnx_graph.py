@@ -97,8 +97,10 @@ def write_onnx(deployed: Deployed, path: Path) -> None:
 
 
 def quantise(source: Path, path: Path) -> None:
-    """Write a graph with the weights of its matrix products in 8 bits (onnxruntime's dynamic
-    quantisation)."""
+    """Write a graph with the weights of its matrix products in 8 bits.
+
+    This is the dynamic quantisation of onnxruntime.
+    """
     from onnxruntime.quantization import quantize_dynamic
 
     logging.disable(logging.WARNING)  # it logs advice

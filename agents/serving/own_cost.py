@@ -1,4 +1,4 @@
-"""What a deployed controller itself costs: the time of a decision for one request.
+"""The cost of a deployed controller itself: the time of a decision for one request.
 
 In front of a model a decision is never repeated at once: the model has run in between, and the
 caches hold its weights and its code. A decision then takes several times as long as in a loop of
@@ -26,25 +26,26 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 ROUNDS = 3
 CALLS = 20
+"""Number of decisions that are timed for each budget in a round."""
 WARM_UP = 5
-"""Rounds; decisions timed for each budget in a round, and before these."""
+"""Number of decisions before these."""
+# the transformer has 3 MB of weights, as the elastic model; behind larger models, which take
+# longer, decisions cost next to nothing
 WIDTH = 128
 LAYERS = 4
 TOKENS = 32
-"""Of the transformer: 3 MB of weights, as the elastic model has. Larger models take so long that
-decisions cost next to nothing."""
 EXPECTED_US = 30.0
-"""What a decision takes, by rule of thumb. Training charges this, so that it is repeatable; results
-are charged what was measured."""
+"""The time of a decision, by rule of thumb. Training charges this, so that it is repeatable;
+results are charged what was measured."""
 
 
 class OwnCost(NamedTuple):
-    """Under B budgets, float64 [B] each."""
+    """The costs of a controller's decisions under B budgets, float64 [B] each."""
 
     decision_us: Tensor
     """Median time of a decision in µs, in the quickest round, with the features at hand."""
     charged_ms: Tensor
-    """What it is charged: its decision and its features; 0 where budgets are no times."""
+    """The time that it is charged: its decision and its features; 0 where budgets are no times."""
 
 
 def own_costs(
@@ -53,9 +54,11 @@ def own_costs(
     """Time the decisions of controllers on samples `rows` [n] under budgets [B] in ms."""
     rounds = []
     for _ in range(ROUNDS):
-        rounds.append([_round(each, table, rows, budgets_ms) for each in controllers])
-    quickest = [torch.stack(each).amin(0) for each in zip(*rounds, strict=True)]
-    return [OwnCost(*each) for each in quickest]
+        rounds.append([_round(c, table, rows, budgets_ms) for c in controllers])
+    costs = []
+    for of_controller in zip(*rounds, strict=True):
+        costs.append(OwnCost(*torch.stack(of_controller).amin(0)))
+    return costs
 
 
 def _round(
@@ -70,14 +73,14 @@ def _round(
     micros = np.zeros((WARM_UP + CALLS, len(limits)))
     with torch.inference_mode():
         for call in range(len(micros)):
-            for place in rng.permutation(len(limits)):
+            for b in rng.permutation(len(limits)):
                 _transformer()(torch.zeros(1, TOKENS, WIDTH))
                 sample = samples[call % len(samples)]
                 # the mean of two equal tokens is the token
-                blocks = {name: np.stack([b, b]).mean(0) for name, b in sample.items()}
+                blocks = {name: np.stack([x, x]).mean(0) for name, x in sample.items()}
                 start = time.perf_counter_ns()
-                controller.decide_index(blocks, limits[place])
-                micros[call, place] = (time.perf_counter_ns() - start) / 1e3
+                controller.decide_index(blocks, limits[b])
+                micros[call, b] = (time.perf_counter_ns() - start) / 1e3
     took = torch.from_numpy(np.median(micros[WARM_UP:], 0))
     reads = torch.from_numpy(controller.reads_features(budgets_ms.double().numpy()))
     charged = (took / 1e3 + table.features_ms * reads) * (table.unit == "ms")
@@ -92,7 +95,7 @@ def _transformer() -> nn.Module:
 
 
 def expected_cost_ms(table: ProfileTable) -> float:
-    """Return what decisions are expected to cost with their features, in ms."""
+    """Return the expected cost of a decision with its features, in ms."""
     if table.unit == "ms":
         return EXPECTED_US / 1e3 + table.features_ms
     return 0.0

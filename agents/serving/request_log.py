@@ -32,7 +32,7 @@ REQUESTS = "requests"
 LABELS = "labels"
 COLUMNS = dict.fromkeys(("budget_ms", "limit_ms", "log_latency", "answer_ms", "accuracy"), "f8")
 COLUMNS |= {"choice": "i8", "best": "i8", "met": "?"}
-"""What `Logged` has as it is in a row, and its type."""
+"""Fields of `Logged` that are copied from the rows as they are, and their types."""
 
 Array = NDArray[Any]
 
@@ -50,8 +50,8 @@ class Result:
     limit_ms: float
     """The rest of the budget that the decision was made under."""
     drift: Drift | None
-    """What the decision allowed for: offsets of ln ms [C] and the factor on their spread; None for
-    nothing."""
+    """The drift that the decision allowed for: offsets of ln ms [C] and the factor on their spread;
+    None for no drift."""
     expected: tuple[float, float]
     """The predicted mean and standard deviation of the configuration's ln ms, without drift."""
     total_ms: float
@@ -59,25 +59,27 @@ class Result:
     waited_ms: float
     """Time since its arrival without its own work; 0 if the arrival is unknown."""
     overhead_ms: float
-    """What the controller adds: features, with a first look that the answer does not continue from,
-    decision, knobs set, tracking, and the calls between them."""
+    """The time that the controller adds: features, with a first look that the answer does not
+    continue from, decision, knobs set, tracking, and the calls between them."""
     decision_us: float
     """The part of the overhead that the decision took, for the whole batch."""
     request_id: str | None = None
-    """Of its row in the log; None without a log."""
+    """The id of its row in the log; None without a log."""
     prepared_ms: float = 0.0
     """The part of the first stage that was over before the request was asked for, see
     `AdaptiveModel.prefetch`."""
 
     @property
     def met(self) -> bool:
-        """Whether it was answered on time."""
+        """True if the request was answered on time."""
         return self.total_ms <= self.budget_ms
 
 
 class RequestLog:
-    """Appends to the log in a folder. Several processes may share the folder; threads that share
-    this object need a lock of their own, which `AdaptiveModel` has.
+    """Appends to the log in a folder.
+
+    Several processes may share the folder. Threads that share this object need a lock of their own,
+    which `AdaptiveModel` has.
 
     Args:
         folder: made when it is missing. Each start begins a new file.
@@ -108,8 +110,9 @@ class RequestLog:
         return request_id
 
     def label(self, request_id: str, accuracy: float) -> None:
-        """Note how right an answer was, 0 to 1, now that it is known. The latest label of a request
-        counts."""
+        """Write the accuracy of an answer, 0 to 1, once it is known.
+
+        The latest label of a request counts."""
         self._write(LABELS, {"id": request_id, "accuracy": float(accuracy)})
 
     def close(self) -> None:
@@ -121,15 +124,15 @@ class RequestLog:
         """Begin a file that no other process has."""
         if kind in self._files:
             os.close(self._files.pop(kind)[0])
-        number = len(list(self.folder.glob(f"{kind}-*.jsonl")))
+        count = len(list(self.folder.glob(f"{kind}-*.jsonl")))
         while kind not in self._files:
-            name = f"{number:06d}"
+            name = f"{count:06d}"
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
                 handle = os.open(self.folder / f"{kind}-{name}.jsonl", flags, 0o666)
                 self._files[kind] = handle, name
             except FileExistsError:
-                number += 1
+                count += 1
         self._rows[kind] = 0
 
     def _write(self, kind: str, row: Mapping[str, Any]) -> None:
@@ -152,14 +155,14 @@ class RequestLog:
 def row_of(
     controller: str, stage: FirstStage, drawn: Drawn | None, result: Result
 ) -> dict[str, Any]:
-    """A row in plain values.
+    """Return a row of the log in plain values.
 
     Args:
         controller: digest of the controller that decided.
-        stage: of the request; its features are empty where the guard fell back before there were
-            any.
+        stage: the first stage of the request. It has no features where the guard fell back before
+            there were any.
         drawn: the chances that the configuration was drawn with; None if no other was possible.
-        result: what the request got.
+        result: the answer with its times.
     """
     drawn = drawn or Drawn(1.0, {result.choice: 1.0}, result.choice)
     if result.drift is None:
@@ -194,25 +197,28 @@ class Logged(NamedTuple):
     features: dict[str, Array]
     """Blocks float32 [n, d]; NaN where there were none, see `seen`."""
     seen: Array
-    """bool [n]: whether the request had features."""
+    """bool [n]: True for requests with features."""
     budget_ms: Array
+    """float64 [n]: the budgets of the requests."""
     limit_ms: Array
-    """float64 [n]: what the decision was made under."""
+    """float64 [n]: the rest of each budget that the decision was made under."""
     offset: Array
+    """float32 [n, C]: the drift that the decision allowed for."""
     scale: Array
-    """float32 [n, C] and float64 [n]: the drift that the decision allowed for."""
+    """float64 [n]: the factor on the spread in this drift."""
     choice: Array
-    """int64 [n]."""
+    """int64 [n]: the configuration of the answer."""
     best: Array
+    """int64 [n]: the choice of the controller that served."""
     tried: Array
-    """int64 [n]: what the controller that served chose, and a candidate on trial; −1 without
-    one."""
+    """int64 [n]: the choice of a candidate on trial; −1 without a candidate."""
     propensity: Array
     """float64 [n, C]: the probability of every configuration under the policy that drew the
     choice."""
     log_latency: Array
     """float64 [n]: ln ms that was predicted of the choice, without drift."""
     answer_ms: Array
+    """float64 [n]: the time of the answer."""
     met: Array
     """bool [n]: answered on time."""
     accuracy: Array
@@ -220,31 +226,32 @@ class Logged(NamedTuple):
 
     @property
     def probability(self) -> Array:
-        """float64 [n]: of the choice, in (0, 1]."""
+        """The probability of each choice, float64 [n], in (0, 1]."""
         return np.take_along_axis(self.propensity, self.choice[:, None], 1)[:, 0]
 
     def take(self, rows: Array) -> Logged:
-        """Some of the requests: bool or int64."""
+        """Return the requests at these rows: bool [n] or int64."""
         blocks = {name: block[rows] for name, block in self.features.items()}
         return Logged(self.ids[rows], blocks, *(part[rows] for part in self[2:]))
 
     @classmethod
     def joined(cls, parts: Sequence[Logged]) -> Logged:
-        """One after the other."""
+        """Join several parts of a log, in their order."""
         ids, features, *arrays = zip(*parts, strict=True)
-        blocks = {name: np.concatenate([part[name] for part in features]) for name in features[0]}
+        blocks = {}
+        for name in features[0]:
+            blocks[name] = np.concatenate([part[name] for part in features])
         return cls(np.concatenate(ids), blocks, *map(np.concatenate, arrays))
 
 
 class ReadLog(NamedTuple):
-    """What `read_log` read: the good rows in the order of their files, and why the others were set
-    aside."""
+    """The good rows of a log in the order of their files, and why the others were set aside."""
 
     rows: list[dict[str, Any]]
     aside: Counter[str]
 
     def lines(self) -> list[str]:
-        """What was set aside, a line for each reason."""
+        """Return a line for each reason for which rows were set aside."""
         return [f"{count:,} set aside: {reason}" for reason, count in sorted(self.aside.items())]
 
 
@@ -254,12 +261,14 @@ def read_log(
     digests: Collection[str] | None = None,
     feature_sizes: Mapping[str, int] | None = None,
 ) -> ReadLog:
-    """Read a log and join the labels to the requests. What cannot be used is set aside and counted
-    by reason.
+    """Read a log and join the labels to the requests.
+
+    Rows that cannot be used are set aside and counted by reason.
 
     Args:
-        configurations, digests, feature_sizes: of the controller that is to learn from it, with the
-            digests of the versions before it; None accepts all.
+        configurations: of the controller that is to learn from the log; None accepts all.
+        digests: of this controller and of the versions before it; None accepts all.
+        feature_sizes: the widths of the controller's feature blocks; None accepts all.
 
     Raises:
         InputError: there is no log in the folder.
@@ -296,8 +305,14 @@ def logged_of(
     feature_sizes: Mapping[str, int],
     digest: str | None = None,
 ) -> Logged:
-    """Good rows as arrays, for `count` configurations. Trials count only beside the controller of
-    this digest."""
+    """Return good rows as arrays.
+
+    Args:
+        rows: n rows of a log.
+        count: C, the number of configurations.
+        feature_sizes: the widths of the feature blocks.
+        digest: of the controller that serves. Trials beside other controllers do not count.
+    """
     n = len(rows)
     features = {
         name: np.full((n, size), np.nan, np.float32) for name, size in feature_sizes.items()
@@ -305,32 +320,33 @@ def logged_of(
     offset = np.zeros((n, count), np.float32)
     scale = np.ones(n)
     propensity = np.zeros((n, count))
-    for place, row in enumerate(rows):
+    tried = np.full(n, -1)
+    for i, row in enumerate(rows):
         for name, block in (row["features"] or {}).items():
-            features[name][place] = _unpacked(block)
+            features[name][i] = _unpacked(block)
         if row["drift"] is not None:
-            offset[place] = _unpacked(row["drift"][0])
-            scale[place] = row["drift"][1]
-        propensity[place, row["among"]] = row["chances"]
-    columns = {name: np.array([row[name] for row in rows], kind) for name, kind in COLUMNS.items()}
+            offset[i] = _unpacked(row["drift"][0])
+            scale[i] = row["drift"][1]
+        propensity[i, row["among"]] = row["chances"]
+        if row["tried"] is not None and row["controller"] == digest:
+            tried[i] = row["tried"]
+    columns = {}
+    for name, kind in COLUMNS.items():
+        columns[name] = np.array([row[name] for row in rows], kind)
     return Logged(
         ids=np.array([row["id"] for row in rows]),
         features=features,
         seen=np.array([row["features"] is not None or not feature_sizes for row in rows], bool),
         offset=offset,
         scale=scale,
-        tried=np.array(
-            [
-                -1 if row["tried"] is None or row["controller"] != digest else row["tried"]
-                for row in rows
-            ]
-        ),
+        tried=tried,
         propensity=propensity,
         **columns,
     )
 
 
 def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all files of a kind, and count in `aside` what is none."""
     for path in sorted(folder.glob(f"{kind}-*.jsonl")):
         content = path.read_bytes()
         *whole, last = content.split(b"\n")
@@ -353,10 +369,27 @@ def _fault(
     digests: Collection[str] | None,
     feature_sizes: Mapping[str, int] | None,
 ) -> str:
-    """Why nothing can be learned from a row; "" if it can."""
+    """Return why nothing can be learned from a row; "" if something can.
+
+    Sets `tried` and `accuracy` to None where they are missing.
+    """
+    count = math.inf if configurations is None else len(configurations)
+    return (
+        _fault_of_choice(row, configurations, count, digests)
+        or _fault_of_outcome(row, count)
+        or _fault_of_arrays(row, count, feature_sizes)
+    )
+
+
+def _fault_of_choice(
+    row: dict[str, Any],
+    configurations: Sequence[Mapping[str, Any]] | None,
+    count: float,
+    digests: Collection[str] | None,
+) -> str:
+    """Return what is wrong with the controller, the choice or its chances."""
     probability = row.get("probability")
     choice = row.get("choice")
-    among = row.get("among")
     if digests is not None and row.get("controller") not in digests:
         return "of another controller"
     if probability is None:
@@ -365,35 +398,40 @@ def _fault(
         return "a probability outside (0, 1]"
     if row.get("price") is not None:  # as earlier versions could, without the guard
         return "decided at a price"
-    if configurations is None:
-        count = math.inf
-    else:
-        count = len(configurations)
-    if not _is_index(choice, count) or (
-        configurations is not None and row.get("knobs") != configurations[choice]
-    ):
+    if not _is_index(choice, count):
         return "an unknown configuration"
-    if not _are_chances(among, row.get("chances"), count, choice, probability):
+    if configurations is not None and row.get("knobs") != configurations[choice]:
+        return "an unknown configuration"
+    if not _are_chances(row.get("among"), row.get("chances"), count, choice, probability):
         return "a probability that the chances of the draw contradict"
+    return ""
+
+
+def _fault_of_outcome(row: dict[str, Any], count: float) -> str:
+    """Return what is wrong with the times, the label or the plain fields."""
     whole = (
         isinstance(row.get("id"), str)
         and isinstance(row.get("met"), bool)
         and isinstance(row.get("knobs"), dict)
     )
     tried = row.setdefault("tried", None)
-    if not (
-        whole and _is_index(row.get("best"), count) and (tried is None or _is_index(tried, count))
-    ):
+    known = _is_index(row.get("best"), count) and (tried is None or _is_index(tried, count))
+    if not (whole and known):
         return "a damaged row"
-    positive = [row.get(name) for name in ("budget_ms", "limit_ms", "answer_ms")]
-    if not all(_is_number(ms) and ms > 0 for ms in positive) or not _is_number(
-        row.get("log_latency")
-    ):
+    times = [row.get(name) for name in ("budget_ms", "limit_ms", "answer_ms")]
+    positive = all(_is_number(ms) and ms > 0 for ms in times)
+    if not (positive and _is_number(row.get("log_latency"))):
         return "times that are not positive and finite"
-    if row.setdefault("accuracy", None) is not None and not (
-        _is_number(row["accuracy"]) and 0 <= row["accuracy"] <= 1
-    ):
+    accuracy = row.setdefault("accuracy", None)
+    if accuracy is not None and not (_is_number(accuracy) and 0 <= accuracy <= 1):
         return "an accuracy outside [0, 1]"
+    return ""
+
+
+def _fault_of_arrays(
+    row: dict[str, Any], count: float, feature_sizes: Mapping[str, int] | None
+) -> str:
+    """Return what is wrong with the features or the drift."""
     try:
         sizes = {name: len(_unpacked(block)) for name, block in (row["features"] or {}).items()}
         if row["drift"] is None:
@@ -412,17 +450,15 @@ def _fault(
 
 
 def _are_chances(among: Any, chances: Any, count: float, choice: int, probability: float) -> bool:
-    """Whether these are the probabilities of distinct configurations, with this one of the
+    """Return True if these are probabilities of distinct configurations, with this one of the
     choice."""
     if not (isinstance(among, list) and isinstance(chances, list) and len(among) == len(chances)):
         return False
-    if len({*map(str, among)}) < len(among) or not all(_is_index(each, count) for each in among):
+    if len({*map(str, among)}) < len(among) or not all(_is_index(i, count) for i in among):
         return False
-    if (
-        not all(map(_is_number, chances))
-        or min(chances, default=0) <= 0
-        or abs(sum(chances) - 1) > 1e-6
-    ):
+    if not all(map(_is_number, chances)):
+        return False
+    if min(chances, default=0) <= 0 or abs(sum(chances) - 1) > 1e-6:
         return False
     return choice in among and abs(chances[among.index(choice)] - probability) < 1e-9
 
@@ -436,10 +472,10 @@ def _is_index(value: Any, count: float) -> TypeGuard[int]:
 
 
 def _packed(values: Array) -> str:
-    """float32 as base64."""
+    """Return values as float32 in base64."""
     return base64.b64encode(np.asarray(values, np.float32).tobytes()).decode()
 
 
 def _unpacked(text: Any) -> Array:
-    """Raises TypeError or ValueError for what `_packed` did not write."""
+    """Return what `_packed` wrote. Raises TypeError or ValueError for anything else."""
     return np.frombuffer(base64.b64decode(text, validate=True), np.float32)

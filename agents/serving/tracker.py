@@ -1,4 +1,4 @@
-"""Follows how far latencies drift from what a controller predicts, from the answers alone.
+"""A tracker of how far latencies drift from what a controller predicts, from the answers alone.
 
 An answer's residual r = ln(measured ms) − μ, with μ predicted, is modelled as h·x + κ·σ·ε: x holds
 a level and an offset of each knob value, h marks those of the configuration, σ is the predicted
@@ -37,28 +37,33 @@ from knobwise.common.errors import InputError
 
 FORMAT = "knobwise.LatencyTracker/2"
 WANDER = 0.003
+"""Standard deviation of the level's step from one answer to the next, in ln ms."""
 SPREAD_GAIN = 1 / 50
-"""Standard deviation of the level's step from one answer to the next, in ln ms; weight of the
-newest square in κ²."""
+"""Weight of the newest square in κ²."""
 CLIP = 2.0
+"""Bound of a residual, in its own spreads."""
 SHIFT_AFTER = 6
+"""Number of clipped residuals in a row that count as a shift of the level."""
 SHIFT_VARIANCE = 4.0
-"""In spreads of a residual; in answers; and the variance added to the level then, in variances of a
-residual."""
+"""Variance added to the level at a shift, in variances of a residual."""
 FIRST_SPREAD = 0.5
+"""Standard deviation of the level before the first answer, in ln ms."""
 VALUE_SPREAD = 0.03
+"""Standard deviation of the offset of a knob value before the first answer, in ln ms."""
 VALUE_MEMORY = 4000
-"""Standard deviations of level and offsets before the first answer, in ln ms; and answers."""
+"""Number of answers within which the offsets return to 0."""
 SCALES = 0.25, 3.0
 """Bounds of κ."""
 LARGEST = 1e6
-"""Beyond any mean or variance of the filter."""
+"""A number beyond any mean or variance of the filter."""
 LEAST_SPREAD = 1e-3
+"""Lower bound of a predicted spread, in ln ms."""
 MOST_OFFSET = math.log(1000)
-"""Bounds of a predicted spread and of a residual, in ln ms."""
+"""Bound of a residual, in ln ms."""
 FORGET_EVERY = 16
 """Answers after which offsets are shrunk; each time would cost more than all the rest."""
 KEPT = (1 - 1 / VALUE_MEMORY) ** FORGET_EVERY
+"""The part of an offset that is left then."""
 CLIPPED_SQUARE = math.erf(CLIP / math.sqrt(2)) * (1 - CLIP**2) + CLIP**2
 CLIPPED_SQUARE -= 2 * CLIP * math.exp(-(CLIP**2) / 2) / math.sqrt(2 * math.pi)
 """E[min(z², CLIP²)] of a standard normal z."""
@@ -67,8 +72,9 @@ Array = NDArray[np.float64]
 
 
 class LatencyTracker:
-    """The drift of one controller's predictions on one machine. An update takes some microseconds;
-    not thread-safe.
+    """The drift of one controller's predictions on one machine.
+
+    An update takes some microseconds. A tracker is not thread-safe.
 
     Attributes:
         drift: offset of ln ms of each configuration, float32 [C], and the factor κ on its spread,
@@ -84,17 +90,20 @@ class LatencyTracker:
 
     def __init__(self, configurations: Sequence[Mapping[str, Any]], digest: str = "") -> None:
         self.digest = digest
-        pairs = list(dict.fromkeys(pair for values in configurations for pair in values.items()))
-        names = [name for name, _ in pairs]
-        pairs = [(name, value) for name, value in pairs if names.count(name) > 1]
+        seen: dict[tuple[str, Any], None] = {}
+        for values in configurations:
+            seen.update(dict.fromkeys(values.items()))
+        # a knob with a single value has no offset
+        names = [name for name, _ in seen]
+        pairs = [(name, value) for name, value in seen if names.count(name) > 1]
         self.names = ["level", *(f"{name}={value}" for name, value in pairs)]
-        rows = [
-            [1.0, *(float(values[name] == value) for name, value in pairs)]
-            for values in configurations
-        ]
+        rows = []
+        for values in configurations:
+            marks = [float(values[name] == value) for name, value in pairs]
+            rows.append([1.0, *marks])
         self._design = np.array(rows, np.float32)
         self._shares = self._design.mean(0, np.float64).tolist()
-        self._places = [np.flatnonzero(row).tolist() for row in self._design]
+        self._elements = [np.flatnonzero(row).tolist() for row in self._design]
         self._begin()
 
     def _begin(self) -> None:
@@ -118,27 +127,34 @@ class LatencyTracker:
     def update(
         self, configuration: int, log_latency: float, spread: float, measured_ms: float
     ) -> None:
-        """Learn from an answer: the index of its configuration, the mean and standard deviation of
-        ln ms predicted without drift, and its time. A time that is not positive and finite is
-        ignored and counted."""
-        if not (
-            0 < measured_ms < math.inf
-            and -math.inf < log_latency < math.inf
-            and 0 <= spread < math.inf
-        ):
+        """Learn from an answer.
+
+        A time that is not positive and finite is ignored and counted.
+
+        Args:
+            configuration: its index.
+            log_latency: the mean of ln ms, predicted without drift.
+            spread: the standard deviation of ln ms, predicted without drift.
+            measured_ms: the time that the answer took.
+        """
+        timed = 0 < measured_ms < math.inf
+        if not (timed and -math.inf < log_latency < math.inf and 0 <= spread < math.inf):
             return self.ignore("an answer without a positive, finite time")
         residual = min(max(math.log(measured_ms) - log_latency, -MOST_OFFSET), MOST_OFFSET)
         scale = self._scale
-        z = self._follow(
-            self._places[configuration], residual, (scale * max(spread, LEAST_SPREAD)) ** 2
-        )
+        noise = (scale * max(spread, LEAST_SPREAD)) ** 2
+        z = self._follow(self._elements[configuration], residual, noise)
         scale *= math.sqrt(1 + SPREAD_GAIN * (z * z / CLIPPED_SQUARE - 1))
         self._scale = min(max(scale, SCALES[0]), SCALES[1])
         self._refresh()
 
-    def _follow(self, places: list[int], residual: float, noise: float) -> float:
-        """One step of the filter for these elements of x, with noise of this variance; returns the
-        clipped residual in its own spreads."""
+    def _follow(self, elements: list[int], residual: float, noise: float) -> float:
+        """Take one step of the filter, and return the clipped residual in its own spreads.
+
+        Args:
+            elements: of x, which belong to the configuration.
+            noise: variance of the residual around these.
+        """
         self.answers += 1
         if not self.answers % FORGET_EVERY:
             self._forget()
@@ -147,9 +163,10 @@ class LatencyTracker:
         variance[0] += WANDER**2
         total = noise
         error = residual
-        for place in places:
-            total += variance[place]
-            error -= mean[place]
+        for i in elements:
+            total += variance[i]
+            error -= mean[i]
+        # a run of clipped residuals on the same side is a shift of the level
         if abs(error) <= CLIP * math.sqrt(total):
             self._run = 0
         else:
@@ -163,33 +180,36 @@ class LatencyTracker:
                 total += SHIFT_VARIANCE * noise
         spread = math.sqrt(total)
         z = min(max(error / spread, -CLIP), CLIP)
-        for place in places:
-            mean[place] += variance[place] * z / spread
-            variance[place] -= variance[place] ** 2 / total
+        for i in elements:
+            mean[i] += variance[i] * z / spread
+            variance[i] -= variance[i] ** 2 / total
         return z
 
     def _forget(self) -> None:
         """Shrink the offsets towards 0, and their variances towards the first."""
-        for place in range(1, len(self._mean)):
-            self._mean[place] *= KEPT
-            self._variance[place] += (1 - KEPT**2) * (VALUE_SPREAD**2 - self._variance[place])
+        for i in range(1, len(self._mean)):
+            self._mean[i] *= KEPT
+            self._variance[i] += (1 - KEPT**2) * (VALUE_SPREAD**2 - self._variance[i])
 
     def warm_start(self, configurations: Sequence[int], log_ratios: Sequence[float]) -> None:
-        """Begin anew with timed cells: their configurations and ln(time here / time in the
-        profile), n each. The level begins at the median."""
+        """Begin anew with n timed cells; the level begins at their median.
+
+        Args:
+            configurations: their indices.
+            log_ratios: ln(time here / time in the profile); NaN is left out.
+        """
         self._begin()
         ratios = np.clip(log_ratios, -MOST_OFFSET, MOST_OFFSET)
         timed = ~np.isnan(ratios)
         if timed.any():
             self._mean[0] = level = float(np.median(ratios[timed]))
             spread = max(1.4826 * float(np.median(np.abs(ratios[timed] - level))), LEAST_SPREAD)
-            for place in np.flatnonzero(timed).tolist():
-                self._follow(self._places[configurations[place]], float(ratios[place]), spread**2)
+            for cell in np.flatnonzero(timed).tolist():
+                self._follow(self._elements[configurations[cell]], float(ratios[cell]), spread**2)
             self._refresh()
 
     def ignore(self, reason: str) -> None:
-        """Count an answer that nothing can be learned from; the first for a reason is logged in one
-        line."""
+        """Count an answer that nothing can be learned from, and log the first for each reason."""
         self.ignored[reason] = self.ignored.get(reason, 0) + 1
         if self.ignored[reason] == 1:
             logging.getLogger(__name__).warning(
@@ -197,13 +217,16 @@ class LatencyTracker:
             )
 
     def factors(self) -> dict[str, float]:
-        """Latency here / latency predicted: `level`, the typical one, and for each knob value (as
-        `max_crops=12`) what comes on top; `spread` is κ."""
+        """Return factors on the predicted latency: latency here / latency predicted.
+
+        `level` is the typical one. For each knob value, such as `max_crops=12`, there is the factor
+        that comes on top. `spread` is κ.
+        """
         values = dict(zip(self.names, np.exp(self._mean).tolist(), strict=True))
         return values | {"level": math.exp(self.level), "spread": self._scale}
 
     def state(self) -> dict[str, Any]:
-        """Everything it has learned, in plain values that JSON keeps exactly."""
+        """Return everything it has learned, in plain values that JSON keeps exactly."""
         return {
             "format": FORMAT,
             "controller": self.digest,

@@ -30,8 +30,14 @@ EVERY_S = 1.0
 
 
 def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Add a version whose files `write` makes in the folder that it is given. It does not serve
-    yet. For one process at a time: what is unfinished is of a process that was killed, and goes."""
+    """Add a version, which does not serve yet, and return its folder.
+
+    Only one process may do this at a time: unfinished versions belong to processes that were
+    killed, and are removed.
+
+    Args:
+        write: makes the files of the version in the folder that it gets.
+    """
     versions = folder / VERSIONS
     versions.mkdir(parents=True, exist_ok=True)
     for unfinished in versions.glob(".new-*"):
@@ -40,8 +46,8 @@ def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
     try:
         write(temporary)
         temporary.chmod(0o755)
-        number = 1 + max((int(path.name) for path in versions.glob("[0-9]*")), default=-1)
-        version = temporary.rename(versions / f"{number:04d}")
+        latest = max((int(path.name) for path in versions.glob("[0-9]*")), default=-1)
+        version = temporary.rename(versions / f"{latest + 1:04d}")
         sync(versions)
         return version
     finally:
@@ -63,7 +69,7 @@ def try_out(folder: Path, version: Path | None) -> None:
 
 
 def serving(folder: Path) -> Path | None:
-    """The version that serves; None before the first."""
+    """Return the version that serves; None before the first."""
     link = folder / CURRENT
     if link.is_symlink():
         return folder / VERSIONS / link.readlink().name
@@ -98,35 +104,34 @@ class Watched:
         if trial:
             self._paths.append(path.parent / CANDIDATE / CONTROLLER)
         self.controller = like
+        """The latest controller that could be used."""
         self.trial = trial
         self._interface = _interface(like)
-        """The latest that could be used."""
         self.candidate: NumpyController | None = None
-        """The one on trial, another than `controller`."""
+        """The controller on trial, another than `controller`."""
         self._marks: list[tuple[int, ...]] = [(), ()]
         self._looked = -EVERY_S
 
     def refresh(self) -> None:
-        """Read what was replaced; at most once in `EVERY_S`."""
+        """Read the files that were replaced; at most once in `EVERY_S`."""
         if time.monotonic() - self._looked < EVERY_S:
             return
         self._looked = time.monotonic()
-        for place, path in enumerate(self._paths):
+        for i, path in enumerate(self._paths):
             try:
                 state = path.stat()
                 mark = state.st_ino, state.st_mtime_ns, state.st_size
             except OSError:
                 mark = 0, 0, 0
-            if mark == self._marks[place]:
+            if mark == self._marks[i]:
                 continue
-            self._marks[place] = mark
-            if place == 0:
+            self._marks[i] = mark
+            if i == 0:
                 self.controller = self._read(path) or self.controller
+            elif any(mark):
+                self.candidate = self._read(path)
             else:
-                if any(mark):
-                    self.candidate = self._read(path)
-                else:
-                    self.candidate = None
+                self.candidate = None
         if self.candidate is not None and self.candidate.digest == self.controller.digest:
             self.candidate = None
 
@@ -143,6 +148,6 @@ class Watched:
 
 
 def _interface(controller: NumpyController) -> tuple[object, ...]:
-    """What a controller must share with another that takes its place."""
+    """Return the facts that a controller must share with another that takes its place."""
     configurations = controller.configurations.tolist()
     return controller.knobs, configurations, controller.feature_sizes, controller.header["limit"]

@@ -1,4 +1,4 @@
-"""What a run deploys: a controller, and what was settled about it on held-out samples."""
+"""The object that a run deploys: a controller, and the results of calibrating it."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ from knobwise.common.files import written_whole
 
 Arrays = dict[str, Array]
 ARRAYS = ("static", "latency", "mean")
-"""What is settled in arrays, see `Settled`."""
+"""Fields of `Settled` that hold arrays."""
 GUARDS = ("guard", "guard_if_free", "guard_of_teacher")
-"""What is settled in rows of plain values."""
+"""Fields of `Settled` that hold rows of plain values."""
 LIMITS = {"deadline": "budget_ms", "mean": "mean", "weights": "worths"}
+"""The entry `limit` of an exported header, by the sense of the budget."""
 
 
 @dataclass
 class Settled:
-    """What was settled on held-out samples, in plain values and arrays.
+    """Everything that was settled on held-out samples, in plain values and arrays.
 
     Attributes:
         guard: a row for each calibrated budget, see `knobwise.agents.stack.guard.calibrate`, or
             under mean budgets `knobwise.agents.stack.prices.compared`; [] without a guard.
-        guard_if_free: the same if decisions and features cost nothing, for comparison.
-        guard_of_teacher: the same of the teacher, which decides for free, without margins.
-        static: what the guard falls back to under deadlines, see `Static.arrays`.
-        latency: what the tracker expects, see `policy.network.LatencyModel`.
+        guard_if_free: the rows if decisions and features cost nothing, for comparison.
+        guard_of_teacher: the rows of the teacher, which decides for free, without margins.
+        static: what the guard falls back to under deadlines, see `FittedStatic.arrays`.
+        latency: the latency that the tracker expects, see `policy.network.LatencyModel`.
         mean: the mean budgets, see `policy.mean_budgets.MeanBudgets`.
     """
 
@@ -74,7 +75,7 @@ class DeployedController(nn.Module):
 
     @property
     def if_free(self) -> NumpyController:
-        """What would decide if decisions and features cost nothing."""
+        """The controller that would decide if decisions and features cost nothing."""
         settled = replace(self.settled, guard=self.settled.guard_if_free)
         return DeployedController(self.controller, None, settled).decider
 
@@ -89,13 +90,15 @@ class DeployedController(nn.Module):
 
     @property
     def configurations(self) -> Tensor:
-        """int64 [C, K]."""
+        """The value index of each knob for each configuration, int64 [C, K]."""
         return self.controller.configurations
 
     @cached_property
     def decider(self) -> NumpyController:
-        """What decides, by the weights at the first use after `train()`, `eval()` or
-        `load_state_dict`."""
+        """The NumPy controller that decides.
+
+        It is made at the first use after `train()`, `eval()` or `load_state_dict`.
+        """
         return NumpyController(self.arrays())
 
     def train(self, mode: bool = True) -> Self:
@@ -113,12 +116,14 @@ class DeployedController(nn.Module):
         return self.decider.choose(features, limits, mask)
 
     def reads_features(self, limits: Array) -> Array:
-        """Return whether it reads features under each of these limits, bool [n]."""
+        """Return where it reads features, by limits [n]: bool [n]."""
         return self.decider.reads_features(limits)
 
     def under_mean_budgets(self) -> MeanBudgetPolicy:
-        """Return it as a policy under the mean budgets that it was calibrated for, whose static mix
-        can be asked for its expectation."""
+        """Return a policy for the mean budgets that it was calibrated for.
+
+        Its static mix gives expectations instead of draws.
+        """
         mean = self.decider.mean
         assert mean is not None
 
@@ -188,10 +193,11 @@ class DeployedController(nn.Module):
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""
         settled = self.settled
-        tensors = {}
+        tensors: dict[str, dict[str, Tensor]] = {}
         for part in ARRAYS:
-            arrays = getattr(settled, part).items()
-            tensors[part] = {name: torch.from_numpy(np.array(values)) for name, values in arrays}
+            tensors[part] = {}
+            for name, values in getattr(settled, part).items():
+                tensors[part][name] = torch.from_numpy(np.array(values))
         return {
             "controller": self.controller.plain(),
             "teacher": self.teacher and self.teacher.plain(),
@@ -201,13 +207,13 @@ class DeployedController(nn.Module):
 
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> DeployedController:
-        """Return the inverse of `plain`, in eval mode."""
+        """Return the controller that `plain` describes, in eval mode."""
         controller = Controller.restored(plain["controller"])
         teacher = None
         if plain["teacher"]:
             count = len(controller.configurations)
-            about = controller.normaliser, controller.config, count, controller.sense
-            teacher = Teacher.restored(plain["teacher"], *about)
+            settings = controller.normaliser, controller.config, count, controller.sense
+            teacher = Teacher.restored(plain["teacher"], *settings)
         parts: dict[str, Any] = {}
         for part in GUARDS:
             parts[part] = plain.get(part, [])
@@ -221,9 +227,10 @@ def _network_arrays(controller: Controller) -> Arrays:
     network = controller.network
     assert isinstance(network.head, KnobHeads)
     arrays = {}
-    for number, layer in enumerate([*network.layers, network.head.logits]):
-        arrays[f"layers.{number}.weight"] = layer.weight[-1].detach().cpu().numpy()
-        arrays[f"layers.{number}.bias"] = layer.bias[-1].detach().cpu().numpy()
+    for i, layer in enumerate([*network.layers, network.head.logits]):
+        # the last network is the one that is deployed
+        arrays[f"layers.{i}.weight"] = layer.weight[-1].detach().cpu().numpy()
+        arrays[f"layers.{i}.bias"] = layer.bias[-1].detach().cpu().numpy()
     for name, values in network.encoding.state_dict().items():
         arrays[f"encoding.{name}"] = values.cpu().numpy()
     return arrays

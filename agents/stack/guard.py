@@ -40,18 +40,20 @@ from knobwise.envs.configurations.reward import share_in_time
 MARGINS = tuple(0.97**step for step in range(24))
 """Shares of a budget that are tried, from all of it down to half."""
 ROUNDING = 1e-6
-"""Of sums of shares of measurements."""
+"""Tolerance for sums of shares of measurements."""
 WHEN = ("before", "after", "cautious", "static")
-"""What is compared: the policy with its whole budget, at its margin, at the cautious one;
-static."""
+"""The sides of the comparison: the policy with its whole budget, at its margin and at the cautious
+one; static."""
 Decide = Callable[[float], Tensor]
 """A limit in ms → the configurations int64 [n] that the policy chooses for samples that it was not
 fitted on."""
 
 
 class GuardSettings(NamedTuple):
-    """See `PolicyConfig`; with a `level_cost` of 1 static is deployed where only it keeps the
-    level."""
+    """Settings of the guard, see `PolicyConfig`.
+
+    With a `level_cost` of 1 static is deployed where only it keeps the level.
+    """
 
     level: float = 0.95
     confidence: float = 0.8
@@ -89,7 +91,7 @@ def calibrate(
     for group, budget in enumerate(measured.budgets_ms):
         left = max(float(budget) - cost_ms, LEAST_LATENCY_MS)
         choices = [decide(margin * left) for margin in margins]
-        # columns: the margins, then static
+        # [n, M + 1]: the margins, then static
         columns = torch.stack([*choices, static_choice[group]], 1)
         cells = torch.arange(len(columns)).unsqueeze(1), columns
         latency_ms = measured.measurements_ms[cells].double()
@@ -124,31 +126,24 @@ def _calibrated(
     may_miss = _may_miss(count, level)
     misses = count - met[:-1]
     static_misses = float(count - met[-1])
-    cautious = int((misses <= misses.min() + ROUNDING).nonzero()[-1])
-    worst = misses[: cautious + 1].flip(0).cummax(0).values.flip(0)
-    keeps = worst <= may_miss + ROUNDING
     static_keeps = static_misses <= may_miss + ROUNDING
-    widest = int(keeps.long().argmax())  # the first; 0 if no margin keeps the level
+    widest, cautious = _margins(misses, may_miss)
 
     # what would be deployed without the level, and what the level costs from there
     otherwise = means[-1]
     if is_better(utilities[:, 0] - utilities[:, -1], confidence):
         otherwise = means[0]
-    may_cost = level_cost * max(float(otherwise - means[-1]), 0.0) + 1e-12
-    affordable = level_cost == 1 or bool(otherwise - means[widest] <= may_cost)
-    narrowed = bool(keeps.any()) and affordable
-    chosen = widest if narrowed else 0
+    narrowed = widest is not None and _affordable(means, widest, otherwise, level_cost)
+    chosen = widest if narrowed and widest is not None else 0
     gain = utilities[:, chosen] - utilities[:, -1]
     better = is_better(gain, confidence)
     only_static = static_keeps and not narrowed and level_cost == 1
     deployed = (better and not only_static) or (narrowed and not static_keeps)
 
+    # why the level is not kept, if it is not
     allowed = (1 - level) * count + ROUNDING  # without the correction for the number of requests
     fewest = min(float(misses.min()), static_misses)
-    if deployed:
-        late = float(misses[chosen])
-    else:
-        late = static_misses
+    late = float(misses[chosen]) if deployed else static_misses
     unattainable = may_miss >= 0 and fewest > allowed
     too_dear = fewest <= may_miss + ROUNDING < late
     unshown = count > 0 and late > may_miss + ROUNDING and not (unattainable or too_dear)
@@ -173,6 +168,32 @@ def _calibrated(
     return row | {"reason": _reason(row, settings)}
 
 
+def _margins(misses: Tensor, may_miss: int) -> tuple[int | None, int]:
+    """Return the index of the widest margin that keeps the level, or None, and of the cautious one.
+
+    Args:
+        misses: [M], how many feasible requests are late at each margin.
+        may_miss: how many may be.
+    """
+    cautious = int((misses <= misses.min() + ROUNDING).nonzero()[-1])
+    worst = misses[: cautious + 1].flip(0).cummax(0).values.flip(0)
+    keeps = worst <= may_miss + ROUNDING
+    if not keeps.any():
+        return None, cautious
+    return int(keeps.long().argmax()), cautious  # the first that keeps it
+
+
+def _affordable(means: Tensor, margin: int, otherwise: Tensor, level_cost: float) -> bool:
+    """Return True if a margin costs at most its share of the gain over static.
+
+    Args:
+        means: utilities [M + 1], as in `_calibrated`.
+        otherwise: the utility of what would be deployed without the level.
+    """
+    may_cost = level_cost * max(float(otherwise - means[-1]), 0.0) + 1e-12
+    return level_cost == 1 or bool(otherwise - means[margin] <= may_cost)
+
+
 def _utilities(means: Tensor, chosen: int, deployed: bool) -> dict[str, float]:
     """Return mean utilities, of [M + 1] as in `_calibrated`, under the names of a row."""
     return {
@@ -184,9 +205,12 @@ def _utilities(means: Tensor, chosen: int, deployed: bool) -> dict[str, float]:
 
 
 def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what `policy.guard.Guard` reads."""
+    """Return the arrays that `policy.guard.Guard` reads."""
     names = {"budgets_ms": "budget_ms", "margin": "margin", "deploy": "deployed"}
-    return {key: np.array([row[name] for row in rows]) for key, name in names.items()}
+    arrays = {}
+    for key, name in names.items():
+        arrays[key] = np.array([row[name] for row in rows])
+    return arrays
 
 
 # -- in words --------------------------------------------------------------------------------------

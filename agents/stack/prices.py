@@ -26,16 +26,17 @@ from knobwise.envs.configurations.budgets import DEFAULT_QUANTILES, judged_budge
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 ROUNDING = 1e-9
-"""Relative distance of a price above its breakpoint, so that rounding of Â − λ·L̂ does not
-matter."""
+"""Relative distance of a price above its breakpoint; rounding of Â − λ·L̂ then does not matter."""
 
 
 def mean_budgets(
     table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None
 ) -> Tensor:
-    """These mean budgets (see `judged_budgets`), by default the distinct 10/25/50/75/90 % quantiles
-    of the configurations' mean latencies, so that a single configuration can keep each: float64
-    [B], ms."""
+    """Return mean budgets in ms, float64 [B]: those given (see `judged_budgets`), or the default.
+
+    The default are the distinct 10/25/50/75/90 % quantiles of the configurations' mean latencies,
+    so that a single configuration can keep each.
+    """
     if budgets_ms is not None:
         return judged_budgets(table, budgets_ms).double()
     cost = averages(table, rows)[1]
@@ -48,18 +49,23 @@ def mean_budgets(
 def choose_at_price(
     accuracy_hat: Tensor, cost_hat: Tensor, price: Tensor | float, mask: Tensor | None
 ) -> Tensor:
-    """argmax_c Â_c − λ·L̂_c inside the mask, all [n, C], among equals the cheaper: int64 [n].
+    """Return argmax_c Â_c − λ·L̂_c inside the mask, among equals the cheaper: int64 [n].
 
-    The price λ ≥ 0, accuracy per unit of cost, is one for all or [n].
+    Args:
+        accuracy_hat, cost_hat, mask: [n, C].
+        price: λ ≥ 0, accuracy per unit of cost, one number for all requests or [n].
     """
     price = torch.as_tensor(price, dtype=torch.float64, device=cost_hat.device).reshape(-1, 1)
     return pick(accuracy_hat.double() - price * cost_hat.double(), cost_hat.double(), mask)
 
 
 def _hull(accuracy: Tensor, cost: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Each sample's upper concave hull, from its cheapest configuration up to its most accurate:
-    configurations int64 [n, H + 1], padded with the last one, and the H breakpoints float64 [n, H]
-    in falling order: step k is taken at prices below breakpoint k; 0 is padding."""
+    """Return each sample's upper concave hull, from the cheapest to the most accurate corner.
+
+    Returns:
+        The configurations on it, int64 [n, H + 1], padded with the last one, and H breakpoints in
+        falling order, float64 [n, H]. Step k is taken at prices below breakpoint k; 0 is padding.
+    """
     accuracy = accuracy.double()
     cost = cost.double()
     corners = [pick(-cost, -accuracy, mask)]
@@ -74,22 +80,27 @@ def _hull(accuracy: Tensor, cost: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]
             break
         corners.append(pick(slope, -cost, mask).where(steepest > 0, corners[-1]))
         prices.append(steepest)
-    return torch.stack(corners, 1), torch.stack(prices, 1) if prices else cost.new_zeros(
-        len(cost), 0
-    )
+    breakpoints = cost.new_zeros(len(cost), 0)
+    if prices:
+        breakpoints = torch.stack(prices, 1)
+    return torch.stack(corners, 1), breakpoints
 
 
 def calibrate_prices(
     accuracy_hat: Tensor, cost_hat: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
 ) -> Tensor:
-    """The lowest price at which `choose_at_price` keeps each mean budget on these rows, float64
-    [B].
+    """Return the lowest price at which `choose_at_price` keeps each mean budget, float64 [B].
 
-    Exact: it follows the actual mean cost through the breakpoints of all samples. Wrong predictions
-    can make that cost rise with the price in places; the lowest price still falls as budgets grow.
-    A budget that no price keeps gets the highest breakpoint, from which on every sample takes the
-    configuration predicted to be cheapest. All but budgets [B] are [n, C]: predictions of a model
-    that was not fitted on these rows; cost as measured, NaN where not profiled.
+    This is exact: it follows the actual mean cost through the breakpoints of all samples. Wrong
+    predictions can make that cost rise with the price in places. The lowest price still falls as
+    budgets grow. A budget that no price keeps gets the highest breakpoint, from which on every
+    sample takes the configuration predicted to be cheapest.
+
+    Args:
+        accuracy_hat, cost_hat: [n, C], predicted by a model that was not fitted on these rows.
+        cost: [n, C] as measured, NaN where not profiled.
+        mask: bool [n, C], what was profiled.
+        budgets: [B].
     """
     corners, prices = _hull(accuracy_hat, cost_hat, mask)
     paid = cost.double().gather(1, corners)
@@ -103,7 +114,7 @@ def calibrate_prices(
 
 
 def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor) -> Tensor:
-    """The configurations with the highest accuracy at each mean budget, in hindsight: int64 [n, B].
+    """Return the most accurate configurations at each mean budget, in hindsight: int64 [n, B].
 
     From every sample's cheapest configuration, steps along the hulls are taken in order of accuracy
     per cost until the next one would exceed the budget: the Lagrangian solution, with the steps at
@@ -122,21 +133,28 @@ def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
     return corners.gather(1, steps)
 
 
-# -- the same for every request --------------------------------------------------------------------
+# -- one choice for all requests -------------------------------------------------------------------
 
 
 def best_single_at(
     mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor, mask: Tensor
 ) -> Tensor:
-    """The most accurate configuration whose mean cost keeps the budget, else the cheapest: averages
-    [C], budgets [B], mask [n, C] of what each request may be given → int64 [n, B]."""
+    """Return the most accurate configuration whose mean cost keeps the budget, else the cheapest.
+
+    Args:
+        mean_accuracy, mean_cost: averages [C].
+        budgets: [B].
+        mask: bool [n, C], what each request may get.
+
+    Returns:
+        configurations, int64 [n, B].
+    """
     affordable = mean_accuracy.where(mean_cost <= budgets.to(mean_cost).unsqueeze(1), -torch.inf)
     return torch.stack([pick(scores, mean_cost, mask) for scores in affordable], 1)
 
 
 def static_hull(mean_accuracy: Tensor, mean_cost: Tensor) -> Tensor:
-    """The configurations on the upper concave hull, from the cheapest to the most accurate: [C],
-    [C] → int64 [H]."""
+    """Return the upper concave hull of averages [C]: configurations int64 [H] by rising cost."""
     everything = torch.ones(1, len(mean_cost), dtype=torch.bool, device=mean_cost.device)
     return _hull(mean_accuracy.unsqueeze(0), mean_cost.unsqueeze(0), everything)[0].squeeze(0)
 
@@ -144,12 +162,18 @@ def static_hull(mean_accuracy: Tensor, mean_cost: Tensor) -> Tensor:
 def static_mix(
     mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best random mixture of two configurations at each mean budget: two neighbours on the
-    upper concave hull.
+    """Return the best random mixture of two configurations at each mean budget.
 
-    Averages [C] and budgets [B] → the cheaper int64 [B], the dearer int64 [B], and the share of
-    requests that gets the dearer, float64 [B]. Below the mean cost of the cheapest configuration
-    the mixture is this one alone.
+    The two are neighbours on the upper concave hull. Below the mean cost of the cheapest
+    configuration the mixture is this configuration alone.
+
+    Args:
+        mean_accuracy, mean_cost: averages [C].
+        budgets: [B].
+
+    Returns:
+        the cheaper int64 [B], the dearer int64 [B], and the share of requests that gets the dearer,
+        float64 [B].
     """
     corners = static_hull(mean_accuracy, mean_cost)
     cost = mean_cost.double()[corners]
@@ -178,11 +202,11 @@ class StaticMix:
 
     @classmethod
     def of_table(cls, table: ProfileTable, rows: Tensor, budgets: Tensor) -> StaticMix:
-        """Return that of the averages over rows, int64 [n]."""
+        """Return the static mix of the averages over rows, int64 [n]."""
         return cls(*averages(table, rows), budgets)
 
     def arrays(self) -> dict[str, Array]:
-        """Return what `policy.mean_budgets.MeanBudgets` reads."""
+        """Return the arrays that `policy.mean_budgets.MeanBudgets` reads."""
         accuracy, cost, _ = self._means
         return {
             "mean_accuracy": accuracy.numpy(),
@@ -204,9 +228,11 @@ class StaticMix:
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return expected accuracy and latency (ms) of each sample, float64 [n, B] each, without
         the noise of draws."""
-        first, second = (outcomes_of(table, rows, side) for side in self.both(table.mask[rows]))
-        accuracy, cost = (torch.lerp(*each, self.share) for each in zip(first, second, strict=True))
-        return accuracy, cost
+        first, second = self.both(table.mask[rows])
+        first_accuracy, first_cost = outcomes_of(table, rows, first)
+        second_accuracy, second_cost = outcomes_of(table, rows, second)
+        accuracy = torch.lerp(first_accuracy, second_accuracy, self.share)
+        return accuracy, torch.lerp(first_cost, second_cost, self.share)
 
 
 def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,7 +282,7 @@ class MeanBudgetPolicy:
 
     @property
     def prices(self) -> Tensor:
-        """float64 [B], λ = 1/worth, accuracy per ms."""
+        """The prices λ = 1/worth, float64 [B], in accuracy per ms."""
         return 1 / self.worths
 
     def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
@@ -299,8 +325,8 @@ def worths_for(
     accuracy, cost = (values.mean(0) for values in outcomes_of(table, rows, choices))
     keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
     best = accuracy.where(keeps, -torch.inf).argmax(1)
-    place = best.where(keeps.any(1), cost.argmin())
-    return tried[place], choices[:, place]
+    index = best.where(keeps.any(1), cost.argmin())
+    return tried[index], choices[:, index]
 
 
 def compared(
@@ -352,13 +378,17 @@ def make_priced_baselines(
 ) -> list[MeanBudgetPolicy]:
     """Return the baselines that read the request, for mean budgets [B].
 
-    They are fitted on all but the test rows and calibrated out of fold; `seed` is that of folds and
-    trees, `experts` as in `make_baselines`.
+    They are fitted on all but the test rows and calibrated out of fold.
+
+    Args:
+        seed: of folds and trees.
+        experts: see `make_baselines`.
     """
     rows = torch.cat([split.train, split.validation])
     experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), seed)
     measured, normaliser, fitted = experts
-    named = [("latency_only", fitted[0]), *((each.expert.name, each) for each in fitted)]
+    named = [("latency_only", fitted[0])]
+    named += [(family.expert.name, family) for family in fitted]
     baselines = []
     for name, (expert, held_out, _) in named:
         predictor = PredictThenChoose(name, expert, normaliser, name != "latency_only")
@@ -373,7 +403,7 @@ def make_priced_baselines(
 def _at_price(
     predictor: PredictThenChoose, prices: Tensor, features: Features, group: int, mask: Array
 ) -> Array:
-    """Choose by what is predicted, at the price for a budget; see `MeanBudgetPolicy`."""
+    """Choose by predictions, at the price for a budget; see `MeanBudgetPolicy`."""
     expected = predictor.predict(features, len(mask))
     allowed = torch.from_numpy(mask)
     return choose_at_price(expected.accuracy, expected.latency_ms, prices[group], allowed).numpy()

@@ -31,6 +31,7 @@ from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LEARNED = ("latency_offset", "latency_variance", "accuracy_logits")
+"""Buffers that `knobwise update` sets after training."""
 NARROWEST = 0.5
 """The least factor on a predicted spread of what is learned after training."""
 AT_ONCE = 1024
@@ -38,7 +39,7 @@ AT_ONCE = 1024
 
 
 class Mixture(NamedTuple):
-    """What the members of a teacher predict for n requests, whatever limits these have."""
+    """The predictions of a teacher's members for n requests, whatever limits these have."""
 
     weights: list[float]
     predictions: list[Prediction]
@@ -50,7 +51,7 @@ class Mixture(NamedTuple):
         return weighted([p.log_latency for p in self.predictions], self.weights)
 
     def score(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what every configuration is worth under limits [n], [n, C].
+        """Return the worth of every configuration under limits [n], [n, C].
 
         Where no configuration inside the mask is likely to be on time, a faster one is worth more.
         """
@@ -71,7 +72,7 @@ class Mixture(NamedTuple):
         return Prediction(accuracy, mean, (square - mean**2).clamp_min(1e-6).sqrt())
 
     def drifted(self, offset: Tensor) -> Mixture:
-        """Return the same on a machine where ln ms is off by `offset`, [n, C]."""
+        """Return the mixture for a machine where ln ms is off by `offset`, [n, C]."""
         moved = [p._replace(log_latency=p.log_latency + offset) for p in self.predictions]
         return self._replace(predictions=moved)
 
@@ -146,7 +147,7 @@ class Teacher(nn.Module):
 
     @property
     def members(self) -> int:
-        """How many networks there are side by side."""
+        """The number of networks side by side."""
         return len(self.network.outcome_head.bias)
 
     def mixture(self, x: Tensor) -> Mixture:
@@ -183,11 +184,12 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def teach(self, x: Tensor, limits: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Return what it makes of requests under several limits each, for a pupil to imitate.
+        """Return the worths that the heads learn to imitate, for several limits of each request.
 
         Args:
             x: normalised features [n, width].
             limits: [n, V], or pairs [n, V, 2].
+            offsets: of ln ms, [n, V, C]; None for no drift.
 
         Returns:
             worths, float [n, V, C].
@@ -197,19 +199,19 @@ class Teacher(nn.Module):
             part = slice(first, first + AT_ONCE)
             still = self.mixture(x[part])
             columns = []
-            for place, limit in enumerate(limits[part].unbind(1)):
+            for column, limit in enumerate(limits[part].unbind(1)):
                 if offsets is None:
                     mixture = still
                 else:
-                    mixture = still.drifted(offsets[part, place])
+                    mixture = still.drifted(offsets[part, column])
                 columns.append(mixture.score(limit))
             parts.append(torch.stack(columns, 1))
         return torch.cat(parts)
 
     @torch.no_grad()
     def moments(self, x: Tensor) -> Prediction:
-        """Return what is expected of every configuration, from features [n, width]."""
-        parts = [self.mixture(some).moments()[:3] for some in x.split(AT_ONCE)]
+        """Predict the outcomes of every configuration from features [n, width]."""
+        parts = [self.mixture(part).moments()[:3] for part in x.split(AT_ONCE)]
         return Prediction(*map(torch.cat, zip(*parts, strict=True)))
 
     @torch.no_grad()
@@ -222,13 +224,15 @@ class Teacher(nn.Module):
         """Return its decisions: blocks [n, d], limits [n], mask bool [n, C] → int64 [n]."""
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
         x = self.normaliser(blocks, len(limits))
-        under = torch.tensor(limits, dtype=torch.float32)
+        limit_parts = torch.tensor(limits, dtype=torch.float32).split(AT_ONCE)
         if mask is None:
             masks = itertools.repeat(None)
         else:
             masks = torch.as_tensor(mask).split(AT_ONCE)
-        parts = zip(x.split(AT_ONCE), under.split(AT_ONCE), masks, strict=False)
-        return torch.cat([self.mixture(some).choose(*each) for some, *each in parts]).numpy()
+        chosen = []
+        for part, limit, allowed in zip(x.split(AT_ONCE), limit_parts, masks, strict=False):
+            chosen.append(self.mixture(part).choose(limit, allowed))
+        return torch.cat(chosen).numpy()
 
     def reads_features(self, limits: Array) -> Array:
         """Return whether it reads features under each of these limits, bool [n]."""
@@ -264,7 +268,7 @@ class Teacher(nn.Module):
         count: int,
         sense: str,
     ) -> Teacher:
-        """Return the inverse of `plain`, in eval mode."""
+        """Return the teacher that `plain` describes, in eval mode."""
         state = plain["network"]
         bins = state["edges"].shape[1] > 0
         network = OutcomeNetwork(normaliser.width, count, config, bins, sense == "weights")
@@ -284,6 +288,8 @@ class Fitted(NamedTuple):
     """A teacher of all samples, and for each fold one that was fitted without it.
 
     Attributes:
+        teacher: of all samples.
+        of_folds: for each fold the teacher that was fitted without its samples.
         rows: int64 [n], the samples.
         folds: for each fold the positions of its samples in `rows`, int64.
     """
@@ -326,8 +332,8 @@ def fit_teacher(
         families = ()
     budgets_ms = limits if deadlines else limits[:0]
     if experts is None:
-        about = budgets_ms, families, seed, network.normaliser, network.members
-        experts = Experts.fit(table, rows, *about)
+        settings = budgets_ms, families, seed, network.normaliser, network.members
+        experts = Experts.fit(table, rows, *settings)
     fitted = experts.of_families(families)
     folds = [torch.from_numpy(hold) for _, hold in experts.measured.folds]
     alone = [_of_member(network, member) for member in range(network.members)]
@@ -335,16 +341,16 @@ def fit_teacher(
         return Fitted(network, alone, rows, folds)
 
     unseen = _held_out(network, table, rows, folds)
-    predictions = [unseen, *(each.out_of_fold for each in fitted)]
+    predictions = [unseen, *(family.out_of_fold for family in fitted)]
     known = _known(predictions, experts.measured, limits, sense)
     weights, of_folds = _weights(known, experts.measured)
     worth = known.mean_worth(weighted(known.scores, weights))
     normaliser = network.normaliser
-    all_experts = [each.expert for each in fitted]
+    all_experts = [family.expert for family in fitted]
     teacher = Teacher(network.network, normaliser, all_experts, weights, sense, worth)
     teachers = []
     for member, of_fold in enumerate(of_folds):
-        experts_of_fold = [each.of_folds[member] for each in fitted]
+        experts_of_fold = [family.of_folds[member] for family in fitted]
         inner = alone[member].network
         teachers.append(Teacher(inner, normaliser, experts_of_fold, of_fold, sense).eval())
     return Fitted(teacher.eval(), teachers, rows, folds)
@@ -353,7 +359,7 @@ def fit_teacher(
 def _held_out(
     teacher: Teacher, table: ProfileTable, rows: Tensor, folds: list[Tensor]
 ) -> Prediction:
-    """Return what each network expects of the samples that it was not fitted on, [n, C]."""
+    """Predict the outcomes of each sample by the network that was not fitted on it, [n, C]."""
     blocks = {name: block[rows] for name, block in table.features.items()}
     x = teacher.normaliser(blocks, len(rows))
     unseen_by = torch.empty(len(rows), dtype=torch.int64)
@@ -369,19 +375,21 @@ def _known(
     limits: Tensor,
     sense: str,
 ) -> HeldOut:
-    """Return what was expected of held-out samples under limits [B], and what they were worth."""
-    each = [limit.expand(len(measured.rows)) for limit in limits]
-    scores = [torch.stack([p.score(limit, sense) for limit in each]) for p in predictions]
-    under = limits[:, None, None]
+    """Return the expected and the actual worths of held-out samples under limits [B]."""
+    scores = []
+    for prediction in predictions:
+        columns = [prediction.score(limit.expand(len(measured.rows)), sense) for limit in limits]
+        scores.append(torch.stack(columns))
+    by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
     if sense == "deadline":
-        worth = expected_utility(measured.accuracy, measured.measurements_ms, under)
+        worth = expected_utility(measured.accuracy, measured.measurements_ms, by_limit)
     else:
-        worth = (measured.accuracy - measured.latency_ms / under).nan_to_num()
+        worth = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
     return HeldOut(scores, worth, measured.mask)
 
 
 def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
-    """Return the weights of all samples, and for each fold those of the others."""
+    """Return the weights fitted on all samples, and for each fold those fitted on the others."""
     scores = known.scores
     weights = stack_weights(known)
     of_folds = [stack_weights(known.take(torch.from_numpy(fit))) for fit, _ in measured.folds]

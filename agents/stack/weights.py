@@ -11,36 +11,47 @@ import torch
 from torch import Tensor
 
 ROUNDS = 15
+"""Rounds of greedy selection."""
 LEVEL = 0.05
+"""The level of the test for a member that decides alone."""
 
 
 class HeldOut(NamedTuple):
-    """For held-out samples the worth that K members of a stack expect, float [B, n, C] each, the
-    actual worth, of the same shape, anything where not profiled, and the mask, bool [n, C]."""
+    """The expected and the actual worth of every configuration for held-out samples.
+
+    Attributes:
+        scores: the worth that each of K members expects, float [B, n, C].
+        worth: the actual worth, float [B, n, C]; anything where not profiled.
+        mask: bool [n, C], what was profiled.
+    """
 
     scores: list[Tensor]
     worth: Tensor
     mask: Tensor
 
     def take(self, positions: Tensor) -> HeldOut:
-        """The same for some of the samples, int64 [m]."""
-        return HeldOut(
-            [s[:, positions] for s in self.scores], self.worth[:, positions], self.mask[positions]
-        )
+        """Return the part for some of the samples, int64 [m]."""
+        scores = [score[:, positions] for score in self.scores]
+        return HeldOut(scores, self.worth[:, positions], self.mask[positions])
 
     def worth_of_best(self, score: Tensor) -> Tensor:
-        """Worth of taking the best score [B, n, C] of every sample, float64 [B, n]."""
+        """Return the worth of taking the best score [B, n, C] of every sample, float64 [B, n]."""
         chosen = score.masked_fill(~self.mask, -torch.inf).argmax(-1, keepdim=True)
         return self.worth.gather(-1, chosen).squeeze(-1).double()
 
     def mean_worth(self, score: Tensor) -> float:
-        """The mean of `worth_of_best`."""
+        """Return the mean of `worth_of_best`."""
         return float(self.worth_of_best(score).mean())
 
     def better_alone(self, joined: Tensor) -> int | None:
-        """The member that is worth most alone, if that is more than the members are together by
-        more than chance: `joined` [B, n, C] by weights that have not seen the samples; at a level
-        of 5 % for all members together (Bonferroni)."""
+        """Return the member that is worth most alone, if it beats all members together.
+
+        It must be better by more than chance, at a level of 5 % for all members together
+        (Bonferroni); else None.
+
+        Args:
+            joined: scores [B, n, C] of all members, by weights that have not seen the samples.
+        """
         together = self.worth_of_best(joined).mean(0)
         gains = torch.stack([self.worth_of_best(score).mean(0) - together for score in self.scores])
         best = int(gains.mean(1).argmax())
@@ -52,7 +63,7 @@ class HeldOut(NamedTuple):
 
 
 def stack_weights(held_out: HeldOut) -> Tensor:
-    """Weights of K members, float64 [K], not negative, sum 1: the mean of two rules.
+    """Return weights of K members, float64 [K], not negative, sum 1: the mean of two rules.
 
     One fits the worth itself: least squares without negative weights, after subtracting each
     sample's mean over its configurations, because only differences inside a sample decide (Breiman
@@ -64,6 +75,7 @@ def stack_weights(held_out: HeldOut) -> Tensor:
 
 
 def _least_squares(held_out: HeldOut) -> Tensor:
+    """Return the weights that fit the worth itself."""
     from scipy.optimize import nnls
 
     mask = held_out.mask
@@ -77,14 +89,19 @@ def _least_squares(held_out: HeldOut) -> Tensor:
 
     columns = [inside(score) for score in held_out.scores]
     worth = inside(held_out.worth)
-    gram = np.array([[float(a @ b) for a in columns] for b in columns])
-    wanted = np.array([float(a @ worth) for a in columns])
+    rows = []
+    for column in columns:
+        rows.append([float(other @ column) for other in columns])
+    gram = np.array(rows)
+    wanted = np.array([float(column @ worth) for column in columns])
+    # the normal equations as least squares: ‖lower.T·w − lower⁻¹·wanted‖²
     lower = np.linalg.cholesky(gram + (1e-9 * np.trace(gram) + 1e-12) * np.eye(size))
     weights, _ = nnls(lower.T, np.linalg.solve(lower, wanted))
     return _normal(torch.from_numpy(weights))
 
 
 def _greedy(held_out: HeldOut) -> Tensor:
+    """Return the weights that fit the decisions: how often each member is selected."""
     counts = torch.zeros(len(held_out.scores), dtype=torch.float64)
     total = torch.zeros_like(held_out.scores[0])
     most = -np.inf
@@ -102,6 +119,7 @@ def _greedy(held_out: HeldOut) -> Tensor:
 
 
 def _normal(weights: Tensor) -> Tensor:
+    """Scale weights to sum 1; all equal if they are all 0."""
     total = weights.sum()
     if total > 0:
         return weights / total
@@ -109,7 +127,7 @@ def _normal(weights: Tensor) -> Tensor:
 
 
 def weighted(values: Sequence[Tensor], weights: Tensor | Sequence[float]) -> Tensor:
-    """Σ_k w_k·values_k; members of weight 0 are left out."""
+    """Return Σ_k w_k·values_k; members of weight 0 are left out."""
     parts = [float(w) * v for w, v in zip(weights, values, strict=True) if w > 0]
     if len(parts) > 1:
         return torch.stack(parts).sum(0)

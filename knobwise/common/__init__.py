@@ -1,1 +1,1 @@
-"""What every folder uses: errors, files, progress, stopping."""
+"""Parts that every folder uses: errors, files, progress, stopping."""

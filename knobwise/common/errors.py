@@ -16,13 +16,14 @@ class InputError(ValueError):
 
 
 class Missing(InputError):
-    """A package, or a file of another program, is not where it has to be. What names it is not to
-    blame."""
+    """A package, or a file of another program, is not where it has to be.
+
+    The setting that names it is not to blame.
+    """
 
 
 class Damaged(InputError):
-    """A file that knobwise wrote, or could have written, does not hold what was written. Made of
-    its path."""
+    """A file of knobwise does not hold what was written. Its only argument is the path."""
 
     def __init__(self, path: object) -> None:
         ValueError.__init__(self, path)

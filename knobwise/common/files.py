@@ -20,7 +20,7 @@ from knobwise.common.errors import InputError
 WINDOWS = os.name == "nt"
 """Windows flushes no folders, and renames no open files."""
 FULL_BYTES = 64 * 1024
-"""Where a writer failed and less is free than this, the disk is full."""
+"""If a writer failed and less than this is free, the disk counts as full."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LIMITS = dict.fromkeys(FULL, "make room") | {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
@@ -28,39 +28,34 @@ LIMITS = dict.fromkeys(FULL, "make room") | {
     errno.ENFILE: "close other programs, which have too many files open",
     errno.ENOMEM: "raise the limit on memory (ulimit -v), or close other programs",
 }
-"""What helps where the system has no more of something."""
+"""Advice for errors of a system that has no more of something."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
 def refused_by_system(error: OSError) -> tuple[int, str] | None:
-    """The exit status and a line for a full disk and other limits (1: nothing that was given is
-    wrong) and for what may not be read or written (2); None for any other error, which is one of
-    the program."""
-    if error.filename:
-        place = f"{error.filename}: "
-    else:
-        place = ""
+    """Return the exit status and a line for an error of the system; None for any other error.
+
+    The status is 1 for a full disk and other limits, where the input is not to blame, and 2 for a
+    path that may not be read or written. Any other error is one of the program.
+    """
+    path = f"{error.filename}: " if error.filename else ""
     if error.errno in LIMITS:
-        return (
-            1,
-            f"{place}{error.strerror}; {LIMITS[error.errno]}, then give the same command again",
-        )
+        advice = f"{LIMITS[error.errno]}, then give the same command again"
+        return 1, f"{path}{error.strerror}; {advice}"
     if error.errno in REFUSED:
-        return 2, f"{place}{error.strerror}; choose a path that can be read and written"
+        return 2, f"{path}{error.strerror}; choose a path that can be read and written"
     return None
 
 
 def limit_of(error: BaseException) -> str:
-    """What helps where an error, of whatever library, says that a limit of the system was met; else
-    ""."""
-    no_memory = isinstance(error, MemoryError) or "failed to map segment" in str(error)
-    if no_memory:
-        words = os.strerror(errno.ENOMEM)
-    else:
-        words = str(error)
-    return next(
-        (f"{os.strerror(n)}; {help}" for n, help in LIMITS.items() if os.strerror(n) in words), ""
-    )
+    """Return advice if an error of any library says that a system limit was met; else ""."""
+    message = str(error)
+    if isinstance(error, MemoryError) or "failed to map segment" in message:
+        message = os.strerror(errno.ENOMEM)
+    for number, advice in LIMITS.items():
+        if os.strerror(number) in message:
+            return f"{os.strerror(number)}; {advice}"
+    return ""
 
 
 def sync(path: str | Path) -> None:
@@ -75,7 +70,7 @@ def sync(path: str | Path) -> None:
 
 
 def longest_file() -> int:
-    """The most bytes that a file may have (ulimit -f); -1 where the system has no such limit."""
+    """Return the most bytes that a file may have (ulimit -f); -1 where there is no such limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -85,12 +80,11 @@ def longest_file() -> int:
 
 @contextmanager
 def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Path]:
-    """Give a temporary path beside `path`; rename it into place when the block ends well, remove it
-    when it fails.
+    """Yield a temporary path; the block's file replaces `path` if it ends well, else it is removed.
 
     The folder is made when it is missing. The temporary file keeps the suffix, for writers that
-    look at it. Its bytes are on disk before it is renamed, and its name is when the block has
-    ended. What killed writers of `path` left goes.
+    look at it. Its bytes are on disk before it is renamed, and its name is on disk when the block
+    has ended. Files that killed writers of `path` left are removed.
 
     Args:
         previous: where the present file is kept; None replaces it.
@@ -118,9 +112,8 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
         if WINDOWS:
             holder.close()
         else:
-            lock_descriptor(
-                handle
-            )  # ours are those that are locked; the lock of a killed process is gone
+            # files in use are locked; the lock of a killed process is gone
+            lock_descriptor(handle)
             _remove_abandoned(path)
         yield temporary
         # mkstemp makes private files; what we leave behind should be as readable as any other new
@@ -147,8 +140,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
 
 
 def _keep_as(previous: Path, path: Path) -> None:
-    """Give a file a second name, so that a reader finds it under its own until that is
-    another's."""
+    """Give a file a second name; readers find it under the first until that is replaced."""
     previous.unlink(missing_ok=True)
     try:
         previous.hardlink_to(path)
@@ -157,17 +149,19 @@ def _keep_as(previous: Path, path: Path) -> None:
 
 
 def _remove_abandoned(path: Path) -> None:
-    for other in path.parent.glob(
-        f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"
-    ):
+    """Remove temporary files of `path` that no living process has locked."""
+    pattern = f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"
+    for other in path.parent.glob(pattern):
         with suppress(OSError), other.open() as file:  # it may have been renamed just now
             if lock_descriptor(file.fileno(), blocking=False):
                 other.unlink()
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Let a link lead elsewhere, at once. For one process at a time, see `locked`: what others have
-    begun goes."""
+    """Let a link lead elsewhere, in one step.
+
+    Only one process may do this at a time, see `locked`: links that others have begun are removed.
+    """
     for abandoned in link.parent.glob(f".{glob.escape(link.name)}-*"):
         abandoned.unlink()
     temporary = link.with_name(f".{link.name}-{uuid.uuid4().hex}")
@@ -177,9 +171,10 @@ def replace_link(link: Path, target: Path) -> None:
 
 
 def is_damaged(path: str | Path) -> bool:
-    """Whether a file is empty or begins with zeros, as after a power cut, or is a zip archive
-    (`.pt`, `.npz`) that is not whole, or does not agree with the checksums inside it. False for any
-    other file.
+    """Return True for a file that a power cut or a copy has damaged.
+
+    Such a file is empty, or begins with zeros, or is a zip archive (`.pt`, `.npz`) that is not
+    whole or does not agree with the checksums inside it. Any other file gives False.
 
     Raises:
         OSError: it cannot be read.
@@ -196,10 +191,10 @@ def is_damaged(path: str | Path) -> bool:
 
 
 def is_cut_short(content: bytes, text: str) -> bool:
-    """Whether a power cut may have left this of a text: its beginning, or zeros after that."""
-    return len(begin := content.rstrip(b"\0")) < len(text.encode()) and text.encode().startswith(
-        begin
-    )
+    """Return True if a power cut may have left this of a text: its beginning, or zeros after it."""
+    begin = content.rstrip(b"\0")
+    whole = text.encode()
+    return len(begin) < len(whole) and whole.startswith(begin)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -210,9 +205,11 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Only one process is inside for this folder; others wait. It is made when it is missing. The
-    lock is on the folder itself, since files in it may be replaced; on Windows, which opens no
-    folders, on the file `.lock` in it."""
+    """Let only one process at a time into the block for this folder, which is made when missing.
+
+    The lock is on the folder itself, since files in it may be replaced. On Windows, which opens no
+    folders, it is on the file `.lock` in it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if WINDOWS:
         handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)

@@ -11,8 +11,9 @@ from knobwise.common.errors import InputError
 
 
 def imported(key: str, name: str, kind: str, example: str) -> Any:
-    """What `module:name` names, which must be callable. Modules are looked for in the current
-    folder first, as by `python -m`.
+    """Import the callable that `module:name` names.
+
+    Modules are looked for in the current folder first, as by `python -m`.
 
     Args:
         key: the setting that names it, for the messages.
@@ -41,5 +42,5 @@ def imported(key: str, name: str, kind: str, example: str) -> Any:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its message."""
+    """Return the kind of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

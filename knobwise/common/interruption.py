@@ -26,7 +26,7 @@ _latest_s = -SAME_S
 
 
 def is_new() -> bool:
-    """Note that a signal came; False for one that repeats the one before."""
+    """Note that a signal came, and return False if it repeats the latest one."""
     global _latest_s
     before = _latest_s
     _latest_s = time.monotonic()
@@ -35,8 +35,10 @@ def is_new() -> bool:
 
 @contextmanager
 def _handling(react: Callable[[int], None]) -> Iterator[None]:
-    """Call `react` with each new signal within the block. Only the main thread can; elsewhere
-    nothing changes."""
+    """Call `react` with each new signal within the block.
+
+    Only the main thread can handle signals; in others nothing changes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -62,13 +64,12 @@ def _stop(number: int) -> None:
 
 
 def stopped_by_signals() -> AbstractContextManager[None]:
-    """A block within which each of the signals raises `KeyboardInterrupt(number)` at once."""
+    """Return a block within which each signal raises `KeyboardInterrupt(number)` at once."""
     return _handling(_stop)
 
 
 class Held:
-    """The wish to stop, while it is held back. `say` is a line for stderr when the first signal
-    comes."""
+    """A signal that is held back; `say` is a line for stderr when the first one comes."""
 
     def __init__(self, say: str = "") -> None:
         self.number: int | None = None
@@ -87,7 +88,7 @@ class Held:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """A block that not even a second signal breaks: for saving."""
+        """Protect a block, such as saving, from even a second signal."""
         self._saving = True
         try:
             yield
@@ -102,9 +103,11 @@ class Held:
 
 @contextmanager
 def held_back(active: bool = True, say: str = "") -> Iterator[Held]:
-    """Hold signals back, unless not `active`, so that the block stops where it can be resumed from:
-    where it calls `check`. A second signal, later than `SAME_S` after the first, stops the block at
-    once. A signal that is still held back when the block ends is raised then."""
+    """Hold signals back, so that the block stops only where it calls `check`, to be resumed there.
+
+    A second signal, later than `SAME_S` after the first, stops the block at once. A signal that is
+    still held back when the block ends is raised then. If not `active`, nothing is held back.
+    """
     held = Held(say)
     with _handling(held.react) if active else nullcontext():
         yield held
@@ -112,6 +115,6 @@ def held_back(active: bool = True, say: str = "") -> Iterator[Held]:
 
 
 def status_of(stop: KeyboardInterrupt) -> int:
-    """The exit status that shells expect after this: 130 for Ctrl-C, 143 for SIGTERM."""
+    """Return the exit status that shells expect: 130 after Ctrl-C, 143 after SIGTERM."""
     number = next(iter(stop.args), None)
     return 128 + (number if isinstance(number, int) else signal.SIGINT)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def decoded(text: bytes | str) -> Any:
-    """JSON as Python writes it: NaN and Infinity are numbers.
+    """Decode JSON as Python writes it: NaN and Infinity are numbers.
 
     Raises:
         ValueError: not JSON in UTF-8, nested too deeply, or a key twice in one object, of which
@@ -24,11 +24,14 @@ def decoded(text: bytes | str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(
-            f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one "
-            "object"
-        )
+    """Return an object as a dictionary. Raises ValueError: a key occurs twice."""
+    record: dict[str, Any] = {}
+    repeated = set()
+    for key, value in pairs:
+        if key in record:
+            repeated.add(key)
+        record[key] = value
+    if repeated:
+        first = next(key for key in record if key in repeated)
+        raise ValueError(f"the key {first!r} occurs twice in one object")
     return record

@@ -8,18 +8,14 @@ from typing import Any
 
 
 def lazy(package: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__` (PEP 562) that imports the module of a name when the name is first
-    asked for."""
+    """Return a package's `__getattr__` (PEP 562), which imports a name's module on first use."""
 
     def get(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        where = module_of[name]
-        return getattr(
-            importlib.import_module(
-                where if where.startswith("knobwise.") else f"{package}.{where}"
-            ),
-            name,
-        )
+        module = module_of[name]
+        if not module.startswith("knobwise."):
+            module = f"{package}.{module}"
+        return getattr(importlib.import_module(module), name)
 
     return get

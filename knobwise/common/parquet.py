@@ -8,11 +8,14 @@ import polars as pl
 
 
 def read_parquet(path: Path) -> pl.DataFrame:
-    """Read a file. Raises ValueError where polars panics at a damaged one, without the lines that
-    it writes to stderr then; OSError or PolarsError for what it refuses."""
-    if (
-        sys.__stderr__ is None
-    ):  # closed before Python began: 2 is another file's number, perhaps one of polars' own
+    """Read a file, without the lines that polars writes to stderr when it panics.
+
+    Raises:
+        ValueError: polars panics at a damaged file.
+        OSError, PolarsError: polars refuses the file.
+    """
+    # closed before Python began: 2 is another file's number, perhaps one of polars' own
+    if sys.__stderr__ is None:
         return _read(path)
     try:
         kept = os.dup(2)

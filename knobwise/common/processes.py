@@ -34,8 +34,9 @@ def in_processes(
     jobs: int,
     done: int = 0,
 ) -> list[str]:
-    """Call `work(*piece)` for every piece, `jobs` at the same time, each in a process of its own;
-    gives the notes of the calls, in the order in which they ended. The first error stops all.
+    """Call `work(*piece)` for every piece, each in a process of its own, `jobs` at the same time.
+
+    Returns the notes of the calls, in the order in which they ended. The first error stops all.
 
     Args:
         title: of the bar that counts the pieces, of which `done` were finished before.
@@ -57,12 +58,12 @@ def in_processes(
         try:
             with _signals_blocked():
                 started += [pool.submit(_work, work, piece) for piece in pieces]
-            for number, future in enumerate(_as_ended(started), done + 1):
+            for count, future in enumerate(_as_ended(started), done + 1):
                 result = future.result()
                 if isinstance(result, _Stopped):
                     raise KeyboardInterrupt(result.number)
                 notes.append(result)
-                tick(number, result)
+                tick(count, result)
         except BaseException as error:
             for note in _stop(started):
                 if isinstance(error, KeyboardInterrupt):
@@ -73,8 +74,10 @@ def in_processes(
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A process that starts in this block is not broken by a signal before `_start_worker`. Windows
-    has no masks."""
+    """Protect a process that starts in this block from signals until `_start_worker`.
+
+    Windows has no masks, so there nothing is blocked.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -86,7 +89,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _as_ended(futures: Sequence[Future[str | _Stopped]]) -> Iterator[Future[str | _Stopped]]:
-    """`concurrent.futures.as_completed`, except that a signal breaks it within `POLL_S`."""
+    """Yield futures as they end, like `as_completed`; a signal breaks the wait within `POLL_S`."""
     pending = set(futures)
     while pending:
         ended, pending = wait(pending, POLL_S, FIRST_COMPLETED)
@@ -94,16 +97,22 @@ def _as_ended(futures: Sequence[Future[str | _Stopped]]) -> Iterator[Future[str 
 
 
 def _stop(started: Sequence[Future[str | _Stopped]]) -> list[str]:
-    """Have the processes save their work, and wait; a second signal makes them stop at once. Gives
-    their notes."""
+    """Have the processes save their work, wait, and return their notes.
+
+    A second signal makes them stop at once.
+    """
     running = [future for future in started if not future.cancel()]
     while not all(future.done() for future in running):
         for process in multiprocessing.active_children():
             process.terminate()
         with suppress(KeyboardInterrupt):
             list(_as_ended(running))
-    results = [future.result() for future in running if future.exception() is None]
-    return [note for result in results if isinstance(result, _Stopped) for note in result.notes]
+    notes = []
+    for future in running:
+        result = future.result() if future.exception() is None else None
+        if isinstance(result, _Stopped):
+            notes += result.notes
+    return notes
 
 
 # -- in the other processes ------------------------------------------------------------------------
@@ -112,9 +121,11 @@ _stopped_by = 0  # the number of a signal that came to this process
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C and the end of the terminal to the parent, which gets them too and sends
-    SIGTERM; and do not outlive the parent: the same work may be started again, and would find this
-    process in its folder."""
+    """Leave Ctrl-C and the end of the terminal to the parent, and do not outlive it.
+
+    The parent gets these signals too and sends SIGTERM. Without it the same work may be started
+    again, and would find this process in its folder.
+    """
     for number in SIGNALS:
         signal.signal(number, _note if number == signal.SIGTERM else signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):

@@ -63,7 +63,7 @@ def say(line: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """`40 s`, `3 min`, `2.5 h`."""
+    """Return a duration in words: `40 s`, `3 min`, `2.5 h`."""
     if seconds > 5400:
         return f"{seconds / 3600:.1f} h"
     if seconds > 90:
@@ -72,20 +72,22 @@ def duration(seconds: float) -> str:
 
 
 def has_terminal() -> bool:
-    """Whether stderr is a terminal for bars. Forced colours do not make a file one, and a process
-    that works for another one leaves the terminal to that one."""
+    """Return True if stderr is a terminal for bars.
+
+    Forced colours do not make a file a terminal. A process that works for another process leaves
+    the terminal to that.
+    """
     if multiprocessing.parent_process() is not None:
         return False
-    with suppress(
-        AttributeError, OSError, ValueError
-    ):  # stderr may be None, closed, or anything with `write`
+    # stderr may be None, closed, or anything with `write`
+    with suppress(AttributeError, OSError, ValueError):
         console = Console(stderr=True)
         return sys.stderr.isatty() and console.is_terminal and not console.is_dumb_terminal
     return False
 
 
 class _Pace:
-    """How fast the work goes; `first` steps were done before."""
+    """The speed of the work and the time left; `first` steps were done before."""
 
     def __init__(self, title: str, total: int, first: int, quiet_s: float) -> None:
         self.title = title
