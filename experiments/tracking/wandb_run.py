@@ -84,7 +84,7 @@ class WandbRun:
     _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> WandbRun:
-        # wandb is quiet, keeps artifacts in the run's folder, and sees no empty WANDB_… variable (an
+        # wandb is quiet, keeps artifacts in our folder, and sees no empty WANDB_… variable (an
         # empty WANDB_SILENT crashes)
         empty = [
             name for name, value in os.environ.items() if name.startswith("WANDB_") and not value
