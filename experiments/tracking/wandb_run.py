@@ -203,7 +203,7 @@ class WandbRun:
             else:
                 last_step = _last_step(self.folder / "wandb", identity)
         try:
-            run = self._init(identity, "allow" if again and online else None, sweep)
+            run = self._init(identity, again and online, sweep)
         except wandb.Error as error:
             if not online:
                 raise
@@ -233,7 +233,7 @@ class WandbRun:
             run.define_metric("*", step_metric="step")
         return run
 
-    def _init(self, identity: str, resume: str | None, sweep: str | None) -> Any:
+    def _init(self, identity: str, resumes: bool, sweep: str | None) -> Any:
         """Call `wandb.init` with settings that never block for long."""
         import wandb
 
@@ -248,6 +248,7 @@ class WandbRun:
             finish_timeout=UPLOAD_S,
             sweep_id=sweep,
         )
+        resume = "allow" if resumes else None
         return wandb.init(**self.about, id=identity, resume=resume, settings=settings)
 
 
