@@ -142,6 +142,7 @@ def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], A
     selector = loaded.selector
     embeddings = stored_embeddings(table, loaded)
 
+    # rows: int64 [n]; draws: int64 [n, count, shots]
     def draw(rows: Any, count: int) -> Any:
         query, pool = embeddings.both(rows, table.pool[rows])
         return selector.distribution(query, pool, table.pool_mask[rows], shots, count).sample()

@@ -187,6 +187,7 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
     split = divide(table, **asdict(config.split))
     if loaded.profile_digest == table.digest:
         return Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
+    # samples are recognised by their features, or by their ids where there are none
     seen = set(loaded.extra["seen"])
     new = torch.tensor([fingerprint not in seen for fingerprint in table.fingerprints(split.test)])
     print(
@@ -208,6 +209,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     rows = data.test_rows
     check_judged(data, config.judged_shots)
     embeddings = [stored_embeddings(data.test, loaded, data.items)]
+    # on its own beams, queries that it was trained on do not count
     if as_read(data.table, data.items).digest == loaded.profile_digest and data.test_scorer is None:
         if "fitted" not in loaded.extra:
             raise InputError(
@@ -223,6 +225,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     for shots in config.judged_shots:
         chosen = decide_selectors([selector], embeddings, data.test, data.test_scorer, shots, rows)
         decided.setdefault(loaded.extra.get("policy", selector.stage), {})[shots] = chosen
+        # the simple policies beside it
         if config.baselines:
             simple = decide_simple(
                 data.test, data.test_scorer, shots, rows=rows, trusted=data.trusted

@@ -89,6 +89,7 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     )
     explained = asdict(decided) | {"sample": sample, "budget_ms": config.budget_ms}
     explained["question"] = read_questions(config.profile).get(table.sample_ids[row])
+    # each expectation gets what was measured of the same configuration
     columns = {str(configuration): c for c, configuration in enumerate(policy.configurations)}
     for expectation in explained["expected"]:
         cell = (row, columns[str(expectation["configuration"])])
@@ -145,6 +146,7 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
     listed = [
         row for i, row in enumerate(expected) if i < MOST or str(row["configuration"]) in marked
     ]
+    # only a controller with a teacher expects more than probabilities
     known = ("probability", "utility", "accuracy", "latency_ms", "on_time")
     keys = [key for key in known if key in expected[0]]
     rows = []

@@ -215,6 +215,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     """
     agent: Any = loaded.controller
     assert config.log is not None
+    # requests count if this controller or an earlier version of it decided them
     digests = [*loaded.extra.get("versions", []), digest]
     names = configurations_of(agent)
     sizes = agent.controller.normaliser.sizes

@@ -86,6 +86,7 @@ def read_data(
 
 
 def _builtin(config: BuiltinBeams) -> SelectorData:
+    """Read the built-in beams, whose test part has queries and candidates of its own."""
     import torch
 
     from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
@@ -100,6 +101,7 @@ def _builtin(config: BuiltinBeams) -> SelectorData:
 
 
 def _read_files(config: BeamFiles) -> BeamTable:
+    """Read recorded beams of another system."""
     from knobwise.envs.demonstrations.beam_files import read_beam_data
     from knobwise.envs.demonstrations.beam_table import BeamTable
 

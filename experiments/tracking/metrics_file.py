@@ -50,6 +50,7 @@ class MetricsFile:
                     self.earlier.append((int(row["step"]), cells))
             self.kept = [row for row in self.earlier if row[0] <= last]
             kept = [row for row in rows if row["seed"] != self.seed or int(row["step"]) <= last]
+            # a killed process or a full disk may have lost rows that a checkpoint still has
             filled = [_without_gaps(row) for row in kept]
             if any(self._row(*row) not in filled for row in known):
                 say(f"{path}: rows are missing or damaged; those of seed {seed} are written again")
@@ -61,7 +62,7 @@ class MetricsFile:
                 self._write(kept)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one row."""
+        """Add one row to the file."""
         row = self._row(step, values)
         with locked(self.path.parent):
             columns = self._columns()

@@ -271,6 +271,7 @@ class Tracker:
         return logged
 
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
+        """Write the numbers of a step into the event file, if there is one."""
         if self._tensorboard is None:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -385,10 +386,10 @@ def git_commit() -> str | None:
 
 
 def _has_key() -> bool:
+    """Return True if the environment or the file of `wandb login` holds a key."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     hosts = {"api.wandb.ai", urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc}
-    # `wandb login` writes the key into this file
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         return not hosts.isdisjoint(netrc.netrc(path).hosts)

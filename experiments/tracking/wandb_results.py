@@ -113,8 +113,11 @@ def log_results(
     """Log the content of `results.json` to a W&B run of job type evaluate; docs/metrics.md explains
     every name.
 
-    `report.html` and `decisions.parquet` come from the folder of our run, if they exist; images are
-    PNG. `model` is what `log_model` gave to the run that trained.
+    `report.html` and `decisions.parquet` come from the folder of our run, if they exist.
+
+    Args:
+        images: PNG, by name.
+        model: the artifact that `log_model` returned, which becomes an input.
     """
     import wandb
     from PIL import Image
@@ -232,6 +235,7 @@ def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     # samples are numbered from 1, in the order of their ids
     sample = pl.struct(name for name in SAMPLE if name in names).rank("dense")
     count = frame.select(sample.max()).item()
+    # as many whole samples as the limit of cells allows
     fits = max(1, CELLS * count // max(1, frame.height * len(names)))
     if fits < count:
         print(

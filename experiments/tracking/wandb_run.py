@@ -162,12 +162,14 @@ class WandbRun:
             )
 
     def _send(self) -> None:
+        """Send the numbers of the step that is waiting."""
         step, values = self._waiting
         self._waiting = step, {}
         if values:
             self.run.log({**values, "step": step})
 
     def _summarise(self, name: str, value: float) -> None:
+        """Update the summary of a metric: its last value, and its best where that has a meaning."""
         summary = self._summaries.setdefault(name, {})
         if HIGHER_IS_BETTER.search(name):
             summary["max"] = max(summary.get("max", value), value)

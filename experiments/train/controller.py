@@ -282,7 +282,7 @@ class ControllerExperiment(Experiment):
         return results, decisions
 
     def _judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Judge the checkpoints as the sense of the budget asks."""
+        """Judge the checkpoints under deadlines, mean budgets or weights."""
         config = self.config
         table = self.table
         budgets_ms = self.budgets_ms
@@ -325,7 +325,7 @@ def before_grpo(loaded: Loaded) -> Any:
 
 
 def copy_policy(folder: Path) -> None:
-    """Copy the package that decides into the folder of `controller.npz`."""
+    """Copy the package `policy`, which decides by `controller.npz`, into the same folder."""
     source = Path(policy_package.__file__).parent
     target = folder / "policy"
     shutil.rmtree(target, ignore_errors=True)

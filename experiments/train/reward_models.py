@@ -38,6 +38,7 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
         variant, _, _, _, learned = config.plan(name)
         if not variant.live and learned is None:
             continue
+        # the last checkpoint of a training has the number of its calls
         seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
         states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
         calls = [state["calls"] for state in states]
@@ -48,6 +49,7 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
         true_calls.append({"policy": name, "calls": calls, "recorded": recorded})
         if learned is None or data.test_scorer is None:
             continue
+        # the policy draws as it was before GRPO, then as it is after GRPO
         models = [state["reward_model"] for state in states]
         for drawn_by in ("hidden_rce" if variant.hidden else "rce", name):
             policies = [seed / drawn_by / "best.pt" for seed in seeds]

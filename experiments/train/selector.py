@@ -390,26 +390,33 @@ class SelectorStages:
         trainer.title = f"seed {self.seed} · {name}"
         trainer.resume(folder / "last.pt")
         if not trainer.finished:
-            # the checkpoint was written before the rows of its own iteration were complete
-            tracker = tracker_of(
-                self.config,
-                self.folder,
-                self.data.table,
-                "train",
-                self.seed,
-                self.step + trainer.iteration - 1,
-                stage=name,
-                first=self.step,
-            )
-            tracker.known = self.logged + in_stage(trainer.logged, name, self.step)
-            with tracker as trainer.log:
-                trainer.run()
+            self._run(trainer, name)
+        # the rows of the next stage follow in metrics.csv
         self.logged += in_stage(trainer.logged, name, self.step)
         self.step += trainer.total + 1
         best = load_checkpoint(folder / "best.pt")
         if best.selector.encoder is not None:
             best.selector.encoder.items = self.data.items
         return best.selector
+
+    def _run(self, trainer: SelectorTrainer, name: str) -> None:
+        """Run a stage that is not finished, and log it."""
+        assert self.folder is not None
+        # the checkpoint was written before the rows of its own iteration were complete
+        resumed = self.step + trainer.iteration - 1
+        tracker = tracker_of(
+            self.config,
+            self.folder,
+            self.data.table,
+            "train",
+            self.seed,
+            resumed,
+            stage=name,
+            first=self.step,
+        )
+        tracker.known = self.logged + in_stage(trainer.logged, name, self.step)
+        with tracker as trainer.log:
+            trainer.run()
 
 
 def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
