@@ -61,11 +61,9 @@ def run(config: ExportRun) -> Path:
         raise InputError(
             f"{config.checkpoint}: its worths were not calibrated yet; let its training end"
         )
-    summary: dict[str, Any] = {
-        "checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)}
-    }
     budgets_ms = _budgets_of(agent, table)
-    summary |= {
+    summary: dict[str, Any] = {
+        "checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)},
         "trained_on": {"name": loaded.profile_name, "digest": loaded.profile_digest},
         "compared_on": {
             "name": table.name,

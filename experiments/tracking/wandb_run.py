@@ -250,8 +250,9 @@ class WandbRun:
             finish_timeout=UPLOAD_S,
             sweep_id=sweep,
         )
-        resume = "allow" if resumes else None
-        return wandb.init(**self.about, id=identity, resume=resume, settings=settings)
+        return wandb.init(
+            **self.about, id=identity, resume="allow" if resumes else None, settings=settings
+        )
 
 
 def reason(error: Exception) -> str:

@@ -40,7 +40,8 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
             continue
         # the last checkpoint of a training has the number of its calls
         seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
-        states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
+        last = [load_checkpoint(seed / name / "last.pt") for seed in seeds]
+        states = [checkpoint.extra["training"] for checkpoint in last]
         calls = [state["calls"] for state in states]
         if learned is None:
             recorded = 0
@@ -69,14 +70,14 @@ def _predicted(
 ) -> tuple[Tensor, Tensor]:
     """Let policies draw for the held-out queries, and predict the answers by a learned reward.
 
-    Returns:
-        For each sequence the probability of a right answer that the reward expects, and 1 where
-        the answer was right; float [n] each.
-
     Args:
         name: the variant that has the learned reward.
         policies: the checkpoint of the drawing policy, of each seed.
         models: the state of the variant's learned reward, of each seed.
+
+    Returns:
+        For each sequence the probability of a right answer that the reward expects, and 1 where
+        the answer was right; float [n] each.
     """
     variant, _, _, _, learned = config.plan(name)
     assert learned is not None
@@ -99,8 +100,15 @@ def _predicted(
 
 
 def calibration(expected: Tensor, right: Tensor) -> list[dict[str, Any]]:
-    """Return n sequences in ten bins of equal size and rising probability: the number of
-    `sequences` in each bin, and the means of `expected` and `right`, both float [n]."""
+    """Sort sequences into ten bins of equal size, by the expected probability of a right answer.
+
+    Args:
+        expected: the expected probability, float [n].
+        right: 1 where the answer was right, float [n].
+
+    Returns:
+        For each bin the number of `sequences`, and the means of `expected` and `right`.
+    """
     rows: list[dict[str, Any]] = []
     for members in expected.argsort(stable=True).tensor_split(BINS):
         if len(members):
