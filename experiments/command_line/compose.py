@@ -1,4 +1,4 @@
-"""The settings that `key=value` words stand for. Hydra composes them from config groups; each
+"""The settings that `key=value` arguments stand for. Hydra composes them from config groups. Each
 mistake becomes one line that says what is wrong and what is probably meant."""
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ from knobwise.losses.settings import LossConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 ABOUT_HYDRA = r"[+~]*hydra[./]"
-"""The start of a word that sets an option of Hydra itself, such as the launcher of a sweep."""
+"""The start of an argument that sets an option of Hydra itself, such as the launcher of a sweep."""
 MULTIRUN = ("-m", "--multirun")
+"""The flags that start a sweep."""
 
 _POLICY = PolicyConfig(teacher=True, members=5, hidden=0, dropout=0.0, drift=0.3)
 _OPTIMISER: dict[str, Any] = {
@@ -136,13 +137,15 @@ HYDRA = {
     "job": {"chdir": False},
 }
 SWEEP = "sweep"
-"""The config that Hydra launches the jobs of a sweep by: each job is one value of `job`."""
+"""The config that Hydra launches the jobs of a sweep with; each job is one value of `job`."""
 
 
-def schema_of(verb: str, words: Sequence[str]) -> str:
-    """The key in `VERBS`: `train` has a schema for controllers and one for selectors, by the
-    experiment's name."""
-    selects = any(re.match(r"\+*experiment=(?:\w+\()?['\"]?selector", word) for word in words)
+def schema_of(verb: str, arguments: Sequence[str]) -> str:
+    """Return the key of a verb in `VERBS`. `train` has two, one for controllers and one for
+    selectors; the name of the experiment decides."""
+    selects = any(
+        re.match(r"\+*experiment=(?:\w+\()?['\"]?selector", argument) for argument in arguments
+    )
     if verb == "train" and selects:
         return "train_selector"
     return verb
@@ -172,101 +175,110 @@ def register() -> None:
 
 
 def experiments() -> list[str]:
-    """The names of all experiment files."""
+    """Return the names of all experiment files."""
     return sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
 def question_of(experiment: str) -> str:
-    """The question that an experiment answers, from the comment below the first line of its
+    """Return the question that an experiment answers, from the comment below the first line of its
     file."""
-    lines = (
-        (CONF / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8").splitlines()[1:]
-    )
-    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    text = (CONF / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8")
+    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()[1:])
     return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
 # -- composing -------------------------------------------------------------------------------------
 
 
-def read_settings(verb: str, words: Sequence[str]) -> Any:
-    """The settings of a verb, as an instance of its dataclass. A profile that is not given is that
-    of the checkpoint's run, which also says whether there are baselines. Raises InputError: an
-    unknown key or group, a value of the wrong type or a missing one, an option of sweeps."""
-    for word in words:
-        if re.match(ABOUT_HYDRA, word):
+def read_settings(verb: str, arguments: Sequence[str]) -> Any:
+    """Return the settings of a verb, as an instance of its dataclass.
+
+    A profile that is not given is that of the checkpoint's run, which also says whether there are
+    baselines.
+
+    Raises:
+        InputError: an unknown key or group, a value of the wrong type or a missing one, an option
+            of sweeps.
+    """
+    for argument in arguments:
+        if re.match(ABOUT_HYDRA, argument):
             raise InputError(
-                f"{word}: launchers and Hydra's other options are for sweeps; add -m (knobwise "
+                f"{argument}: launchers and Hydra's other options are for sweeps; add -m (knobwise "
                 "train -m …)"
             )
-    check_flags(verb, words)
+    check_flags(verb, arguments)
     try:
-        settings: Any = OmegaConf.to_object(composed(verb, words))
+        settings: Any = OmegaConf.to_object(composed(verb, arguments))
     except MissingMandatoryValue as error:
         raise InputError(f"{error.full_key} must be given") from error
     except OmegaConfBaseException as error:
         raise InputError(f"{error.full_key}: {_first_line(error)}") from error
     except ValueError as error:  # a dataclass refuses a value
         raise InputError(str(error)) from error
-    for group in {"profile", "trained_on"} & {*GROUPS_OF[verb]}:
-        is_named = (
-            any(re.match(rf"{group}[=.]", word) for word in words)
-            or getattr(settings, group) is None
-        )
-        if hasattr(settings, "checkpoint") and not is_named:
-            setattr(
-                settings, group, profile_of_run(settings.checkpoint) or getattr(settings, group)
-            )
-    if verb == "evaluate" and not any(word.startswith("baselines=") for word in words):
+    if hasattr(settings, "checkpoint"):
+        for group in {"profile", "trained_on"} & {*GROUPS_OF[verb]}:
+            default = getattr(settings, group)
+            is_named = any(re.match(rf"{group}[=.]", argument) for argument in arguments)
+            if default is not None and not is_named:
+                setattr(settings, group, profile_of_run(settings.checkpoint) or default)
+    if verb == "evaluate" and not any(argument.startswith("baselines=") for argument in arguments):
         settings.baselines = of_run(settings.checkpoint, "baselines") is not False
     return settings
 
 
-def composed(verb: str, words: Sequence[str], with_hydra: bool = False) -> DictConfig:
-    """The config that Hydra composes, unchecked; with Hydra's own options if `with_hydra`. Raises
-    InputError: an unknown key or group, a value of the wrong type."""
-    with _explaining(verb, words):
-        return compose(verb, with_variants(words), return_hydra_config=with_hydra)
+def composed(verb: str, arguments: Sequence[str], with_hydra: bool = False) -> DictConfig:
+    """Return the config that Hydra composes, unchecked; with Hydra's own options if `with_hydra`.
+
+    Raises:
+        InputError: an unknown key or group, a value of the wrong type.
+    """
+    with _explaining(verb, arguments):
+        return compose(verb, with_variants(arguments), return_hydra_config=with_hydra)
 
 
-def parsed(words: Sequence[str]) -> list[Override]:
-    """`key=value` words as Hydra reads them. Raises InputError for a word that cannot be read."""
-    with _explaining("train", words):
+def parsed(arguments: Sequence[str]) -> list[Override]:
+    """Return `key=value` arguments as Hydra reads them. Raises InputError for one that it cannot
+    read."""
+    with _explaining("train", arguments):
         loader = GlobalHydra.instance().config_loader()  # knows what `glob` stands for
-        return list(OverridesParser.create(loader).parse_overrides(list(words)))
+        return list(OverridesParser.create(loader).parse_overrides(list(arguments)))
 
 
 @contextmanager
-def _explaining(verb: str, words: Sequence[str]) -> Iterator[None]:
-    """A block in which Hydra knows all settings, and whose errors become an InputError."""
+def _explaining(verb: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Run a block in which Hydra knows all settings, and turn its errors into an InputError."""
     register()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
     except (HydraException, OmegaConfBaseException, OSError, TypeError, ValueError) as error:
-        raise InputError(_explained(verb, words, error)) from error
+        raise InputError(_explained(verb, arguments, error)) from error
 
 
-def shell_completion(verbs: Iterable[str], words: Sequence[str]) -> None:
-    """Print what Hydra's tab completion asks for by `-sc`: with `install=bash` the function for the
-    shell; with `query=bash` what may end the line in COMP_LINE, which begins with the program and
-    the verb."""
+def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:
+    """Print what Hydra's tab completion asks for by `-sc`.
+
+    With `install=bash` that is the function for the shell; with `query=bash` all possible ends of
+    the line in COMP_LINE, which begins with the program and the verb.
+    """
     _, _, line = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
     verb, is_whole, rest = line.lstrip().partition(" ")
-    if "query=" in " ".join(words) and not is_whole:
+    if "query=" in " ".join(arguments) and not is_whole:
         print(*(name for name in verbs if name.startswith(verb)))
         return
     os.environ["COMP_LINE"] = f"knobwise {rest}"
     with _explaining("train", ()):
-        GlobalHydra.instance().hydra.shell_completion(schema_of(verb, rest.split()), list(words))
+        GlobalHydra.instance().hydra.shell_completion(
+            schema_of(verb, rest.split()), list(arguments)
+        )
 
 
-def with_variants(words: Sequence[str]) -> list[str]:
-    """Mark what has keys of the user's choice, which are new to Hydra: variants, and weights by
-    shots."""
+def with_variants(arguments: Sequence[str]) -> list[str]:
+    """Mark arguments whose keys the user chooses, since Hydra does not know these keys: variants,
+    and weights by shots."""
     return [
-        f"++{word}" if re.match(r"(variants|reward\.by_shots)[.=]", word) else word
-        for word in words
+        f"++{argument}" if re.match(r"(variants|reward\.by_shots)[.=]", argument) else argument
+        for argument in arguments
     ]
 
 
@@ -274,17 +286,17 @@ def with_variants(words: Sequence[str]) -> list[str]:
 
 
 class Option(NamedTuple):
-    """One line of help."""
+    """An option as one line of help."""
 
     key: str
     default: str
     meaning: str
     choice: str = ""
-    """`profile=table` for an option that only this choice of a group has."""
+    """The choice of a group that alone has this option, such as `profile=table`; "" for none."""
 
 
 def field_docs(node: type[Any]) -> dict[str, str]:
-    """The docstring below each field of a dataclass and of its bases, by the field's name."""
+    """Return the docstring below each field of a dataclass and of its bases, by field name."""
     docs: dict[str, str] = {}
     for part in reversed(node.__mro__[:-1]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
@@ -295,7 +307,7 @@ def field_docs(node: type[Any]) -> dict[str, str]:
 
 
 def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> Iterator[Option]:
-    """Every option in an instance of a settings dataclass, with its value there as the default."""
+    """Yield every option in an instance of a settings dataclass, with its value as the default."""
     docs = field_docs(type(settings))
     for f in fields(settings):
         value = getattr(settings, f.name)
@@ -323,7 +335,7 @@ def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> I
 
 @cache
 def schema_options(verb: str) -> dict[str, Option]:
-    """Every option of a verb by its key, with the defaults before groups and experiments are
+    """Return every option of a verb by its key, with the defaults before groups and experiments are
     applied."""
     options: dict[str, Option] = {}
     for option in options_in(VERBS[verb](), GROUPS_OF[verb]):
@@ -339,23 +351,23 @@ def schema_options(verb: str) -> dict[str, Option]:
 # -- mistakes --------------------------------------------------------------------------------------
 
 
-def check_flags(verb: str, words: Sequence[str], allowed: Sequence[str] = ()) -> None:
-    """Refuse `--key value`, `+key=value` and the like. Raises InputError: with the same as
-    key=value, where the key is known."""
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue="-"):
+def check_flags(verb: str, arguments: Sequence[str], allowed: Sequence[str] = ()) -> None:
+    """Refuse `--key value`, `+key=value` and the like. Raises InputError, which suggests key=value
+    where the key is known."""
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
         if (
-            not word.startswith(("-", "+", "~"))
-            or word in allowed
-            or re.match(r"[+~]+(hydra|variants)[./]", word)
+            not argument.startswith(("-", "+", "~"))
+            or argument in allowed
+            or re.match(r"[+~]+(hydra|variants)[./]", argument)
         ):
             continue
-        key, equals, value = word.lstrip("-+~").partition("=")
+        key, equals, value = argument.lstrip("-+~").partition("=")
         if not equals:
             if "=" in following or following.startswith("-"):
                 value = "true"
             else:
                 value = following
-        if word.startswith("-") and len(key) > 1:
+        if argument.startswith("-") and len(key) > 1:
             known = list(schema_options(verb))
         else:
             known = []
@@ -364,53 +376,57 @@ def check_flags(verb: str, words: Sequence[str], allowed: Sequence[str] = ()) ->
             hint = f": try {' or '.join(same)}"
         else:
             hint = f" {_listed_by(verb)}"
-        if word in MULTIRUN:
+        if argument in MULTIRUN:
             hint = "; only knobwise train has sweeps"
-        raise InputError(f"{word}: options are key=value, not --flags{hint}")
+        raise InputError(f"{argument}: options are key=value, not --flags{hint}")
 
 
-def _explained(verb: str, words: Sequence[str], error: Exception) -> str:
-    """One line for what Hydra or OmegaConf refuse in the words of a command."""
+def _explained(verb: str, arguments: Sequence[str], error: Exception) -> str:
+    """Return one line for what Hydra or OmegaConf refuse in the arguments of a command."""
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override).removeprefix("++"))
-    overrides = OverridesParser.create().parse_overrides(list(words))
+    overrides = OverridesParser.create().parse_overrides(list(arguments))
     options = schema_options(verb)
+    # mistakes that an argument shows by itself
     for override in overrides:
-        word = str(override.input_line)
-        key = override.key_or_group
-        value = word.partition("=")[2]
-        if key == "experiment":
-            choices: Any = experiments()
-        elif key in GROUPS_OF[verb]:
-            choices = GROUPS[key]
-        else:
-            choices = None
-        if not key:
-            return _unreadable(word)
-        if override.is_sweep_override():
-            return _several_values(verb, key, value)
-        if choices is not None and value.strip("'\"") not in choices:
-            return _no_such_choice(key, value.strip("'\""), choices)
-        if choices is None and key not in options and not re.match(r"hydra[./]|variants[.]", key):
-            suggestions = [f"{name}={value}" for name in _nearest(key, list(options))]
-            return (
-                f"{word}: there is no such "
-                f"option{_did_you_mean(suggestions, f' {_listed_by(verb)}')}"
-            )
+        if problem := _problem(verb, override):
+            return problem
+    # else the error says which key or group it is about
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         return _no_such_choice(group, choice, error.options or ())
     cause = error.__cause__ or error
     full_key = str(getattr(cause, "full_key", "") or "").split("[")[0]
-    word = next(
+    argument = next(
         (str(o.input_line).lstrip("+") for o in reversed(overrides) if o.key_or_group == full_key),
         full_key,
     )
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and full_key in options:
-        return f"{word}: is an option of {options[full_key].choice}; give that too"
+        return f"{argument}: is an option of {options[full_key].choice}; give that too"
     if isinstance(cause, ValidationError):
-        return _wrong_type(word, cause)
+        return _wrong_type(argument, cause)
     return _first_line(cause)
+
+
+def _problem(verb: str, override: Override) -> str:
+    """Return the mistake that one argument shows by itself, or ""."""
+    argument = str(override.input_line)
+    key = override.key_or_group
+    value = argument.partition("=")[2]
+    if not key:
+        return _unreadable(argument)
+    if override.is_sweep_override():
+        return _several_values(verb, key, value)
+    if key == "experiment" or key in GROUPS_OF[verb]:
+        choices: Iterable[str] = experiments() if key == "experiment" else GROUPS[key]
+        choice = value.strip("'\"")
+        return "" if choice in choices else _no_such_choice(key, choice, choices)
+    options = schema_options(verb)
+    if key in options or re.match(r"hydra[./]|variants[.]", key):
+        return ""
+    suggestions = [f"{name}={value}" for name in _nearest(key, list(options))]
+    hint = _did_you_mean(suggestions, f" {_listed_by(verb)}")
+    return f"{argument}: there is no such option{hint}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -423,44 +439,40 @@ def _listed_by(verb: str) -> str:
 
 
 def _nearest(key: str, keys: Sequence[str]) -> list[str]:
-    """Keys that a mistyped one may stand for: spelt almost alike, else with the same last part
-    (`optimiser.lr` for `lr`), else spelt somewhat alike."""
-    same_end = [name for name in keys if "." in name and name.split(".")[-1] == key.split(".")[-1]]
-    if same_part := [
-        name for name in keys if "." in key and name.startswith(f"{key.split('.')[0]}.")
-    ]:
-        keys = same_part  # `loss.baseline` is not `baselines`
+    """Return keys that a mistyped one may stand for: spelt almost alike, else with the same last
+    part (`optimiser.lr` for `lr`), else spelt somewhat alike."""
+    section, dot, _ = key.partition(".")
+    last = key.split(".")[-1]
+    same_end = [name for name in keys if "." in name and name.split(".")[-1] == last]
+    # a key of a section is compared with that section alone: `loss.baseline` is not `baselines`
+    if dot:
+        keys = [name for name in keys if name.startswith(f"{section}.")] or keys
     alike = get_close_matches(key, keys, n=1, cutoff=0.8)
     return alike or same_end[:3] or get_close_matches(key, keys, n=1)
 
 
 def _did_you_mean(suggestions: Iterable[str], end: str) -> str:
-    """`; did you mean a or b?`, or `end` where there is nothing to suggest."""
+    """Return `; did you mean a or b?`, or `end` where there is nothing to suggest."""
     text = " or ".join(suggestions)
     return f"; did you mean {text}?" if text else end
 
 
-def _unreadable(word: str) -> str:
-    """What is wrong with a word that Hydra's grammar cannot read."""
-    if "=" not in word and Path(word).suffix in (
-        ".csv",
-        ".parquet",
-        ".jsonl",
-        ".ndjson",
-        ".gz",
-        ".safetensors",
-    ):
-        return f"{word}: options are key=value; did you mean profile=table profile.path={word}?"
-    if not re.match(r"[+~]*[\w./@-]+=", word):
-        return f"{word!r}: is not of the form key=value, such as policy.hidden=48"
+def _unreadable(argument: str) -> str:
+    """Return what is wrong with an argument that Hydra's grammar cannot read."""
+    tables = (".csv", ".parquet", ".jsonl", ".ndjson", ".gz", ".safetensors")
+    if "=" not in argument and Path(argument).suffix in tables:
+        hint = f"did you mean profile=table profile.path={argument}?"
+        return f"{argument}: options are key=value; {hint}"
+    if not re.match(r"[+~]*[\w./@-]+=", argument):
+        return f"{argument!r}: is not of the form key=value, such as policy.hidden=48"
     return (
-        f"{word!r}: this value cannot be read; quote a value with blanks or "
+        f"{argument!r}: this value cannot be read; quote a value with blanks or "
         "brackets twice: 'key=\"a (1)\"'"
     )
 
 
 def _several_values(verb: str, key: str, values: str) -> str:
-    """What is wrong with `key=a,b` outside a sweep."""
+    """Return what is wrong with `key=a,b` outside a sweep."""
     if verb.startswith("train"):
         sweep = f"; -m makes a run for each: knobwise train -m {key}={values}"
     else:
@@ -474,7 +486,7 @@ def _several_values(verb: str, key: str, values: str) -> str:
 
 
 def _no_such_choice(group: str, choice: str, choices: Iterable[str]) -> str:
-    """What is wrong with `group=choice`; a file may be meant to be read."""
+    """Return what is wrong with `group=choice`; where it is a file, suggest the reader of files."""
     reader = {"profile": "table", "trained_on": "table", "beams": "files"}.get(group)
     if reader is not None and (Path(choice).suffix or "/" in choice):
         return f"{group}={choice}: is a file; did you mean {group}={reader} {group}.path={choice}?"
@@ -487,20 +499,19 @@ def _no_such_choice(group: str, choice: str, choices: Iterable[str]) -> str:
     return f"{group}={choice}: {problem}"
 
 
-def _wrong_type(word: str, cause: ValidationError) -> str:
-    """What is wrong with `key=value`, by the node of OmegaConf that it was meant for."""
-    key, _, value = word.partition("=")
+def _wrong_type(argument: str, cause: ValidationError) -> str:
+    """Return what is wrong with `key=value`, by the node of OmegaConf that it was meant for."""
+    key, _, value = argument.partition("=")
     node = cause.child_node
     if cause.value is None:
         return f"{key}=null: must have a value"
     if isinstance(node, DictConfig):
-        return f"{word}: {key} is a section; its options are {key}.…"
-    if isinstance(node, ListConfig) or "ListConfig" in _first_line(
-        cause
-    ):  # a list that is null has no such node
-        return f"{word}: must be a list, {key}=[{value or '…'}]"
+        return f"{argument}: {key} is a section; its options are {key}.…"
+    # a list that is null has no node
+    if isinstance(node, ListConfig) or "ListConfig" in _first_line(cause):
+        return f"{argument}: must be a list, {key}=[{value or '…'}]"
     kinds = {BooleanNode: "true or false", IntegerNode: "a whole number", FloatNode: "a number"}
     kind = next((name for kind, name in kinds.items() if isinstance(node, kind)), None)
     if kind:
-        return f"{word}: must be {kind}"
-    return f"{word}: {_first_line(cause)}"
+        return f"{argument}: must be {kind}"
+    return f"{argument}: {_first_line(cause)}"

@@ -19,11 +19,12 @@ from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
 
 TEXTS = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
 COMMON: dict[str, str] = TEXTS["common"]
-"""The options that people use, which help shows first, by verb."""
+"""The options that people use most, by verb; help shows them first."""
 
 
 def help_lines(verb: str) -> list[Option]:
-    """Every option of a verb, with the default that holds when nothing else is set."""
+    """Return every option of a verb, with the default that holds when nothing else is set."""
+    # options without a default get any value, so that the settings can be composed
     needed = [
         f.name
         for f in fields(VERBS[verb])
@@ -36,7 +37,7 @@ def help_lines(verb: str) -> list[Option]:
 
 
 def show_help(verb: str) -> None:
-    """Print the options that people use, then all others by section, then the experiments."""
+    """Print the options that people use most, then all others by section, then the experiments."""
     print(" ".join(str(VERBS[verb].__doc__).split()), "\n")
     lines = help_lines(verb)
     common = COMMON.get(verb, " ".join(line.key for line in lines)).split()
@@ -44,12 +45,12 @@ def show_help(verb: str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     _print_options(console, [first[key] for key in common if key in first])
     sections: dict[str, list[Option]] = {"others": []}
+    # an option without a default is a section
     titles = {line.key: f"{line.key}: {line.meaning}" for line in lines if not line.default}
     for line in lines:
         if line.default and first.get(line.key) != line:
-            sections.setdefault(line.choice or line.key.rpartition(".")[0] or "others", []).append(
-                line
-            )
+            section = line.choice or line.key.rpartition(".")[0] or "others"
+            sections.setdefault(section, []).append(line)
     for section, options in sections.items():
         if options:
             print(f"\n{titles.get(section, section)}")

@@ -30,13 +30,13 @@ VERBS = {
     "update": "deploy.update:run",
     "workspace": "tracking.workspace:workspace",
 }
-"""The function of each verb. It is imported only when it runs: that takes longer than answering a
-mistake."""
+"""The function of each verb, as module:name. It is imported only when it runs: an import takes
+longer than the answer to a mistake."""
 
 
 def _open_closed_streams() -> None:
-    """Where stdin, stdout or stderr was closed before Python began, libraries miss it, and the next
-    file gets its number."""
+    """Open stdin, stdout and stderr again where they were closed before Python began. Otherwise
+    libraries miss them, and the next file that is opened gets their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, stream := open(os.devnull, mode))  # noqa: SIM115
@@ -44,9 +44,12 @@ def _open_closed_streams() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb. The exit status is 0 when all went well, 1 after a failure of the program or
-    the system, 2 after a mistake in what was given, 130 after Ctrl-C, 143 after SIGTERM."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run one verb, and return the exit status.
+
+    It is 0 on success, 1 after a failure of the program or the system, 2 after a mistake of the
+    user, 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -55,13 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
         Path.cwd()
     except FileNotFoundError:
         say(
-            "knobwise: the working folder was removed; go to another one, then give the command "
-            "again"
+            "knobwise: the working folder was removed; "
+            "go to another one, then give the command again"
         )
         return 2
     try:
-        with _whoever_reads(), stopped_by_signals():
-            return _run(words)
+        with _surviving_output(), stopped_by_signals():
+            return _run(arguments)
     except InputError as error:
         say(f"knobwise: {error}")
         return 2
@@ -71,11 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"knobwise: {refused[1]}")
         return refused[0]
     except KeyboardInterrupt as stop:
-        say(
-            "\n".join(
-                ["\nknobwise: interrupted", *getattr(stop, "__notes__", ()), *_how_to_resume(words)]
-            )
-        )
+        notes = getattr(stop, "__notes__", ())
+        say("\n".join(["\nknobwise: interrupted", *notes, *_how_to_resume(arguments)]))
         return status_of(stop)
     except BaseException as error:  # libraries name limits in errors of their own
         if not (limit := limit_of(error)):
@@ -83,14 +83,13 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"knobwise: {limit}, then give the same command again")
         return 1
     finally:
-        if (
-            sys.stderr is not None
-        ):  # else Python fails when it flushes at its end, with a status of its own
+        # a failing flush at the end of Python would give a status of its own
+        if sys.stderr is not None:
             _Output(sys.stderr).flush()
 
 
 class _Output:
-    """A stream whose reader may leave, as in `| head`: later output goes nowhere, and the work goes
+    """A stream whose reader may leave, as in `| head`. Later output is dropped, and the work goes
     on."""
 
     def __init__(self, stream: Any) -> None:
@@ -115,8 +114,8 @@ class _Output:
 
 
 @contextmanager
-def _whoever_reads() -> Iterator[None]:
-    """A block that prints to a terminal, to a pipe that its reader may leave, or nowhere
+def _surviving_output() -> Iterator[None]:
+    """Run a block whose output may go to a terminal, to a pipe that its reader leaves, or nowhere
     (`>&-`)."""
     with redirect_stdout(_Output(sys.stdout or open(os.devnull, "w"))):
         try:
@@ -125,9 +124,9 @@ def _whoever_reads() -> Iterator[None]:
             sys.stdout.flush()
 
 
-def _how_to_resume(words: list[str]) -> list[str]:
-    """The command that resumes an interrupted one, as it was started."""
-    if words[:1] not in (["train"], ["profile"]):
+def _how_to_resume(arguments: list[str]) -> list[str]:
+    """Return a line with the command that resumes an interrupted one, as it was started."""
+    if arguments[:1] not in (["train"], ["profile"]):
         return []
     python = Path(sys.executable)
     if shutil.which("knobwise"):
@@ -136,80 +135,87 @@ def _how_to_resume(words: list[str]) -> list[str]:
         program = str(python.with_name("knobwise"))
     if Path(sys.argv[0]).name == "__main__.py":
         program = f"{'python' if shutil.which('python') == str(python) else python} -m knobwise"
-    return [f"repeat the command to resume:\n  {program} {shlex.join(words)}"]
+    return [f"repeat the command to resume:\n  {program} {shlex.join(arguments)}"]
 
 
-def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+def _run(arguments: list[str]) -> int:
+    """Run the verb that the arguments begin with, and return the exit status."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(Path(__file__).with_name("usage.txt").read_text(encoding="utf-8"))
         return 0
-    if words[0] in ("-V", "--version", "version"):
+    if arguments[0] in ("-V", "--version", "version"):
         print(f"knobwise {__version__}")
         return 0
-    verb = words[0]
-    words = words[1:]
+    verb = arguments[0]
+    arguments = arguments[1:]
     if verb == "-sc":
         from knobwise.experiments.command_line.compose import shell_completion
 
-        shell_completion(VERBS, words)
+        shell_completion(VERBS, arguments)
         return 0
     if verb not in VERBS:
-        nearest = get_close_matches(verb, VERBS, n=1)
-        listed = f"the verbs are {', '.join(VERBS)} (knobwise --help)"
-        if nearest:
+        hint = f"the verbs are {', '.join(VERBS)} (knobwise --help)"
+        if nearest := get_close_matches(verb, VERBS, n=1):
             hint = f"did you mean knobwise {nearest[0]}?"
-        else:
-            hint = listed
         raise InputError(f"there is no verb {verb!r}; {hint}")
+    # imported here, since Hydra takes long to import
     from knobwise.experiments.command_line.compose import MULTIRUN, read_settings, schema_of
     from knobwise.experiments.command_line.help import show_help
 
-    schema = schema_of(verb, words)
-    if not {"-h", "--help"}.isdisjoint(words):
+    schema = schema_of(verb, arguments)
+    if not {"-h", "--help"}.isdisjoint(arguments):
         show_help(schema)
         return 0
-    if verb == "train" and not set(MULTIRUN).isdisjoint(words):
+    if verb == "train" and not set(MULTIRUN).isdisjoint(arguments):
         from knobwise.experiments.command_line.sweep import run_sweep
 
-        return run_sweep(schema, words, check_written)
-    config = read_settings(schema, _with_runs(words) if verb == "compare" else words)
+        return run_sweep(schema, arguments, check_written)
+    if verb == "compare":
+        arguments = _with_runs(arguments)
+    config = read_settings(schema, arguments)
     check_written(config)
     module, _, name = VERBS[verb].partition(":")
     run = getattr(import_module(f"knobwise.experiments.{module}"), name)
     if verb == "train":
-        _mention_variants(schema, words)
-        run(config, words)
+        _mention_variants(schema, arguments)
+        run(config, arguments)
     else:
         run(config)
     return 0
 
 
-def _with_runs(words: list[str]) -> list[str]:
-    """The words of `compare`, with the folders as its option `runs`."""
+def _with_runs(arguments: list[str]) -> list[str]:
+    """Return the arguments of `compare`, with the folders as its option `runs`."""
     from knobwise.experiments.command_line.compose import check_flags
 
-    check_flags("compare", words)
-    folders = [word for word in words if "=" not in word or Path(word).is_dir()]
-    if not folders and any(word.startswith("runs=") for word in words):
-        return words
-    return [f"runs={folders}", *(word for word in words if word not in folders)]
+    check_flags("compare", arguments)
+    folders = [argument for argument in arguments if "=" not in argument or Path(argument).is_dir()]
+    if not folders and any(argument.startswith("runs=") for argument in arguments):
+        return arguments
+    return [f"runs={folders}", *(argument for argument in arguments if argument not in folders)]
 
 
-def _mention_variants(schema: str, words: list[str]) -> None:
+def _mention_variants(schema: str, arguments: list[str]) -> None:
     """Say that an experiment's file lists several jobs, where a run without -m does one."""
-    experiment = next((word for word in reversed(words) if word.startswith("experiment=")), None)
+    experiment = next(
+        (argument for argument in reversed(arguments) if argument.startswith("experiment=")), None
+    )
     if experiment is not None:
         from knobwise.experiments.command_line.sweep import jobs_of
 
-        if (count := len(jobs_of(schema, words))) > 1:
+        if (count := len(jobs_of(schema, arguments))) > 1:
             say(
                 f"{experiment}: one run with the defaults of its file; -m runs its {count} variants"
             )
 
 
 def check_written(config: Any) -> None:
-    """Refuse files and folders that cannot be written before anything takes time. Raises
-    InputError: a folder where a file is to be written, or the other way round, or no permission."""
+    """Refuse files and folders that cannot be written, before anything takes time.
+
+    Raises:
+        InputError: a folder where a file is to be written, or the other way round, or no
+            permission.
+    """
     for owner, prefix in ((config, ""), (getattr(config, "stream", None), "stream.")):
         for name in ("json", "html", "out", "runs"):
             value = getattr(owner, name, None)
@@ -219,13 +225,13 @@ def check_written(config: Any) -> None:
             is_folder = name in ("out", "runs")
             if not is_folder and path.is_dir():
                 raise InputError(f"{prefix}{name}={value}: is a folder; give the name of a file")
-            folders = [*([path] if is_folder else []), *path.parents]
+            # the folder that exists, in which the others would be made
+            folders = [path, *path.parents] if is_folder else path.parents
             nearest = next(folder for folder in folders if folder.exists())
-            if os.access(nearest, os.W_OK | os.X_OK):
-                problem = ""
-            else:
-                problem = f"nothing can be written in {nearest}"
+            problem = ""
             if not nearest.is_dir():
                 problem = f"{nearest} is a file, not a folder"
+            elif not os.access(nearest, os.W_OK | os.X_OK):
+                problem = f"nothing can be written in {nearest}"
             if problem:
                 raise InputError(f"{prefix}{name}={value}: {problem}; choose another path")

@@ -1,4 +1,4 @@
-"""`knobwise profile`, with the profiler that is meant and its settings checked, and `knobwise
+"""`knobwise profile`, which checks the settings and calls the right profiler, and `knobwise
 inspect`."""
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from knobwise.profiling.ocr.settings import OCRProfileConfig
 
 
 def profile(config: ProfileRun) -> None:
-    """Measure a model at its configurations, or record sequences of demonstrations. Raises
-    InputError: options for another kind of model, or see the profilers."""
+    """Measure a model at its configurations, or record sequences of demonstrations.
+
+    Raises:
+        InputError: options for another kind of model; see also the profilers.
+    """
     _check(config)
     try:
         if config.model in ("elastic", "ocr") or ":" in config.model or config.data is not None:
@@ -36,7 +39,7 @@ def profile(config: ProfileRun) -> None:
 
 
 def measure(config: ProfileRun) -> Path:
-    """Measure a model with knobs, or the part of it that is this process's; gives the folder."""
+    """Measure a model with knobs, or the part of it that this process does; return the folder."""
     if config.model == "ocr":
         from knobwise.profiling.ocr.profile import profile_ocr
 
@@ -46,16 +49,19 @@ def measure(config: ProfileRun) -> Path:
     from knobwise.profiling.huggingface.profile import profile_hugging_face
 
     assert config.data is not None
-    how: dict[str, Any] = {
-        "importance": config.importance,
-        "dtype": config.dtype,
-        "device": config.device,
-    }
-    return profile_hugging_face(config.out, config.model, config.data, config.knobs, **how)
+    return profile_hugging_face(
+        config.out,
+        config.model,
+        config.data,
+        config.knobs,
+        importance=config.importance,
+        dtype=config.dtype,
+        device=config.device,
+    )
 
 
 def _profile_class(config: ProfileRun) -> Path:
-    """Measure the elastic model, or one of the user's own."""
+    """Measure the elastic model, or a model of the user."""
     from knobwise.profiling.measuring.machine import one_thread
     from knobwise.profiling.measuring.profiler import profile_vlm
     from knobwise.profiling.measuring.questions import VQAData
@@ -63,27 +69,25 @@ def _profile_class(config: ProfileRun) -> Path:
 
     model = model_of_class(config.model)
     items = tuple(questions_of(config.model, model, config.data))
-    # the built-in profile's name of its data set, so that its samples are found again
+    # the built-in profile has its data set under this name, so that its samples are found again
     if config.model == "elastic":
         usual = "elastic_scenes"
     else:
         usual = model.name
-    knobs = replace(
-        config.knobs, name=config.knobs.name or Path(config.data or usual).name.split(".")[0]
-    )
+    name = config.knobs.name or Path(config.data or usual).name.split(".")[0]
+    knobs = replace(config.knobs, name=name)
     with one_thread():
         return profile_vlm(config.out, model, VQAData(items, ()), knobs, {"class": config.model})
 
 
 def _summary(folder: Path) -> None:
-    """Print what a measured profile holds; where other processes are still measuring, its folder
-    alone."""
-    written = (folder / name for name in ("table.parquet", "table.safetensors"))
-    if table := next(filter(Path.exists, written), None):
-        features = next((str(path) for path in sorted(folder.glob("features.*"))), None)
-        inspect(
-            InspectRun(profile=TableProfile(path=str(table), features=features, name=folder.name))
-        )
+    """Print what a measured profile holds, or only its folder while other processes still
+    measure."""
+    tables = (folder / name for name in ("table.parquet", "table.safetensors"))
+    if table := next(filter(Path.exists, tables), None):
+        features = next(map(str, sorted(folder.glob("features.*"))), None)
+        written = TableProfile(path=str(table), features=features, name=folder.name)
+        inspect(InspectRun(profile=written))
     print(f"profile: {folder}")
 
 
@@ -92,8 +96,7 @@ def _check(config: ProfileRun) -> None:
     if config.data is not None and config.model in ("elastic", "ocr", "learner"):
         raise InputError(
             f"data={config.data}: model={config.model} makes its own questions; name the model "
-            "that answers these, "
-            "model=NAME_OR_FOLDER"
+            "that answers these, model=NAME_OR_FOLDER"
         )
     has_knobs = config.data is not None or config.model == "elastic" or ":" in config.model
     if not has_knobs and config.knobs != VLMProfileConfig():
@@ -110,6 +113,7 @@ def _check(config: ProfileRun) -> None:
 
 
 def _profile_beams(config: ProfileRun) -> None:
+    """Record sequences of demonstrations, or the draws of a trained selector as one more round."""
     from knobwise.profiling.demonstrations.profile import profile_beams
     from knobwise.profiling.demonstrations.tasks import learner_task, vlm_task
     from knobwise.profiling.measuring.machine import one_thread
@@ -130,7 +134,7 @@ def _profile_beams(config: ProfileRun) -> None:
 
 
 def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], Any]:
-    """A function that draws sequences from the selector in a checkpoint."""
+    """Return a function that draws sequences from the selector in a checkpoint."""
     from knobwise.agents.checkpoint import load_checkpoint
     from knobwise.experiments.settings.beams import stored_embeddings
 
@@ -138,6 +142,7 @@ def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], A
     selector = loaded.selector
     embeddings = stored_embeddings(table, loaded)
 
+    # rows: int64 [n]; draws: int64 [n, count, shots]
     def draw(rows: Any, count: int) -> Any:
         query, pool = embeddings.both(rows, table.pool[rows])
         return selector.distribution(query, pool, table.pool_mask[rows], shots, count).sample()

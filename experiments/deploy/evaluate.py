@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,45 +56,60 @@ def run(config: EvaluateRun) -> dict[str, Any]:
             trained on entirely.
     """
     at_least("threads", config.threads, 1)
-    for name in (
-        () if config.live else ("stream", "model", "data", "knobs", "importance", "dtype", "device")
-    ):
-        if getattr(config, name) != getattr(EvaluateRun(), name):
-            raise InputError(
-                f"{name}: is for live=true, which serves requests instead of replaying the profile"
-            )
+    if not config.live:
+        _refuse_live_options(config)
     torch.set_num_threads(config.threads)
     checkpoint = checkpoint_at(config.checkpoint)
     loaded = load_checkpoint(checkpoint)
-    selector = isinstance(loaded.agent, Selector)
-    if config.live and not selector:
-        if config.device is not None:
-            a_device("device", config.device, usable=True)
-        from knobwise.experiments.deploy.live import run_live
-        from knobwise.profiling.models import load_model
-
-        shared = {name: getattr(config, name) for name in ("json", "budgets_ms")}
-        missing = {
-            name: value for name, value in shared.items() if getattr(config.stream, name) is None
-        }
-        table = read_profile(config.profile, loaded)
-        stream = replace(config.stream, **missing)
-        how: dict[str, Any] = {
-            name: getattr(config, name) for name in ("importance", "dtype", "device")
-        }
-        model, requests = load_model(config.model, config.data, config.knobs, **how)
-        return run_live(checkpoint, table, model, requests, stream)
-    results = (evaluate_selector if selector else evaluate_controller)(loaded, config)
+    is_selector = isinstance(loaded.agent, Selector)
+    if config.live and not is_selector:
+        return _evaluate_live(checkpoint, loaded, config)
+    if is_selector:
+        results = evaluate_selector(loaded, config)
+    else:
+        results = evaluate_controller(loaded, config)
     if config.json is not None:
         write_text(config.json, json.dumps(results, indent=1))
     print_results(results, Console())
-    if not selector and (sentence := on_decisions(results)):
+    if not is_selector and (sentence := on_decisions(results)):
         print(sentence)
     return results
 
 
+def _refuse_live_options(config: EvaluateRun) -> None:
+    """Refuse options that only live=true has, where they were changed."""
+    default = EvaluateRun()
+    for name in ("stream", "model", "data", "knobs", "importance", "dtype", "device"):
+        if getattr(config, name) != getattr(default, name):
+            raise InputError(
+                f"{name}: is for live=true, which serves requests instead of replaying the profile"
+            )
+
+
+def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
+    """Serve a simulated stream of requests by the real model."""
+    if config.device is not None:
+        a_device("device", config.device, usable=True)
+    from knobwise.experiments.deploy.live import run_live
+    from knobwise.profiling.models import load_model
+
+    # the stream takes these from the evaluation, unless it sets its own
+    shared = {
+        name: getattr(config, name)
+        for name in ("json", "budgets_ms")
+        if getattr(config.stream, name) is None
+    }
+    table = read_profile(config.profile, loaded)
+    stream = replace(config.stream, **shared)
+    options: dict[str, Any] = {
+        name: getattr(config, name) for name in ("importance", "dtype", "device")
+    }
+    model, requests = load_model(config.model, config.data, config.knobs, **options)
+    return run_live(checkpoint, table, model, requests, stream)
+
+
 def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
-    """A controller beside the baselines at every budget."""
+    """Judge a controller beside the baselines at every budget."""
     table = read_profile(config.profile, loaded)
     policy = loaded.controller
     _check_trained(loaded, table, config)
@@ -103,6 +119,7 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     with threadpool_limits(config.threads):
         mean = policy.decider.mean
         if mean is not None:
+            # a controller for mean budgets is judged at those that it was calibrated for
             if config.budgets_ms is not None:
                 try:
                     mean.groups(np.array(config.budgets_ms))
@@ -125,13 +142,15 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
             results, _ = judge_deadlines(
                 table, test, budgets_ms, rewards, [policy], [0], baselines, config.own_cost
             )
-    gain = gain_on_held_out([loaded])
-    return results | held_out_choices([loaded]) | ({"grpo_gain": gain} if gain else {})
+    results |= held_out_choices([loaded])
+    if gain := gain_on_held_out([loaded]):
+        results |= {"grpo_gain": gain}
+    return results
 
 
 def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) -> None:
-    """Raises InputError if a controller was trained with other configurations or features than the
-    profile has."""
+    """Refuse a profile whose configurations or features are not those that a controller was trained
+    with. Raises InputError."""
     network = agent.controller
     if table.knobs != network.knobs or not torch.equal(
         table.configurations, network.configurations
@@ -144,7 +163,7 @@ def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) 
 
 
 def _check_trained(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> None:
-    """Raises InputError if the controller cannot decide on this profile."""
+    """Refuse a controller that cannot decide on this profile. Raises InputError."""
     controller = loaded.controller
     if controller.sense == "weights":
         raise InputError(
@@ -163,13 +182,14 @@ def _check_trained(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> 
 
 
 def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Split:
-    """The split of the training, or of another profile a new one without test samples that the
-    controller has seen."""
+    """Return the split of the training or, for another profile, a new split without test samples
+    that the controller has seen."""
     split = divide(table, **asdict(config.split))
     if loaded.profile_digest == table.digest:
         return Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
+    # samples are recognised by their features, or by their ids where there are none
     seen = set(loaded.extra["seen"])
-    new = torch.tensor([print_ not in seen for print_ in table.fingerprints(split.test)])
+    new = torch.tensor([fingerprint not in seen for fingerprint in table.fingerprints(split.test)])
     print(
         f"not the training profile: {int(new.sum())} of its {len(new)} test samples are new",
         flush=True,
@@ -182,13 +202,14 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
 
 
 def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
-    """A selector beside the simple ways, at every number of shots; queries that it was trained on
-    are left out."""
+    """Judge a selector beside the simple policies at every number of shots. Queries that it was
+    trained on are left out."""
     data = read_data(config.beams, config.encoder)
     selector = loaded.selector
     rows = data.test_rows
     check_judged(data, config.judged_shots)
     embeddings = [stored_embeddings(data.test, loaded, data.items)]
+    # on its own beams, queries that it was trained on do not count
     if as_read(data.table, data.items).digest == loaded.profile_digest and data.test_scorer is None:
         if "fitted" not in loaded.extra:
             raise InputError(
@@ -204,12 +225,13 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     for shots in config.judged_shots:
         chosen = decide_selectors([selector], embeddings, data.test, data.test_scorer, shots, rows)
         decided.setdefault(loaded.extra.get("policy", selector.stage), {})[shots] = chosen
+        # the simple policies beside it
         if config.baselines:
             simple = decide_simple(
                 data.test, data.test_scorer, shots, rows=rows, trusted=data.trusted
             )
-            for way, outcome in simple.items():
-                decided.setdefault(way, {})[shots] = outcome
+            for name, outcome in simple.items():
+                decided.setdefault(name, {})[shots] = outcome
     return selector_results(
         selector_decisions(decided, data.test, rows, [0]),
         data.test,

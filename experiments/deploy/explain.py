@@ -28,7 +28,7 @@ from knobwise.experiments.settings.options import ExplainRun
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 
 MOST = 10
-"""Configurations in the table of a decision."""
+"""Number of configurations in the table of a decision."""
 
 
 def run(config: ExplainRun) -> dict[str, Any]:
@@ -49,15 +49,15 @@ def run(config: ExplainRun) -> dict[str, Any]:
 
 
 def _of_run(config: ExplainRun) -> dict[str, Any]:
-    """What the decisions of a run show, from its results."""
+    """Explain what the decisions of a run show, from its results."""
     if config.budget_ms is not None or config.tracker is not None:
         raise InputError("budget_ms and tracker: explain one decision; say which with sample=ID")
     results = read_results(config.checkpoint)
     if "explanation" not in results:
         raise InputError(
             f"{config.checkpoint}: its results hold no explanation, as those of selectors, of "
-            "weights and of earlier "
-            "versions; explain one decision of a controller with sample=ID budget_ms=MS"
+            "weights and of earlier versions; explain one decision of a controller with sample=ID "
+            "budget_ms=MS"
         )
     print_lines(Console(), sentences("explanation.txt.j2", results=results, part=None))
     explanation: dict[str, Any] = results["explanation"]
@@ -65,7 +65,7 @@ def _of_run(config: ExplainRun) -> dict[str, Any]:
 
 
 def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
-    """Why a controller decides as it does for one sample, beside what was measured."""
+    """Explain why a controller decides as it does for one sample, and add what was measured."""
     if config.budget_ms is None or not 0 < config.budget_ms < math.inf:
         raise InputError(
             f"budget_ms={config.budget_ms}: say how long the answer may take, a positive number "
@@ -78,6 +78,7 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     row = _row_of(table, sample)
     drift = _drift(config.tracker, policy)
     features = {name: block[row] for name, block in table.features.items()}
+    # the range of budgets in which the explanation looks for another decision
     times = table.latency_ms[table.mask]
     between_ms = (
         max(float(times.min()), LEAST_LATENCY_MS),
@@ -88,40 +89,39 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     )
     explained = asdict(decided) | {"sample": sample, "budget_ms": config.budget_ms}
     explained["question"] = read_questions(config.profile).get(table.sample_ids[row])
-    column = {str(configuration): c for c, configuration in enumerate(policy.configurations)}
-    for each in explained["expected"]:
-        c = column[str(each["configuration"])]
-        cell = (float(values[row, c]) for values in (table.accuracy, table.latency_ms))
-        if table.mask[row, c]:
-            each["measured"] = dict(zip(("accuracy", "latency_ms"), cell, strict=True))
-        else:
-            each["measured"] = None
+    # each expectation gets what was measured of the same configuration
+    columns = {str(configuration): c for c, configuration in enumerate(policy.configurations)}
+    for expectation in explained["expected"]:
+        cell = (row, columns[str(expectation["configuration"])])
+        expectation["measured"] = None
+        if table.mask[cell]:
+            expectation["measured"] = {
+                "accuracy": float(table.accuracy[cell]),
+                "latency_ms": float(table.latency_ms[cell]),
+            }
     _print(explained, config, table)
     return explained
 
 
 def _row_of(table: ProfileTable, sample: str) -> int:
-    """The row of a sample, named ID or, where several data sets have it, DATASET/ID."""
+    """Return the row of a sample, named ID or, where several data sets have it, DATASET/ID."""
     named = list(zip(table.dataset_names, table.sample_ids, strict=True))
     rows = [
         row for row, (dataset, name) in enumerate(named) if sample in (name, f"{dataset}/{name}")
     ]
-    if len(rows) != 1:
-        several = ", ".join("/".join(named[row]) for row in rows)
-        known = f"it holds {table.num_samples}, such as {table.sample_ids[0]}"
+    if not rows:
         raise InputError(
-            f"sample={sample}: "
-            + (
-                f"say which of {several}"
-                if rows
-                else f"profile {table.name!r} does not hold it; {known}"
-            )
+            f"sample={sample}: profile {table.name!r} does not hold it; it holds "
+            f"{table.num_samples}, such as {table.sample_ids[0]}"
         )
+    if len(rows) > 1:
+        candidates = ", ".join("/".join(named[row]) for row in rows)
+        raise InputError(f"sample={sample}: say which of {candidates}")
     return rows[0]
 
 
 def _drift(path: str | None, policy: KnobPolicy) -> Drift | None:
-    """What a tracker had learned when its state was written as JSON."""
+    """Return the drift that a tracker had learned when its state was written as JSON, if any."""
     if path is None:
         return None
     tracker = LatencyTracker(policy.configurations, policy.agent.decider.digest)
@@ -135,8 +135,8 @@ def _drift(path: str | None, policy: KnobPolicy) -> Drift | None:
 
 
 def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -> None:
-    """The best configurations as a table, the chosen and its runner-up among them, and the rest in
-    sentences."""
+    """Print the best configurations as a table, with the chosen one and its runner-up among them,
+    and the rest in sentences."""
     expected = explained["expected"]
     unit = table.unit
     marked = {
@@ -146,28 +146,24 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
     listed = [
         row for i, row in enumerate(expected) if i < MOST or str(row["configuration"]) in marked
     ]
-    header = ["configuration", ""]
+    # only a controller with a teacher expects more than probabilities
+    known = ("probability", "utility", "accuracy", "latency_ms", "on_time")
+    keys = [key for key in known if key in expected[0]]
     rows = []
-    header += [
-        name
-        for name in ("probability", "utility", "accuracy", "latency_ms", "on_time")
-        if name in expected[0]
-    ]
     for row in listed:
         label = " ".join(f"{name}={value}" for name, value in row["configuration"].items())
-        cells = [
-            quantity(row[n], unit) if n == "latency_ms" else number(row[n], ".3f")
-            for n in header[2:]
-        ]
         measured = row["measured"] or {}
-        really = [
-            number(measured.get("accuracy"), ".3f"),
-            quantity(measured.get("latency_ms"), unit),
+        cells = [label, marked.get(str(row["configuration"]), "")]
+        cells += [
+            quantity(row[key], unit) if key == "latency_ms" else number(row[key], ".3f")
+            for key in keys
         ]
-        rows.append([label, marked.get(str(row["configuration"]), ""), *cells, *really])
-    header = [name.replace("latency_ms", "latency").replace("_", " ") for name in header]
-    header += ["measured accuracy", "measured latency"]
-    strong = [place for place, row in enumerate(rows) if row[1] == "chosen"]
+        cells.append(number(measured.get("accuracy"), ".3f"))
+        cells.append(quantity(measured.get("latency_ms"), unit))
+        rows.append(cells)
+    titles = [key.replace("latency_ms", "latency").replace("_", " ") for key in keys]
+    header = ["configuration", "", *titles, "measured accuracy", "measured latency"]
+    strong = [i for i, cells in enumerate(rows) if cells[1] == "chosen"]
     console = Console()
     facts = {"left_out": len(expected) - len(listed), "unit": unit, "config": config}
     print_table(console, header, rows, range(len(header)), strong)

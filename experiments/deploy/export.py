@@ -33,16 +33,16 @@ from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.train.controller import copy_policy
 
 CALLS = 300
-"""Timed decisions, and samples whose requests are also decided one by one."""
+"""Number of timed decisions."""
 PAIRS = 3
-"""Worths of each kind, under weights, whose pairs decisions are timed at."""
+"""Under weights: number of worths of each kind; decisions are timed at their pairs."""
 GRAPH = "controller.onnx"
 GRAPH_OF_8_BITS = "controller.int8.onnx"
 
 
 def run(config: ExportRun) -> Path:
-    """Write controller.npz, the folder policy that reads it, export.json and the graphs asked for;
-    returns the folder.
+    """Write controller.npz, the folder policy that reads it, export.json and the requested graphs;
+    return the folder.
 
     Raises:
         InputError: if there is no such checkpoint, the profile has other configurations or
@@ -61,11 +61,9 @@ def run(config: ExportRun) -> Path:
         raise InputError(
             f"{config.checkpoint}: its worths were not calibrated yet; let its training end"
         )
-    summary: dict[str, Any] = {
-        "checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)}
-    }
     budgets_ms = _budgets_of(agent, table)
-    summary |= {
+    summary: dict[str, Any] = {
+        "checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)},
         "trained_on": {"name": loaded.profile_name, "digest": loaded.profile_digest},
         "compared_on": {
             "name": table.name,
@@ -76,18 +74,29 @@ def run(config: ExportRun) -> Path:
     }
     # everything is made and compared in a temporary folder, so that no wrong file is left behind
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder)
         with threadpool_limits(config.threads):
-            summary |= _make(config, agent, table, budgets_ms, made)
-        for name in (GRAPH, GRAPH_OF_8_BITS):  # what is left there may be of another controller
-            (out / name).unlink(missing_ok=True)
-        summary["files"] = {}
-        for path in sorted(made.iterdir()):
-            summary["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
-            with written_whole(out / path.name) as temporary:
-                shutil.copyfile(path, temporary)
+            summary |= _make(config, agent, table, budgets_ms, Path(folder))
+        summary["files"] = _publish(Path(folder), out)
     copy_policy(out)
     write_text(out / "export.json", json.dumps(summary, indent=1))
+    _print(summary, out)
+    return out
+
+
+def _publish(made: Path, out: Path) -> dict[str, dict[str, Any]]:
+    """Copy the files that were made to `out`; return the size and digest of each."""
+    for name in (GRAPH, GRAPH_OF_8_BITS):  # an earlier graph may be of another controller
+        (out / name).unlink(missing_ok=True)
+    files = {}
+    for path in sorted(made.iterdir()):
+        files[path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
+        with written_whole(out / path.name) as temporary:
+            shutil.copyfile(path, temporary)
+    return files
+
+
+def _print(summary: dict[str, Any], out: Path) -> None:
+    """Print how graphs decide beside the controller, and the times of decisions."""
     if summary["graphs"]:
         header = ["graph", "same decision", "rounding", "of contexts"]
         rows = []
@@ -100,7 +109,6 @@ def run(config: ExportRun) -> Path:
         for name, micros in summary["decisions_us_p50"].items()
     ]
     print_lines(Console(), [*times, f"exported: {out}"])
-    return out
 
 
 def _budgets_of(agent: DeployedController, table: ProfileTable) -> Tensor:
@@ -125,8 +133,9 @@ def _make(
     budgets_ms: Tensor,
     folder: Path,
 ) -> dict[str, Any]:
-    """Write the controller's files; returns how graphs decide beside it, and times."""
-    if config.onnx or config.int8:  # first, since some controllers have no graph
+    """Write the controller's files; return how graphs decide beside it, and decision times."""
+    # graphs come first, since some controllers have none
+    if config.onnx or config.int8:
         write_onnx(Deployed(agent), folder / GRAPH)
     if config.int8:
         quantise(folder / GRAPH, folder / GRAPH_OF_8_BITS)
@@ -136,7 +145,7 @@ def _make(
     forms: dict[str, Any] = {path.name: controller}
     for path in sorted(folder.glob("*.onnx"), reverse=True):
         graph = forms[path.name] = OnnxController(path, config.threads)
-        # of 8 bits some decisions may differ
+        # with weights of 8 bits some decisions may differ
         exact = path.name == GRAPH
         graphs[path.name] = agreement(controller, graph.choose, table, budgets_ms, path.name, exact)
     micros = _median_us(forms, table, budgets_ms)
@@ -148,20 +157,22 @@ def _make(
 
 
 def _median_us(forms: dict[str, Any], table: ProfileTable, budgets_ms: Tensor) -> dict[str, float]:
-    """The median time of `CALLS` decisions for each form, in µs. The forms take turns."""
+    """Return the median time of `CALLS` decisions of each form of a controller, in µs.
+
+    The forms take turns, so that they meet the same drift of the machine."""
     micros: dict[str, list[float]] = {name: [] for name in forms}
     limits = budgets_ms.numpy()
     for i in range(CALLS):
         sample = i % table.num_samples
         row = {name: block[sample].numpy() for name, block in table.features.items()}
         alone = {name: block[None] for name, block in row.items()}
-        place = i % len(limits)
+        limit = limits[i % len(limits)]
         for name, form in forms.items():
             start = time.perf_counter_ns()
             if limits.ndim == 1:
-                form.decide_index(row, float(limits[place]))
+                form.decide_index(row, float(limit))
             else:
-                form.choose(alone, limits[[place]])
+                form.choose(alone, limit[None])
             micros[name].append((time.perf_counter_ns() - start) / 1e3)
     return {name: statistics.median(times) for name, times in micros.items()}
 

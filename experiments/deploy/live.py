@@ -28,7 +28,7 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.judging.baselines import BestStatic, averages, static_of
 from knobwise.agents.policy.static import Static
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
@@ -57,11 +57,11 @@ from knobwise.profiling.measuring.measuring import collected_between
 from knobwise.profiling.measuring.requests import Requests
 
 IN_A_ROW = 20
-"""Requests that one policy serves, as a server meets them with its caches, before the next serves
-the same."""
+"""Number of requests that one policy serves before the next policy serves the same ones. Caches are
+then filled as in a real server."""
 COMPARED = 100
-"""Samples of a stream whose features are compared with those of the profile, before anything is
-served."""
+"""Number of samples of a stream whose features are compared with those of the profile, before
+anything is served."""
 
 
 class ServiceStopped(Exception):
@@ -91,18 +91,10 @@ def run_live(
             printed and written first.
     """
     loaded = load_checkpoint(checkpoint)
+    _check_controller(checkpoint, loaded, table)
     controller = loaded.controller
-    if controller.sense != "deadline":
-        raise InputError(
-            f"{checkpoint}: keeps a mean over requests, but with live=true every request has a "
-            "deadline"
-        )
-    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
-        raise InputError(
-            f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
-        )
     test = loaded.extra["test_rows"]
-    fitted = torch.cat([loaded.extra[f"{p}_rows"] for p in ("train", "validation")])
+    fitted = torch.cat([loaded.extra[f"{part}_rows"] for part in ("train", "validation")])
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets_ms = judged_budgets(table, config.budgets_ms)
@@ -110,6 +102,7 @@ def run_live(
     with one_thread(), threadpool_limits(1), collected_between():
         check_features(model, table, stream)
         served = AdaptiveModel(model, controller, clock=config.clock)
+        # some cells of the profile are timed first: budgets are scaled by the speed of this machine
         choices = list[int]()
         ratios = list[float]()
         speed = 1.0
@@ -128,17 +121,12 @@ def run_live(
         if not len(stream.rows):
             raise InputError(f"{stopped}; no request was served before that") from stopped.__cause__
     results = live_results(table, stream, record, served.controller, speed)
-    results |= {
-        "model": model.name,
-        "tracker": served.tracker.factors(),
-        "ignored": served.tracker.ignored,
-    }
-    results |= {"repeats": record.served["choice"].shape[2], "clock": config.clock}
-    print_live(results, Console())
-    if config.json is not None:
-        write_text(config.json, json.dumps(results, indent=1))
-    if config.html is not None:
-        write_live_page(config.html, results)
+    results["model"] = model.name
+    results["tracker"] = served.tracker.factors()
+    results["ignored"] = served.tracker.ignored
+    results["repeats"] = record.served["choice"].shape[2]
+    results["clock"] = config.clock
+    _show(results, config)
     if stopped is not None:
         raise InputError(
             f"{stopped}; results are of the {len(stream.rows)} requests × {results['repeats']} "
@@ -147,10 +135,34 @@ def run_live(
     return results
 
 
+def _check_controller(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:
+    """Refuse a controller that is not for deadlines, or was trained on another profile."""
+    controller = loaded.controller
+    if controller.sense != "deadline":
+        raise InputError(
+            f"{checkpoint}: keeps a mean over requests, but with live=true every request has a "
+            "deadline"
+        )
+    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
+        raise InputError(
+            f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
+        )
+
+
+def _show(results: dict[str, Any], config: LiveConfig) -> None:
+    """Print the results, and write them where the settings say."""
+    print_live(results, Console())
+    if config.json is not None:
+        write_text(config.json, json.dumps(results, indent=1))
+    if config.html is not None:
+        write_live_page(config.html, results)
+
+
 def fixed_configurations(
     table: ProfileTable, fitted: Tensor, budgets_ms: Tensor, count: int
 ) -> dict[str, int]:
-    """Name → configuration, by what they did on the rows fitted on (int64 [n])."""
+    """Return the fixed configurations to serve, by name, chosen by their results on the fitted rows
+    (int64 [n])."""
     accuracy, latency = averages(table, fitted)
     best = BestStatic(table, fitted, budgets_ms).choose({}, np.ones(1))[0]
     chosen = {BEST_STATIC: best, "cheapest": latency.argmin(), "most_accurate": accuracy.argmax()}
@@ -168,7 +180,7 @@ def draw_stream(
     requests: Requests,
     config: LiveConfig,
 ) -> Stream:
-    """Draw order and budgets (still in the profile's ms).
+    """Draw the order and the budgets of the requests; the budgets are still in the profile's ms.
 
     Raises:
         InputError: no request is of the test samples, or with `fresh` outside the profile.
@@ -185,17 +197,20 @@ def draw_stream(
             [name for row in test.tolist() if (name := table.sample_ids[row]) in requests], object
         )
     if not len(ids):
+        if config.fresh:
+            raise InputError(
+                f"live: profile {table.name!r} holds every question after "
+                f"stream.skip={config.skip}; stream.fresh=false serves its test samples"
+            )
         raise InputError(
-            f"live: profile {table.name!r} holds every question after stream.skip={config.skip}; "
-            "stream.fresh=false "
-            "serves its test samples"
-            if config.fresh
-            else f"live: no question is a test sample of profile {table.name!r}; "
-            "stream.fresh=true serves others"
+            f"live: no question is a test sample of profile {table.name!r}; stream.fresh=true "
+            "serves others"
         )
+    # each round serves every sample once, in an order of its own
     rounds = -(-config.requests // len(ids))
     order = np.concatenate([rng.permutation(len(ids)) for _ in range(rounds)])[: config.requests]
     drawn = rng.choice(budgets_ms.double().numpy(), config.requests)
+    # cells that are timed beforehand are of samples that the controller was fitted on
     known = [row for row in fitted.tolist() if table.sample_ids[row] in requests]
     timed = {
         row: requests.request(table.sample_ids[row])
@@ -222,8 +237,8 @@ def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> N
             if known.shape != block.shape or not np.allclose(block, known, atol=4e-3, rtol=4e-3):
                 raise InputError(
                     f"profile {table.name!r}: sample {name} is not what model {model.name!r} was "
-                    "measured on; name the "
-                    "model and the questions of the profile, with their settings"
+                    "measured on; name the model and the questions of the profile, with their "
+                    "settings"
                 )
 
 
@@ -231,7 +246,7 @@ def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> N
 
 
 class Server:
-    """The policies in front of the model; each serves a request by its number → `Served`."""
+    """The policies in front of the model. Each is a function that serves the i-th request."""
 
     def __init__(
         self,
@@ -261,11 +276,12 @@ class Server:
             STATIC: self.by_static,
             **{name: partial(self.by_configuration, choice) for name, choice in fixed.items()},
         }
-        self._complete = 0, 0  # repeats, and requests of the next one, that every policy served
+        # complete repeats, and requests of the next repeat, that every policy served
+        self._complete = 0, 0
 
     @cached_property
     def record(self) -> Record:
-        """What was served so far, 0 for the rest."""
+        """Every request and what was served of it, 0 before that."""
         shape = len(self.policies), len(self.stream.rows), self.config.repeats
         fields = {
             name: np.zeros(shape, object if name == "drift" else float) for name in Served._fields
@@ -273,6 +289,7 @@ class Server:
         return Record(list(self.policies), fields)
 
     def by_controller(self, model: AdaptiveModel, i: int) -> Served:
+        """Serve the i-th request by a controller, tracked or frozen."""
         start = self.clock()
         name = self.stream.ids[i]
         result = model.answer(self.stream.requests[name], float(self.stream.budgets_ms[i]))
@@ -280,10 +297,11 @@ class Server:
         inference_ms = result.answer.total_ms
         overhead_ms = max(took_ms - inference_ms, 0.0)
         score = self.score(name, result.answer.text)
-        about = result.limit_ms, result.decision_us, *result.expected
-        return Served(result.choice, score, inference_ms, overhead_ms, *about, result.drift)
+        decision = (result.limit_ms, result.decision_us, *result.expected, result.drift)
+        return Served(result.choice, score, inference_ms, overhead_ms, *decision)
 
     def by_static(self, i: int) -> Served:
+        """Serve the i-th request by budget-aware static, which follows the drift."""
         static = self.static
         budget = float(self.stream.budgets_ms[i])
         if self.latest:
@@ -306,6 +324,7 @@ class Server:
         )
 
     def by_configuration(self, choice: int, i: int) -> Served:
+        """Serve the i-th request by a fixed configuration."""
         vlm = self.model.model
         name = self.stream.ids[i]
         with clocked_by(self.config.clock):
@@ -315,9 +334,11 @@ class Server:
         return Served(choice, score, answer.total_ms, 0.0, np.nan, 0.0, np.nan, np.nan, None)
 
     def serve(self) -> ServiceStopped | None:
-        """Serve the stream by every policy: `IN_A_ROW` requests by one of them, then the same by
-        the next, in random order, so that the drift of the machine hits all alike. Gives what
-        stopped it before the end, if anything."""
+        """Serve the stream by every policy; return what stopped it before the end, if anything.
+
+        One policy serves `IN_A_ROW` requests, then the next serves the same ones, in random order,
+        so that the drift of the machine hits all alike.
+        """
         n = len(self.stream.rows)
         repeats = self.config.repeats
         rng = np.random.default_rng((self.config.seed, 1))
@@ -337,14 +358,15 @@ class Server:
         return None
 
     def finished(self) -> tuple[Stream, Record]:
-        """What every policy served: the repeats that are complete, or of the first one its
-        beginning."""
+        """Return what every policy served: all complete repeats or, if there is none, the beginning
+        of the first."""
         repeats, requests = self._complete
         n = len(self.stream.rows)
-        if repeats or requests == n:
-            repeats, n = (repeats + (requests == n), n)
-        else:
-            repeats, n = (1, requests)
+        if requests == n:
+            repeats += 1
+        elif not repeats:
+            repeats = 1
+            n = requests
         served = {name: values[:, :n, :repeats] for name, values in self.record.served.items()}
         return self.stream.first(n), Record(self.record.policies, served)
 
@@ -355,7 +377,7 @@ class Server:
             raise ServiceStopped(self.stream.ids[i], policy, error) from error
 
     def _serve_block(self, block: range, p: int, repeat: int) -> None:
-        """Serve some requests by policy p."""
+        """Serve a block of requests by policy p, and record it."""
         for i in block:
             served = self._serve_request(self.record.policies[p], i)
             for name, value in served._asdict().items():

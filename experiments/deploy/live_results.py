@@ -22,36 +22,37 @@ from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.machine import cpu_name
 
 METRICS = ("accuracy", "latency_ms", "satisfaction", "utility")
-"""What is known of every request."""
+"""The metrics of every request; `satisfaction` is the share of measurements that are on time."""
 BEST_STATIC = "best_static"
 
 
 @dataclass(frozen=True)
 class Stream:
-    """n requests, each after the one before it was answered: which sample, under which budget."""
+    """A stream of n requests: which sample, under which budget. Each request arrives when the one
+    before it has been answered."""
 
     rows: NDArray[np.int64]
     """[n], rows of the table; −1 for a sample that it does not hold."""
     budgets_ms: NDArray[np.float64]
-    """[n]."""
+    """[n], the time that each request may take."""
     ids: list[str]
     """n ids of samples."""
     requests: Mapping[str, Request]
-    """By id."""
+    """The request of each sample, by its id."""
     timed: Mapping[int, Request]
-    """By row of the table, to find the speed of this machine."""
+    """Requests by row of the table. They are timed first, to find the speed of this machine."""
 
     def scaled(self, speed: float) -> Stream:
-        """The same, with budgets for a machine that takes `speed` times as long."""
+        """Return the stream with budgets for a machine that takes `speed` times as long."""
         return replace(self, budgets_ms=self.budgets_ms * speed)
 
     def first(self, n: int) -> Stream:
-        """The first n of them."""
+        """Return the first n requests of the stream."""
         return replace(self, rows=self.rows[:n], budgets_ms=self.budgets_ms[:n], ids=self.ids[:n])
 
 
 class Served(NamedTuple):
-    """What one policy did with one request. Times in ms."""
+    """The decision of one policy for one request, and its times in ms."""
 
     choice: int
     score: float
@@ -63,16 +64,16 @@ class Served(NamedTuple):
     """The limit that the decision had to meet; NaN for a fixed configuration."""
     decision_us: float
     log_latency: float
-    """The predicted mean of ln ms, and its standard deviation, both without drift; NaN where
-    nothing was predicted."""
+    """The predicted mean of ln ms, without drift; NaN where nothing was predicted."""
     spread: float
+    """The predicted standard deviation of ln ms, without drift; NaN where nothing was predicted."""
     drift: Drift | None
-    """What the decision allowed for."""
+    """The drift of the machine that the decision allowed for."""
 
 
 @dataclass
 class Record:
-    """What was served: P policies, n requests, R repeats."""
+    """A record of what P policies served in n requests and R repeats."""
 
     policies: list[str]
     served: dict[str, NDArray[Any]]
@@ -82,8 +83,7 @@ class Record:
 def live_results(
     table: ProfileTable, stream: Stream, record: Record, controller: NumpyController, speed: float
 ) -> dict[str, Any]:
-    """What is printed and written: a row for each policy, the replay of the same decisions, and the
-    overhead.
+    """Return a row for each policy, the replay of the same decisions, and the overhead.
 
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if
     every answer is the same. Only the model's part is replayed, each of its measurements, at the
@@ -97,40 +97,20 @@ def live_results(
     live = _outcomes(
         served["score"], (served["inference_ms"] + served["overhead_ms"]).unsqueeze(-1), budgets
     )
-    if (stream.rows >= 0).all():
-        replayed = _Replay(table, stream, served)
-    else:
-        replayed = None
-    gained = live["utility"].mean(-1)
+    learned = record.policies.index(LEARNED)
     choice = served["choice"].long()
+    # samples that the table does not hold cannot be replayed
+    replay = None
+    during: dict[str, Any] = {}
+    decisions: dict[str, float] = {}
+    if (stream.rows >= 0).all():
+        replay = _Replay(table, stream, served)
+        during = replay.speed()
+        decisions = _replayed_decisions(table, stream, controller, record, learned)
+    rows, agreement = _rows(record.policies, live, replay)
     fixed = [
         (p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC)
     ]
-    learned = record.policies.index(LEARNED)
-    policies = []
-    agreement = []
-    for p, name in enumerate(record.policies):
-        row: dict[str, Any] = {"policy": name}
-        for what in METRICS:
-            row |= _mean(what, live[what][p].mean(-1))
-            if replayed is not None:
-                compared = replayed.agreement(p, what, live[what][p], row[f"{what}_ci95"])
-                agreement.append({"policy": name, "what": what, **compared})
-        row["latency_ms_p95"] = float(live["latency_ms"][p].quantile(0.95))
-        if replayed is not None:
-            row |= _mean(
-                "satisfaction_feasible", live["satisfaction"][p].mean(-1)[replayed.feasible]
-            )
-        row["utility_per_run"] = live["utility"][p].mean(0).tolist()
-        policies.append(row | _mean("behind", gained[learned] - gained[p]))
-    if replayed is None:
-        during = {}
-    else:
-        during = replayed.speed()
-    if replayed is None:
-        decisions = {}
-    else:
-        decisions = _replayed_decisions(table, stream, controller, record, learned)
     return {
         "kind": "simulated request stream, served live",
         "profile": {"name": table.name, "digest": table.digest},
@@ -142,9 +122,9 @@ def live_results(
         },
         "requests": len(stream.rows),
         "budgets_ms": sorted(set(stream.budgets_ms.tolist())),
-        "infeasible": None if replayed is None else float((~replayed.feasible).double().mean()),
+        "infeasible": None if replay is None else float((~replay.feasible).double().mean()),
         "speed": {"before": speed, **during},
-        "rows": policies,
+        "rows": rows,
         "agreement": agreement,
         "overhead": _overhead({name: values[learned] for name, values in served.items()}),
         "decisions": decisions,
@@ -153,14 +133,39 @@ def live_results(
     }
 
 
+def _rows(
+    policies: Sequence[str], live: Mapping[str, Tensor], replay: _Replay | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return a row for each policy, and for each of its metrics how well the replay agrees."""
+    gained = live["utility"].mean(-1)
+    learned = policies.index(LEARNED)
+    rows = []
+    agreement = []
+    for p, name in enumerate(policies):
+        row: dict[str, Any] = {"policy": name}
+        for metric in METRICS:
+            row |= _mean(metric, live[metric][p].mean(-1))
+            if replay is not None:
+                compared = replay.agreement(p, metric, live[metric][p], row[f"{metric}_ci95"])
+                agreement.append({"policy": name, "what": metric, **compared})
+        row["latency_ms_p95"] = float(live["latency_ms"][p].quantile(0.95))
+        if replay is not None:
+            satisfaction = live["satisfaction"][p].mean(-1)
+            row |= _mean("satisfaction_feasible", satisfaction[replay.feasible])
+        row["utility_per_run"] = live["utility"][p].mean(0).tolist()
+        rows.append(row | _mean("behind", gained[learned] - gained[p]))
+    return rows, agreement
+
+
 class _Replay:
-    """The same decisions, looked up in the profile. Only the model's part is replayed, each of its
+    """The live decisions, looked up in the profile. Only the model's part is replayed, each of its
     measurements, at the median speed of all answers: the overhead stays as it was."""
 
     def __init__(self, table: ProfileTable, stream: Stream, served: Mapping[str, Tensor]) -> None:
         table = table.without_first_look
         rows = torch.from_numpy(stream.rows)
         budgets = torch.from_numpy(stream.budgets_ms)[:, None]
+        # the cell of each decision, by row and configuration [P, n, R]
         at = rows[:, None].expand(served["choice"].shape), served["choice"].long()
         self.during, self.half_width = _speed(
             served["inference_ms"] / table.latency_ms[at].clamp_min(LEAST_LATENCY_MS)
@@ -172,29 +177,38 @@ class _Replay:
         self.feasible = (
             self.during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
         )
-        """bool [n], whether some configuration meets the budget."""
+        """bool [n], True where some configuration meets the budget."""
         # the speed of this machine is known only as well as its answers allow
         self._unsure = self.half_width * table.latency_ms[at].double().mean((1, 2))
 
     def speed(self) -> dict[str, Any]:
-        """How long answers took, as a multiple of the profile's."""
+        """Return the median time of an answer as a multiple of the profile's, with its interval."""
         interval = [self.during - self.half_width, self.during + self.half_width]
         return {"during": self.during, "during_ci95": interval}
 
-    def agreement(self, p: int, what: str, live: Tensor, ci95: Sequence[float]) -> dict[str, Any]:
-        """One metric of policy p, live, float [n, R], and replayed. What is unsure about the speed
-        widens the interval of their difference."""
-        replay = self._outcomes[what][p]
-        if what == "latency_ms":
+    def agreement(self, p: int, metric: str, live: Tensor, ci95: Sequence[float]) -> dict[str, Any]:
+        """Compare one metric of policy p, live and replayed.
+
+        The uncertainty about the speed widens the interval of their difference.
+
+        Args:
+            live: float [n, R].
+            ci95: the interval of the live mean.
+        """
+        replay = self._outcomes[metric][p]
+        if metric == "latency_ms":
             unsure = float(self._unsure[p])
         else:
             unsure = 0.0
-        mean, gap = float(replay.mean(-1).mean()), _mean("gap", (live - replay).mean(-1))
-        centre, (low, high) = gap["gap"], gap["gap_ci95"]
-        if what == "accuracy":
+        mean = float(replay.mean(-1).mean())
+        gap = _mean("gap", (live - replay).mean(-1))
+        centre = gap["gap"]
+        low, high = gap["gap_ci95"]
+        if metric == "accuracy":
             agrees = torch.equal(live, replay)
         else:
             agrees = ci95[0] <= mean <= ci95[1]
+        # independent errors add up in squares
         interval = [
             centre - float(np.hypot(centre - low, unsure)),
             centre + float(np.hypot(high - centre, unsure)),
@@ -210,8 +224,8 @@ class _Replay:
 
 
 def _speed(ratios: Tensor) -> tuple[float, float]:
-    """Latency here / latency in the profile, from those of all answers, and half the width of its
-    95 % interval.
+    """Return the median of latency here / latency in the profile, and half the width of its 95 %
+    interval, from the ratios of all answers.
 
     Medians, since a single stall of the machine is longer than many answers. The standard error of
     a median is 1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978, "Variations of Box Plots").
@@ -221,14 +235,15 @@ def _speed(ratios: Tensor) -> tuple[float, float]:
 
 
 def _outcomes(accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor) -> dict[str, Tensor]:
-    """`METRICS` of every request, [P, n, R] each, from latencies [P, n, R, M] of M measurements."""
+    """Return the `METRICS` of every request, [P, n, R] each, from latencies [P, n, R, M] of M
+    measurements."""
     met = (latency_ms <= budgets_ms.unsqueeze(-1)).double().mean(-1)
     return dict(zip(METRICS, (accuracy, latency_ms.mean(-1), met, accuracy * met), strict=True))
 
 
 def _overhead(served: Mapping[str, Tensor]) -> dict[str, float]:
-    """What the controller adds to the model's time. Of the parts medians: a stall would count in
-    one of them only."""
+    """Return what the controller adds to the model's time. Its parts are given as medians: a stall
+    of the machine would count in only one of them."""
     inference = float(served["inference_ms"].mean())
     overhead = served["overhead_ms"]
     decision_us = float(served["decision_us"].median())
@@ -247,29 +262,28 @@ def _overhead(served: Mapping[str, Tensor]) -> dict[str, float]:
 def _replayed_decisions(
     table: ProfileTable, stream: Stream, controller: NumpyController, record: Record, learned: int
 ) -> dict[str, float]:
-    """How often a replay that allows for the same drift decides as the controller did, at its
-    limits and at whole budgets."""
+    """Return how often a replay that allows for the same drift decides as the controller did: at
+    its limits, and at whole budgets."""
     blocks = {name: block.numpy() for name, block in table.features.items()}
     served = {name: values[learned] for name, values in record.served.items()}
     same = np.zeros((2, *served["choice"].shape), bool)
     for (i, repeat), choice in np.ndenumerate(served["choice"]):
         features = {name: block[stream.rows[i]] for name, block in blocks.items()}
         drift = served["drift"][i, repeat]
-        for place, limit in enumerate((served["limit_ms"][i, repeat], stream.budgets_ms[i])):
-            same[place, i, repeat] = (
-                controller.decide_index(features, float(limit), drift) == choice
-            )
+        for k, limit in enumerate((served["limit_ms"][i, repeat], stream.budgets_ms[i])):
+            same[k, i, repeat] = controller.decide_index(features, float(limit), drift) == choice
     names = "as_replayed_at_the_same_limit", "as_replayed_at_the_whole_budget"
     return dict(zip(names, same.mean((1, 2)).tolist(), strict=True))
 
 
 def _timeline(stream: Stream, record: Record, learned: int) -> list[dict[str, float]]:
-    """The first run of the controller, request by request, with residuals in units of the expected
-    spread."""
+    """Return the first run of the controller, request by request, with residuals in units of the
+    expected spread."""
     served = {name: values[learned, :, 0] for name, values in record.served.items()}
     rows = []
     for i, drift in enumerate(served["drift"]):
         offsets, scale = drift or (0.0, 1.0)
+        # a tracker has an offset for each configuration, or one for all
         offsets = np.atleast_1d(offsets)
         offset = offsets[int(served["choice"][i]) if len(offsets) > 1 else 0]
         inference, overhead = (float(served[name][i]) for name in ("inference_ms", "overhead_ms"))
@@ -286,10 +300,9 @@ def _timeline(stream: Stream, record: Record, learned: int) -> list[dict[str, fl
 
 
 def _mean(name: str, values: Tensor) -> dict[str, Any]:
-    """A mean over requests, and its interval without the rounding that would make a share greater
-    than 1."""
-    if len(values):
-        interval = [round(end, 12) for end in mean_interval(values)]
-    else:
-        interval = None
-    return {name: float(values.mean()) if len(values) else None, f"{name}_ci95": interval}
+    """Return the mean of a metric over requests and its interval, both None without requests."""
+    if not len(values):
+        return {name: None, f"{name}_ci95": None}
+    # rounded, since an error in the last bit would make a share greater than 1
+    interval = [round(end, 12) for end in mean_interval(values)]
+    return {name: float(values.mean()), f"{name}_ci95": interval}

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from time import sleep
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
-from knobwise.agents.learning.off_policy import Estimate, Judgement
+from knobwise.agents.learning.off_policy import Judgement
 from knobwise.agents.learning.update import update
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.export import configurations_of
@@ -47,9 +47,9 @@ from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.tracking.tracker import Tracker
 
 REQUESTS = 500
-"""How many show how sure the controller is."""
+"""Number of fitted samples whose features show how sure the controller is."""
 POLL_S = 1.0
-"""How often a growing log is read again, in seconds."""
+"""Seconds between two readings of a growing log."""
 UPDATE = "update.json"
 STEPS = {
     "latencies": "offsets of latencies",
@@ -72,11 +72,16 @@ def run(config: UpdateRun) -> Path:
     if (config.log is None) == (config.profile is None):
         raise InputError(
             "update: give log=FOLDER, the requests to learn from, or profile=table "
-            "profile.path=FILE, the cells "
-            "that were timed on other hardware"
+            "profile.path=FILE, the cells that were timed on other hardware"
         )
     if config.every is None or config.log is None:
         return _update(config, out)[0]
+    _keep_updating(config, out, config.log, config.every)
+
+
+def _keep_updating(config: UpdateRun, out: Path, log: str, every: int) -> NoReturn:
+    """Update whenever the log has grown by `every` requests, until interrupted."""
+    # the number of a version is its step in the log of updates
     last = max((int(path.name) for path in (out / VERSIONS).glob("[0-9]*")), default=0)
     tracker = Tracker(
         out,
@@ -90,18 +95,20 @@ def run(config: UpdateRun) -> Path:
     with tracker:
         known = 0
         while True:
-            count = len(read_log(config.log).rows)
-            if count >= known + config.every:
+            count = len(read_log(log).rows)
+            if count >= known + every:
                 known = count
                 _, version, facts = _update(config, out)
                 if int(version.name) > last:
-                    tracker.log(_metrics(facts), last := int(version.name))
+                    last = int(version.name)
+                    tracker.log(_metrics(facts), last)
+                # later updates start from the version that serves
                 config = replace(config, checkpoint=str(out / CURRENT))
             sleep(POLL_S)
 
 
 def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
-    """What an update shows, under its logged names."""
+    """Return the numbers that are logged of an update, by name."""
     metrics = {
         "Log/Requests": facts["requests"],
         "Update/Better": facts["better"],
@@ -115,7 +122,7 @@ def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
-    """The version that serves, the new one, and what is known about it."""
+    """Make a new version; return the version that serves, the new one, and facts about it."""
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     if problem := _problem(loaded, config.log is None):
         raise InputError(f"{config.checkpoint}: {problem}")
@@ -128,9 +135,8 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
         learn = _from_cells
     updated, facts = learn(config, loaded, digest)
     with locked(out):
-        _check_serving(
-            config, digest, current := serving(out)
-        )  # another process may have been here
+        current = serving(out)
+        _check_serving(config, digest, current)  # another process may have been here
         if current is None:
             current = _added(out, loaded, {"before": None, "from": config.checkpoint})
             serve(out, current)
@@ -139,10 +145,12 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
             serve(out, version)
         else:
             try_out(out, version if facts["promising"] else None)
-    outcome = f"{current.name} goes on serving" + (
-        ", but this version is worth a trial" if facts["promising"] else ""
-    )
-    print_lines(Console(), [f"{version}: {'serves now' if facts['better'] else outcome}"])
+    outcome = f"{current.name} goes on serving"
+    if facts["better"]:
+        outcome = "serves now"
+    elif facts["promising"]:
+        outcome += ", but this version is worth a trial"
+    print_lines(Console(), [f"{version}: {outcome}"])
     return serving(out) or version, version, facts
 
 
@@ -158,30 +166,29 @@ def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None
         again = Path(config.out) / CURRENT
         raise InputError(
             f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; "
-            "give "
-            f"checkpoint={again}, or another folder"
+            f"give checkpoint={again}, or another folder"
         )
 
 
 def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
-    """A version with its checkpoint, its arrays, and what is known about it; the same command,
-    given again because it was killed or by mistake, finds the version that it has made."""
-    words = json.dumps(facts, indent=1)
+    """Add a version with its checkpoint, its arrays, and facts about it; return its folder.
+
+    A command that is given again, because it was killed or by mistake, finds the version that it
+    made before.
+    """
+    text = json.dumps(facts, indent=1)
     for version in (out / VERSIONS).glob("[0-9]*"):
-        if not (version / UPDATE).exists() or (version / UPDATE).read_text() != words:
+        if not (version / UPDATE).exists() or (version / UPDATE).read_text() != text:
             continue
-        if not (
-            damaged := [
-                path for name in (VERSION, CONTROLLER) if is_damaged(path := version / name)
-            ]
-        ):
+        damaged = [version / name for name in (VERSION, CONTROLLER) if is_damaged(version / name)]
+        if not damaged:
             return version
         say(f"{damaged[0]}: is damaged; the version is made again")
 
     def write(folder: Path) -> None:
         loaded.save(folder / VERSION)
         loaded.controller.export(folder / CONTROLLER)
-        write_text(folder / UPDATE, words)
+        write_text(folder / UPDATE, text)
 
     return add_version(out, write)
 
@@ -200,10 +207,15 @@ def _roll_back(out: Path) -> Path:
 
 
 def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
-    """The controller after learning from the log, the best if it is better; print and return what
-    the log shows."""
+    """Let a controller learn from the log, and print what the log shows.
+
+    Returns:
+        The controller after the last step that made it better, else the candidate; and facts
+        about the update.
+    """
     agent: Any = loaded.controller
     assert config.log is not None
+    # requests count if this controller or an earlier version of it decided them
     digests = [*loaded.extra.get("versions", []), digest]
     names = configurations_of(agent)
     sizes = agent.controller.normaliser.sizes
@@ -212,16 +224,27 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     if not log.rows:
         raise InputError(f"log={config.log}: no request in it can be used; see the lines above")
     result = update(agent, logged_of(log.rows, len(names), sizes, digest), config.learning)
+    _print_steps(result.steps)
+    latest = log.rows[-(config.every or len(log.rows)) :]
     facts = {
         "better": result.better,
         "promising": result.promising and not result.better,
         "requests": len(log.rows),
-        "latest": _means(log.rows[-(config.every or len(log.rows)) :]),
+        "latest": _means(latest),
         "set_aside": dict(log.aside),
         "steps": {name: judgement.plain() for name, judgement in result.steps.items()},
         "factors": result.factors,
         "logits": result.logits,
     }
+    if result.better:
+        best = result.agent
+    else:
+        best = result.candidate
+    return loaded._replace(agent=best, extra=loaded.extra | {"versions": digests}), facts
+
+
+def _print_steps(steps: Mapping[str, Judgement]) -> None:
+    """Print a table with a row for each step of an update."""
     header = [
         "step",
         "utility, new − old [95 %]",
@@ -231,21 +254,12 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         "different",
         "takes over",
     ]
-    print_table(
-        Console(),
-        header,
-        [_row(STEPS[name], each) for name, each in result.steps.items()],
-        range(7),
-    )
-    if result.better:
-        best = result.agent
-    else:
-        best = result.candidate
-    return loaded._replace(agent=best, extra=loaded.extra | {"versions": digests}), facts
+    rows = [_row(STEPS[name], judgement) for name, judgement in steps.items()]
+    print_table(Console(), header, rows, range(len(header)))
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """How requests were answered; None without labels."""
+    """Return the on-time share, accuracy and utility of requests; None without labels."""
     labelled = [row for row in rows if row["accuracy"] is not None]
     return {
         "On_Time": fmean(row["met"] for row in rows),
@@ -255,35 +269,26 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def _row(step: str, judgement: Judgement) -> list[str]:
-    """A step in the table."""
-    robust, *others = (
-        each["difference"]
-        for each in (judgement.doubly_robust, judgement.direct, judgement.self_normalised)
-    )
-    values = [f"{each.value:+.3f}" for each in others]
-    different = f"{judgement.different} of {judgement.requests}"
+    """Return the cells of a step of an update in the table."""
+    robust = judgement.doubly_robust["difference"]
     return [
         step,
-        _words(robust),
+        f"{robust.value:+.3f} [{robust.low:+.3f}, {robust.high:+.3f}]",
         f"{judgement.bound:+.3f}",
-        *values,
-        different,
+        f"{judgement.direct['difference'].value:+.3f}",
+        f"{judgement.self_normalised['difference'].value:+.3f}",
+        f"{judgement.different} of {judgement.requests}",
         "yes" if judgement.better else "no",
     ]
 
 
-def _words(estimate: Estimate) -> str:
-    return f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]"
-
-
 def _problem(loaded: Loaded, for_hardware: bool) -> str:
-    """Why what a controller expects cannot be moved; "" if it can."""
+    """Return why a controller cannot be updated, or "" if it can."""
     agent = loaded.controller
     if agent.sense != "deadline":
         return (
             "decides for mean budgets or weights, whose worths hold on one machine only; train "
-            "on a profile of the "
-            "other machine"
+            "on a profile of the other machine"
         )
     if agent.teacher is None:
         return (
@@ -297,7 +302,8 @@ def _problem(loaded: Loaded, for_hardware: bool) -> str:
 
 
 def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
-    """The rows that the controller was fitted on, all if it does not say, int64 in random order."""
+    """Return the rows that the controller was fitted on (all if it does not say), int64 in random
+    order."""
     parts = [
         loaded.extra[f"{part}_rows"]
         for part in ("train", "validation")
@@ -311,20 +317,21 @@ def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
 
 
 def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
-    """The controller for the hardware of the timed cells; print its factors by knob, and return
-    what the cells tell."""
+    """Adapt a controller to the hardware of the timed cells, and print its factors by knob.
+
+    Returns:
+        The adapted controller, and facts about the cells.
+    """
     table = read_profile(config.trained_on, loaded)
     if table.digest != loaded.profile_digest:
         raise InputError(
             f"{config.checkpoint}: was trained on profile {loaded.profile_name!r}, but trained_on "
-            "is another, "
-            f"{table.name!r}; give the profile of the training, as in trained_on=table "
-            "trained_on.path=FILE"
+            f"is another, {table.name!r}; give the profile of the training, as in "
+            "trained_on=table trained_on.path=FILE"
         )
     profile = config.profile
-    if (
-        isinstance(profile, LongTables) and profile.knobs is None
-    ):  # few rows do not show which columns are knobs
+    if isinstance(profile, LongTables) and profile.knobs is None:
+        # a few rows do not show which columns are knobs
         profile = replace(profile, knobs=[knob.name for knob in table.knobs])
     timed = read_profile(profile)
     chosen, ratios = log_ratios(table, timed)
@@ -337,20 +344,22 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     x = agent.controller.features(
         {name: block[rows] for name, block in table.features.items()}, len(rows)
     )
-    lines = [
-        [
-            knob.name,
-            str(value),
-            f"× {offsets.mean[table.configurations[:, k] == v].mean().exp():.3f}",
-        ]
-        for k, knob in enumerate(table.knobs)
-        for v, value in enumerate(knob.values)
-    ]
-    print_table(Console(), ["knob", "value", "time, here / in training"], lines, range(3))
+    _print_factors(table, offsets.mean)
     print_lines(Console(), sentences("other_hardware.txt.j2", facts=facts))
     extra = loaded.extra | {"adapted": facts, "versions": [digest]}
-    return loaded._replace(agent=adapted(agent, offsets, x), extra=extra), {
-        "better": True,
-        "promising": False,
-        **facts,
-    }
+    updated = loaded._replace(agent=adapted(agent, offsets, x), extra=extra)
+    return updated, {"better": True, "promising": False, **facts}
+
+
+def _print_factors(table: ProfileTable, offsets: Tensor) -> None:
+    """Print, for each value of each knob, how much longer the other hardware takes.
+
+    Args:
+        offsets: ln(time here / time in training) of each configuration, float [C].
+    """
+    lines = []
+    for k, knob in enumerate(table.knobs):
+        for v, value in enumerate(knob.values):
+            factor = offsets[table.configurations[:, k] == v].mean().exp()
+            lines.append([knob.name, str(value), f"× {factor:.3f}"])
+    print_table(Console(), ["knob", "value", "time, here / in training"], lines, range(3))

@@ -1,4 +1,4 @@
-"""What a selector learns from and what it is judged on: the config group `beams`."""
+"""The data that a selector learns from and is judged on: the config group `beams`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from knobwise.experiments.settings.selector_options import (
     StoredEncoder,
 )
 
-if (
-    TYPE_CHECKING
-):  # readers import torch, which the command line does without until there is something to read
+# readers import torch, which the command line does without until there is something to read
+if TYPE_CHECKING:
     from torch import Tensor
 
     from knobwise.agents.checkpoint import Loaded
@@ -28,22 +27,31 @@ if (
 
 
 class SelectorData(NamedTuple):
-    """What a selector learns from and what it is judged on."""
+    """The data that a selector learns from and is judged on."""
 
     table: BeamTable
+    """The queries that it learns from, with recorded sequences."""
     split: Split
-    """Of `table`: training, validation, and the test part where `test` is the same table."""
+    """The parts of `table`: training, validation, and the test part where `test` is the same
+    table."""
     scorer: Scorer | None
+    """Answers any sequence for queries of `table`; None for recorded answers only."""
     test: BeamTable
+    """The queries that it is judged on."""
     test_rows: Tensor
+    """int64 [n], the rows of `test` to judge on."""
     test_scorer: Scorer | None
+    """Answers any sequence for queries of `test`; None for recorded answers only."""
     trusted: Tensor | None
     """bool [M], candidates of the test's bank whose annotator is careful; None where that is
     unknown."""
     judged_by: str
-    """`scorer`; `recorded`: whether the answer after the recorded sequence that a policy prefers
-    was right; `best_beam`: whether that sequence has the highest score, where right answers are not
-    recorded."""
+    """The measure of success.
+
+    - `scorer`: the answer to the chosen sequence is right.
+    - `recorded`: the answer is right that was recorded for the sequence that a policy prefers.
+    - `best_beam`: that sequence has the highest score, where right answers are not recorded.
+    """
     items: ClipItems | None = None
     """Pictures and texts of the queries and candidates, for encoder=clip."""
 
@@ -51,8 +59,7 @@ class SelectorData(NamedTuple):
 def read_data(
     config: BuiltinBeams | BeamFiles, encoder: StoredEncoder | ClipLora | None = None
 ) -> SelectorData:
-    """Read the beams that a config of group `beams` names, and what the encoder reads of their
-    items.
+    """Read the beams that a config of group `beams` names, and the items that the encoder reads.
 
     Raises:
         InputError: see the readers.
@@ -79,6 +86,7 @@ def read_data(
 
 
 def _builtin(config: BuiltinBeams) -> SelectorData:
+    """Read the built-in beams, whose test part has queries and candidates of its own."""
     import torch
 
     from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
@@ -93,6 +101,7 @@ def _builtin(config: BuiltinBeams) -> SelectorData:
 
 
 def _read_files(config: BeamFiles) -> BeamTable:
+    """Read recorded beams of another system."""
     from knobwise.envs.demonstrations.beam_files import read_beam_data
     from knobwise.envs.demonstrations.beam_table import BeamTable
 
@@ -101,8 +110,8 @@ def _read_files(config: BeamFiles) -> BeamTable:
     if config.embeddings is None:
         raise InputError("beams.embeddings: beams in JSON need the embeddings of their candidates")
     names = ("trailing_query", "candidate_images", "keep_fallback", "name")
-    how: dict[str, Any] = {name: getattr(config, name) for name in names}
-    return read_beam_data(config.path, config.embeddings, config.query_embeddings, **how)
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return read_beam_data(config.path, config.embeddings, config.query_embeddings, **options)
 
 
 def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipItems:
@@ -121,6 +130,7 @@ def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipIte
             f"{config.bank or config.data}: has {len(data.bank)} items, but {table.name!r} has "
             f"{len(table.candidates)} candidates; give an item for each, in order, as encoder.bank"
         )
+    # queries of a table have the ids of their items; those of beams in JSON are row numbers
     by_id = beams.path.endswith(".safetensors")
     known = {item.id if by_id else str(row): item for row, item in enumerate(data.queries)}
     missing = [query for query in table.query_ids if query not in known]
@@ -130,12 +140,13 @@ def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipIte
 
 
 def _best_beam(table: BeamTable) -> BeamTable:
-    """The table in which the sequence with the highest score, per query and length, counts as the
-    right answer."""
+    """Return the table with a right answer for the sequence that has the highest score of its query
+    and length."""
     from math import inf, nan
 
     score = table.fields["beam_score"]
     lengths = table.lengths
+    # which sequences of a query have the same length, bool [queries, beams, beams]
     same_length = lengths.unsqueeze(2) == lengths.unsqueeze(1)
     scores = score.unsqueeze(1).expand(same_length.shape).masked_fill(~same_length, -inf)
     best = (score == scores.nan_to_num(-inf).amax(2)).float().masked_fill(~table.beam_mask, nan)
@@ -143,8 +154,11 @@ def _best_beam(table: BeamTable) -> BeamTable:
 
 
 def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
-    """The table with columns of its embeddings set to 0. Raises InputError: the table has no such
-    block."""
+    """Return the table with some blocks of its embeddings set to 0.
+
+    Raises:
+        InputError: the table has no such block.
+    """
     queries = table.queries.clone()
     candidates = table.candidates.clone()
     for name in blocks:
@@ -161,8 +175,8 @@ def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
 def stored_embeddings(
     table: BeamTable, loaded: Loaded, items: ClipItems | None = None
 ) -> StoredEmbeddings:
-    """Return queries and candidates of a table as the selector of a checkpoint reads them, which
-    gets the items.
+    """Return queries and candidates of a table as the selector of a checkpoint reads them. Its
+    encoder, if there is one, gets the items.
 
     Raises:
         InputError: it was trained with another encoder, or along with CLIP by an earlier version.
@@ -186,8 +200,12 @@ def stored_embeddings(
 
 
 def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
-    """Refuse numbers of shots that cannot be judged. Raises InputError: an empty list, a number
-    twice, a number below 1, or, without a scorer, no number that was recorded."""
+    """Refuse numbers of shots that cannot be judged.
+
+    Raises:
+        InputError: an empty list, a number twice, a number below 1 or, without a scorer, no number
+            that was recorded.
+    """
     if not judged_shots or len(set(judged_shots)) < len(judged_shots):
         raise InputError(f"judged_shots={judged_shots}: give at least one number, and none twice")
     for shots in judged_shots:

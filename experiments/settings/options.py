@@ -46,7 +46,7 @@ class SplitConfig:
 
 @dataclass
 class RepeatedSplitConfig(SplitConfig):
-    """The same, split several times."""
+    """Shares of the samples, and how many times these are split."""
 
     repeats: int = 1
     """Number of random splits, with the seeds `seed`, `seed` + 1 and so on. Every policy is trained
@@ -399,6 +399,6 @@ VERBS: dict[str, type[Any]] = {
     "compare": CompareRun,
     "workspace": WorkspaceRun,
 }
-"""The settings of every verb. `train` has two; see `schema_of`."""
+"""The settings of every verb. `train` has two, for controllers and for selectors."""
 EXPERIMENTS = {"train": "controller", "train_selector": "selector"}
 """The experiment that runs when none is named."""

@@ -14,9 +14,8 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from knobwise.common.errors import InputError
 from knobwise.envs.simulated.settings import SimulatedConfig
 
-if (
-    TYPE_CHECKING
-):  # readers import torch, which the command line does without until there is something to read
+# readers import torch, which the command line does without until there is something to read
+if TYPE_CHECKING:
     from knobwise.agents.checkpoint import Loaded
     from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -154,14 +153,14 @@ class SimulatedProfile(SimulatedConfig):
 
 
 def profile_of_run(checkpoint: str) -> Any:
-    """The profile that a controller was trained on, as the run's `config.yaml` has it; None where
-    it names none.
+    """Return the profile that a controller was trained on, from the `config.yaml` of its run; None
+    where that names none.
 
     Args:
         checkpoint: the folder of the run, or a file in it.
 
     Raises:
-        InputError: it names one that does not exist, as a run of another version may.
+        InputError: it names a reader that this version does not have.
     """
     section = of_run(checkpoint, "profile")
     try:
@@ -195,15 +194,22 @@ def of_run(checkpoint: str, key: str) -> Any:
 
 def _config_of(checkpoint: str) -> Path:
     path = Path(checkpoint)
-    run = next(
-        (folder for folder in (path, *path.parents) if (folder / "config.yaml").is_file()), path
-    )
-    return run / "config.yaml"
+    for folder in (path, *path.parents):
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    return path / "config.yaml"
 
 
 def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:
-    """Read the profile that a config of group `profile` names; for a `loaded` controller that reads
-    the data set, with that as an input. Raises InputError: see the readers."""
+    """Read the profile that a config of group `profile` names.
+
+    Args:
+        loaded: a checkpoint that is to decide on the profile. If its controller takes the data set
+            as an input, the profile gets that input.
+
+    Raises:
+        InputError: see the readers.
+    """
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
     features_ms = settings.pop("features_ms", 0.0)
     if not 0 <= features_ms < math.inf:
@@ -220,8 +226,8 @@ def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:
 
 
 def read_questions(config: Any) -> dict[str, str]:
-    """The question of each sample by its id, where the profile has a file `samples.parquet`; else
-    {}."""
+    """Return the question of each sample by its id, from the file `samples.parquet` of the profile;
+    {} without one."""
     import polars as pl
 
     from knobwise.envs.readers.builtin import BUILTIN
@@ -235,21 +241,21 @@ def read_questions(config: Any) -> dict[str, str]:
     else:
         file = path
     try:
-        return dict(
-            pl.read_parquet(file, columns=["sample_id", "question"]).cast(pl.String).iter_rows()
-        )
+        frame = pl.read_parquet(file, columns=["sample_id", "question"])
+        return dict(frame.cast(pl.String).iter_rows())
     except (OSError, pl.exceptions.PolarsError):  # no such file, or another one of that name
         return {}
 
 
 def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
+    """Call the reader of a config with its settings."""
     from knobwise.envs.readers.builtin import builtin_profile, ocr_profile
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
     from knobwise.envs.simulated.calibrated import simulate
 
-    if isinstance(config, JointProfile):
-        return _read_joint(**settings)
     match config:
+        case JointProfile():
+            return _read_joint(**settings)
         case BuiltinProfile():
             return builtin_profile(**settings)
         case OCRProfile():
@@ -268,8 +274,9 @@ def _read_joint(
     features: list[str | None] | None,
     name: str,
     missing_blocks: bool,
-    **how: Any,
+    **settings: Any,
 ) -> ProfileTable:
+    """Read several tables and join them; `settings` are those of all long tables."""
     from knobwise.envs.readers.joint import join_tables
 
     files = features or [None] * len(paths)
@@ -279,7 +286,7 @@ def _read_joint(
             "null where it has none"
         )
     tables = [
-        _read_table(path, features=file, name=None, **how)
+        _read_table(path, features=file, name=None, **settings)
         for path, file in zip(paths, files, strict=True)
     ]
     return join_tables(tables, name, missing_blocks=missing_blocks)
@@ -306,4 +313,4 @@ PROFILES: dict[str, type[Any]] = {
     "joint": JointProfile,
     "simulated": SimulatedProfile,
 }
-"""The options of the group."""
+"""The choices of the group, by name."""

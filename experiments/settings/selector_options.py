@@ -182,22 +182,26 @@ class SelectorRun(Training):
         }
 
     def plan(self, name: str) -> Plan:
-        """How the variant of this name is trained: like the run's GRPO, except for what it sets.
-        Raises InputError: an unknown key or a value of the wrong type in it."""
-        place = f"variants.{name}"
-        variant = changed(Variant(), self.variants[name], place)
+        """Return the plan of a variant: the run's settings, with the changes that it makes.
+
+        Raises:
+            InputError: an unknown key in the variant, or a value of the wrong type.
+        """
+        section = f"variants.{name}"
+        variant = changed(Variant(), self.variants[name], section)
         stage = {key: getattr(variant, key) for key in ("epochs", "lr", "keep", "collected")}
-        return Plan(
+        stage = {key: value for key, value in stage.items() if value is not None}
+        plan = Plan(
             variant,
-            changed(
-                self.grpo, {key: value for key, value in stage.items() if value is not None}, place
-            ),
-            changed(self.reward, variant.reward, f"{place}.reward"),
-            changed(self.loss, variant.loss, f"{place}.loss"),
-            None
-            if variant.reward_model is None
-            else changed(self.reward_model, variant.reward_model, f"{place}.reward_model"),
+            changed(self.grpo, stage, section),
+            changed(self.reward, variant.reward, f"{section}.reward"),
+            changed(self.loss, variant.loss, f"{section}.loss"),
+            reward_model=None,
         )
+        if variant.reward_model is None:
+            return plan
+        learned = changed(self.reward_model, variant.reward_model, f"{section}.reward_model")
+        return plan._replace(reward_model=learned)
 
 
 class Plan(NamedTuple):
@@ -211,14 +215,16 @@ class Plan(NamedTuple):
 
 
 def changed(base: T, values: Any, where: str) -> T:
-    """A dataclass with some values changed; a message about them names `where`. Raises InputError:
-    an unknown key, a value of the wrong type."""
+    """Return a dataclass with some values changed.
+
+    Args:
+        where: the section that error messages name.
+
+    Raises:
+        InputError: an unknown key, a value of the wrong type.
+    """
     try:
-        return cast(
-            T,
-            OmegaConf.to_object(
-                OmegaConf.merge(OmegaConf.structured(base), OmegaConf.create(values))
-            ),
-        )
+        merged = OmegaConf.merge(OmegaConf.structured(base), OmegaConf.create(values))
+        return cast(T, OmegaConf.to_object(merged))
     except (OmegaConfBaseException, InputError) as error:
         raise InputError(f"{where}: {str(error).splitlines()[0]}") from error

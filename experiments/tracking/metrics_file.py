@@ -1,4 +1,4 @@
-"""metrics.csv: every number of a run but its speed, readable without any tool. Equal runs leave
+"""metrics.csv: every number of a run except its speed, readable without any tool. Equal runs leave
 equal files."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from knobwise.common.files import locked, sync, written_whole
 from knobwise.common.progress import say
 
 Row = tuple[int, dict[str, float]]
-"""A step, and numbers that were logged of it by name."""
+"""A step, and the numbers that were logged of it, by name."""
 
 
 class MetricsFile:
@@ -21,12 +21,14 @@ class MetricsFile:
     Several processes, each with its own seed, may write to one file.
 
     Args:
-        known: the rows of this seed up to `resume_step`, from its checkpoints; those that the file
+        seed: the seed whose rows are appended; None for rows of all seeds together.
+        resume_step: the last step to keep of this seed; None to keep none.
+        known: the rows of this seed up to `resume_step`, from its checkpoints. Rows that the file
             has lost are written again.
 
     Attributes:
-        earlier: the rows of this seed that the file held before, as step and values.
-        kept: those of them up to `resume_step`; the later ones are dropped from the file.
+        earlier: the rows of this seed that the file held before.
+        kept: the earlier rows up to `resume_step`; later rows are dropped from the file.
     """
 
     def __init__(
@@ -39,27 +41,28 @@ class MetricsFile:
         self.path = path
         self.seed = "" if seed is None else str(seed)
         last = -1 if resume_step is None else resume_step
-        self.earlier: list[tuple[int, dict[str, float]]] = []
+        self.earlier: list[Row] = []
         with locked(path.parent):
             rows = self._read()
-            for row in (row for row in rows if row["seed"] == self.seed):
-                values = {k: float(v) for k, v in row.items() if v and k not in ("seed", "step")}
-                self.earlier.append((int(row["step"]), values))
+            for row in rows:
+                if row["seed"] == self.seed:
+                    cells = {k: float(v) for k, v in row.items() if v and k not in ("seed", "step")}
+                    self.earlier.append((int(row["step"]), cells))
             self.kept = [row for row in self.earlier if row[0] <= last]
             kept = [row for row in rows if row["seed"] != self.seed or int(row["step"]) <= last]
-            held = [{k: v for k, v in row.items() if v or k == "seed"} for row in kept]
-            if any(self._row(*row) not in held for row in known):
+            # a killed process or a full disk may have lost rows that a checkpoint still has
+            filled = [_without_gaps(row) for row in kept]
+            if any(self._row(*row) not in filled for row in known):
                 say(f"{path}: rows are missing or damaged; those of seed {seed} are written again")
                 self.earlier = [*known, *(row for row in self.earlier if row[0] > last)]
                 self.kept = list(known)
-                kept = [row for row in kept if row["seed"] != self.seed] + [
-                    self._row(*row) for row in known
-                ]
+                kept = [row for row in kept if row["seed"] != self.seed]
+                kept += [self._row(*row) for row in known]
             if path.exists() or kept:
                 self._write(kept)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one row."""
+        """Add one row to the file."""
         row = self._row(step, values)
         with locked(self.path.parent):
             columns = self._columns()
@@ -73,6 +76,7 @@ class MetricsFile:
                 self._write([*self._read(), row])
 
     def _row(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
+        """Return a row as it is written; `repr` keeps every bit of a number."""
         return {
             "seed": self.seed,
             "step": str(step),
@@ -86,10 +90,9 @@ class MetricsFile:
 
     def _columns(self) -> list[str]:
         columns = next(self._lines(), [])
-        # else it is damaged
         if columns[:2] == ["seed", "step"]:
             return columns
-        return []
+        return []  # the header is damaged
 
     def _read(self) -> list[dict[str, str]]:
         header = self._columns()
@@ -98,7 +101,9 @@ class MetricsFile:
         return [dict(zip(header, line, strict=True)) for line in lines]
 
     def _write(self, rows: list[dict[str, str]]) -> None:
-        columns = list(dict.fromkeys(["seed", "step", *(name for row in rows for name in row)]))
+        columns = dict.fromkeys(["seed", "step"])  # in the order of the names
+        for row in rows:
+            columns |= dict.fromkeys(row)
         with (
             written_whole(self.path) as temporary,
             temporary.open("w", newline="", encoding="utf-8") as file,
@@ -108,8 +113,13 @@ class MetricsFile:
             writer.writerows(rows)
 
 
+def _without_gaps(row: Mapping[str, str]) -> dict[str, str]:
+    """Return a row of the file without columns that it has no value of."""
+    return {name: value for name, value in row.items() if value or name == "seed"}
+
+
 def _are_numbers(line: list[str]) -> bool:
-    """Whether a line has a step, and numbers or nothing elsewhere."""
+    """Return True for a line with a step, and with numbers or nothing in the other columns."""
     try:
         return int(line[1]) >= 0 and len([float(value or 0) for value in line]) > 1
     except (IndexError, ValueError):

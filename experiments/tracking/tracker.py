@@ -1,8 +1,8 @@
-"""Where a run's numbers go: metrics.csv, TensorBoard and Weights & Biases, the same in all three.
+"""The tracker of a run, which writes the same numbers to metrics.csv, TensorBoard and W&B.
 
-Each seed is one W&B run (job type: train), of a selector each stage of each seed; one more (job
-type: evaluate) holds the results. Everything lies inside the run's folder, and nothing needs an
-account or a network.
+Each seed is one W&B run (job type: train); of a selector, each stage of each seed. One more W&B run
+(job type: evaluate) holds the results. Everything lies inside the run's folder, and nothing needs
+an account or a network.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.wandb_run import THROUGHPUT, WandbRun, reason
 
 LONGEST_NAME = 40
+"""The most letters that changed settings take in the name of a W&B run."""
 SCORES = ("Val/Utility", "Val/Reward_Mean", "Val/Accuracy_Mean")
 """The columns of TensorBoard's table of hyper-parameters: the scores that settings are chosen
 by."""
@@ -38,11 +39,12 @@ MODES = {
     "dryrun": "offline",
     "disabled": "disabled",
 }
+"""The modes that W&B knows, by our mode and by the values of WANDB_MODE."""
 
 
 def wandb_mode(settings: TrackingSettings) -> str:
-    """online, offline or disabled, from `settings.mode`, else WANDB_MODE, else whether this machine
-    has a key.
+    """Return online, offline or disabled: from `settings.mode`, else from WANDB_MODE, else online
+    where this machine has a key.
 
     Raises:
         InputError: if the mode is unknown, online is wanted without a key, or W&B would refuse the
@@ -50,13 +52,11 @@ def wandb_mode(settings: TrackingSettings) -> str:
     """
     explicit = settings.mode != "auto"
     if explicit:
+        source = "tracking.mode"
         mode = settings.mode
     else:
-        mode = os.environ.get("WANDB_MODE") or "auto"
-    if explicit:
-        source = "tracking.mode"
-    else:
         source = "WANDB_MODE"
+        mode = os.environ.get("WANDB_MODE") or "auto"
     if mode not in ("auto", *MODES):
         auto = "auto, " * explicit
         raise InputError(f"{source}={mode}: unknown mode; use {auto}online, offline or disabled")
@@ -73,8 +73,8 @@ def wandb_mode(settings: TrackingSettings) -> str:
 
 
 def _check_names(project: str | None, tags: Sequence[str]) -> None:
-    """Refuse early what W&B refuses only when a run begins; without a project the one of the
-    environment counts."""
+    """Refuse early a project or tags that W&B would refuse when a run begins. Without a project,
+    that of the environment is checked."""
     import wandb  # slow to import
 
     name = project or os.environ.get("WANDB_PROJECT") or ""
@@ -97,24 +97,27 @@ def _check_names(project: str | None, tags: Sequence[str]) -> None:
 
 
 class Tracker:
-    """Writes one run's numbers to every place at once; used as a context manager.
+    """A context manager that writes the numbers of one run to metrics.csv, TensorBoard and W&B.
 
     An exception that leaves the block marks the W&B run as failed. A disabled tracker still writes
     `metrics.csv`. If W&B fails after it has started, a line reports it, and the rest continues.
 
     Args:
         folder: the run's folder; `metrics.csv`, `tensorboard/` and `wandb/` are made inside it.
-        name: of our run; `short_name` makes that of the W&B run of it.
-        experiment, job_type: the W&B group; train, evaluate or update.
+        name: the name of our run; `short_name` makes the name of its W&B run.
+        experiment: the W&B group.
+        job_type: train, evaluate or update.
         config: the resolved configuration; seed, stage, profile digest and git commit are added.
         seed: None for the results of all seeds.
-        stage: of a selector's training, in the names of `metrics.csv`; it begins at step `first` of
-            its seed there.
-        tags: in addition to those of the settings.
-        profile: as in `results.json`; online it becomes an input of the W&B run of a seed.
+        stage: the stage of a selector's training, which becomes part of the names in
+            `metrics.csv`.
+        first: the step of `metrics.csv` that the stage begins at.
+        tags: tags in addition to those of the settings.
+        profile: facts about the profile as in `results.json`; online the profile becomes an input
+            of the W&B run of a seed.
         resume_step: the step of the checkpoint that training resumes from. Later rows of this seed
             are dropped; None starts from the beginning and drops every earlier row of this seed.
-        finished: whether training is over, and only `log_scores` is to come.
+        finished: True when training is over, and only `log_scores` is to come.
 
     Raises:
         InputError: see `wandb_mode`; also if W&B is wanted online but cannot be reached when the
@@ -152,36 +155,41 @@ class Tracker:
         self.profile = profile
         self.known: Sequence[Row] = ()  # set before the block begins: see `MetricsFile`
         self.tick: Callable[[int], None] = lambda step: None  # called with each step that is logged
-        # `run` is the same for the W&B runs of all seeds
-        added = {"profile_digest": (profile or {}).get("digest", ""), "run": f"{experiment}/{name}"}
+        self.hparams = {**config}
         if seed is None:
             self.key = job_type
         else:
             self.key = "/".join(filter(None, (f"seed{seed}", stage)))
-        self.hparams = (
-            {**config}
-            | ({} if seed is None else {"seed": seed})
-            | ({"stage": stage} if stage else {})
-        )
-        from_environment = [
-            tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag
-        ]  # ours replace them
-        self.about = {
-            "project": settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
-            "entity": settings.entity,
-            "name": short_name(experiment, name, stage, seed),
-            "group": experiment,
-            "job_type": job_type,
-            "notes": settings.notes,
-            "tags": list(dict.fromkeys([*settings.tags, *from_environment, *tags])),
-            "config": _without_infinity(
-                self.hparams | added | {"git_commit": git_commit(), "code": code_digest()}
-            ),
-        }
+            self.hparams["seed"] = seed
+        if stage:
+            self.hparams["stage"] = stage
+        self.about = self._about(experiment, name, tags)
         self.mode = wandb_mode(settings)
         self._tensorboard: Any = None
         self._wandb: WandbRun | None = None
         self._stack = contextlib.ExitStack()
+
+    def _about(self, experiment: str, name: str, tags: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments of `wandb.init` that describe the run."""
+        settings = self.settings
+        # tags that we give replace those of the environment, so these are added again
+        from_environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
+        added = {
+            "profile_digest": (self.profile or {}).get("digest", ""),
+            "run": f"{experiment}/{name}",  # equal for the W&B runs of all seeds
+            "git_commit": git_commit(),
+            "code": code_digest(),
+        }
+        return {
+            "project": settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
+            "entity": settings.entity,
+            "name": short_name(experiment, name, self.stage, self.seed),
+            "group": experiment,
+            "job_type": self.job_type,
+            "notes": settings.notes,
+            "tags": list(dict.fromkeys([*settings.tags, *from_environment, *tags])),
+            "config": _without_infinity(self.hparams | added),
+        }
 
     def __enter__(self) -> Tracker:
         with contextlib.ExitStack() as stack:
@@ -200,9 +208,10 @@ class Tracker:
         self._stack.__exit__(*raised)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write numbers of one training step. Steps never decrease; several calls a step are
-        fine."""
+        """Write numbers of one training step. Steps never decrease; there may be several calls a
+        step."""
         values = {name: float(value) for name, value in metrics.items()}
+        # speed differs between equal runs, whose files must be equal
         equal = {name: value for name, value in values.items() if name != THROUGHPUT}
         self._csv.append(*in_stage([(step, equal)], self.stage, self.first)[0])
         self._to_tensorboard(values, step)
@@ -211,14 +220,19 @@ class Tracker:
         self.tick(step)
 
     def log_scores(self, scores: Mapping[str, float], kept: bool) -> Any:
-        """Write the test scores of this seed into the summary of its W&B run; log the checkpoint
-        too if it is the one that our run has `kept`, and return its artifact."""
+        """Write the test scores of this seed into the summary of its W&B run.
+
+        Args:
+            kept: True if our run keeps the checkpoint of this seed, which is then logged too.
+
+        Returns:
+            The artifact of the checkpoint, or None.
+        """
         if self._wandb is not None:
             with self._wandb.reporting("the test scores"):
                 self._wandb.run.summary.update(scores)
                 if kept:
                     return wandb_results.log_model(self._wandb.run, self.folder, scores)
-                return None
         return None
 
     def log_results(self, *results: Any, **more: Any) -> None:
@@ -240,24 +254,24 @@ class Tracker:
             earlier.unlink()
         self._tensorboard = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
         stack.callback(self._tensorboard.close)
-        for summary in hparams(
-            dict(_flat(self.hparams)), dict.fromkeys(SCORES, 0.0)
-        ):  # gives names, logs no values
+        # the table of hyper-parameters needs names of scores; no value is logged here
+        for summary in hparams(dict(_flat(self.hparams)), dict.fromkeys(SCORES, 0.0)):
             self._tensorboard.file_writer.add_summary(summary)
         for step, values in self._rows(self._csv.kept):
             self._to_tensorboard(values, step)
 
     def _rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Those of this stage, as they were logged."""
+        """Return the rows of this stage as they were logged, without the stage in their names."""
         middle = f"/{self.stage}/" if self.stage else "/"
-        parts = [
-            {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k} for _, row in rows
-        ]
-        return [
-            (step - self.first, part) for (step, _), part in zip(rows, parts, strict=True) if part
-        ]
+        logged = []
+        for step, row in rows:
+            values = {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k}
+            if values:
+                logged.append((step - self.first, values))
+        return logged
 
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
+        """Write the numbers of a step into the event file, if there is one."""
         if self._tensorboard is None:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -269,7 +283,9 @@ class Tracker:
         self._tensorboard.file_writer.add_summary(event, step)
 
     def _start_wandb(self, stack: contextlib.ExitStack) -> WandbRun | None:
-        begun = any((self.folder / "wandb").glob("*.id"))  # trained seeds must not be lost
+        """Start the W&B run of this tracker; return None if W&B does not start."""
+        # after the first seed, training goes on without W&B rather than stop
+        begun = any((self.folder / "wandb").glob("*.id"))
         insist = self.settings.mode == "online" and not begun
         rows = self._rows(self._csv.kept), self._rows(self._csv.earlier)
         wandb_run = stack.enter_context(
@@ -301,28 +317,33 @@ class Tracker:
 
 
 def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:
-    """The name of a W&B run, such as `controller s0`: the changed settings without their sections,
-    or the experiment if nothing was changed; the stage, and the seed."""
+    """Return the name of a W&B run, such as `controller s0`.
+
+    It has the changed settings without their sections, or the experiment if nothing was changed;
+    then the stage and the seed.
+    """
     changed = re.sub(r"^default$|_?seeds-[-\d,]+|(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)
-    words = [
-        changed[:LONGEST_NAME].strip("_") or ("" if stage else experiment),
-        stage,
-        "" if seed is None else f"s{seed}",
-    ]
-    return " ".join(filter(None, words))
+    parts = [changed[:LONGEST_NAME].strip("_"), stage]
+    if not any(parts):
+        parts = [experiment]
+    if seed is not None:
+        parts.append(f"s{seed}")
+    return " ".join(filter(None, parts))
 
 
 def in_stage(rows: Sequence[tuple[int, Mapping[str, float]]], stage: str, first: int) -> list[Row]:
-    """The rows of a stage as they stand in the log of its seed: under its name, after the steps of
-    those before it."""
+    """Return the rows of a stage as the log of its seed has them: with the stage in their names,
+    and after the steps of earlier stages."""
     middle = f"/{stage}/" if stage else "/"
-    return [
-        (first + step, {k.replace("/", middle, 1): v for k, v in row.items()}) for step, row in rows
-    ]
+    renamed = []
+    for step, row in rows:
+        values = {name.replace("/", middle, 1): value for name, value in row.items()}
+        renamed.append((first + step, values))
+    return renamed
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings that are single values, for TensorBoard's table of hyper-parameters."""
+    """Yield the settings that are single values, for TensorBoard's table of hyper-parameters."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and key != "tracking":
             yield from _flat(value, f"{prefix}{key}.")
@@ -331,7 +352,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _without_infinity(value: Any) -> Any:
-    """Settings as W&B can keep them: JSON has no infinity, which is `inf` on our command line."""
+    """Return settings as W&B can keep them: JSON has no infinity, so it becomes the text `inf`."""
     if isinstance(value, Mapping):
         return {key: _without_infinity(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -342,28 +363,21 @@ def _without_infinity(value: Any) -> Any:
 
 
 def code_digest() -> str:
-    """What tells this code from any other, also from edits that are not committed."""
-    package = Path(knobwise.__file__).parent
-    files = sorted(
-        path for part in package.iterdir() if part.is_dir() for path in part.resolve().rglob("*.py")
-    )
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
+    """Return a digest of the code that runs, edits that are not committed included."""
+    files = list[Path]()
+    for part in Path(knobwise.__file__).parent.iterdir():
+        if part.is_dir():
+            files += part.resolve().rglob("*.py")
+    content = b"\0".join(path.read_bytes() for path in sorted(files))
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def git_commit() -> str | None:
-    """The commit of the current repository (else of the one this code is in), with `-dirty` when
-    files were changed."""
+    """Return the commit of the current repository (else of the one that this code is in), with
+    `-dirty` when files were changed."""
     for folder in (Path.cwd(), Path(__file__).resolve().parent):
-        command = [
-            "git",
-            "-C",
-            str(folder),
-            "describe",
-            "--always",
-            "--dirty",
-            "--abbrev=40",
-            "--exclude=*",
-        ]
+        options = ["--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        command = ["git", "-C", str(folder), "describe", *options]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             return subprocess.run(
                 command, capture_output=True, text=True, timeout=10, check=True
@@ -372,12 +386,11 @@ def git_commit() -> str | None:
 
 
 def _has_key() -> bool:
+    """Return True if the environment or the file of `wandb login` holds a key."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     hosts = {"api.wandb.ai", urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc}
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return bool(
-            hosts
-            & netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser()).hosts.keys()
-        )
+        return not hosts.isdisjoint(netrc.netrc(path).hosts)
     return False

@@ -17,15 +17,17 @@ from knobwise.experiments.results.decisions import SAMPLE, read_decisions
 from knobwise.experiments.results.problem import DEADLINE, problem_of
 
 CELLS = 200_000
-"""About so many cells has the table of decisions; more make W&B's pages slow."""
+"""The most cells, about, that the table of decisions has; more make W&B's pages slow."""
 
 
 def scores_by_seed(
     results: Mapping[str, Any], folder: Path
 ) -> dict[tuple[str, int], dict[str, float]]:
-    """(stage, seed) → the test scores of what our run trained there, from its decisions: means over
-    the budgets, for a selector at the shots of training. The stage is "" but for selectors, whose
-    policies are stages."""
+    """Return the test scores of each policy that our run trained, by stage and seed.
+
+    They come from its decisions: means over the budgets or, for a selector, at the shots of
+    training. The policies of a selector are its stages; for a controller the stage is "".
+    """
     problem = problem_of(results)
     staged = results.get("validation", {})
     policies = list(staged or problem.trained[:1])
@@ -37,6 +39,7 @@ def scores_by_seed(
     frame = read_decisions(folder).filter(pl.col("policy").is_in(policies), at_main)
     in_time = pl.col("in_time").filter("feasible").mean()
     numbers = {problem.score.title(): "score", "Accuracy": "accuracy", "Latency_Mean": "latency_ms"}
+    # first means over samples at each place, then over places
     rows = (
         frame.group_by("policy", "seed", "place")
         .agg(
@@ -51,39 +54,40 @@ def scores_by_seed(
         .sort("policy", "seed")
     )
     if problem is DEADLINE:
-        low, high = (
-            problem.row(results, policy, None)["utility"] for policy in (problem.low, problem.high)
-        )
+        low = problem.row(results, problem.low, None)["utility"]
+        high = problem.row(results, problem.high, None)["utility"]
         if high - low > 1e-9:  # as in `results.json`
             rows = rows.with_columns(
                 ((pl.col("Test/Utility") - low) / (high - low)).alias("Test/Oracle_Gap_Closed")
             )
-    scores = [
-        {k: v for k, v in row.items() if "/" in k and v is not None} for row in rows.to_dicts()
-    ]
-    if staged:
-        stages: Any = rows["policy"]
-    else:
-        stages = [""] * len(rows)
-    return dict(zip(zip(stages, rows["seed"], strict=True), scores, strict=True))
+    scores = {}
+    for row in rows.to_dicts():
+        stage = row["policy"] if staged else ""
+        known = {name: value for name, value in row.items() if "/" in name and value is not None}
+        scores[stage, row["seed"]] = known
+    return scores
 
 
 def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
-    """`Test/<policy>/<number>`, the means over the budgets, for a selector at the shots of
-    training: the score of every policy, and all numbers of the main one; `GRPO/…`, what GRPO added
-    to the deployed policy; and `Val/…`, the scores that settings are chosen by, as means over the
-    seeds."""
+    """Return the numbers that W&B shows of a finished run, by name.
+
+    - `Test/<policy>/<number>`: means over the budgets or, for a selector, at the shots of training.
+      There is the score of every policy, and all numbers of the main one.
+    - `GRPO/…`: what GRPO added to the deployed policy.
+    - `Val/…`: the scores that settings are chosen by, as means over the seeds.
+    """
     problem = problem_of(results)
     main = problem.main_place(results)
     policy = problem.main_policy(results)
-    few = (problem.score, *(f"{problem.score}_ci95_{end}" for end in ("low", "high")))
-    every = (*few, *(metric.key for metric in problem.metrics))
-    numbers = {
-        f"Test/{row['policy']}/{key}": float(row[key])
-        for row in _rows(results)
-        for key in (every if row["policy"] == policy else few[:1])
-        if row.get(problem.place) == main and isinstance(row.get(key), int | float)
-    }
+    score = problem.score
+    every = [score, f"{score}_ci95_low", f"{score}_ci95_high"]
+    every += [metric.key for metric in problem.metrics]
+    numbers = {}
+    for row in _rows(results):
+        if row.get(problem.place) == main:
+            for key in every if row["policy"] == policy else [score]:
+                if isinstance(row.get(key), int | float):
+                    numbers[f"Test/{row['policy']}/{key}"] = float(row[key])
     if results.get("judged_by") == "best_beam":
         kind = "Beam_Score"
     else:
@@ -93,7 +97,6 @@ def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
         f"Val/{stage}/{kind}_Mean": scores
         for stage, scores in results.get("validation", {}).items()
     }
-    # what GRPO added to the deployed policy
     numbers |= {
         f"GRPO/{key}": float(value) for key, value in _flat(results.get("grpo_gain", {})).items()
     }
@@ -110,40 +113,19 @@ def log_results(
     """Log the content of `results.json` to a W&B run of job type evaluate; docs/metrics.md explains
     every name.
 
-    `report.html` and `decisions.parquet` come from the folder of our run, if they exist; images are
-    PNG. `model` is what `log_model` gave to the run that trained.
+    `report.html` and `decisions.parquet` come from the folder of our run, if they exist.
+
+    Args:
+        images: PNG, by name.
+        model: the artifact that `log_model` returned, which becomes an input.
     """
     import wandb
     from PIL import Image
 
     run.summary.update(summaries_of(results))
-    if "best_seed" in results:  # whose checkpoint was kept
+    if "best_seed" in results:  # the seed whose checkpoint was kept
         run.summary["best_seed"] = results["best_seed"]
-    problem = problem_of(results)
-    rows = _rows(results)
-    place = problem.place
-    tables = {
-        "Test/policies": [row for row in rows if row.get(place) == problem.main_place(results)]
-    }
-    tables |= {
-        f"Test/{key}": list(map(_flat, results.get(key, [])))
-        for key in ("differences", "by_dataset")
-    }
-    tables["Test/decisions"] = _decisions(results, folder)
-    logged: dict[str, Any] = {name: _table(content) for name, content in tables.items() if content}
-    by_place = _table([row for row in rows if row.get(place) is not None])
-    title = f"{problem.score} by {problem.place_words[0]}".capitalize()
-    logged[f"Test/by_{place.removesuffix('_ms')}"] = wandb.plot.line(
-        by_place, place, problem.score, "policy", title
-    )
-    usage = [use | {"value": str(use["value"])} for use in results.get("knob_usage", [])]
-    for knob in dict.fromkeys(use["knob"] for use in usage):
-        table = _table(
-            [use for use in usage if (use["policy"], use["knob"]) == (problem.usage[0], knob)]
-        )
-        logged[f"Knobs/{knob}"] = wandb.plot.line(
-            table, place, "share", "value", f"{knob}: share of each value"
-        )
+    logged = _tables(results, folder) | _curves(results)
     if (folder / "report.html").exists():
         logged["report"] = wandb.Html(str(folder / "report.html"), inject=False)
     logged |= {
@@ -155,16 +137,48 @@ def log_results(
         run.use_artifact(model)
 
 
+def _tables(results: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the W&B tables that are not empty, by name."""
+    problem = problem_of(results)
+    main = problem.main_place(results)
+    tables = {"Test/policies": [row for row in _rows(results) if row.get(problem.place) == main]}
+    for key in ("differences", "by_dataset"):
+        tables[f"Test/{key}"] = list(map(_flat, results.get(key, [])))
+    tables["Test/decisions"] = _decisions(results, folder)
+    return {name: _table(rows) for name, rows in tables.items() if rows}
+
+
+def _curves(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the W&B charts against the budget or the number of shots, by name."""
+    import wandb
+
+    problem = problem_of(results)
+    axis = problem.place
+    rows = _table([row for row in _rows(results) if row.get(axis) is not None])
+    title = f"{problem.score} by {problem.place_words[0]}".capitalize()
+    name = f"Test/by_{axis.removesuffix('_ms')}"
+    curves = {name: wandb.plot.line(rows, axis, problem.score, "policy", title)}
+    usage = [use | {"value": str(use["value"])} for use in results.get("knob_usage", [])]
+    for knob in dict.fromkeys(use["knob"] for use in usage):
+        shares = [use for use in usage if (use["policy"], use["knob"]) == (problem.usage[0], knob)]
+        title = f"{knob}: share of each value"
+        curves[f"Knobs/{knob}"] = wandb.plot.line(_table(shares), axis, "share", "value", title)
+    return curves
+
+
 def _table(rows: list[dict[str, Any]]) -> Any:
     import wandb
 
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    return wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows])
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns |= dict.fromkeys(row)
+    cells = [list(map(row.get, columns)) for row in rows]
+    return wandb.Table(columns=list(columns), data=cells)
 
 
 def log_model(run: Any, folder: Path, scores: Mapping[str, float]) -> Any:
-    """Log the kept checkpoint of a run of ours as an artifact of the W&B run that trained it; gives
-    the artifact."""
+    """Log the kept checkpoint of our run as an artifact of the W&B run that trained it; return the
+    artifact."""
     import wandb
 
     model = wandb.Artifact(
@@ -174,14 +188,16 @@ def log_model(run: Any, folder: Path, scores: Mapping[str, float]) -> Any:
         if (folder / path).exists():
             model.add_file(str(folder / path))
     logged = run.log_artifact(model, aliases=["best"])
-    return logged if run.offline else logged.wait()
+    if run.offline:
+        return logged
+    return logged.wait()
 
 
 def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
     """Log the profile of a run as an artifact of type dataset: its name, digest and sizes, not its
     files.
 
-    Online it becomes an input of the run; offline wandb cannot note that, and the run logs it.
+    Online it becomes an input of the run. Offline wandb cannot record inputs, so the run logs it.
     """
     import wandb
 
@@ -196,8 +212,11 @@ def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
 
 
 def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The decisions of the trained policies and of the reference policies, at the main place, for
-    as many samples as fit: all decisions of a sample or none. [] if the run has none."""
+    """Return decisions of the trained policies and of the reference policies, at the main place.
+
+    They are of as many samples as fit into the table: all decisions of a sample or none. [] if the
+    run has none.
+    """
     try:
         frame = read_decisions(folder)
     except InputError:
@@ -213,8 +232,10 @@ def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
         references = {problem.high}
     frame = frame.filter(pl.col("policy").is_in(list(trained | references)))
     names = [name for name in frame.columns if not frame[name].is_null().all()]
+    # samples are numbered from 1, in the order of their ids
     sample = pl.struct(name for name in SAMPLE if name in names).rank("dense")
     count = frame.select(sample.max()).item()
+    # as many whole samples as the limit of cells allows
     fits = max(1, CELLS * count // max(1, frame.height * len(names)))
     if fits < count:
         print(
@@ -229,7 +250,7 @@ def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of results.json with its intervals as two columns; other lists are left out."""
+    """Return a row of results.json with each interval as two columns; other lists are left out."""
     flat = {name: value for name, value in row.items() if not isinstance(value, list)}
     for name, interval in row.items():
         if name.endswith("ci95"):

@@ -25,19 +25,19 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.tracking.metrics_file import Row
 
 OF_AGENT = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
-"""What `wandb agent` sets for a job: the id of a W&B run, its sweep, and a file with the
-parameters. A job of ours is several W&B runs: that of the results, with the validation score as a
-mean over the seeds, is the one of the sweep."""
+"""The variables that `wandb agent` sets for a job: the id of a W&B run, its sweep, and a file with
+the parameters. A job of ours is several W&B runs; the one with the results, which has the
+validation score as a mean over the seeds, belongs to the sweep."""
 NOT_FOR_WANDB = (*OF_AGENT, "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE")
-"""Variables hidden from wandb: they are about a single run, and a job of ours is several;
+"""Variables that are hidden from wandb. They are about a single run, but a job of ours is several;
 WANDB_SERVICE names the service process of the program that started ours, which may be gone."""
 PATIENCE_S = 20
-"""How long W&B may take to answer when it is online; its own limit is far longer."""
+"""Seconds that W&B may take to answer when it is online; its own limit is far longer."""
 UPLOAD_S = 600
-"""How long W&B may go on uploading after the end; the rest stays in the run's folder, for `wandb
-sync`."""
+"""Seconds that W&B may go on uploading after the end. The rest stays in the run's folder, for
+`wandb sync`."""
 THROUGHPUT = "Train/Actions_Per_Second"
-"""It differs between equal runs, so it goes to TensorBoard and W&B alone."""
+"""The metric of speed. It differs between equal runs, so it goes to TensorBoard and W&B alone."""
 HIGHER_IS_BETTER = re.compile(
     r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.I
 )
@@ -53,33 +53,39 @@ class WandbRun:
     """
 
     folder: Path
-    """Of our run; `wandb/` is made inside it."""
+    """The folder of our run; `wandb/` is made inside it."""
     mode: str
     """online or offline; disabled after W&B did not start."""
     about: Mapping[str, Any]
-    """For `wandb.init`: project, entity, name, group, job_type, tags, notes, config."""
+    """Arguments of `wandb.init`: project, entity, name, group, job_type, tags, notes, config."""
     key: str
-    """Its id stands in `wandb/<key>.id`."""
+    """The name of the file `wandb/<key>.id`, which holds the id of the W&B run."""
     kept: Sequence[Row] = ()
-    """What was logged before and still counts."""
+    """Rows that were logged before and still count."""
     earlier: Sequence[Row] = ()
-    """All that was logged before."""
+    """All rows that were logged before."""
     insist: bool = False
     """Raise if W&B cannot be reached, instead of logging offline."""
     finished: bool = False
-    """W&B has all of it; this session adds to the summary."""
+    """True if W&B has every row; this session only adds to the summary."""
     run: Any = None
+    """The run as wandb has it."""
     _of_agent: Sequence[str | None] = ()
+    """The values of `OF_AGENT`."""
     _resumed: bool = False
     _broken: bool = False
+    """True after W&B refused numbers; no more are sent."""
     _sent: dict[int, set[str]] = field(default_factory=dict)
+    """The names that earlier sessions sent, by step."""
     _waiting: tuple[int, dict[str, float]] = (0, {})
+    """The latest step, whose numbers are sent when the next step begins."""
     _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The max, min and last value of each name, over all sessions."""
     _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> WandbRun:
-        # quiet, artifact bodies inside the run's folder, and no empty WANDB_… variable (an empty
-        # WANDB_SILENT crashes)
+        # wandb is quiet, keeps artifacts in our folder, and sees no empty WANDB_… variable (an
+        # empty WANDB_SILENT crashes)
         empty = [
             name for name, value in os.environ.items() if name.startswith("WANDB_") and not value
         ]
@@ -93,9 +99,8 @@ class WandbRun:
                 self.run = self._start()
             except InputError:
                 raise
-            except (
-                Exception
-            ) as error:  # also without a network: its own service may not start on a busy machine
+            except Exception as error:
+                # even offline, as wandb's own service may not start on a busy machine
                 name = self.about["name"]
                 print(
                     f"W&B does not start ({reason(error)}), so {name} is not logged there",
@@ -146,7 +151,7 @@ class WandbRun:
 
     @contextlib.contextmanager
     def reporting(self, what: str) -> Iterator[None]:
-        """Where W&B fails inside the block, a line reports it and the program continues."""
+        """Run a block in which W&B may fail: a line reports it, and the program continues."""
         try:
             yield
         except Exception as error:
@@ -157,12 +162,14 @@ class WandbRun:
             )
 
     def _send(self) -> None:
+        """Send the numbers of the step that is waiting."""
         step, values = self._waiting
         self._waiting = step, {}
         if values:
             self.run.log({**values, "step": step})
 
     def _summarise(self, name: str, value: float) -> None:
+        """Update the summary of a metric: its last value, and its best where that has a meaning."""
         summary = self._summaries.setdefault(name, {})
         if HIGHER_IS_BETTER.search(name):
             summary["max"] = max(summary.get("max", value), value)
@@ -175,18 +182,17 @@ class WandbRun:
     # -- starting ----------------------------------------------------------------------------------
 
     def _start(self, fresh: bool = False) -> Any:
-        """Call `wandb.init`; `fresh` starts a new W&B run even where an earlier one could be
-        resumed."""
+        """Start the W&B run, or resume it; `fresh` starts a new one in any case."""
         import wandb
 
         id_file = self.folder / "wandb" / f"{self.key}.id"
         goes_on = self.about["job_type"] != "evaluate"
         # results are logged once, at the end: a run interrupted there has logged none
         again = not fresh and goes_on and id_file.exists()
+        # a job of a sweep has its results in the W&B run that the agent names
+        job, sweep, parameters = self._of_agent
         if fresh or goes_on:
-            job, sweep, parameters = (None, None, None)
-        else:
-            job, sweep, parameters = self._of_agent
+            job = sweep = parameters = None
         if again:
             identity = id_file.read_text().strip()
         else:
@@ -199,22 +205,7 @@ class WandbRun:
             else:
                 last_step = _last_step(self.folder / "wandb", identity)
         try:
-            run = wandb.init(
-                **self.about,
-                id=identity,
-                resume="allow" if again and online else None,
-                # a key without a network would otherwise block for minutes, and without a terminal
-                # init raises
-                settings=wandb.Settings(
-                    mode=self.mode,
-                    root_dir=str(self.folder),
-                    silent=True,
-                    console="off",
-                    init_timeout=PATIENCE_S,
-                    finish_timeout=UPLOAD_S,
-                    sweep_id=sweep,
-                ),
-            )
+            run = self._init(identity, again and online, sweep)
         except wandb.Error as error:
             if not online:
                 raise
@@ -228,7 +219,8 @@ class WandbRun:
             self.mode = "offline"
             return self._start(fresh=True)  # wandb still holds the other one
         id_file.write_text(identity)
-        if sweep and parameters:  # the sweep looks for `optimiser.lr` and the like in the config
+        if sweep and parameters:
+            # the sweep looks for `optimiser.lr` and the like in the config
             swept: Any = OmegaConf.load(parameters)
             run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
         if run.resumed:
@@ -243,16 +235,35 @@ class WandbRun:
             run.define_metric("*", step_metric="step")
         return run
 
+    def _init(self, identity: str, resumes: bool, sweep: str | None) -> Any:
+        """Call `wandb.init` with settings that never block for long."""
+        import wandb
+
+        # a key without a network would otherwise block for minutes, and without a terminal init
+        # raises
+        settings = wandb.Settings(
+            mode=self.mode,
+            root_dir=str(self.folder),
+            silent=True,
+            console="off",
+            init_timeout=PATIENCE_S,
+            finish_timeout=UPLOAD_S,
+            sweep_id=sweep,
+        )
+        return wandb.init(
+            **self.about, id=identity, resume="allow" if resumes else None, settings=settings
+        )
+
 
 def reason(error: Exception) -> str:
-    """The first line of an error's message; of pydantic's errors the sentence."""
+    """Return the first line of an error's message; for an error of pydantic, its sentence."""
     if hasattr(error, "errors"):
         return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def records(folder: Path) -> Iterator[dict[str, Any]]:
-    """The records in the folder of an offline W&B run, read by wandb's own reader."""
+    """Return the records in the folder of an offline W&B run, read by wandb's own reader."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     # wandb writes a log of its own into the wandb/ of the folder it is started in
     lines = subprocess.run(
@@ -262,13 +273,14 @@ def records(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last_step(folder: Path, identity: str) -> int | None:
-    """The last step in the files that earlier sessions of this W&B run left; None where there are
-    none."""
-    content = [
-        record for session in folder.glob(f"*run-*-{identity}*") for record in records(session)
-    ]
-    rows = [record["history"]["item"] for record in content if record["type"] == "history"]
-    return max((int(row["step"]) for row in rows if row.get("step") is not None), default=None)
+    """Return the last step in the files that earlier sessions of this W&B run left, None without
+    any."""
+    steps = []
+    for session in folder.glob(f"*run-*-{identity}*"):
+        for record in records(session):
+            if record["type"] == "history" and record["history"]["item"].get("step") is not None:
+                steps.append(int(record["history"]["item"]["step"]))
+    return max(steps, default=None)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,4 @@
-"""`knobwise workspace`: the view of all runs of a project in Weights & Biases, with the sections of
-workspace.yaml.
+"""`knobwise workspace`: a W&B view of all runs of a project, with the sections of workspace.yaml.
 
 Test scores and training curves come from the W&B runs of job type train, one for each seed and
 stage, tables from those of job type evaluate. The view groups runs by experiment, by run and by
@@ -25,7 +24,7 @@ from knobwise.experiments.tracking.tracker import wandb_mode
 from knobwise.experiments.tracking.wandb_run import environment, reason
 
 PINNED = ("Utility", "Oracle_Gap_Closed", "On_Time_Feasible", "Accuracy", "Latency_Mean")
-"""Test scores that are columns of the table of runs."""
+"""The test scores that are columns of the table of runs."""
 
 
 def workspace(config: WorkspaceRun) -> None:
@@ -53,14 +52,13 @@ def workspace(config: WorkspaceRun) -> None:
     else:
         print(
             "not saved: there is no W&B key; set WANDB_API_KEY or run `wandb login`, then repeat "
-            "the command. "
-            "`knobwise compare RUN RUN …` shows the same without an account"
+            "the command. `knobwise compare RUN RUN …` shows the same without an account"
         )
 
 
 def save_once(settings: TrackingSettings, knobs: list[str] | None) -> None:
-    """Save the view of a project that has none of this name yet. It is never the reason that a run
-    ends."""
+    """Save the view if the project has none of this name yet. If that fails, a line reports it, and
+    the run continues."""
     config = WorkspaceRun(project=settings.project, entity=settings.entity)
     config.knobs = knobs or config.knobs
     try:
@@ -71,7 +69,7 @@ def save_once(settings: TrackingSettings, knobs: list[str] | None) -> None:
 
 
 def view_of(config: WorkspaceRun) -> Any:
-    """The view as a `wandb_workspaces.workspaces.Workspace`; nothing is sent.
+    """Return the view as a `wandb_workspaces.workspaces.Workspace`; nothing is sent.
 
     Raises:
         InputError: if wandb-workspaces is not installed or refuses a value.
@@ -87,17 +85,7 @@ def view_of(config: WorkspaceRun) -> Any:
             ) from error
         template = Template(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
         content = yaml.safe_load(template.render(knobs=config.knobs))
-        sections = [
-            ws.Section(
-                name=section["name"],
-                panels=[_panel(wr, **panel) for panel in section["panels"]],
-                is_open=section.get("is_open", False),
-                layout_settings=ws.SectionLayoutSettings(
-                    columns=section["columns"], rows=section["rows"]
-                ),
-            )
-            for section in content
-        ]
+        sections = [_section(ws, wr, section) for section in content]
         pinned = ["run:displayName", "run:jobType", *(f"summary:Test/{name}" for name in PINNED)]
         try:
             return ws.Workspace(
@@ -116,8 +104,18 @@ def view_of(config: WorkspaceRun) -> Any:
             ) from error
 
 
+def _section(ws: Any, wr: Any, section: dict[str, Any]) -> Any:
+    """Return a section of workspace.yaml; `ws` is wandb_workspaces.workspaces."""
+    return ws.Section(
+        name=section["name"],
+        panels=[_panel(wr, **panel) for panel in section["panels"]],
+        is_open=section.get("is_open", False),
+        layout_settings=ws.SectionLayoutSettings(columns=section["columns"], rows=section["rows"]),
+    )
+
+
 def _panel(wr: Any, kind: str, **fields: Any) -> Any:
-    """A panel of workspace.yaml; `wr` is wandb_workspaces.reports.v2."""
+    """Return a panel of workspace.yaml; `wr` is wandb_workspaces.reports.v2."""
     if kind == "ScatterPlot":
         fields |= {axis: wr.SummaryMetric(fields[axis]) for axis in ("x", "y")}
     elif kind == "LinePlot":
@@ -149,8 +147,8 @@ def _panel(wr: Any, kind: str, **fields: Any) -> Any:
 
 
 def _save(view: Any, replace: bool = True) -> str:
-    """Save the view in place of an earlier one of this name, or only if there is none; returns its
-    address."""
+    """Save the view, in place of an earlier one of this name unless `replace` is False; return its
+    address, or "" if it was not saved."""
     with environment({"WANDB_SILENT": "true"}):  # wandb's own lines say the same as ours
         import wandb
         from wandb.sdk.lib.service.service_connection import WandbApiFailedError
@@ -176,7 +174,7 @@ def _save(view: Any, replace: bool = True) -> str:
 
 
 def _saved_id(view: Any, name: str) -> str:
-    """The id of the saved view of this name, empty when there is none yet."""
+    """Return the id of the saved view of this name, empty when there is none yet."""
     from wandb_workspaces.workspaces import internal
 
     try:
@@ -185,7 +183,6 @@ def _saved_id(view: Any, name: str) -> str:
         if str(error).startswith("Project"):
             raise InputError(
                 f"workspace: there is no project {view.entity}/{view.project} yet; the first "
-                "online run creates it: "
-                "knobwise train tracking=online"
+                "online run creates it: knobwise train tracking=online"
             ) from error
         return ""

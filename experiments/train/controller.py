@@ -1,4 +1,4 @@
-"""The controller experiment: train with several seeds, judge beside every simple way."""
+"""The controller experiment: train with several seeds, judge beside every simple policy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import polars as pl
 import torch
 from threadpoolctl import threadpool_limits
+from torch import Tensor
 
 from knobwise.agents import policy as policy_package
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
@@ -54,13 +55,13 @@ from knobwise.experiments.train.run import Experiment, keep_best, train_seeds
 
 
 class ControllerExperiment(Experiment):
-    """The trainings of all seeds, all set up before the first is run: what is wrong shows before
-    anything is written.
+    """The trainings of all seeds. All are set up before the first begins, so that mistakes show
+    before anything is written.
 
     Args:
-        table: what they are trained on; None to read it as `config.profile` says.
-        number: of the split, counted from 0. Those after the first are experiments of their own,
-            `others`.
+        table: the profile to train on; None to read it as `config.profile` says.
+        number: the number of the split, counted from 0. Splits after the first are experiments
+            of their own, in `others`.
     """
 
     def __init__(
@@ -76,75 +77,89 @@ class ControllerExperiment(Experiment):
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.split = divide(table, **asdict(config.split), number=number)
         self.fitted = torch.cat([self.split.train, self.split.validation])
-        self.mean, self.weighs = (config.budget.sense == sense for sense in ("mean", "weights"))
+        self.mean = config.budget.sense == "mean"
+        self.weighs = config.budget.sense == "weights"
         if self.weighs and config.budgets_ms is not None:
             problem = "is for budget=mean and deadlines; weights are judged at a grid of worths"
             raise InputError(f"budgets_ms: {problem}")
         if self.mean or self.weighs:
-            sense = f"budget={config.budget.sense}"
-            if table.first_look_ms is not None:
-                raise InputError(
-                    f"{sense}: profile {table.name!r} has a first look, which needs deadlines"
-                )
-            if config.split.folds:
-                several = "folds"
-            else:
-                several = "repeats"
-            if getattr(config.split, several) > 1:
-                problem = f"is for deadlines; under {sense} there is one split"
-                raise InputError(f"split.{several}: {problem}")
-            config.reward = RewardConfig(
-                kind="priced"
-            )  # so that config.yaml says what was trained on
-        if self.weighs:
-            if config.policy.experts:
-                self.notes.append("budget=weights: the network teaches alone, without experts")
-            config.policy.experts = ()
-            config.policy.guard = False
-            self.budgets_ms = torch.zeros(0)
-        elif self.mean:
-            self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
-        else:
-            self.budgets_ms = judged_budgets(
-                table, config.budgets_ms, budget_rows(table, self.split)
-            )
-        self.notes += (
-            few_budgets(self.budgets_ms) if config.budgets_ms is None and not self.weighs else []
-        )
+            self._check_priced()
+            # so that config.yaml says what was trained on
+            config.reward = RewardConfig(kind="priced")
+        self.budgets_ms = self._choose_budgets()
+        if config.budgets_ms is None and not self.weighs:
+            self.notes += few_budgets(self.budgets_ms)
         self._choose_width(config)
-        names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "device")
-        settings = {name: getattr(config, name) for name in names}
-        settings |= {
-            "budgets_ms": self.budgets_ms,
-            "init_from": config.init_from and checkpoint_at(config.init_from),
-            "cost_ms": expected_cost_ms(table) if config.own_cost else 0.0,
-            "fold_seed": config.seeds[0] + number,
-            "experts": lambda: self.experts,
-        }
-        if config.policy.project:
-            del settings["experts"]  # baselines read all features
+        settings = self._trainer_settings()
         self.trainers = [
             ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds
         ]
+        # the first split makes the experiments on the others
         if number:
             splits = 1
         else:
             splits = max(config.split.repeats, config.split.folds)
         self.others = [self._on_split(other) for other in range(1, splits)]
-        self.notes += [
-            note for other in self.others for note in other.notes if note not in self.notes
-        ]
+        for other in self.others:
+            self.notes += [note for note in other.notes if note not in self.notes]
+
+    def _check_priced(self) -> None:
+        """Refuse what mean budgets and weights do not have: a first look, several splits."""
+        split = self.config.split
+        sense = f"budget={self.config.budget.sense}"
+        if self.table.first_look_ms is not None:
+            raise InputError(
+                f"{sense}: profile {self.table.name!r} has a first look, which needs deadlines"
+            )
+        if split.folds:
+            option = "folds"
+        else:
+            option = "repeats"
+        if getattr(split, option) > 1:
+            problem = f"is for deadlines; under {sense} there is one split"
+            raise InputError(f"split.{option}: {problem}")
+
+    def _choose_budgets(self) -> Tensor:
+        """Return the budgets to judge at, float [B]; under weights there are none, and neither
+        experts nor a guard."""
+        config = self.config
+        if self.weighs:
+            if config.policy.experts:
+                self.notes.append("budget=weights: the network teaches alone, without experts")
+            config.policy.experts = ()
+            config.policy.guard = False
+            return torch.zeros(0)
+        if self.mean:
+            return mean_budgets(self.table, self.fitted, config.budgets_ms)
+        rows = budget_rows(self.table, self.split)
+        return judged_budgets(self.table, config.budgets_ms, rows)
+
+    def _trainer_settings(self) -> dict[str, Any]:
+        """Return the arguments of the trainers that all seeds share."""
+        config = self.config
+        names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "device")
+        settings = {name: getattr(config, name) for name in names}
+        settings |= {
+            "budgets_ms": self.budgets_ms,
+            "init_from": config.init_from and checkpoint_at(config.init_from),
+            "cost_ms": expected_cost_ms(self.table) if config.own_cost else 0.0,
+            "fold_seed": config.seeds[0] + self.number,
+        }
+        if not config.policy.project:  # experts read all features
+            settings["experts"] = lambda: self.experts
+        return settings
 
     def _on_split(self, number: int) -> ControllerExperiment:
-        """The same on another split, at the same budgets, so that rows can be averaged."""
+        """Return the experiment on another split, at the same budgets, so that rows can be
+        averaged."""
         config = copy.deepcopy(self.config)
         config.budgets_ms = self.budgets_ms.tolist()
         config.tracking = TrackingSettings(mode="disabled", tensorboard=False)
         return ControllerExperiment(config, self.table, number)
 
     def train(self, folder: Path) -> None:
-        """Train every seed that is not finished, on one split after the other; those after the
-        first have folders like that of a run."""
+        """Train every seed that is not finished, on one split after the other. Splits after the
+        first have folders inside that of the run."""
         for trainer in self.trainers:
             if self.number:
                 trainer.title = f"split {self.number}, {trainer.title}"
@@ -153,29 +168,28 @@ class ControllerExperiment(Experiment):
             other.train(folder / f"split{other.number}")
 
     def _choose_width(self, config: TrainRun) -> None:
-        """Choose the width of the layers by the smallest budget, so that config.yaml says it."""
+        """Choose the width of the layers by the smallest budget, and write it into the config."""
         if config.policy.hidden:
             return
         table = self.table
         inputs = FeatureNormaliser.fit(table, self.fitted, config.policy.project).width
-        timed = table.unit == "ms" and not self.weighs and len(self.budgets_ms)
-        if timed:
+        if table.unit == "ms" and not self.weighs and len(self.budgets_ms):
             budget_us = 1e3 * float(self.budgets_ms.min())
         else:
             budget_us = float("inf")
         config.policy.hidden = hidden_for(inputs, table.num_configurations, budget_us)
 
     def complete(self, trainer: ControllerTrainer, checkpoints: Path) -> None:
-        """Settle what a seed deploys, in `best.pt`."""
+        """Settle what a seed deploys, and save it as `best.pt`."""
         best = checkpoints / "best.pt"
         loaded = load_checkpoint(best)
-        if "before_grpo" not in loaded.extra:  # else it was completed before a stop
+        if "before_grpo" not in loaded.extra:  # else an earlier process completed it
             self.completed(trainer).save(best)
 
     @cached_property
     def experts(self) -> Experts:
-        """What the seeds and the baselines share; folds and trees are those of the first seed of
-        the split."""
+        """The experts that the seeds and the baselines share. Folds and trees are those of the
+        first seed of the split."""
         config = self.config
         if self.mean:
             budgets_ms = self.budgets_ms[:0]
@@ -193,15 +207,15 @@ class ControllerExperiment(Experiment):
         return Experts.fit(self.table, self.fitted, budgets_ms, families, seed, None, folds)
 
     def completed(self, trainer: ControllerTrainer) -> Loaded:
-        """Return what a finished training deploys, with what was settled on held-out samples."""
-        # a resumed training that was finished holds its last weights
+        """Return the controller that a finished training deploys, settled on held-out samples."""
+        # a finished training that was resumed holds its last weights, not its best
         trainer.agent.load_state_dict(trainer.best["state"])
         with threadpool_limits(self.config.threads):
             agent = deployed_by(trainer, self.budgets_ms)
         extra = trainer.provenance()
         extra["before_grpo"] = None
         if extra["grpo"]:
-            # to weights that are from before GRPO it added nothing
+            # where the kept weights are from before GRPO, it added nothing
             if trainer.kept_is_of_grpo:
                 before = trainer.reference
             else:
@@ -210,10 +224,10 @@ class ControllerExperiment(Experiment):
         return Loaded(agent, self.table.name, self.table.digest, extra)
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Every seed's best controller, what is deployed of it, and the baselines on the test part
+        """Judge every seed's best controller as it is deployed, and the baselines, on the test part
         of each split."""
         folders = [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
-        best = [load_checkpoint(each / "best.pt") for each in folders]
+        best = [load_checkpoint(checkpoints / "best.pt") for checkpoints in folders]
         results, decisions = self.judged(best)
         keep_best(folder, dict(zip(folders, results["validation_utility"], strict=True)))
         kept = load_checkpoint(folder / "checkpoints" / "best.pt").controller
@@ -228,20 +242,25 @@ class ControllerExperiment(Experiment):
                     explained, read_questions(self.config.profile)
                 )
         if self.others:
-            frames = [
-                decisions,
-                *(other.judge(folder / f"split{other.number}")[1] for other in self.others),
-            ]
+            frames = [decisions]
+            for other in self.others:
+                frames.append(other.judge(folder / f"split{other.number}")[1])
             tests = [part.split.test for part in (self, *self.others)]
-            over, decisions = over_splits(self.table, tests, self.config.seeds, frames)
+            means, decisions = over_splits(self.table, tests, self.config.seeds, frames)
             config = self.config.split
+            # folds share one seed
             seeds = [config.seed] * config.folds or range(config.seed, config.seed + config.repeats)
-            results |= over | {"split_seeds": list(seeds)}
+            results |= means | {"split_seeds": list(seeds)}
         return results, decisions
 
     def judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Return the contents of `results.json` and of `decisions.parquet`: what all seeds deploy,
-        its teachers, and baselines."""
+        """Return the contents of `results.json` and of `decisions.parquet`.
+
+        They hold what all seeds deploy, its teachers, and the baselines.
+
+        Args:
+            best: the best checkpoint of each seed.
+        """
         config = self.config
         scores = [float(loaded.extra["validation_utility"]) for loaded in best]
         with threadpool_limits(config.threads):
@@ -263,21 +282,22 @@ class ControllerExperiment(Experiment):
         return results, decisions
 
     def _judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
+        """Judge the checkpoints under deadlines, mean budgets or weights."""
         config = self.config
         table = self.table
         budgets_ms = self.budgets_ms
         test = self.split.test
         controllers = [loaded.controller for loaded in best]
-        about = controllers, config.seeds
+        judged = controllers, config.seeds
         if self.weighs:
-            return judge_fronts(table, self.fitted, test, *about, config.own_cost)
+            return judge_fronts(table, self.fitted, test, *judged, config.own_cost)
         baselines: list[Any] = []
         if self.mean:
             if config.baselines:
                 experts = self.experts
                 baselines = make_priced_baselines(table, self.split, budgets_ms, experts=experts)
             return judge_mean_budgets(
-                table, self.fitted, test, budgets_ms, *about, baselines, config.own_cost
+                table, self.fitted, test, budgets_ms, *judged, baselines, config.own_cost
             )
         baselines = [static_of(table, self.fitted), Oracle(table, test)]
         if config.baselines:
@@ -288,7 +308,7 @@ class ControllerExperiment(Experiment):
         rewards = self.trainers[0].free_rewards
         before = [before_grpo(loaded) for loaded in best]
         return judge_deadlines(
-            table, test, budgets_ms, rewards, *about, baselines, config.own_cost, before
+            table, test, budgets_ms, rewards, *judged, baselines, config.own_cost, before
         )
 
 
@@ -305,7 +325,7 @@ def before_grpo(loaded: Loaded) -> Any:
 
 
 def copy_policy(folder: Path) -> None:
-    """Copy the package that decides beside `controller.npz`."""
+    """Copy the package `policy`, which decides by `controller.npz`, into the same folder."""
     source = Path(policy_package.__file__).parent
     target = folder / "policy"
     shutil.rmtree(target, ignore_errors=True)

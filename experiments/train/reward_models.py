@@ -1,8 +1,9 @@
-"""What selectors that draw while they learn asked of the answering model, and how well learned
-rewards predict it."""
+"""Facts about selectors that draw while they learn: how often they asked the answering model, and
+how well learned rewards predict its answers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,57 +20,98 @@ from knobwise.experiments.settings.beams import SelectorData, hide
 from knobwise.experiments.settings.selector_options import SelectorRun
 
 BINS = 10
+"""Number of bins of the calibration."""
 DRAWS = 4
-"""Of the calibration: its bins, and the sequences that a policy draws for each held-out query."""
+"""Number of sequences that a policy draws for each held-out query, for the calibration."""
 
 
 def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> dict[str, Any]:
-    """`true_calls` of every variant that draws while it learns, by seed, with the recorded answers
-    that its reward was learned from; `calibration` of every learned reward on what RCE and the
-    variant itself draw for held-out queries, where a scorer can answer that. {} without such
-    variants."""
-    rows = list[dict[str, Any]]()
+    """Return facts about every variant that draws while it learns, {} without such variants.
+
+    `true_calls` has the calls of the answering model, by seed, and the number of recorded answers
+    that the reward was learned from. `calibration` compares every learned reward with the scorer,
+    where there is one, on sequences that RCE and the variant itself draw for held-out queries.
+    """
+    true_calls = list[dict[str, Any]]()
     bins = list[dict[str, Any]]()
     for name in config.variants:
         variant, _, _, _, learned = config.plan(name)
         if not variant.live and learned is None:
             continue
+        # the last checkpoint of a training has the number of its calls
         seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
-        states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
+        last = [load_checkpoint(seed / name / "last.pt") for seed in seeds]
+        states = [checkpoint.extra["training"] for checkpoint in last]
         calls = [state["calls"] for state in states]
         if learned is None:
             recorded = 0
         else:
             recorded = len(states[0]["reward_model"]["answered"][0]) - calls[0]
-        rows.append({"policy": name, "calls": calls, "recorded": recorded})
+        true_calls.append({"policy": name, "calls": calls, "recorded": recorded})
         if learned is None or data.test_scorer is None:
             continue
-        test = hide(data.test, variant.hidden)
-        queries = data.test_rows.repeat_interleave(DRAWS)
-        embeddings = StoredEmbeddings(test.queries, test.candidates)
+        # the policy draws as it was before GRPO, then as it is after GRPO
+        models = [state["reward_model"] for state in states]
         for drawn_by in ("hidden_rce" if variant.hidden else "rce", name):
-            expected = []
-            right = []
-            for seed, state in zip(seeds, states, strict=True):
-                selector = load_checkpoint(seed / drawn_by / "best.pt").selector
-                model = RewardModel(learned, selector.mean, selector.scale)
-                model.load_state(state["reward_model"])
-                with seeded(0, "cpu"):
-                    drawn = draw(selector, embeddings, test, data.test_rows, config.shots, DRAWS)
-                sequences = bank_rows(test.pool[data.test_rows], drawn).flatten(0, 1)
-                expected.append(model.probabilities(test, queries, sequences).mean(0))
-                right.append(data.test_scorer(queries, sequences)["vqa_correct"].float().cpu())
-            named = {"policy": name, "drawn_by": drawn_by}
-            bins += [named | each for each in calibration(torch.cat(expected), torch.cat(right))]
-    return {key: value for key, value in (("true_calls", rows), ("calibration", bins)) if value}
+            policies = [seed / drawn_by / "best.pt" for seed in seeds]
+            expected, right = _predicted(config, data, name, policies, models)
+            for row in calibration(expected, right):
+                bins.append({"policy": name, "drawn_by": drawn_by} | row)
+    facts = {"true_calls": true_calls, "calibration": bins}
+    return {key: value for key, value in facts.items() if value}
+
+
+def _predicted(
+    config: SelectorRun,
+    data: SelectorData,
+    name: str,
+    policies: Sequence[Path],
+    models: Sequence[dict[str, Any]],
+) -> tuple[Tensor, Tensor]:
+    """Let policies draw for the held-out queries, and predict the answers by a learned reward.
+
+    Args:
+        name: the variant that has the learned reward.
+        policies: the checkpoint of the drawing policy, of each seed.
+        models: the state of the variant's learned reward, of each seed.
+
+    Returns:
+        For each sequence the probability of a right answer that the reward expects, and 1 where
+        the answer was right; float [n] each.
+    """
+    variant, _, _, _, learned = config.plan(name)
+    assert learned is not None
+    assert data.test_scorer is not None
+    test = hide(data.test, variant.hidden)
+    queries = data.test_rows.repeat_interleave(DRAWS)
+    embeddings = StoredEmbeddings(test.queries, test.candidates)
+    expected = []
+    right = []
+    for policy, state in zip(policies, models, strict=True):
+        selector = load_checkpoint(policy).selector
+        model = RewardModel(learned, selector.mean, selector.scale)
+        model.load_state(state)
+        with seeded(0, "cpu"):
+            drawn = draw(selector, embeddings, test, data.test_rows, config.shots, DRAWS)
+        sequences = bank_rows(test.pool[data.test_rows], drawn).flatten(0, 1)
+        expected.append(model.probabilities(test, queries, sequences).mean(0))
+        right.append(data.test_scorer(queries, sequences)["vqa_correct"].float().cpu())
+    return torch.cat(expected), torch.cat(right)
 
 
 def calibration(expected: Tensor, right: Tensor) -> list[dict[str, Any]]:
-    """n sequences in ten bins of equally many and of rising probability: how many `sequences`, and
-    the means of `expected` and `right`, both float [n]."""
-    bins = [some for some in expected.argsort(stable=True).tensor_split(BINS) if len(some)]
-    means = [
-        {key: float(x[some].mean()) for key, x in (("expected", expected), ("right", right))}
-        for some in bins
-    ]
-    return [{"sequences": len(some)} | each for some, each in zip(bins, means, strict=True)]
+    """Sort sequences into ten bins of equal size, by the expected probability of a right answer.
+
+    Args:
+        expected: the expected probability, float [n].
+        right: 1 where the answer was right, float [n].
+
+    Returns:
+        For each bin the number of `sequences`, and the means of `expected` and `right`.
+    """
+    rows: list[dict[str, Any]] = []
+    for members in expected.argsort(stable=True).tensor_split(BINS):
+        if len(members):
+            row = {"sequences": len(members), "expected": float(expected[members].mean())}
+            rows.append(row | {"right": float(right[members].mean())})
+    return rows

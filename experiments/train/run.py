@@ -1,4 +1,4 @@
-"""A run from settings to a report, the same for controllers and selectors: claim a folder, train,
+"""A run from settings to a report, for controllers and selectors alike: claim a folder, train,
 judge, write, report, track."""
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from knobwise.experiments.tracking.workspace import save_once
 
 
 class Experiment(ABC):
-    """What training controllers and training selectors share; settings that cannot work are refused
-    on construction.
+    """A training of controllers or selectors. Construction refuses settings that cannot work.
 
     Raises:
         InputError: a device that is not there, tracking that cannot be used.
     """
 
     table: Any
-    """What is trained on, a `ProfileTable` or a `BeamTable`."""
+    """The data to train on, a `ProfileTable` or a `BeamTable`."""
     notes: list[str]
-    """What a person should know of the data."""
+    """Facts about the data that a person should know."""
 
     def __init__(self, config: Any, threads: int = 1) -> None:
         self.config = config
@@ -68,13 +67,18 @@ class Experiment(ABC):
         `decisions.parquet`."""
 
     def run(self, overrides: list[str]) -> Path:
-        """Train, judge and report; returns the run's folder. Repeat it with the same settings to
-        resume an interrupted run. `overrides` are the words of the command line. Raises InputError:
-        the folder cannot be used."""
-        code = {
-            "commit": git_commit(),
-            "code": code_digest(),
-        }  # now, before anybody edits what has been imported
+        """Train, judge and report; return the run's folder.
+
+        Repeat it with the same settings to resume an interrupted run.
+
+        Args:
+            overrides: the `key=value` words of the command line.
+
+        Raises:
+            InputError: the folder cannot be used.
+        """
+        # noted first, before anybody edits the code that runs
+        code = {"commit": git_commit(), "code": code_digest()}
         for note in self.notes:
             say(note)
         with claim(self.config, overrides) as folder:
@@ -100,14 +104,20 @@ class Experiment(ABC):
 
 
 def set_up_torch(threads: int = 1) -> None:
-    """The number of threads; and TorchRL does not announce what it allocates."""
+    """Set the number of threads, and stop TorchRL from announcing what it allocates."""
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     torch.set_num_threads(threads)
 
 
 def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
-    """Copy the checkpoints of the best training, of these folders with their validation scores, to
-    the run's own."""
+    """Copy the checkpoints of the best training into the folder of the run.
+
+    Args:
+        scores: the folder of each training's checkpoints → its validation score.
+
+    Returns:
+        The folder of the best training.
+    """
     best = max(scores, key=scores.__getitem__)
     for name in ("best.pt", "last.pt"):
         with written_whole(folder / "checkpoints" / name) as temporary:
@@ -121,16 +131,20 @@ def train_seeds(
     folder: Path,
     complete: Callable[[Any, Path], None] = lambda *_: None,
 ) -> None:
-    """Train the seeds of a run one after the other, each from where it stopped; `complete` takes
-    each trainer and the folder of its checkpoints when it is done."""
+    """Train the seeds of a run one after the other, each from where it stopped.
+
+    Args:
+        complete: called with each trainer that is done and the folder of its checkpoints.
+    """
     for trainer in trainers:
-        trainer.folder = checkpoints = folder / "checkpoints" / f"seed{trainer.seed}"
-        trainer.resume(checkpoints / "last.pt")
+        trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
+        trainer.resume(trainer.folder / "last.pt")
     steps = {
         trainer.seed: trainer.total if trainer.finished else trainer.iteration
         for trainer in trainers
     }
     total = sum(trainer.total for trainer in trainers)
+    # a single seed shows a progress of its own
     silent = math.inf if len(trainers) == 1 else 0.0
     with progress("all seeds", total, sum(steps.values()), silent or 60.0, silent) as tick:
         for trainer in trainers:
@@ -150,27 +164,30 @@ def train_seeds(
                 tracker.tick = count
                 with tracker as trainer.log:
                     trainer.run()
-            grpo, (best, score) = (
-                trainer.stages[-1].iterations,
-                (trainer.best["iteration"], trainer.best["score"]),
-            )
-            if best <= trainer.total - grpo:
-                when = "before"
-            else:
-                when = "during"
-            where = f" ({when} {trainer.stages[-1].name})"
-            words = (
-                f"best validation {trainer.judged_by} {score:.4f} at "
-                f"iteration {best} of {trainer.total}"
-            )
-            say(f"{trainer.title}: {words}{where if grpo else ''}")
+            say(_best_of(trainer))
             complete(trainer, folder / "checkpoints" / f"seed{trainer.seed}")
             count(trainer.total)
 
 
+def _best_of(trainer: Trainer) -> str:
+    """Return a line with the best validation score of a trainer, and when it was reached."""
+    score = trainer.best["score"]
+    iteration = trainer.best["iteration"]
+    line = (
+        f"{trainer.title}: best validation {trainer.judged_by} {score:.4f} at "
+        f"iteration {iteration} of {trainer.total}"
+    )
+    last = trainer.stages[-1]
+    if not last.iterations:
+        return line
+    if iteration <= trainer.total - last.iterations:
+        return f"{line} (before {last.name})"
+    return f"{line} (during {last.name})"
+
+
 def next_command(folder: Path) -> str:
-    """What to try after a run: compare it with the others of its experiment, or deploy it, or train
-    another one."""
+    """Return the command to try after a run: compare it with the others of its experiment, deploy
+    it, or train another one."""
     compare = f"knobwise compare {shlex.quote(str(folder.parent))}"
     if len(list(folder.parent.glob("*/results.json"))) > 1:
         return compare
@@ -181,19 +198,25 @@ def next_command(folder: Path) -> str:
 
 
 def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, Any]) -> str:
-    """Log to W&B the test scores of each seed, in the run that trained it, and the results; gives
-    the mode of W&B."""
+    """Log to W&B the results, and the test scores of each seed in the run that trained it.
+
+    Returns:
+        The mode of W&B.
+    """
     model = None
     kept = (results.get("best_policy", ""), results.get("best_seed"))
-    tracked = wandb_mode(config.tracking) != "disabled"
-    for (stage, seed), scores in scores_by_seed(results, folder).items() if tracked else ():
+    by_seed: Mapping[tuple[str, int], Mapping[str, float]] = {}
+    if wandb_mode(config.tracking) != "disabled":
+        by_seed = scores_by_seed(results, folder)
+    for (stage, seed), scores in by_seed.items():
         with tracker_of(
             config, folder, table, "train", seed, stage=stage, finished=True
         ) as tracker:
             model = tracker.log_scores(scores, (stage, seed) == kept) or model
     with tracker_of(config, folder, table, "evaluate") as tracker:
-        drawn = tracker.mode != "disabled"  # pictures take longer to draw than all else here
-        tracker.log_results(results, result_images(results) if drawn else None, model)
+        # drawing pictures takes longer than everything else here
+        images = result_images(results) if tracker.mode != "disabled" else None
+        tracker.log_results(results, images, model)
     if tracker.mode == "online" and config.tracking.workspace:
         save_once(config.tracking, [knob.name for knob in getattr(table, "knobs", ())])
     return tracker.mode
@@ -208,8 +231,11 @@ def tracker_of(
     step: int = -1,
     **options: Any,
 ) -> Tracker:
-    """The tracker of a run, or of one of its seeds. `step` is where a resumed seed continues; a
-    negative one means from the beginning."""
+    """Return the tracker of a run, or of one of its seeds.
+
+    Args:
+        step: the step that a resumed seed continues from; negative to start from the beginning.
+    """
     if isinstance(config, SelectorRun):
         tags = [f"reward-{config.reward.mode}"]
     else:
@@ -217,8 +243,8 @@ def tracker_of(
             "taught" if config.policy.teacher else "independent",
             config.loss.objective,
             f"reward-{config.reward.kind}",
+            f"advantage-{config.loss.advantage}"[:64],  # the longest that W&B takes
         ]
-        tags.append(f"advantage-{config.loss.advantage}"[:64])  # W&B takes no longer ones
     return Tracker(
         folder,
         name=folder.name,
@@ -227,7 +253,7 @@ def tracker_of(
         config=asdict(config),
         settings=config.tracking,
         seed=seed,
-        tags=list(tags),
+        tags=tags,
         profile=profile_of(table),
         resume_step=step if step >= 0 else None,
         **options,

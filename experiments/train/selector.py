@@ -1,5 +1,5 @@
-"""The selector experiment: supervised fine-tuning on beams, RCE, GRPO in several forms, with
-several seeds; judge them on queries and candidates never seen beside every simple way."""
+"""The selector experiment: supervised fine-tuning on beams, RCE, and GRPO in several forms, with
+several seeds. All are judged on unseen queries and candidates, beside every simple policy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ TAKEN = ("sft", "rce", "hidden_sft", "hidden_rce", *SIMPLE, *UPPER)
 
 
 def policies(config: SelectorRun) -> dict[str, list[str]]:
-    """What is trained, by the name of its folder and row, and which blocks it does not see."""
+    """Return every policy that is trained, by the name of its folder and row, with the blocks that
+    are hidden from it."""
     blocks: dict[str, list[str]] = {"sft": [], "rce": []}
     for name in config.variants:
         hidden = config.plan(name).variant.hidden
@@ -62,21 +63,20 @@ def policies(config: SelectorRun) -> dict[str, list[str]]:
 
 
 class SelectorExperiment(Experiment):
-    """The stages of all seeds, and what they are judged on."""
+    """The stages of all seeds, and the data that they are judged on."""
 
     def __init__(self, config: SelectorRun) -> None:
         super().__init__(config)
         wanted = config.reward.mode
         self.data = _checked(config)
         self.table = self.data.table
-        self.notes = [
-            f"{self.table.name}: {n}"
-            for n in dict.fromkeys([*self.table.notes, *self.data.test.notes])
-        ]
-        if wanted == AUTO and (mode := config.reward.mode) != USUAL:
+        notes = dict.fromkeys([*self.table.notes, *self.data.test.notes])
+        self.notes = [f"{self.table.name}: {note}" for note in notes]
+        resolved = config.reward.mode
+        if wanted == AUTO and resolved != USUAL:
             self.notes.append(
-                f"reward.mode={mode}: {self.table.name} has beam scores, but no column of right "
-                "answers"
+                f"reward.mode={resolved}: {self.table.name} has beam scores, but no column of "
+                "right answers"
             )
 
     def train(self, folder: Path) -> None:
@@ -90,12 +90,10 @@ class SelectorExperiment(Experiment):
             train_seed(*piece)
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Every policy on the same held-out queries; the best on validation becomes the run's.
+        """Judge every policy on the same held-out queries, and keep the best on validation.
         Controls do not compete."""
-        config, seeds = (
-            self.config,
-            [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds],
-        )
+        config = self.config
+        seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
         plans = {name: config.plan(name) for name in config.variants}
         competing = [
             name
@@ -115,31 +113,46 @@ class SelectorExperiment(Experiment):
 
 
 def _checked(config: SelectorRun) -> SelectorData:
-    """What can be refused is refused before anything is written."""
+    """Read the data, and refuse settings that cannot work before anything is written."""
     at_least("jobs", config.jobs, 1)
     at_least("shots", config.shots, 0)
     data = read_data(config.beams, config.encoder)
-    config.reward = config.reward.resolved(
-        data.table.fields
-    )  # so that config.yaml says what is trained on
+    # reward and shots are settled here, so that config.yaml says what is trained on
+    config.reward = config.reward.resolved(data.table.fields)
     check_judged(data, config.judged_shots)
     lengths = sorted(set(data.table.lengths[data.table.beam_mask].tolist()))
-    if config.shots == 0:  # so that config.yaml says it, as above
+    if config.shots == 0:
         config.shots = 2 if 2 in lengths else lengths[-1]
     if data.scorer is None and config.shots not in lengths:
         raise InputError(
             f"shots={config.shots}: recorded sequences have {lengths} demonstrations only"
         )
-    for name in config.variants:  # what is wrong in itself, before what these beams do not have
+    # mistakes in the variants come first, then what the beams lack
+    _check_variants(config, data)
+    _check_trainable(config, data)
+    if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
+        raise InputError(
+            "variants: those with hidden blocks share hidden_sft, so all must hide the same blocks"
+        )
+    return data
+
+
+def _check_variants(config: SelectorRun, data: SelectorData) -> None:
+    """Refuse names that are taken, and draws that need a scorer where there is none."""
+    for name in config.variants:
         variant = config.plan(name).variant
         if name in TAKEN:
             raise InputError(f"variants.{name}: the name is taken; choose another")
         if data.scorer is None and (variant.live or variant.rounds > 1):
             raise InputError(
                 f"variants.{name}: live draws and rounds need a scorer, which recorded beams do "
-                "not have; leave it out "
-                f"by variants.{name}=null, or train with experiment=selector_replay"
+                f"not have; leave it out by variants.{name}=null, or train with "
+                "experiment=selector_replay"
             )
+
+
+def _check_trainable(config: SelectorRun, data: SelectorData) -> None:
+    """Refuse stages and variants that cannot be trained on these beams."""
     stages = SelectorStages(config, data, config.seeds[0], None)
     stages.check("rce", config.reward)
     stages.check("sft", config.reward, GroupConfig("beams"))
@@ -161,26 +174,26 @@ def _checked(config: SelectorRun) -> SelectorData:
                 raise InputError(
                     f"{error}; variants.{name}.groups=all takes every sequence"
                 ) from error
-    if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
-        raise InputError(
-            "variants: those with hidden blocks share hidden_sft, so all must hide the same blocks"
-        )
-    return data
 
 
 # -- training --------------------------------------------------------------------------------------
 
 
 def train_seed(config: SelectorRun, seed: int, folder: Path) -> str:
-    """All stages of one seed, but for those that are finished already; gives nothing to note."""
+    """Train all unfinished stages of one seed. Returns "", since there is nothing to report."""
     set_up_torch()
     SelectorStages(config, read_data(config.beams, config.encoder), seed, folder).all()
     return ""
 
 
 class SelectorStages:
-    """The stages of one seed: what each starts from, and what it learns from. The checkpoints of
-    each policy go into `checkpoints/seed<k>/<policy>` of the run's folder."""
+    """The stages of one seed: what each stage starts from, and what it learns from.
+
+    The checkpoints of a policy go into `checkpoints/seed<k>/<policy>` of the run's folder.
+
+    Args:
+        folder: the folder of the run; None to check the stages without training.
+    """
 
     def __init__(
         self, config: SelectorRun, data: SelectorData, seed: int, folder: Path | None
@@ -189,10 +202,11 @@ class SelectorStages:
         self.seed = seed
         self.folder = folder
         self.data = data._replace(table=as_read(data.table, data.items))
-        self.step = 0
+        self.step = 0  # of the next stage, in metrics.csv
         self.logged = list[Row]()
         self.rows = torch.arange(data.table.num_queries)
-        self.reward_models: dict[Any, dict[str, Any]] = {}  # what they learned from records
+        # states of learned rewards after learning from records
+        self.reward_models: dict[Any, dict[str, Any]] = {}
         if data.scorer is None:
             self.zero_shot = None
         else:
@@ -205,8 +219,8 @@ class SelectorStages:
         groups: GroupConfig | None = None,
         learned: RewardModelConfig | None = None,
     ) -> None:
-        """Refuse what a stage cannot be trained on, such as a reward that what was recorded does
-        not hold. Raises InputError: naming what is missing."""
+        """Refuse a stage that cannot be trained, for example where the records lack what its reward
+        needs. Raises InputError, which names what is missing."""
         table = self.data.table
         settings = {"config": getattr(self.config, stage), "reward": reward, "groups": groups}
         if self.config.init_from is None:
@@ -220,27 +234,28 @@ class SelectorStages:
         SelectorTrainer(stage, table, self.data.split, start, **settings)
 
     def all(self) -> None:
-        """Train everything that the settings name."""
-        base = {"": self._base("", self.data.table)}
+        """Train every stage and variant that the settings name."""
+        # sft and rce by the blocks that are hidden from them
+        bases = {"": self._base("", self.data.table)}
         for name in self.config.variants:
             hidden = self.config.plan(name).variant.hidden
             key = ",".join(hidden)
             table = hide(self.data.table, hidden)
-            if key not in base:
-                base[key] = self._base("hidden_", table)
-            self._variant(name, table, *base[key])
+            if key not in bases:
+                bases[key] = self._base("hidden_", table)
+            self._variant(name, table, *bases[key])
         if self.folder is not None:
             MetricsFile(self.folder / "metrics.csv", self.seed, self.step, self.logged)
 
     def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
-        """SFT and RCE, which every variant starts from. What hides blocks must not start from what
-        has seen them."""
+        """Train SFT and RCE, which variants start from. Variants with hidden blocks start from SFT
+        and RCE without these blocks."""
         start = self.fresh(table) if prefix else self.first
         sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
         return sft, self.stage(f"{prefix}rce", "rce", table, sft)
 
     def fresh(self, table: BeamTable) -> Selector:
-        """Draw the weights of a selector for this table."""
+        """Return a selector for this table, with weights that are drawn by the seed."""
         with seeded(self.seed, "cpu"):
             encoder = None
             if self.data.items is not None:
@@ -250,11 +265,11 @@ class SelectorStages:
 
     @functools.cached_property
     def first(self) -> Selector:
-        """What SFT starts from, where nothing is hidden."""
+        """The selector that SFT starts from, where nothing is hidden."""
         return self.begin(self.fresh(self.data.table))
 
     def begin(self, fresh: Selector) -> Selector:
-        """Take the weights of `init_from`, if it is set, in place of fresh ones.
+        """Return the selector of `init_from`, if that is set, instead of a fresh one.
 
         Raises:
             InputError: they do not fit, or were trained on queries of these beams that this run
@@ -269,26 +284,26 @@ class SelectorStages:
         selector = started_from(path, loaded, fresh)
         if selector.encoder is not None:
             selector.encoder.items = self.data.items
-        fitted = {table.query_ids[row] for part in self.data.split[:2] for row in part.tolist()}
+        training, validation = self.data.split[:2]
+        fitted = {table.query_ids[row] for row in [*training.tolist(), *validation.tolist()]}
         # beams that draws of a policy were added to have another digest, and the same name
         same = table.name == loaded.profile_name or table.digest == loaded.profile_digest
         if same and not fitted.issuperset(loaded.extra.get("fitted", ())):
             raise InputError(
                 f"init_from={path}: was trained on queries of {table.name!r} that this run holds "
-                "out; use the same "
-                "beams.train, beams.validation and beams.split_seed"
+                "out; use the same beams.train, beams.validation and beams.split_seed"
             )
         return selector
 
     def _variant(self, name: str, table: BeamTable, sft: Selector, rce: Selector) -> None:
+        """Train a variant, from its warm-up to its last round."""
         variant, stage, reward, loss, learned = self.config.plan(name)
         settings = {"reward": reward, "loss": loss, "config": stage, "reference": sft}
         start = sft
         if variant.warmup:
+            # a control shuffles the rewards of GRPO only, so it shares the usual warm-up
             usual = (self.config.reward, _rce_settings(self.config.loss))
-            # what only a control changes is left to it: its warm-up is the same
-            same = (replace(reward, shuffled=False), _rce_settings(loss)) == usual
-            if same:
+            if (replace(reward, shuffled=False), _rce_settings(loss)) == usual:
                 start = rce
             else:
                 start = self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
@@ -301,40 +316,34 @@ class SelectorStages:
                 name, "grpo", table, start, live=variant.live, reward_model=model, **settings
             )
             return
-        groups = GroupConfig(variant.groups, rounds=1)
-        for number in range(1, variant.rounds + 1):
+        # in replay, each round adds draws of the latest policy to the records
+        settings["groups"] = GroupConfig(variant.groups, rounds=1)
+        drawing = sft
+        for k in range(1, variant.rounds + 1):
             if variant.own_draws and self.data.scorer is not None:
-                table = self.recorded(
-                    table, sft if number == 1 else start, variant.own_draws, number
-                )
-            last = number == variant.rounds
-            start = self.stage(
-                name if last else f"{name}-{number}",
-                "grpo",
-                table,
-                start,
-                groups=groups,
-                **settings,
-            )
+                table = self.recorded(table, drawing, variant.own_draws, k)
+            policy = name if k == variant.rounds else f"{name}-{k}"
+            start = self.stage(policy, "grpo", table, start, **settings)
+            drawing = start
 
-    def recorded(self, table: BeamTable, selector: Selector, count: int, number: int) -> BeamTable:
-        """The table with draws of a selector for every query, scored once, as beams of round
-        `number`."""
+    def recorded(self, table: BeamTable, selector: Selector, count: int, k: int) -> BeamTable:
+        """Return the table with draws of a selector for every query, scored once, as beams of round
+        k."""
         assert self.data.scorer is not None
         assert self.zero_shot is not None
         embeddings = StoredEmbeddings(table.queries, table.candidates)
-        with seeded(self.seed + 1000 * number, "cpu"):
+        with seeded(self.seed + 1000 * k, "cpu"):
             draws = evaluation.draw(
                 selector, embeddings, table, self.rows, self.config.shots, count
             )
         scored = score(self.data.scorer, self.rows, table.pool, draws, "policy", self.zero_shot)
-        return table.with_beams(scored.sequences, scored.fields, scored.found_by, number)
+        return table.with_beams(scored.sequences, scored.fields, scored.found_by, k)
 
     def reward_model(
         self, table: BeamTable, sft: Selector, config: RewardModelConfig
     ) -> RewardModel:
-        """The learned reward before GRPO; variants that differ only in what comes after share its
-        fit."""
+        """Return the learned reward as it is before GRPO. Variants whose settings differ only in
+        GRPO share the fit."""
         key = table.digest, config.recorded, config.members, config.width, config.epochs
         with seeded(self.seed, "cpu"):
             model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
@@ -352,7 +361,13 @@ class SelectorStages:
     def stage(
         self, name: str, stage: str, table: BeamTable, start: Selector, **settings: Any
     ) -> Selector:
-        """One training, or what is left of it; gives its best epoch's selector."""
+        """Train one stage, or what is left of it; return the selector of its best epoch.
+
+        Args:
+            name: the policy that is trained, which names its folder.
+            stage: sft, rce or grpo.
+            settings: arguments of the trainer in place of those of the run.
+        """
         assert self.folder is not None
         folder = self.folder / "checkpoints" / f"seed{self.seed}" / name
         usual = {
@@ -375,19 +390,8 @@ class SelectorStages:
         trainer.title = f"seed {self.seed} · {name}"
         trainer.resume(folder / "last.pt")
         if not trainer.finished:
-            # the checkpoint was written before the rows of its own iteration were complete
-            about = (
-                self.config,
-                self.folder,
-                self.data.table,
-                "train",
-                self.seed,
-                self.step + trainer.iteration - 1,
-            )
-            tracker = tracker_of(*about, stage=name, first=self.step)
-            tracker.known = self.logged + in_stage(trainer.logged, name, self.step)
-            with tracker as trainer.log:
-                trainer.run()
+            self._run(trainer, name)
+        # the rows of the next stage follow in metrics.csv
         self.logged += in_stage(trainer.logged, name, self.step)
         self.step += trainer.total + 1
         best = load_checkpoint(folder / "best.pt")
@@ -395,9 +399,28 @@ class SelectorStages:
             best.selector.encoder.items = self.data.items
         return best.selector
 
+    def _run(self, trainer: SelectorTrainer, name: str) -> None:
+        """Run a stage that is not finished, and log it."""
+        assert self.folder is not None
+        # the checkpoint was written before the rows of its own iteration were complete
+        resumed = self.step + trainer.iteration - 1
+        tracker = tracker_of(
+            self.config,
+            self.folder,
+            self.data.table,
+            "train",
+            self.seed,
+            resumed,
+            stage=name,
+            first=self.step,
+        )
+        tracker.known = self.logged + in_stage(trainer.logged, name, self.step)
+        with tracker as trainer.log:
+            trainer.run()
+
 
 def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
-    """What RCE reads of the settings of the loss."""
+    """Return the settings of the loss that RCE reads."""
     return loss.temperature_start, loss.temperature_end
 
 
@@ -407,8 +430,12 @@ def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
 def judge_run(
     config: SelectorRun, data: SelectorData, folder: Path
 ) -> tuple[dict[str, Any], pl.DataFrame]:
-    """Every policy on the same held-out queries, at every number of shots; gives the contents of
-    `results.json` and of `decisions.parquet`."""
+    """Judge every policy on the same held-out queries, at every number of shots.
+
+    Returns:
+        The contents of `results.json` and of `decisions.parquet`.
+    """
+    # policy → number of shots → its choices
     decided: dict[str, dict[int, Decided]] = {}
     for shots in config.judged_shots:
         simple = evaluation.decide_simple(
@@ -422,7 +449,9 @@ def judge_run(
         for name, outcome in simple.items():
             decided.setdefault(name, {})[shots] = outcome
     facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
+    hidden = set[str]()
     for name, blocks in policies(config).items():
+        hidden.update(blocks)
         loaded = [
             load_checkpoint(folder / "checkpoints" / f"seed{seed}" / name / "best.pt")
             for seed in config.seeds
@@ -438,7 +467,7 @@ def judge_run(
         trained_shots=config.shots,
         test=data.test if data.test is not data.table else None,
         judged_by=data.judged_by,
-        hidden=sorted({block for blocks in policies(config).values() for block in blocks}),
+        hidden=sorted(hidden),
     )
     return results | facts | learned_rewards(config, data, folder), decisions
 
@@ -446,22 +475,28 @@ def judge_run(
 def _decided(
     config: SelectorRun, data: SelectorData, blocks: list[str], loaded: list[Loaded]
 ) -> dict[int, Decided]:
-    """The choices of a policy that does not see `blocks`, with every seed, by the number of
-    shots."""
+    """Return the choices of a policy, of all seeds, by the number of shots.
+
+    Args:
+        blocks: the blocks of the embeddings that are hidden from the policy.
+        loaded: the checkpoint of each seed.
+    """
     test = hide(data.test, blocks)
     rows = data.test_rows
     scorer = data.test_scorer
     selectors = [checkpoint.selector for checkpoint in loaded]
     embeddings = [stored_embeddings(test, checkpoint, data.items) for checkpoint in loaded]
     if scorer is None:
-        ways = (selectors, embeddings, test, None)
         return {
-            shots: evaluation.decide_selectors(*ways, shots, rows) for shots in config.judged_shots
+            shots: evaluation.decide_selectors(selectors, embeddings, test, None, shots, rows)
+            for shots in config.judged_shots
         }
-    pairs = zip(
-        selectors, embeddings, strict=True
-    )  # a longer greedy choice begins as a shorter one does
-    whole = [evaluation.choose(*pair, test, rows, max(config.judged_shots)) for pair in pairs]
+    # a longer greedy choice begins with the shorter one
+    longest = max(config.judged_shots)
+    whole = [
+        evaluation.choose(selector, embedded, test, rows, longest)
+        for selector, embedded in zip(selectors, embeddings, strict=True)
+    ]
     decided = {}
     for shots in config.judged_shots:
         outcome = evaluation.judged_choices(
