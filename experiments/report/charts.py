@@ -2,8 +2,8 @@
 or a list of charts that make up a figure.
 
 A chart is as wide as its place on the page. Its colours come from
-`knobwise.experiments.report.page`. Channels are objects such as `alt.X("name:N")`, not strings: Altair would look up each string in its
-schema, which takes longer than all the rest.
+`knobwise.experiments.report.page`. Channels are objects such as `alt.X("name:N")`, not strings:
+Altair would look up each string in its schema, which takes longer than all the rest.
 """
 
 from __future__ import annotations
