@@ -78,22 +78,12 @@ def judge_deadlines(
         before: the controllers as they were before GRPO, for what it added (`grpo_gain`).
     """
     times, spent = _own_costs(table, test, budgets_ms, controllers, charge)
-    deciders: dict[str, list[Any]] = {
-        "controller": [controller.decider for controller in controllers]
-    }
+    policies = _policies_of(controllers, baselines)
     costs = {"controller": spent}
-    policies = dict(deciders)
-    teachers = [
-        controller.guarded_teacher for controller in controllers if controller.teacher is not None
-    ]
-    if teachers:
-        policies["teacher"] = teachers
-    policies |= {baseline.name: [baseline] for baseline in baselines}
-
     problem = table, test, budgets_ms, rewards
     judged = judge_all(*problem, policies)
     if any(cost.any() for cost in spent):
-        judged |= judge_all(*problem, deciders, costs)
+        judged |= judge_all(*problem, {"controller": policies["controller"]}, costs)
 
     # the probabilities of being on time that the teachers predict
     expected = []
@@ -106,18 +96,21 @@ def judge_deadlines(
     decisions = decision_frame(
         table, test, judged, seeds, times, uncharged, {"controller": expected}
     )
-    results = _results(
-        DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)
-    )
+    results = _results(DEADLINE, decisions, table, test, seeds, _under_deadlines)
 
     known = [controller for controller in before if controller is not None]
     if known and len(known) == len(controllers):
         untrained = {"controller": [controller.decider for controller in known]}
         started = judge_all(*problem, untrained, costs)["controller"]
-        pairs = zip(judged["controller"], started, strict=True)
-        gains = torch.stack([after.utility - start.utility for after, start in pairs])
-        results["grpo_gain"] = gain("test", gains.mean(2).double().numpy())
+        results["grpo_gain"] = _utility_gained(started, judged["controller"])
     return results, decisions
+
+
+def _utility_gained(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, Any]:
+    """Return the gain in utility over seeds and test samples, with its interval."""
+    pairs = zip(before, after, strict=True)
+    gains = torch.stack([second.utility - first.utility for first, second in pairs])
+    return gain("test", gains.mean(2).double().numpy())
 
 
 def over_splits(
@@ -142,10 +135,7 @@ def over_splits(
         numbered.append(frame.with_columns(split=pl.lit(split, pl.Int64)))
     together = pl.concat(numbered)
     test = torch.cat(list(tests))
-    results = _results(
-        DEADLINE, together, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)
-    )
-    return results, together
+    return _results(DEADLINE, together, table, test, seeds, _under_deadlines), together
 
 
 def judge_mean_budgets(
@@ -351,7 +341,7 @@ def _results(
 
 def _add_decision_times(rows: Rows, arrays: DecisionArrays) -> None:
     """Add `decision_us_p50` to every row; None for a policy whose decisions are not timed."""
-    # times are those of a split: its first sample has them
+    # all samples of a split have the same times: take one of each
     if arrays.splits is None:
         firsts: Any = [0]
     else:
@@ -450,7 +440,7 @@ def _known_mean(values: np.ndarray) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _under_deadlines(arrays: DecisionArrays) -> Iterator[Outcome]:
+def _under_deadlines(arrays: DecisionArrays, _: Tensor) -> Iterator[Outcome]:
     """Yield what is known about each policy under deadlines.
 
     `infeasible` is the share of samples that no profiled configuration serves in time;
