@@ -106,6 +106,21 @@ def judge_deadlines(
     return results, decisions
 
 
+def _policies_of(
+    controllers: Sequence[DeployedController], baselines: Sequence[Baseline]
+) -> dict[str, list[Any]]:
+    """Return all that decide, by policy: controllers, their teachers, baselines."""
+    policies: dict[str, list[Any]] = {
+        "controller": [controller.decider for controller in controllers]
+    }
+    teachers = [
+        controller.guarded_teacher for controller in controllers if controller.teacher is not None
+    ]
+    if teachers:
+        policies["teacher"] = teachers
+    return policies | {baseline.name: [baseline] for baseline in baselines}
+
+
 def _utility_gained(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, Any]:
     """Return the gain in utility over seeds and test samples, with its interval."""
     pairs = zip(before, after, strict=True)

@@ -175,7 +175,7 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
         `at`: for each budget the `correlation` between difficulty and latency of the choice, with
         its `ci95`; `static`; and `setting`, with `setting_ci95`; null where a side is constant.
         `budget_ms`: the budget of the chart, the largest at which choices differ, or null.
-        `groups`: at this budget, for some ten groups of equal difficulty, the means
+        `groups`: at this budget, for some ten groups of samples from easy to hard, the means
         `difficulty_ms`, `policy_ms`, with its `ci95`, and `static_ms`.
         `points`: at this budget, difficulty and latency of the choice of each sample.
     """
@@ -370,7 +370,7 @@ def _rules(
         ]
     shares = inner.value[node]  # [knobs, values]
     classes = tree.classes_
-    if len(shares) == 1:  # scikit-learn has no list of lists for a single knob
+    if len(shares) == 1:  # for a single knob scikit-learn gives its classes alone
         classes = [tree.classes_]
     then = {
         knob.name: knob.values[int(known[share.argmax()])]
@@ -406,8 +406,8 @@ def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> dict[s
         rows = []
         for i in first:
             if most[i] > 1e-9:
-                row = _decision(explained, questions, i, int(budgets[i]))
-                rows.append(row | {"gain": sign * float(most[i])})
+                gain = sign * float(most[i])
+                rows.append(_decision(explained, questions, i, int(budgets[i]), gain))
         lists[name] = rows
     return lists
 
@@ -423,6 +423,7 @@ def _decision(explained: Explained, questions: Mapping[str, str], i: int, b: int
         "dataset": table.dataset_names[row],
         "question": questions.get(sample, question_type),
         "budget_ms": float(explained.budgets_ms[b]),
+        "gain": gain,
     }
     for name, chosen in (("policy", explained.chosen), ("static", explained.static)):
         c = int(chosen[i, b])
