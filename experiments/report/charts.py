@@ -1,7 +1,10 @@
-"""The charts (Altair) of all pages: frame → chart, or the charts of a figure. Each is as wide as
-its place on the page; colours come from the page (`knobwise.experiments.report.page`). Channels are
-objects, not `"name:N"`: Altair would search its schema for what each string means, which takes
-longer than all else."""
+"""The charts of all pages, drawn with Altair. A function takes a frame or rows and returns a chart,
+or a list of charts that make up a figure.
+
+A chart is as wide as its place on the page. Its colours come from
+`knobwise.experiments.report.page`. Channels are objects such as `alt.X("name:N")`, not strings:
+Altair would look up each string in its schema, which takes longer than all the rest.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from knobwise.experiments.report.words import policy_name, quantity
 from knobwise.experiments.results.statistics import pareto_front
 
 DASHED: dict[str, Any] = {"style": "quiet", "strokeWidth": 1.5, "strokeDash": [5, 4]}
+"""The style of lines that mark a reference."""
 MOST_VALUES = 12
 """A knob with more values than this is drawn with its most used ones and "other"."""
 SAME_EVERYWHERE = (
@@ -30,55 +34,64 @@ SAME_EVERYWHERE = (
 )
 """Policies that are drawn in every data set; of all others only the best."""
 CLOSE = alt.Scale(zero=False, padding=12)
+"""A scale that begins near the smallest number, not at 0."""
 Figure = alt.LayerChart | list[alt.LayerChart]
+"""A chart, or several of one heading."""
 
 
 def layered(
     *layers: alt.Chart | alt.LayerChart, height: int | alt.Step = 320, **properties: Any
 ) -> alt.LayerChart:
-    """Layers as wide as their place on the page."""
-    return alt.layer(
-        *layers, width="container", height=height, **properties
-    )  # .properties() would copy all of them
+    """Return one chart of these layers, as wide as its place on the page."""
+    # arguments of alt.layer: .properties() would copy all layers
+    return alt.layer(*layers, width="container", height=height, **properties)
 
 
 def colour_of(labels: Sequence[str] | Mapping[str, str], field: str = "policy") -> alt.Color:
-    """Colour by policy: every policy has one colour, on this page and on all others. Other labels
-    name their hues: hue → label."""
-    values = list(labels.values() if isinstance(labels, Mapping) else labels)
+    """Return the colour channel of a column, with its legend.
+
+    Args:
+        labels: policies or runs, for the palette of `domain`, where a policy has the same colour on
+            every page; or other labels by hue: hue → label.
+        field: the column that holds the labels.
+    """
+    if isinstance(labels, Mapping):
+        values = list(labels.values())
+        scale = alt.Scale(domain=by_hue(labels))
+    else:
+        values = list(labels)
+        scale = alt.Scale(domain=domain(labels))
+    # the legend wraps by the width of the container, which axes do not change: a legend that wraps
+    # after the layout is cut off. A picture has no container, so there its own width counts
     longest = 6 * max(map(len, values), default=1) + 40
-    # of the chart's place, which stays the same while axes take their part of the width: a legend
-    # that wraps after the layout is cut off; in a picture, which has no place, of its width
-    place = "(containerSize()[0] || width + 60) - 60 + 0 * width"
-    columns = alt.ExprRef(f"max(1, floor(({place}) / {longest}))")
+    width = "(containerSize()[0] || width + 60) - 60 + 0 * width"
+    columns = alt.ExprRef(f"max(1, floor(({width}) / {longest}))")
     legend = alt.Legend(
         orient="top", title=None, labelLimit=340, columns=columns, symbolOpacity=1, values=values
     )
-    scale = alt.Scale(domain=by_hue(labels) if isinstance(labels, Mapping) else domain(labels))
     return alt.Color(f"{field}:N", scale=scale, legend=legend)
 
 
 def _tooltip(rows: pl.DataFrame) -> list[alt.Tooltip]:
-    return [
-        alt.Tooltip(f"{name}:{'Q' if dtype.is_numeric() else 'N'}")
-        for name, dtype in rows.schema.items()
-    ]
+    tooltip = []
+    for name, dtype in rows.schema.items():
+        kind = "Q" if dtype.is_numeric() else "N"
+        tooltip.append(alt.Tooltip(f"{name}:{kind}"))
+    return tooltip
 
 
 # -- lines -----------------------------------------------------------------------------------------
 
 
 def _thin_and_named(lines: alt.Chart, width: float, size: int = 0) -> list[alt.Chart]:
-    """The policies that have a colour, with dots of some size, and all others thin."""
-    thin, named = (
-        lines.transform_filter(test)
-        for test in (alt.datum.policy == OTHER, alt.datum.policy != OTHER)
-    )
+    """Draw policies without a colour as thin lines and all others as lines of this width, with dots
+    if `size` is not 0."""
+    thin = lines.transform_filter(alt.datum.policy == OTHER)
+    named = lines.transform_filter(alt.datum.policy != OTHER)
+    layers = [thin.mark_line(strokeWidth=1), named.mark_line(strokeWidth=width)]
     if size:
-        dots = [named.mark_circle(size=size, opacity=1)]
-    else:
-        dots = []
-    return [thin.mark_line(strokeWidth=1), named.mark_line(strokeWidth=width), *dots]
+        layers.append(named.mark_circle(size=size, opacity=1))
+    return layers
 
 
 def plane(
@@ -88,9 +101,16 @@ def plane(
     unit: str = "ms",
     y: str = "accuracy",
 ) -> alt.LayerChart:
-    """Mean accuracy or utility against mean latency: configurations (label, latency_ms, `y`,
-    perhaps samples) as dots, those that no other beats on a dashed line, and one path (policy,
-    name, budget_ms, latency_ms, `y`) a policy."""
+    """Draw mean accuracy or utility against mean latency.
+
+    Args:
+        configurations: label, latency_ms, `y` and perhaps samples of each: drawn as dots, with a
+            dashed line through those that no other beats.
+        paths: columns policy, name, budget_ms, latency_ms and `y`: a line for each policy.
+        policies: those with a colour, see `colour_of`.
+        unit: of the latencies.
+        y: "accuracy" or "utility".
+    """
     x = alt.X(
         "latency_ms:Q",
         title=f"mean latency ({unit})",
@@ -98,20 +118,25 @@ def plane(
         axis=alt.Axis(labelOverlap=True),
     )
     shares = [cell[y] for cell in configurations]
-    near_zero = min(shares) < max(shares) / 5  # padding would begin the axis below 0
-    height = alt.Y(
-        f"{y}:Q", title=f"mean {y} (0 to 1)", scale=alt.Scale(zero=True) if near_zero else CLOSE
-    )
+    scale = CLOSE
+    if min(shares) < max(shares) / 5:  # padding would begin the axis below 0
+        scale = alt.Scale(zero=True)
+    height = alt.Y(f"{y}:Q", title=f"mean {y} (0 to 1)", scale=scale)
+
+    # the configurations, and the line through the best
     columns = ("label", y, "latency_ms", "samples")
-    dots = pl.DataFrame(
-        [{key: cell[key] for key in columns if key in cell} for cell in configurations]
-    )
+    rows = []
+    for cell in configurations:
+        rows.append({key: cell[key] for key in columns if key in cell})
+    dots = pl.DataFrame(rows)
     front = dots.filter(pareto_front(dots[y].to_numpy(), dots["latency_ms"].to_numpy()))
     steps = alt.Chart(front).mark_line(
         style="quiet", strokeWidth=1.5, interpolate="step-after", strokeDash=[4, 3]
     )
     circles = alt.Chart(dots).mark_circle(style="quiet", size=36, opacity=0.55)
     layers = [circles.encode(x, height, tooltip=_tooltip(dots)), steps.encode(x, height)]
+
+    # the policies
     if paths is not None and len(paths):
         line = alt.Chart(paths).encode(
             x, height, colour_of(policies), alt.Detail("name:N"), alt.Order("budget_ms:Q")
@@ -130,15 +155,19 @@ def by_budget(
     level: float | None = None,
     unit: str = "ms",
 ) -> alt.LayerChart:
-    """One number against the budget: the policies named are coloured, all others thin and grey.
+    """Draw a number against the budget: `policies` have a colour, all others are thin and grey.
 
     Args:
         rows: policy, name, budget_ms, `y`, and low and high where the interval is to be drawn.
-        level: draws a line at this height.
+        y: the column of the number.
+        title: of the vertical axis.
+        policies: labels in the order of the legend.
+        percent: whether the number is a share.
+        level: the height of a dashed line, if any.
+        unit: of the budgets.
     """
     positive = [budget for budget in rows["budget_ms"] if budget > 0] or [1.0]
-    wide = max(positive) > 20 * min(positive)
-    if wide:
+    if max(positive) > 20 * min(positive):
         scale = alt.Scale(type="log")
     else:
         scale = alt.Scale(zero=False, nice=False, padding=12)
@@ -150,16 +179,19 @@ def by_budget(
     )
     layers = lines(rows, x, y, title, policies, percent)
     if level is not None:
-        layers.append(
-            alt.Chart(pl.DataFrame({"level": [level]})).mark_rule(**DASHED).encode(alt.Y("level:Q"))
-        )
+        mark = alt.Chart(pl.DataFrame({"level": [level]})).mark_rule(**DASHED)
+        layers.append(mark.encode(alt.Y("level:Q")))
     return layered(*layers)
 
 
 def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.LayerChart:
-    """Accuracy against the number of demonstrations: the policies named are coloured, all others
-    thin and grey. Columns: policy, name, shots, accuracy, low, high. A dashed line stands at the
-    number trained with."""
+    """Draw accuracy against the number of demonstrations.
+
+    Args:
+        rows: columns policy, name, shots, accuracy, low, high.
+        policies: those with a colour; all others are thin and grey.
+        trained: the number of demonstrations in training, marked by a dashed line.
+    """
     axis = alt.Axis(values=sorted(rows["shots"].unique()), format="d", grid=False)
     x = alt.X(
         "shots:Q",
@@ -174,17 +206,20 @@ def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.L
 def lines(
     rows: pl.DataFrame, x: alt.X, y: str, title: str, policies: Sequence[str], percent: bool = False
 ) -> list[alt.Chart]:
-    """Lines over x, with a band where the interval is known (low, high)."""
+    """Return the layers of lines over x, with a band if there are columns low and high.
+
+    The other arguments are those of `by_budget`.
+    """
     if percent:
         axis = alt.Axis(format="%")
+        scale = alt.Scale(zero=False, nice=False, padding=8)
+        digits = ".1%"
     else:
         axis = alt.Axis()
-    if percent:
-        scale = alt.Scale(zero=False, nice=False, padding=8)
-    else:
         scale = alt.Scale(zero=False)
+        digits = ".3f"
     height = alt.Y(f"{y}:Q", title=title, axis=axis, scale=scale)
-    value = alt.Tooltip(f"{y}:Q", format=".1%" if percent else ".3f")
+    value = alt.Tooltip(f"{y}:Q", format=digits)
     tooltip = [alt.Tooltip("name:N"), alt.Tooltip(x.shorthand), value]
     line = alt.Chart(rows).encode(
         x, height, colour_of(policies), alt.Detail("name:N"), tooltip=tooltip
@@ -207,36 +242,34 @@ def curves(
     line: str = "name",
     y: str = "mean",
 ) -> list[alt.LayerChart]:
-    """Numbers against the training step, with a dashed line where GRPO begins: a chart for each
-    number.
+    """Draw numbers against the training step, a chart for each panel.
 
     Args:
         points: panel, `colour`, `line`, step, `y`; low and high for a band; grpo, the step where
-            GRPO begins; alone, whether it is the only point of its line.
-        labels: policies in order, all others being thin and grey, or hue → label.
+            GRPO begins, which gets a dashed line; alone, whether it is the only point of its line.
+        panels: the panels that are drawn, in order.
+        labels: policies in order, all others being thin and grey; or hue → label.
+        colour: the column that a line has its colour by.
+        line: the column that tells lines apart.
+        y: the column of the number.
     """
-    x = alt.X(
-        "step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False)
-    )
-    number = alt.Y(f"{y}:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4))
-    tooltip = [
-        *(alt.Tooltip(f"{name}:N") for name in (colour, line) if name != "policy"),
-        alt.Tooltip("step:Q"),
-    ]
+    scale = alt.Scale(zero=False)
+    x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=scale)
+    height = alt.Y(f"{y}:Q", title=None, scale=scale, axis=alt.Axis(tickCount=4))
+    tooltip = [alt.Tooltip(f"{name}:N") for name in (colour, line) if name != "policy"]
+    tooltip += [alt.Tooltip("step:Q"), alt.Tooltip(f"{y}:Q", format=".4~g")]
     figure = []
     for panel in panels:
         rows = points.filter(pl.col("panel") == panel)
         base = alt.Chart(rows).encode(x, colour_of(labels, colour), alt.Detail(f"{line}:N"))
-        drawn = base.encode(number, tooltip=[*tooltip, alt.Tooltip(f"{y}:Q", format=".4~g")])
+        drawn = base.encode(height, tooltip=tooltip)
         if colour == "policy":
             layers = _thin_and_named(drawn, width=2)
         else:
             layers = [drawn.mark_line(strokeWidth=1.5)]
         if "low" in points.columns:
             band = base.transform_filter(alt.datum.policy != OTHER).mark_area(opacity=0.15)
-            layers.insert(
-                0, band.encode(alt.Y("low:Q", scale=alt.Scale(zero=False)), alt.Y2("high:Q"))
-            )
+            layers.insert(0, band.encode(alt.Y("low:Q", scale=scale), alt.Y2("high:Q")))
         if "alone" in points.columns:
             layers.append(drawn.transform_filter(alt.datum.alone).mark_circle(size=60, opacity=1))
         if "grpo" in points.columns and rows["grpo"].is_not_null().any():
@@ -252,9 +285,15 @@ def curves(
 def dots(
     rows: pl.DataFrame, title: str, colour: alt.Color | None = None, zero: bool = False
 ) -> alt.LayerChart:
-    """Numbers with their intervals, one below the other: name, value, low, high, the column of the
-    colour, in order; perhaps beside, words behind the interval. The axis begins where the numbers
-    do; `zero` draws a line at 0."""
+    """Draw numbers with their intervals, one below the other. The axis begins where the numbers do.
+
+    Args:
+        rows: name, value, low, high and the column of the colour, in order from the top; `beside`,
+            if there is such a column, is text behind the interval.
+        title: of the horizontal axis.
+        colour: see `colour_of`.
+        zero: whether to draw a line at 0.
+    """
     base = alt.Chart(rows).encode(
         alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=230))
     )
@@ -263,15 +302,14 @@ def dots(
         marks = marks.encode(colour)
     scale = CLOSE
     axis = alt.Axis()
-    if "beside" in rows.columns:  # room for the words
+    if "beside" in rows.columns:  # leave room for the text
         bounds = rows.select(pl.col("low", "high").fill_null(pl.col("value"))).to_numpy()
         low = float(bounds.min())
         high = float(bounds.max())
         axis = alt.Axis(labelExpr=f"datum.value > {high} ? '' : datum.label", tickCount=8)
         scale = alt.Scale(domain=[low, low + 1.2 * (high - low or 1.0)])
-    start, value = (
-        alt.X(f"{end}:Q", title=title, scale=scale, axis=axis) for end in ("low", "value")
-    )
+    start = alt.X("low:Q", title=title, scale=scale, axis=axis)
+    value = alt.X("value:Q", title=title, scale=scale, axis=axis)
     layers = [
         marks.mark_rule(strokeWidth=2).encode(start, alt.X2("high:Q")),
         marks.mark_circle(size=75, opacity=1).encode(value),
@@ -280,46 +318,50 @@ def dots(
         line = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(style="quiet", strokeDash=[5, 4])
         layers.insert(0, line.encode(alt.X("zero:Q")))
     if "beside" in rows.columns:
-        words = base.mark_text(style="quiet", align="left", dx=8)
-        layers.append(words.encode(alt.X("high:Q"), alt.Text("beside:N")))
+        text = base.mark_text(style="quiet", align="left", dx=8)
+        layers.append(text.encode(alt.X("high:Q"), alt.Text("beside:N")))
     return layered(*layers, height=alt.Step(24))
 
 
 def by_dataset(judged: Sequence[Mapping[str, Any]]) -> list[alt.LayerChart]:
-    """Mean utility and its interval, of the most important policies: a chart for each data set."""
-    figure: dict[str, list[dict[str, Any]]] = {}
+    """Draw mean utility and its interval for the most important policies, a chart for each data
+    set."""
+    rows_of: dict[str, list[dict[str, Any]]] = {}
     for row in judged:
-        name = policy_name(row["policy"] if row["policy"] in SAME_EVERYWHERE else "best_other")
-        span = dict(zip(("low", "high"), row["utility_ci95"], strict=True))
-        figure.setdefault(row["dataset"], []).append({"name": name, "value": row["utility"]} | span)
-    return [
-        dots(
-            pl.DataFrame(rows),
-            "utility (0 to 1)",
-            colour_of([r["name"] for r in rows], "name").legend(None),
-        ).properties(title=dataset)
-        for dataset, rows in figure.items()
-    ]
+        policy = row["policy"] if row["policy"] in SAME_EVERYWHERE else "best_other"
+        low, high = row["utility_ci95"]
+        dot = {"name": policy_name(policy), "value": row["utility"], "low": low, "high": high}
+        rows_of.setdefault(row["dataset"], []).append(dot)
+    figure = []
+    for dataset, rows in rows_of.items():
+        colour = colour_of([row["name"] for row in rows], "name").legend(None)
+        chart = dots(pl.DataFrame(rows), "utility (0 to 1)", colour)
+        figure.append(chart.properties(title=dataset))
+    return figure
 
 
 # -- latencies -------------------------------------------------------------------------------------
 
 
 def timeline(requests: pl.DataFrame) -> list[alt.LayerChart]:
-    """Requests in order, with their latency_ms and budget_ms, and the `level` that a tracker
-    expects: latency here / latency predicted."""
+    """Draw latency / budget of requests in their order, and below it the tracked level.
+
+    Args:
+        requests: latency_ms, budget_ms, and the `level` that a tracker expects: latency here /
+            latency predicted.
+    """
     rows = requests.with_row_index("request", 1).with_columns(
         share=pl.col("latency_ms") / pl.col("budget_ms")
     )
     chart = alt.Chart(rows)
     x = alt.X("request:Q")
     share = alt.Y("share:Q", title="latency / budget", scale=alt.Scale(type="log", padding=8))
-    requests_ = chart.mark_circle(size=14, opacity=0.7).encode(x, share, tooltip=_tooltip(rows))
+    circles = chart.mark_circle(size=14, opacity=0.7).encode(x, share, tooltip=_tooltip(rows))
     budget = alt.Chart(pl.DataFrame({"share": [1.0]})).mark_rule(**DASHED).encode(share)
     level = chart.mark_line(strokeWidth=1.5).encode(
         x, alt.Y("level:Q", title="tracked level", scale=CLOSE)
     )
-    return [layered(requests_, budget, height=240), layered(level, height=110)]
+    return [layered(circles, budget, height=240), layered(level, height=110)]
 
 
 # -- knobs -----------------------------------------------------------------------------------------
@@ -328,68 +370,30 @@ def timeline(requests: pl.DataFrame) -> list[alt.LayerChart]:
 def knob_usage(
     runs: Sequence[tuple[str, str, Mapping[str, Any]]], unit: str = "ms", outlined: str = ""
 ) -> list[alt.LayerChart]:
-    """Which share of the requests gets which value of a knob, by budget: for each knob a chart a
-    run, [] where no usage is known.
+    """Draw the share of the requests that gets each value of a knob, by budget: for each knob a
+    chart for each run. [] where no usage is known.
 
     Args:
         runs: label, policy and results of each.
+        unit: of the budgets.
         outlined: the policy whose most frequent values are outlined, in every run.
     """
-    shares = [
-        row | {"run": label, "value": str(row["value"])}
-        for label, policy, results in runs
-        for row in results.get("knob_usage", [])
-        if row["policy"] in (policy, outlined)
-    ]
-    if not shares:
+    usage = _usage_of(runs, outlined)
+    if usage is None:
         return []
-    usage = pl.DataFrame(shares, infer_schema_length=None).unique(maintain_order=True)
-    names = {budget: quantity(budget, "").strip() for budget in usage["budget_ms"].unique()}
-    usage = usage.with_columns(
-        pl.col("budget_ms").replace_strict(names, return_dtype=pl.String).alias("budget")
-    )
     figure = []
     for knob in usage["knob"].unique(maintain_order=True):
-        part = usage.filter(pl.col("knob") == knob)
-        used = (
-            part.group_by("value")
-            .agg(pl.col("share").sum())
-            .sort("share", descending=True)["value"]
-        )
-        values = sorted(used.head(MOST_VALUES).to_list(), key=in_order)
-        if len(used) > MOST_VALUES:
-            rare = pl.col("value").is_in(values).not_()
-            part = part.with_columns(
-                pl.when(rare).then(pl.lit("other")).otherwise(pl.col("value")).alias("value")
-            )
-            values.append("other")
-        keys = ("run", "policy", "budget_ms", "budget", "value")
-        part = part.group_by(*keys, maintain_order=True).agg(pl.col("share").sum())
+        part, values = _most_used(usage.filter(pl.col("knob") == knob))
         x = alt.X("budget:O", title=f"latency budget ({unit})", sort=alt.SortField("budget_ms"))
         x = x.axis(labelAngle=0)
         y = alt.Y("value:O", title=knob, sort=values[::-1], scale=alt.Scale(domain=values[::-1]))
-        opacity = alt.Opacity(
-            "share:Q", scale=alt.Scale(domain=[0, 1], range=[0, 0.6]), legend=None
-        )
-        share = alt.Text("share:Q", format=".0%")
         for label, policy, _ in runs:
             rows = part.filter(pl.col("run") == label)
-            tooltip = [
-                alt.Tooltip("budget:O"),
-                alt.Tooltip("value:O"),
-                alt.Tooltip("share:Q", format=".1%"),
-            ]
-            cells = alt.Chart(rows.filter(pl.col("policy") == policy)).encode(x, y, tooltip=tooltip)
-            words = cells.transform_filter(alt.datum.share >= 0.005).mark_text().encode(share)
-            layers = [cells.mark_rect().encode(opacity), words]
-            most = pl.col("share") == pl.col("share").max().over("budget_ms")
-            if len(edges := rows.filter(pl.col("policy") == outlined).filter(most)):
-                edges = edges.with_columns(policy=pl.lit(policy_name(outlined)))
-                colour = colour_of([policy_name(outlined)])
-                stroke = alt.Stroke("policy:N", scale=colour["scale"], legend=None)
-                layers.append(
-                    alt.Chart(edges).mark_rect(filled=False, strokeWidth=2).encode(x, y, stroke)
-                )
+            layers = _usage_cells(rows.filter(pl.col("policy") == policy), x, y)
+            edges = rows.filter(pl.col("policy") == outlined)
+            edges = edges.filter(pl.col("share") == pl.col("share").max().over("budget_ms"))
+            if len(edges):
+                layers.append(_outlines(edges, policy_name(outlined), x, y))
             if len(runs) > 1:
                 title = {"title": label.split(", ")}
             else:
@@ -398,8 +402,57 @@ def knob_usage(
     return figure
 
 
+def _usage_of(
+    runs: Sequence[tuple[str, str, Mapping[str, Any]]], outlined: str
+) -> pl.DataFrame | None:
+    """Return the rows `knob_usage` of all runs that are drawn, with the columns run and budget (in
+    words); None where there are none."""
+    shares = []
+    for label, policy, results in runs:
+        for row in results.get("knob_usage", []):
+            if row["policy"] in (policy, outlined):
+                shares.append(row | {"run": label, "value": str(row["value"])})
+    if not shares:
+        return None
+    usage = pl.DataFrame(shares, infer_schema_length=None).unique(maintain_order=True)
+    names = {budget: quantity(budget, "").strip() for budget in usage["budget_ms"].unique()}
+    budget = pl.col("budget_ms").replace_strict(names, return_dtype=pl.String)
+    return usage.with_columns(budget.alias("budget"))
+
+
+def _most_used(usage: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
+    """Return the usage of one knob, with rare values joined as "other", and its values in order."""
+    shares = usage.group_by("value").agg(pl.col("share").sum())
+    used = shares.sort("share", descending=True)["value"]
+    values = sorted(used.head(MOST_VALUES).to_list(), key=in_order)
+    if len(used) > MOST_VALUES:
+        value = pl.when(pl.col("value").is_in(values).not_()).then(pl.lit("other"))
+        usage = usage.with_columns(value.otherwise(pl.col("value")).alias("value"))
+        values.append("other")
+    keys = ("run", "policy", "budget_ms", "budget", "value")
+    return usage.group_by(*keys, maintain_order=True).agg(pl.col("share").sum()), values
+
+
+def _usage_cells(rows: pl.DataFrame, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+    """Draw a cell for each budget and value, the darker the larger its share, with the share in
+    it."""
+    share = alt.Tooltip("share:Q", format=".1%")
+    tooltip = [alt.Tooltip("budget:O"), alt.Tooltip("value:O"), share]
+    cells = alt.Chart(rows).encode(x, y, tooltip=tooltip)
+    opacity = alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0, 0.6]), legend=None)
+    text = cells.transform_filter(alt.datum.share >= 0.005).mark_text()
+    return [cells.mark_rect().encode(opacity), text.encode(alt.Text("share:Q", format=".0%"))]
+
+
+def _outlines(rows: pl.DataFrame, name: str, x: alt.X, y: alt.Y) -> alt.Chart:
+    """Draw frames around cells in the colour of a policy."""
+    rows = rows.with_columns(policy=pl.lit(name))
+    stroke = alt.Stroke("policy:N", scale=colour_of([name])["scale"], legend=None)
+    return alt.Chart(rows).mark_rect(filled=False, strokeWidth=2).encode(x, y, stroke)
+
+
 def in_order(value: object) -> tuple[bool, float, str]:
-    """Sort key for knob values written as words: numbers by size, then names."""
+    """Return a sort key for knob values written as text: numbers by size, then names."""
     try:
         return False, float(str(value)), ""
     except ValueError:
@@ -407,19 +460,18 @@ def in_order(value: object) -> tuple[bool, float, str]:
 
 
 def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[alt.LayerChart]:
-    """Mean accuracy, then latency, for each value of each knob: name → values, accuracy,
-    latency_ms."""
-    figure = []
+    """Draw mean accuracy, then latency, for each value of each knob.
+
+    Args:
+        knobs: name → values, and the mean accuracy and latency_ms of each.
+    """
     # one scale for all knobs, so that a knob which does little looks like it
-    domains = {
-        y: np.concatenate([knob[y] for knob in knobs.values()]) for y in ("accuracy", "latency_ms")
-    }
-    scales = {
-        y: alt.Scale(
-            domain=[float(means.min()), float(means.max())], nice=True, zero=False, padding=6
-        )
-        for y, means in domains.items()
-    }
+    scales = {}
+    for y in ("accuracy", "latency_ms"):
+        means = np.concatenate([knob[y] for knob in knobs.values()])
+        bounds = [float(means.min()), float(means.max())]
+        scales[y] = alt.Scale(domain=bounds, nice=True, zero=False, padding=6)
+    figure = []
     for name, knob in knobs.items():
         values = list(map(str, knob["values"]))
         frame = pl.DataFrame(
@@ -431,21 +483,21 @@ def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[alt.L
             alt.X("value:O", title=name, sort=values, axis=axis), tooltip=_tooltip(frame)
         )
         for y, title in (("accuracy", "mean accuracy"), ("latency_ms", "mean latency (ms)")):
-            line = base.encode(
-                alt.Y(f"{y}:Q", title=title, scale=scales[y], axis=alt.Axis(tickCount=4))
-            )
-            # a line says that values are in order, which names are not
-            if names:
-                layers = []
-            else:
-                layers = [line.mark_line(strokeWidth=2)]
-            figure.append(layered(*layers, line.mark_circle(size=50, opacity=1), height=140))
+            height = alt.Y(f"{y}:Q", title=title, scale=scales[y], axis=alt.Axis(tickCount=4))
+            line = base.encode(height)
+            layers = [line.mark_circle(size=50, opacity=1)]
+            if not names:  # names have no order that a line could follow
+                layers.insert(0, line.mark_line(strokeWidth=2))
+            figure.append(layered(*layers, height=140))
     return figure
 
 
 def coverage(frames: Iterable[pl.DataFrame]) -> list[alt.LayerChart]:
-    """How much was profiled: one or two columns named after knobs, and share (0 to 1); white is
-    nothing."""
+    """Draw how much was profiled, a chart for each frame; white is nothing.
+
+    Args:
+        frames: a column for each of one or two knobs, under its name, and share (0 to 1).
+    """
     colour = alt.Color(
         "share:Q", title="profiled", scale=alt.Scale(domain=[0, 1]), legend=alt.Legend(format="%")
     )

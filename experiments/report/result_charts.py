@@ -36,14 +36,12 @@ from knobwise.experiments.results.problem import (
 
 Charts = dict[str, charts.Figure]
 """Heading → chart, or several side by side."""
-KINDS = {
-    name: kind
-    for kind, names in (("simple baseline", SIMPLE), ("sees the answer", UPPER))
-    for name in names
-}
+KINDS = dict.fromkeys(SIMPLE, "simple baseline")
+KINDS |= dict.fromkeys(UPPER, "sees the answer")
 KINDS |= dict.fromkeys(CONTROLS, "control")
-"""Of the policies that are not learned."""
+"""Policy → its kind, for selectors that are not learned."""
 BEST = "stands for the run"
+"""The kind of the policy that a run is represented by."""
 HUES_OF_KINDS = {
     "blue": BEST,
     "cyan": "learned",
@@ -51,6 +49,7 @@ HUES_OF_KINDS = {
     "purple": "sees the answer",
 }
 HUES_OF_KINDS |= {"grey": "control"}
+"""Hue → the kind of policy that it stands for."""
 TITLES = {
     "Utility": "utility (0 to 1)",
     "Reward_Mean": "reward, mean",
@@ -59,35 +58,33 @@ TITLES = {
     "Budget_Violation_Rate": "over budget (share)",
     "Loss": "loss",
 }
-"""Of logged numbers."""
+"""Logged number → the title of its panel."""
 OF_STAGES = ("Reward_Mean", "Accuracy_Mean")
-"""Those shown first of each stage of training, which is logged under its name, as in
+"""The numbers shown first of each stage of training. A stage logs under its name, as in
 `Val/rce/Reward_Mean`."""
 POINTS = 6000
 """At most this many points go into a figure of training curves."""
 
 
 def result_charts(results: Mapping[str, Any]) -> Charts:
-    """The charts that the results have numbers for."""
-    if problem_of(results) is WEIGHTS:
-        return {
-            "Fronts": fronts(
-                [(policy_name(row["policy"]), row) for row in results["rows"]], results
-            )
-        }
-    if problem_of(results).averaged:
+    """Draw all charts that the results have numbers for."""
+    problem = problem_of(results)
+    if problem is WEIGHTS:
+        named = [(policy_name(row["policy"]), row) for row in results["rows"]]
+        return {"Fronts": fronts(named, results)}
+    if problem.averaged:
         return _over_budgets(results)
     return _over_shots(results)
 
 
 def result_images(results: Mapping[str, Any]) -> dict[str, bytes]:
-    """The same charts as pictures (PNG), for W&B: heading → bytes."""
+    """Draw the charts of `result_charts` as pictures (PNG), for W&B: heading → bytes."""
     return {name: page.png(chart) for name, chart in result_charts(results).items()}
 
 
 def numbers(problem: Problem, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a row of results for a chart; `low` and `high` are the interval of what
-    policies are ranked by."""
+    """Return the numbers of a row of results that a chart needs; `low` and `high` are the interval
+    of the number that policies are ranked by."""
     low, high = row.get(f"{problem.ranked_by}_ci95") or (None, None)
     metrics = {metric.key: row.get(metric.key) for metric in problem.metrics}
     place = row[problem.place]
@@ -96,14 +93,12 @@ def numbers(problem: Problem, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def baselines(results: Mapping[str, Any]) -> list[str]:
-    """The policies that are neither learned nor references, the best first."""
+    """Return the policies that are neither learned nor references, the best first."""
     problem = problem_of(results)
     if not problem.averaged:
         rows = rows_at(results, shown_at(results))
-        return sorted(
-            (name for name in SIMPLE if name in rows),
-            key=lambda name: -float(rows[name]["accuracy"]),
-        )
+        simple = [name for name in SIMPLE if name in rows]
+        return sorted(simple, key=lambda name: -float(rows[name]["accuracy"]))
     references = (*problem.trained, problem.low, SINGLE, problem.high)
     ranked = (row["policy"] for row in words.ranked(results, problem.ranked_by))
     return [name for name in ranked if name not in references]
@@ -113,30 +108,24 @@ def baselines(results: Mapping[str, Any]) -> list[str]:
 
 
 def _over_budgets(results: Mapping[str, Any]) -> Charts:
-    """Of the learned policy, the static reference, the strongest other baseline and the oracle."""
+    """Draw the learned policy, the static reference, the strongest baseline and the oracle."""
     problem = problem_of(results)
-    unit = words.unit_of(results)
-    drawn = Charts()
     judged = words.means_of(results)
-    best = baselines(results)[:1]
-    named = [
-        name for name in (problem.trained[0], problem.low, *best, problem.high) if name in judged
-    ]
-    rows = [
-        {"budget_ms": None, "name": policy_name(row["policy"])} | row
-        for row in results["rows"]
-        if row["policy"] in named
-    ]
+    candidates = (problem.trained[0], problem.low, *baselines(results)[:1], problem.high)
+    policies = [name for name in candidates if name in judged]
+    rows = []
+    for row in results["rows"]:
+        if row["policy"] in policies:
+            name = policy_name(row["policy"])
+            row = {"budget_ms": None} | row
+            rows.append(numbers(problem, row) | {"policy": name, "name": name})
+    drawn = Charts()
     if any(row["budget_ms"] is not None for row in rows):
-        lines = [
-            numbers(problem, row) | {"policy": row["name"], "name": row["name"]} for row in rows
-        ]
-        frame = pl.DataFrame(lines, infer_schema_length=None).unique(maintain_order=True)
-        drawn = (_mean_budgets if problem.equal_latency else _deadlines)(
-            results, frame, list(map(policy_name, named))
-        )
+        frame = pl.DataFrame(rows, infer_schema_length=None).unique(maintain_order=True)
+        draw = _mean_budgets if problem.equal_latency else _deadlines
+        drawn = draw(results, frame, list(map(policy_name, policies)))
     learned = [(policy_name(problem.trained[0]), problem.trained[0], results)]
-    if usage := charts.knob_usage(learned, unit, problem.low):
+    if usage := charts.knob_usage(learned, words.unit_of(results), problem.low):
         drawn["Which settings are used"] = usage
     if "reliability" in results:
         drawn["Reliability"] = reliability(results["reliability"])
@@ -144,6 +133,12 @@ def _over_budgets(results: Mapping[str, Any]) -> Charts:
 
 
 def _mean_budgets(results: Mapping[str, Any], rows: pl.DataFrame, policies: list[str]) -> Charts:
+    """Draw `numbers` under mean budgets: accuracy over the static mix, and against latency.
+
+    Args:
+        rows: also with the columns policy and name, in words.
+        policies: their names in words, in the order of the legend.
+    """
     unit = words.unit_of(results)
     key = problem_of(results).ranked_by
     drawn = Charts()
@@ -155,6 +150,7 @@ def _mean_budgets(results: Mapping[str, Any], rows: pl.DataFrame, policies: list
         title = "accuracy over the static mix"
         drawn[heading] = charts.by_budget(learners, key, title, labels, level=0.0, unit=unit)
     if configurations := results.get("configurations"):
+        # the static mix has a line along its corners instead of its rows
         hull = pl.DataFrame(results["static_hull"]).select(
             "accuracy", "latency_ms", budget_ms="latency_ms"
         )
@@ -167,41 +163,30 @@ def _mean_budgets(results: Mapping[str, Any], rows: pl.DataFrame, policies: list
 
 
 def _deadlines(results: Mapping[str, Any], rows: pl.DataFrame, policies: list[str]) -> Charts:
+    """Draw `numbers` under deadlines: utility, the gain over static, late answers, and the shares
+    on time. The arguments are those of `_mean_budgets`."""
     unit = words.unit_of(results)
-    level = results.get("satisfaction_level")
-    configurations = results.get("configurations")
-    places = rows.filter(pl.col("budget_ms").is_not_null())
-    utility = places.drop(bound for bound in ("low", "high") if places[bound].is_null().any())
+    at_budgets = rows.filter(pl.col("budget_ms").is_not_null())
+    unknown = [bound for bound in ("low", "high") if at_budgets[bound].is_null().any()]
+    utility = at_budgets.drop(unknown)
     first = [charts.by_budget(utility, "utility", "utility (0 to 1)", policies, unit=unit)]
     labels = [name for name in policies if name not in (policy_name(STATIC), policy_name(ORACLE))]
-    gains = [
-        {
-            "policy": (name := policy_name(row["policy"])),
-            "name": name,
-            "budget_ms": row["budget_ms"],
-        }
-        | {
-            key: 100 * value
-            for key, value in zip(("gain", "low", "high"), (row["over_static"], *ci95), strict=True)
-        }
-        for row in results["rows"]
-        if (ci95 := row.get("over_static_ci95"))
-        and row["budget_ms"]
-        and policy_name(row["policy"]) in labels
-    ]
-    if gains:
+    if gains := _gains_over_static(results, labels):
         title = "utility gained over static, in points"
-        first.append(
-            charts.by_budget(pl.DataFrame(gains), "gain", title, labels, level=0.0, unit=unit)
-        )
+        frame = pl.DataFrame(gains)
+        first.append(charts.by_budget(frame, "gain", title, labels, level=0.0, unit=unit))
     drawn: Charts = {"Utility against budget": first}
+
+    configurations = results.get("configurations")
     if configurations and all("utility" in cell for cell in configurations):
         means = rows.filter(pl.col("budget_ms").is_null())
         drawn["Late answers counted"] = charts.plane(
             configurations, means, policies, unit, "utility"
         )
+
     title = "on time, of the feasible requests"
-    on_time = places.drop("low", "high")
+    on_time = at_budgets.drop("low", "high")
+    level = results.get("satisfaction_level")
     level = 0.95 if level is None else float(level)
     panel = charts.by_budget(
         on_time, FEASIBLE.key, title, policies, percent=True, level=level, unit=unit
@@ -209,20 +194,38 @@ def _deadlines(results: Mapping[str, Any], rows: pl.DataFrame, policies: list[st
     return drawn | {"On time": panel}
 
 
+def _gains_over_static(results: Mapping[str, Any], labels: list[str]) -> list[dict[str, Any]]:
+    """Return the utility gained over static at each budget, with its interval, in points; only of
+    the policies with these names."""
+    gains = []
+    for row in results["rows"]:
+        name = policy_name(row["policy"])
+        ci95 = row.get("over_static_ci95")
+        if ci95 and row["budget_ms"] and name in labels:
+            gain, low, high = (100 * value for value in (row["over_static"], *ci95))
+            line = {"policy": name, "name": name, "budget_ms": row["budget_ms"]}
+            gains.append(line | {"gain": gain, "low": low, "high": high})
+    return gains
+
+
 def fronts(
     rows: Sequence[tuple[str, Mapping[str, Any]]], results: Mapping[str, Any]
 ) -> charts.Figure:
-    """Accuracy against mean latency and against mean further cost: a dot for each pair of worths,
-    from rows of results with the label of each policy or run."""
+    """Draw accuracy against mean latency and against mean further cost, with a dot for each pair of
+    worths.
+
+    Args:
+        rows: the label of a policy or run, and a row of its results.
+        results: any results with these units.
+    """
     keys = ("accuracy", "latency_ms_mean", "cost_mean", "worth_ms", "worth_cost")
-    points = [
-        {"policy": label} | {key: row[key] for key in keys}
-        for label, row in rows
-        if row["weights"] is not None
-    ]
+    points = []
+    for label, row in rows:
+        if row["weights"] is not None:
+            points.append({"policy": label} | {key: row[key] for key in keys})
     titles = {
-        keys[1]: f"mean latency ({words.unit_of(results)})",
-        keys[2]: f"mean {results['cost_name']}",
+        "latency_ms_mean": f"mean latency ({words.unit_of(results)})",
+        "cost_mean": f"mean {results['cost_name']}",
     }
     labels = list(dict.fromkeys(label for label, _ in rows))
     y = alt.Y("accuracy:Q", title="mean accuracy")
@@ -237,23 +240,22 @@ def fronts(
 
 
 def reliability(bins: Sequence[Mapping[str, float]]) -> alt.LayerChart:
-    """Observed shares on time against predicted probabilities: expected_in_time, in_time and
-    decisions of each bin, and a dashed diagonal, on which the two are equal."""
+    """Draw observed shares on time against predicted probabilities, and a dashed diagonal, on which
+    the two are equal.
+
+    Args:
+        bins: expected_in_time, in_time and decisions of each.
+    """
     rows = pl.DataFrame(bins).rename({"expected_in_time": "predicted", "in_time": "observed"})
-    corners = [
-        math.floor(20 * min(0.99, rows.select("predicted", "observed").to_numpy().min())) / 20,
-        1.0,
-    ]
+    lowest = min(0.99, rows.select("predicted", "observed").to_numpy().min())
+    corners = [math.floor(20 * lowest) / 20, 1.0]  # in steps of 5 %
     scale = alt.Scale(domain=corners, nice=False)
     axis = alt.Axis(format="%", tickCount=5)
     x = alt.X("predicted:Q", title="predicted probability of being on time", scale=scale, axis=axis)
     y = alt.Y("observed:Q", title="observed share on time", scale=scale, axis=axis)
     diagonal = alt.Chart(pl.DataFrame({"predicted": corners, "observed": corners})).encode(x, y)
-    tooltip = [
-        *(alt.Tooltip(f"{side}:Q", format=".1%") for side in ("predicted", "observed")),
-        alt.Tooltip("decisions:Q"),
-    ]
-    dots = alt.Chart(rows).encode(x, y, tooltip=tooltip)
+    tooltip = [alt.Tooltip(f"{side}:Q", format=".1%") for side in ("predicted", "observed")]
+    dots = alt.Chart(rows).encode(x, y, tooltip=[*tooltip, alt.Tooltip("decisions:Q")])
     return charts.layered(
         diagonal.mark_line(**charts.DASHED),
         dots.mark_line(strokeWidth=1.5),
@@ -262,21 +264,21 @@ def reliability(bins: Sequence[Mapping[str, float]]) -> alt.LayerChart:
 
 
 def difficulty(explained: Mapping[str, Any], unit: str) -> alt.LayerChart:
-    """Latency of the choice against difficulty: a dot for each sample, and over groups of samples
-    the means of the policy, with their intervals, and of static, from `by_difficulty`."""
+    """Draw the latency of the choice against difficulty: a dot for each sample, and lines through
+    the means of groups of samples, of the policy with their intervals and of static.
+
+    Args:
+        explained: from `knobwise.experiments.results.explanation.by_difficulty`.
+        unit: of the latencies.
+    """
     names = {"policy_ms": policy_name(words.LEARNED), "static_ms": policy_name(words.STATIC)}
-    rows = [
-        {"policy": name, "name": name, "difficulty": group["difficulty_ms"], "latency": group[key]}
-        | dict(
-            zip(
-                ("low", "high"),
-                group["ci95"] if key == "policy_ms" else 2 * [group[key]],
-                strict=True,
-            )
-        )
-        for key, name in names.items()
-        for group in explained["groups"]
-    ]
+    rows = []
+    for key, name in names.items():
+        for group in explained["groups"]:
+            row = {"policy": name, "name": name}
+            row |= {"difficulty": group["difficulty_ms"], "latency": group[key]}
+            low, high = group["ci95"] if key == "policy_ms" else (group[key], group[key])
+            rows.append(row | {"low": low, "high": high})
     scale = alt.Scale(type="log", nice=False, padding=12)
     x = alt.X(
         "difficulty:Q",
@@ -295,33 +297,33 @@ def difficulty(explained: Mapping[str, Any], unit: str) -> alt.LayerChart:
 
 
 def _over_shots(results: Mapping[str, Any]) -> Charts:
+    """Draw accuracy of all policies at the trained number of shots, and of the main ones against
+    this number."""
     shots = shown_at(results)
     best = DEMONSTRATIONS.main_policy(results)
-    rows = [
-        {"policy": row["policy"], "name": policy_name(row["policy"], results)}
-        | numbers(DEMONSTRATIONS, row)
-        for row in DEMONSTRATIONS.rows(results)
-    ]
-    frame = pl.DataFrame(rows, infer_schema_length=None)
+    rows = []
+    for row in DEMONSTRATIONS.rows(results):
+        names = {"policy": row["policy"], "name": policy_name(row["policy"], results)}
+        rows.append(names | numbers(DEMONSTRATIONS, row))
+
+    # all policies at the trained number
     kinds = KINDS | {best: BEST}
-    at = [
-        {"name": row["name"], "low": row["low"], "value": row["accuracy"], "high": row["high"]}
-        | {"kind": kinds.get(row["policy"], "learned"), "beside": f"{row['accuracy']:.3f}"}
-        for row in sorted(rows, key=lambda row: -row["accuracy"])
-        if row["shots"] == shots
-    ]
-    kinds_judged = {row["kind"] for row in at}
-    colour = charts.colour_of(
-        {hue: kind for hue, kind in HUES_OF_KINDS.items() if kind in kinds_judged}, "kind"
-    )
-    drawn: Charts = {
-        f"Accuracy with {shots_words(shots)}": charts.dots(
-            pl.DataFrame(at), "accuracy (0 to 1)", colour
-        )
-    }
+    dots = []
+    for row in sorted(rows, key=lambda row: -row["accuracy"]):
+        if row["shots"] == shots:
+            dot = {"name": row["name"], "low": row["low"], "value": row["accuracy"]}
+            dot |= {"high": row["high"], "kind": kinds.get(row["policy"], "learned")}
+            dots.append(dot | {"beside": f"{row['accuracy']:.3f}"})
+    kinds_judged = {dot["kind"] for dot in dots}
+    hues = {hue: kind for hue, kind in HUES_OF_KINDS.items() if kind in kinds_judged}
+    chart = charts.dots(pl.DataFrame(dots), "accuracy (0 to 1)", charts.colour_of(hues, "kind"))
+    drawn: Charts = {f"Accuracy with {shots_words(shots)}": chart}
     drawn |= _learned_rewards(results)
     if len(results["shots"]) == 1:
         return drawn
+
+    # the main policies at every number
+    frame = pl.DataFrame(rows, infer_schema_length=None)
     named = dict.fromkeys((best, *LEARNED[-2:], *baselines(results)[:1]))
     judged = rows_at(results, shots)
     labels = {name: policy_name(name, results) for name in named if name in judged}
@@ -338,15 +340,15 @@ def _over_shots(results: Mapping[str, Any]) -> Charts:
 
 
 def _learned_rewards(results: Mapping[str, Any]) -> Charts:
-    """Accuracy against true calls, and how well learned rewards predict right answers."""
+    """Draw accuracy against true calls, and how well learned rewards predict right answers."""
     judged = rows_at(results, shown_at(results))
     drawn = Charts()
-    spent = [
-        numbers(DEMONSTRATIONS, judged[row["policy"]])
-        | {"policy": "GRPO", "name": "GRPO", "calls": sum(row["calls"]) / len(row["calls"])}
-        for row in results.get("true_calls", [])
-        if row["policy"] in judged
-    ]
+    spent = []
+    for row in results.get("true_calls", []):
+        if row["policy"] in judged:
+            calls = sum(row["calls"]) / len(row["calls"])
+            line = {"policy": "GRPO", "name": "GRPO", "calls": calls}
+            spent.append(numbers(DEMONSTRATIONS, judged[row["policy"]]) | line)
     if spent:
         axis = alt.Axis(values=sorted(row["calls"] for row in spent), format=",.0f")
         x = alt.X(
@@ -356,37 +358,47 @@ def _learned_rewards(results: Mapping[str, Any]) -> Charts:
             pl.DataFrame(spent).sort("calls"), x, "accuracy", "accuracy (0 to 1)", ["GRPO"]
         )
         drawn["Accuracy against true calls"] = charts.layered(*layers, height=260)
-    if bins := results.get("calibration"):
-        x = alt.X("expected:Q", title="predicted probability")
-        y = alt.Y("right:Q", title="share of right answers")
-        diagonal = alt.Chart(pl.DataFrame({"expected": [0.0, 1.0], "right": [0.0, 1.0]})).mark_line(
-            **charts.DASHED
-        )
-        drawn["Calibration of the learned reward"] = figure = []
-        for policy in dict.fromkeys(row["policy"] for row in bins):
-            of_policy = [
-                row
-                | {
-                    "drawn_by": "itself"
-                    if row["drawn_by"] == policy
-                    else policy_name(row["drawn_by"], results)
-                }
-                for row in bins
-                if row["policy"] == policy
-            ]
-            lines = alt.Chart(pl.DataFrame(of_policy)).mark_line(point=True)
-            lines = lines.encode(x, y, alt.Color("drawn_by:N", title="drawn by"))
-            chart = charts.layered(diagonal.encode(x, y), lines, height=240)
-            figure.append(chart.properties(title=policy_name(policy, results)))
+    if results.get("calibration"):
+        drawn["Calibration of the learned reward"] = _calibration(results)
     return drawn
+
+
+def _calibration(results: Mapping[str, Any]) -> list[alt.LayerChart]:
+    """Draw the share of right answers against the predicted probability: a chart for each policy,
+    with a line for each policy that drew the demonstrations."""
+    x = alt.X("expected:Q", title="predicted probability")
+    y = alt.Y("right:Q", title="share of right answers")
+    corners = pl.DataFrame({"expected": [0.0, 1.0], "right": [0.0, 1.0]})
+    diagonal = alt.Chart(corners).mark_line(**charts.DASHED)
+    bins = results["calibration"]
+    figure = []
+    for policy in dict.fromkeys(row["policy"] for row in bins):
+        points = []
+        for row in bins:
+            if row["policy"] == policy:
+                by = row["drawn_by"]
+                name = "itself" if by == policy else policy_name(by, results)
+                points.append(row | {"drawn_by": name})
+        lines = alt.Chart(pl.DataFrame(points)).mark_line(point=True)
+        lines = lines.encode(x, y, alt.Color("drawn_by:N", title="drawn by"))
+        chart = charts.layered(diagonal.encode(x, y), lines, height=240)
+        figure.append(chart.properties(title=policy_name(policy, results)))
+    return figure
 
 
 # -- training curves -------------------------------------------------------------------------------
 
 
 def training_curves(results: Mapping[str, Any], path: Path) -> dict[str, list[alt.LayerChart]]:
-    """The curves of a run, as far as it logged them in `metrics.csv` at this path: the score on
-    `validation`, with GRPO's part beside it, or the rewards of its `stages`; and all `others`."""
+    """Draw the training curves of a run; {} without logged numbers.
+
+    Args:
+        path: of `metrics.csv`.
+
+    Returns:
+        `validation`: the score on validation, and what GRPO alone gained. `stages`: the rewards of
+        the stages of training. `others`: all other numbers.
+    """
     logged = logged_numbers(path)
     if logged is None:
         return {}
@@ -395,9 +407,8 @@ def training_curves(results: Mapping[str, Any], path: Path) -> dict[str, list[al
     score = problem_of(results).validation
     stages = [name for name in in_time if is_shown_first(name)]
     others = sorted(name for name in in_time if name not in stages)
-    validation = _parts_of_grpo(results, logged.filter(pl.col("variable") == score), begins)
     return {
-        "validation": validation,
+        "validation": _parts_of_grpo(results, logged.filter(pl.col("variable") == score), begins),
         "stages": _curves(logged, stages, begins),
         "others": _curves(logged, others, begins),
     }
@@ -406,46 +417,42 @@ def training_curves(results: Mapping[str, Any], path: Path) -> dict[str, list[al
 def _parts_of_grpo(
     results: Mapping[str, Any], logged: pl.DataFrame, begins: int | None
 ) -> list[alt.LayerChart]:
-    """The score on validation before and during GRPO, and the change from what GRPO started with;
-    without the second where there is no GRPO."""
+    """Draw the score on validation before and during GRPO, and where there is GRPO also the change
+    from what it started with."""
     first = f"{problem_of(results).score} on validation"
     second = "GRPO alone: points gained since it began"
     colours = {"slate": "before GRPO" if begins else "without GRPO", "blue": "GRPO"}
+    points = logged.select(
+        "seed", "step", "value", panel=pl.lit(first), grpo=pl.lit(begins, pl.Int64)
+    )
+
+    # seed → the score that GRPO started with
     chosen = zip(results.get("seeds", []), results.get("chosen") or (), strict=False)
     starts = {
         str(seed): seeds["grpo"]["start"] for seed, seeds in chosen if begins and seeds.get("grpo")
     }
-    points = logged.select(
-        "seed", "step", "value", panel=pl.lit(first), grpo=pl.lit(begins, pl.Int64)
-    )
+
+    # the second panel: points gained, from 0 at the start
     of_grpo = pl.col("step") > pl.col("grpo")
-    gained = 100 * (
-        pl.col("value")
-        - pl.col("seed").replace_strict(starts, default=None, return_dtype=pl.Float64)
-    )
-    during = (
-        points.filter(of_grpo).with_columns(value=gained, panel=pl.lit(second)).drop_nulls("value")
-    )
-    start = [
-        {"seed": seed, "step": begins, "value": 0.0, "panel": second, "grpo": begins}
-        for seed in starts
-    ]
-    points = pl.concat([points, during, pl.DataFrame(start, schema=points.schema)]).sort(
-        "panel", "seed", "step"
-    )
-    points = points.with_columns(
-        part=pl.when(of_grpo | (pl.col("panel") == second))
-        .then(pl.lit("GRPO"))
-        .otherwise(pl.lit(colours["slate"]))
-    )
+    before = pl.col("seed").replace_strict(starts, default=None, return_dtype=pl.Float64)
+    gained = 100 * (pl.col("value") - before)
+    during = points.filter(of_grpo).with_columns(value=gained, panel=pl.lit(second))
+    zero = {"step": begins, "value": 0.0, "panel": second, "grpo": begins}
+    zeros = pl.DataFrame([{"seed": seed} | zero for seed in starts], schema=points.schema)
+    points = pl.concat([points, during.drop_nulls("value"), zeros]).sort("panel", "seed", "step")
+
+    part = pl.when(of_grpo | (pl.col("panel") == second)).then(pl.lit("GRPO"))
+    points = points.with_columns(part=part.otherwise(pl.lit(colours["slate"])))
     panels = [panel for panel in (first, second) if panel in points["panel"]]
     return charts.curves(points, panels, colours, colour="part", line="seed", y="value")
 
 
 def logged_numbers(path: Path) -> pl.DataFrame | None:
-    """What a run logged while it trained: seed, step, variable, value, metric (`variable` without
-    Train/ or Val/) and part (train or validation); None if the file is missing or holds no such
-    numbers.
+    """Read what a run logged while it trained.
+
+    Returns:
+        columns seed, step, variable, value, metric (`variable` without Train/ or Val/) and part
+        (train or validation); None if the file is missing or holds no such numbers.
 
     Raises:
         InputError: the file is no table, or not of a run.
@@ -482,50 +489,40 @@ def logged_numbers(path: Path) -> pl.DataFrame | None:
 
 
 def metrics_in_time(logged: pl.DataFrame) -> list[str]:
-    """The metrics, those logged first before others."""
-    return (
-        logged.group_by("metric")
-        .agg(pl.col("step").min())
-        .sort("step", "metric")["metric"]
-        .to_list()
-    )
+    """Return the metrics by the step at which they were first logged, then by name."""
+    begins = logged.group_by("metric").agg(pl.col("step").min())
+    return begins.sort("step", "metric")["metric"].to_list()
 
 
 def is_shown_first(metric: str) -> bool:
-    """Whether a logged number is one that matters most of a stage of training which is no
-    control."""
+    """Return whether a metric is one of `OF_STAGES`, of a stage of training that is no control."""
     stage, _, number = metric.rpartition("/")
     return bool(stage) and number in OF_STAGES and stage not in CONTROLS
 
 
 def title_of(metric: str, unit: str = "ms") -> str:
-    """The title of a panel; that of a stage of training begins with its name."""
+    """Return the title of a panel; for a stage of training it begins with the name of the stage."""
     stage, _, number = metric.rpartition("/")
-    return f"{stage}: {TITLES.get(number, number).format(unit=unit)}".removeprefix(": ").replace(
-        "_", " "
-    )
+    title = TITLES.get(number, number).format(unit=unit)
+    if stage:
+        title = f"{stage}: {title}"
+    return title.replace("_", " ")
 
 
 def _curves(logged: pl.DataFrame, metrics: list[str], begins: int | None) -> list[alt.LayerChart]:
-    """A chart for each metric; of long curves the means over stretches of steps, each at its last
-    step."""
+    """Draw a chart for each metric. A long curve is thinned: its points are means over stretches of
+    steps, each drawn at its last step."""
     logged = logged.filter(pl.col("metric").is_in(metrics))
     curve = ["metric", "part", "seed"]
     most = max(10, min(120, POINTS // max(1, logged.select(curve).n_unique())))
-    place = (
-        pl.int_range(pl.len()).over(curve, order_by="step")
-        * most
-        // pl.len().over(curve).clip(most)
-    )
-    thinned = logged.group_by(*curve, place.alias("bin")).agg(
+    index = pl.int_range(pl.len()).over(curve, order_by="step")
+    stretch = index * most // pl.len().over(curve).clip(most)
+    thinned = logged.group_by(*curve, stretch.alias("bin")).agg(
         pl.col("step").max(), pl.col("value").mean().round_sig_figs(5)
     )
     titles = {name: title_of(name) for name in metrics}
-    points = (
-        thinned.sort(*curve, "step")
-        .drop("bin")
-        .with_columns(pl.col("metric").replace(titles).alias("panel"))
-    )
+    points = thinned.sort(*curve, "step").drop("bin")
+    points = points.with_columns(pl.col("metric").replace(titles).alias("panel"))
     points = points.drop("metric").with_columns(grpo=pl.lit(begins, pl.Int64))
     parts = {"slate": "train", "blue": "validation"}
     return charts.curves(

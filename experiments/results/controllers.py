@@ -35,13 +35,19 @@ COMPARED = {
     DEADLINE.name: ("over_static",),
     MEAN_BUDGET.name: ("over_static_mix", "over_static_mix_at_budget", "over_best_single"),
 }
-"""The differences in a row."""
+"""Kind of problem → the keys of the differences in a row."""
 Results = dict[str, Any]
 Rows = list[dict[str, Any]]
 Outcome = tuple[str, dict[str, np.ndarray], list[np.ndarray]]
-"""A policy; its numbers at each budget, float [B] by key, NaN where unknown; and by sample, float
-[S, n, B] or [n, B], its score, the low and the high end of the oracle gap, and the scores that its
-own is compared with as `COMPARED`."""
+"""What is known about a policy:
+
+- its name;
+- its numbers at each budget, float [B] by key, NaN where unknown;
+- arrays by sample, float [S, n, B] or [n, B]: its score, the low and the high end of the oracle
+  gap, then the scores that it is compared with, in the order of `COMPARED`.
+"""
+Outcomes = Callable[[DecisionArrays, Tensor], Iterator[Outcome]]
+"""A function of decisions and of the rows of the table that they are about."""
 
 
 def judge_deadlines(
@@ -66,41 +72,60 @@ def judge_deadlines(
         test: int64 [n], samples that nothing was fitted or chosen on.
         budgets_ms: float [B].
         rewards: the reward of the column `reward`.
+        seeds: of the controllers.
         baselines: `budget_aware_static` and `oracle` must be among them.
-        charge: whether to.
+        charge: whether controllers pay for their decisions.
         before: the controllers as they were before GRPO, for what it added (`grpo_gain`).
     """
     times, spent = _own_costs(table, test, budgets_ms, controllers, charge)
-    policies: dict[str, list[Any]] = {"controller": [each.decider for each in controllers]}
-    teachers = [each.guarded_teacher for each in controllers if each.teacher is not None]
-    if teachers:
-        policies["teacher"] = teachers
-    policies |= {baseline.name: [baseline] for baseline in baselines}
-    about = table, test, budgets_ms, rewards
-    judged = judge_all(*about, policies)
+    policies = _policies_of(controllers, baselines)
+    costs = {"controller": spent}
+    problem = table, test, budgets_ms, rewards
+    judged = judge_all(*problem, policies)
     if any(cost.any() for cost in spent):
-        judged |= judge_all(*about, {"controller": policies["controller"]}, {"controller": spent})
+        judged |= judge_all(*problem, {"controller": policies["controller"]}, costs)
+
+    # the probabilities of being on time that the teachers predict
     expected = []
     for controller, outcome, cost_ms in zip(controllers, judged["controller"], spent, strict=True):
         left_ms = budgets_ms - cost_ms
         expected.append(expected_in_time(controller, table, test, outcome.chosen, left_ms))
-    if_free = {"controller": [each.if_free for each in controllers]}
-    uncharged = judge_all(*about, if_free)
-    expectations = {"controller": expected}
-    decisions = decision_frame(table, test, judged, seeds, times, uncharged, expectations)
-    results = _results(
-        DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)
+    uncharged = judge_all(
+        *problem, {"controller": [controller.if_free for controller in controllers]}
     )
-    known = [each for each in before if each is not None]
+    decisions = decision_frame(
+        table, test, judged, seeds, times, uncharged, {"controller": expected}
+    )
+    results = _results(DEADLINE, decisions, table, test, seeds, _under_deadlines)
+
+    known = [controller for controller in before if controller is not None]
     if known and len(known) == len(controllers):
-        untrained = {"controller": [each.decider for each in known]}
-        costs = {"controller": spent}
-        started = judge_all(*about, untrained, costs)["controller"]
-        gains = torch.stack(
-            [a.utility - b.utility for a, b in zip(judged["controller"], started, strict=True)]
-        )
-        results["grpo_gain"] = gain("test", gains.mean(2).double().numpy())
+        untrained = {"controller": [controller.decider for controller in known]}
+        started = judge_all(*problem, untrained, costs)["controller"]
+        results["grpo_gain"] = _utility_gained(started, judged["controller"])
     return results, decisions
+
+
+def _policies_of(
+    controllers: Sequence[DeployedController], baselines: Sequence[Baseline]
+) -> dict[str, list[Any]]:
+    """Return all that decide, by policy: controllers, their teachers, baselines."""
+    policies: dict[str, list[Any]] = {
+        "controller": [controller.decider for controller in controllers]
+    }
+    teachers = [
+        controller.guarded_teacher for controller in controllers if controller.teacher is not None
+    ]
+    if teachers:
+        policies["teacher"] = teachers
+    return policies | {baseline.name: [baseline] for baseline in baselines}
+
+
+def _utility_gained(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, Any]:
+    """Return the gain in utility over seeds and test samples, with its interval."""
+    pairs = zip(before, after, strict=True)
+    gains = torch.stack([second.utility - first.utility for first, second in pairs])
+    return gain("test", gains.mean(2).double().numpy())
 
 
 def over_splits(
@@ -109,23 +134,23 @@ def over_splits(
     seeds: Sequence[int],
     decisions: Sequence[pl.DataFrame],
 ) -> tuple[Results, pl.DataFrame]:
-    """The same of several splits together, from the decisions in each of them under the same
-    deadlines.
+    """Return the contents of `results.json` and of `decisions.parquet` of several splits together,
+    from the decisions in each of them under the same deadlines.
 
     Every row also has `utility_per_split`. `test_samples` counts a sample once for each split that
     judges it.
 
     Args:
         tests: int64 [n], the test samples of each split.
+        seeds: of the controllers.
+        decisions: from `judge_deadlines`, of each split.
     """
-    numbered = [
-        frame.with_columns(split=pl.lit(number, pl.Int64)) for number, frame in enumerate(decisions)
-    ]
+    numbered = []
+    for split, frame in enumerate(decisions):
+        numbered.append(frame.with_columns(split=pl.lit(split, pl.Int64)))
     together = pl.concat(numbered)
     test = torch.cat(list(tests))
-    return _results(
-        DEADLINE, together, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)
-    ), together
+    return _results(DEADLINE, together, table, test, seeds, _under_deadlines), together
 
 
 def judge_mean_budgets(
@@ -138,20 +163,24 @@ def judge_mean_budgets(
     baselines: Sequence[MeanBudgetPolicy],
     charge: bool = True,
 ) -> tuple[Results, pl.DataFrame]:
-    """The same under mean budgets.
+    """Return the contents of `results.json` and of `decisions.parquet` under mean budgets.
 
-    Besides the usual keys a row has `price` (λ) and `worth_ms` (1/λ, None at price 0), the
-    differences in accuracy `over_static_mix` and `over_best_single` at equal mean latency and
+    Besides the keys under deadlines a row has `price` (λ) and `worth_ms` (1/λ, None at price 0),
+    the differences in accuracy `over_static_mix` and `over_best_single` at equal mean latency and
     `over_static_mix_at_budget`, each with its `_ci95`, and `oracle_accuracy` at equal mean latency.
-    `utility` is the accuracy; `gap_closed` is at equal mean latency. A budget limits the mean over
-    all data sets: what a policy spends on one of them is its own choice, and `by_dataset` compares
-    it with what the static mix of all data sets gets there at equal mean latency.
+    `utility` is the accuracy; `gap_closed` is at equal mean latency.
+
+    A budget limits the mean over all data sets, so a policy may spend more on one of them than on
+    another. `by_dataset` compares it with the static mix of all data sets that spends as much on
+    this one.
 
     Args:
         fitted: int64, the rows that static policies are chosen on.
         test: int64 [n], samples that nothing was fitted, chosen or calibrated on.
         budgets_ms: float [B].
+        seeds: of the controllers.
         baselines: those that look at the request; the static ones and the oracle are added.
+        charge: whether controllers pay for their decisions.
     """
     reference = Reference(table, fitted, test)
     times, spent = _own_costs(table, test, budgets_ms, controllers, charge)
@@ -179,23 +208,24 @@ def _own_costs(
     controllers: Sequence[DeployedController],
     charge: bool,
 ) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-    """Return median times of a decision in µs, by policy, and what decisions are charged in ms,
-    [B] each, for each controller."""
-    costs = own_costs([each.decider for each in controllers], table, rows, budgets_ms)
-    times = {"controller": [each.decision_us for each in costs]}
-    charged = [each.charged_ms * charge for each in costs]
+    """Return the median time of a decision in µs, by policy, and what a decision is charged in ms;
+    [B] for each controller."""
+    costs = own_costs([controller.decider for controller in controllers], table, rows, budgets_ms)
+    times = {"controller": [cost.decision_us for cost in costs]}
+    charged = [cost.charged_ms * charge for cost in costs]
     return times, charged
 
 
 def held_out_choices(loaded: Sequence[Loaded]) -> Results:
-    """Return the choices made on held-out samples in training; every list has one entry for each
+    """Return the choices made on held-out samples in training; every list has an entry for each
     seed.
 
-    `guard`: rows of `knobwise.agents.stack.guard.calibrate`, or under mean budgets of
-    `knobwise.agents.stack.prices.compared`, [] without a guard. `chosen`: the weights of the
-    teacher, the settings of its experts, the iteration of the controller, and validation utility
-    where GRPO starts, at its best and at its end. `satisfaction_level`: the level that the guard
-    keeps, if any.
+    Returns:
+        `guard`: rows of `knobwise.agents.stack.guard.calibrate`, or under mean budgets of
+        `knobwise.agents.stack.prices.compared`, [] without a guard. `chosen`: the weights of the
+        teacher, the settings of its experts, the iteration of the controller, and validation
+        utility where GRPO starts, at its best and at its end. `satisfaction_level`: the level that
+        the guard keeps, if any.
     """
     chosen = []
     guards = []
@@ -215,7 +245,7 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
 
 
 def profile_of(table: ProfileTable | BeamTable) -> dict[str, Any]:
-    """Name, digest and sizes of a profile or of beams."""
+    """Return name, digest and sizes of a profile or of beams."""
     if isinstance(table, BeamTable):
         sizes = {"samples": table.num_queries, "candidates": len(table.candidates)}
     else:
@@ -232,9 +262,16 @@ def decision_frame(
     free: Mapping[str, Sequence[Judged]] | None = None,
     expected: Mapping[str, Sequence[Tensor | None]] | None = None,
 ) -> pl.DataFrame:
-    """The content of `decisions.parquet`, from outcomes by policy, median decision times in µs
-    where known, outcomes without own costs of those that are charged any, and predicted
-    probabilities of being on time."""
+    """Return the content of `decisions.parquet`.
+
+    Args:
+        test: int64 [n], the samples that were judged.
+        judged: outcomes by policy, for each seed where there are several.
+        seeds: of the trained policies.
+        times: by policy the median times of a decision in µs, float [B], where they are known.
+        free: by policy the outcomes without its cost, of those that are charged any.
+        expected: by policy the predicted probabilities of being on time, float [n, B].
+    """
     if table.datasets:
         datasets = [table.datasets[i] for i in test.tolist()]
     else:
@@ -250,26 +287,24 @@ def decision_frame(
             of_seeds: Sequence[int | None] = seeds
         else:
             of_seeds = [None]
-        for place, (seed, outcome) in enumerate(zip(of_seeds, outcomes, strict=True)):
-            columns = {
+        for i, (seed, outcome) in enumerate(zip(of_seeds, outcomes, strict=True)):
+            columns: dict[str, Any] = {
                 "choice": labels[outcome.chosen.flatten().numpy()],
                 "accuracy": outcome.accuracy,
                 "latency_ms": outcome.latency_ms,
                 "in_time": outcome.in_time,
-                "expected_in_time": expected[policy][place]
-                if expected and policy in expected
-                else None,
                 "feasible": outcome.feasible,
                 "reward": outcome.reward,
                 "score": outcome.utility,
-                "score_free": free[policy][place].utility if free and policy in free else None,
-                "decision_us": times[policy][place].expand(len(test), -1)
-                if policy in times
-                else None,
             }
-            frames.append(
-                decision_rows(policy, seed, samples, outcome.budgets_ms.tolist(), columns)
-            )
+            if expected and policy in expected:
+                columns["expected_in_time"] = expected[policy][i]
+            if free and policy in free:
+                columns["score_free"] = free[policy][i].utility
+            if policy in times:
+                columns["decision_us"] = times[policy][i].expand(len(test), -1)
+            budgets = outcome.budgets_ms.tolist()
+            frames.append(decision_rows(policy, seed, samples, budgets, columns))
     return pl.concat(frames)
 
 
@@ -286,36 +321,13 @@ def _results(
     table: ProfileTable,
     test: Tensor,
     seeds: Sequence[int],
-    outcomes: Callable[[DecisionArrays, Tensor], Iterator[Outcome]],
+    outcomes: Outcomes,
     reference: Reference | None = None,
 ) -> Results:
-    """What both kinds have; `outcomes` takes decisions and the rows of the table that they are
-    about."""
+    """Return the content of `results.json`, as far as both kinds of problem have it."""
     arrays = DecisionArrays(decisions)
     rows = _rows(problem, outcomes(arrays, test), arrays.splits, arrays.places)
-    if arrays.splits is None:
-        firsts: Any = [0]
-    else:
-        firsts = np.unique(arrays.splits[0], return_index=True)[1]
-    for row in rows:
-        times = arrays.array(row["policy"], "decision_us")[:, firsts].mean((0, 1))
-        if row["budget_ms"] is None:
-            budgets: Any = slice(None)
-        else:
-            budgets = arrays.places.index(row["budget_ms"])
-        if np.isnan(times[0]):
-            row["decision_us_p50"] = None
-        else:
-            row["decision_us_p50"] = float(times[budgets].mean())
-    accuracy, latency = (
-        values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms)
-    )
-    profiled = table.mask[test].any(0).tolist()
-    measured = table.accuracy[test], table.measurements_ms[test]
-    served = sum(
-        expected_utility(*measured, torch.tensor(budget)) for budget in arrays.places
-    ) / len(arrays.places)
-    utility = torch.where(table.mask[test], served, torch.nan).nanmean(0).tolist()
+    _add_decision_times(rows, arrays)
     results: Results = {
         "profile": profile_of(table),
         "split": "test",
@@ -324,17 +336,7 @@ def _results(
         "unit": table.unit,
         "budgets_ms": arrays.places,
         "rows": rows,
-        "configurations": [
-            {
-                "label": label,
-                "knobs": table.configuration(c),
-                "accuracy": accuracy[c],
-                "latency_ms": latency[c],
-            }
-            | ({"utility": utility[c]} if problem is DEADLINE else {})
-            for c, label in enumerate(_labels(table))
-            if profiled[c]
-        ],
+        "configurations": _configurations(problem, table, test, arrays.places),
         "knob_usage": _usage(problem, arrays, table, reference),
     }
     if bins := reliability(decisions):
@@ -346,15 +348,55 @@ def _results(
             part = DecisionArrays(decisions.filter(pl.col("dataset") == dataset))
             samples = test[torch.from_numpy((names == dataset).to_numpy())]
             means = _most_important(problem, _rows(problem, outcomes(part, samples), part.splits))
-            results["by_dataset"] += [
-                {"dataset": dataset, "samples": len(samples), **row} for row in means
-            ]
+            for row in means:
+                row = {"dataset": dataset, "samples": len(samples), **row}
+                results["by_dataset"].append(row)
     return results
 
 
+def _add_decision_times(rows: Rows, arrays: DecisionArrays) -> None:
+    """Add `decision_us_p50` to every row; None for a policy whose decisions are not timed."""
+    # all samples of a split have the same times: take one of each
+    if arrays.splits is None:
+        firsts: Any = [0]
+    else:
+        firsts = np.unique(arrays.splits[0], return_index=True)[1]
+    for row in rows:
+        times = arrays.array(row["policy"], "decision_us")[:, firsts].mean((0, 1))
+        if np.isnan(times[0]):
+            row["decision_us_p50"] = None
+        elif row["budget_ms"] is None:
+            row["decision_us_p50"] = float(times.mean())
+        else:
+            row["decision_us_p50"] = float(times[arrays.places.index(row["budget_ms"])])
+
+
+def _configurations(
+    problem: Problem, table: ProfileTable, test: Tensor, budgets: Sequence[float]
+) -> Rows:
+    """Return the means of every profiled configuration over the test samples, under deadlines with
+    the mean utility over the budgets."""
+    accuracy = table.accuracy[test].nanmean(0).tolist()
+    latency = table.latency_ms[test].nanmean(0).tolist()
+    profiled = table.mask[test].any(0).tolist()
+    measured = table.accuracy[test], table.measurements_ms[test]
+    total = sum(expected_utility(*measured, torch.tensor(budget)) for budget in budgets)
+    served = torch.where(table.mask[test], total / len(budgets), torch.nan)
+    utility = served.nanmean(0).tolist()
+    rows = []
+    for c, label in enumerate(_labels(table)):
+        if profiled[c]:
+            row = {"label": label, "knobs": table.configuration(c)}
+            row |= {"accuracy": accuracy[c], "latency_ms": latency[c]}
+            if problem is DEADLINE:
+                row["utility"] = utility[c]
+            rows.append(row)
+    return rows
+
+
 def _most_important(problem: Problem, means: Rows) -> Rows:
-    """The rows of the policies of `problem.by_dataset`, and before the last that of the best of all
-    others."""
+    """Return the rows of the policies of `problem.by_dataset`, and before the last of them the best
+    of all other rows."""
     rows = {row["policy"]: row for row in means}
     others = rows.keys() - set(problem.by_dataset)
     best = sorted(others, key=lambda policy: (-rows[policy][problem.ranked_by], policy))[:1]
@@ -368,9 +410,12 @@ def _rows(
     splits: np.ndarray | None,
     budgets: Sequence[float] = (),
 ) -> Rows:
-    """For each policy the mean over all budgets, then a row for each of `budgets`, with the
-    intervals of its score, of the oracle gap that it closes and of `COMPARED`; `splits` as in
-    `resampled_means`."""
+    """Return for each policy the mean over all budgets, then a row for each of `budgets`, with the
+    intervals of its score, of the oracle gap that it closes and of `COMPARED`.
+
+    Args:
+        splits: see `DecisionArrays.splits`.
+    """
     compared = COMPARED[problem.name]
     parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
     rows = []
@@ -379,31 +424,29 @@ def _rows(
         for budget, part in parts.items():
             score, low, high, *rivals = (values[..., part].mean(-1) for values in scores)
             gains = [score - rival for rival in rivals]
-            between = float(high.mean() - low.mean())
             row: dict[str, Any] = {"policy": policy, "budget_ms": budget}
             row |= {key: _known_mean(values[part]) for key, values in numbers.items()}
             row |= {key: float(gain.mean()) for key, gain in zip(compared, gains, strict=True)}
-            if between > 1e-9:
-                row["gap_closed"] = float(score.mean() - low.mean()) / between
+            gap = float(high.mean() - low.mean())
+            if gap > 1e-9:
+                row["gap_closed"] = float(score.mean() - low.mean()) / gap
             else:
                 row["gap_closed"] = 0.0
             if policy in DEADLINE.trained:
                 row["utility_per_seed"] = score.mean(1).tolist()
             if splits is not None:
                 row["utility_per_split"] = [
-                    float(score[:, splits[0] == r].mean()) for r in np.unique(splits[0])
+                    float(score[:, splits[0] == split].mean()) for split in np.unique(splits[0])
                 ]
             rows.append(row)
             cases.append([score, low, high, *gains])
+
+    # all intervals at once: they share their draws
     for row, intervals in zip(rows, score_intervals(cases, splits), strict=True):
-        row |= {
-            "utility_ci95": intervals["score_ci95"],
-            "gap_closed_ci95": intervals["gap_closed_ci95"],
-        }
-        row |= {
-            f"{key}_ci95": interval
-            for key, interval in zip(compared, intervals["differences_ci95"], strict=True)
-        }
+        row["utility_ci95"] = intervals["score_ci95"]
+        row["gap_closed_ci95"] = intervals["gap_closed_ci95"]
+        for key, interval in zip(compared, intervals["differences_ci95"], strict=True):
+            row[f"{key}_ci95"] = interval
     return rows
 
 
@@ -412,27 +455,31 @@ def _known_mean(values: np.ndarray) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _under_deadlines(arrays: DecisionArrays) -> Iterator[Outcome]:
-    """`infeasible` is the share of samples that no profiled configuration serves in time;
-    `satisfaction_feasible`, over the others, is NaN if there are none."""
-    low, high = (arrays.array(policy, "score")[0] for policy in (DEADLINE.low, DEADLINE.high))
+def _under_deadlines(arrays: DecisionArrays, _: Tensor) -> Iterator[Outcome]:
+    """Yield what is known about each policy under deadlines.
+
+    `infeasible` is the share of samples that no profiled configuration serves in time;
+    `satisfaction_feasible` is over all other samples, and NaN if there are none.
+    """
+    low = arrays.array(DEADLINE.low, "score")[0]
+    high = arrays.array(DEADLINE.high, "score")[0]
     for policy in arrays.policies:
-        names = ("accuracy", "latency_ms", "in_time", "feasible", "reward", "score", "score_free")
-        accuracy, latency, in_time, feasible, reward, score, free = (
-            arrays.array(policy, name) for name in names
-        )
+        latency = arrays.array(policy, "latency_ms")
+        in_time = arrays.array(policy, "in_time")
+        feasible = arrays.array(policy, "feasible")
+        score = arrays.array(policy, "score")
         served = (in_time * feasible).sum((0, 1))
         servable = feasible.sum((0, 1))
         numbers = {
-            "accuracy": accuracy.mean((0, 1)),
+            "accuracy": arrays.array(policy, "accuracy").mean((0, 1)),
             "latency_ms_mean": latency.mean((0, 1)),
             "latency_ms_p95": np.quantile(latency, 0.95, axis=1).mean(0),
             "satisfaction": in_time.mean((0, 1)),
             "satisfaction_feasible": served / np.where(servable, servable, np.nan),
             "infeasible": 1 - feasible.mean((0, 1)),
-            "reward": reward.mean((0, 1)),
+            "reward": arrays.array(policy, "reward").mean((0, 1)),
             "utility": score.mean((0, 1)),
-            "utility_free": free.mean((0, 1)),
+            "utility_free": arrays.array(policy, "score_free").mean((0, 1)),
         }
         yield policy, numbers, [score, low, high, low]
 
@@ -440,10 +487,16 @@ def _under_deadlines(arrays: DecisionArrays) -> Iterator[Outcome]:
 def _under_mean_budgets(
     arrays: DecisionArrays, reference: Reference, prices: Mapping[str, Tensor]
 ) -> Iterator[Outcome]:
-    """The ends of the oracle gap are those at equal mean latency; `prices` are float64 [S, B]."""
+    """Yield what is known about each policy under mean budgets. The ends of the oracle gap are
+    those at equal mean latency.
+
+    Args:
+        prices: by policy, float64 [S, B].
+    """
     at_budget = arrays.array(MEAN_BUDGET.low, "accuracy")[0]
     for policy in arrays.policies:
-        accuracy, latency = (arrays.array(policy, name) for name in ("accuracy", "latency_ms"))
+        accuracy = arrays.array(policy, "accuracy")
+        latency = arrays.array(policy, "latency_ms")
         mixed = np.isnan(arrays.choices(policy, _labels(reference.table))).any((0, 1))
         spent = torch.from_numpy(latency.mean((0, 1)))
         mix = reference.static_mix(spent).numpy()
@@ -467,8 +520,8 @@ def _under_mean_budgets(
 def _usage(
     problem: Problem, arrays: DecisionArrays, table: ProfileTable, reference: Reference | None
 ) -> Rows:
-    """How often each policy of `problem.usage` set each knob to each value, under each budget; for
-    a mixture how often it is expected to."""
+    """Return how often each policy of `problem.usage` set each knob to each value, under each
+    budget; for a mixture how often it is expected to."""
     rows = []
     for policy in problem.usage:
         choices = arrays.choices(policy, _labels(table))

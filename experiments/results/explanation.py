@@ -1,7 +1,6 @@
-"""Why a policy sets the knobs as it does: what its decisions on held-out samples show, for
-`results.json`.
+"""Explain why a policy sets the knobs as it does, from its decisions on held-out samples.
 
-Decisions are explained as if they took no time, so that the figures are the same on every machine.
+Decisions are explained as if they took no time, so that the numbers are the same on every machine.
 """
 
 from __future__ import annotations
@@ -26,33 +25,36 @@ from knobwise.experiments.results.statistics import (
 )
 
 MOST = 1000
+"""At most this many samples are explained, a random choice of a larger test part."""
 SEED = 0
-"""Samples that are explained, of a larger test part a random choice; and the seed of all chance
-here."""
+"""The seed of all random numbers of this module."""
 RIGHT = 0.5
 """A configuration is right for a sample from this accuracy on."""
 REPEATS = 3
+"""How often a feature block is shuffled."""
 NARROW = 64
+"""In blocks of up to this width single columns are shuffled too."""
 TOP = 10
-"""Shuffles of a block; the widest block whose columns are shuffled too; and how many rows a list
-has."""
+"""The most rows of a list."""
 TREE = {"max_depth": 3, "max_leaf_nodes": 8, "min_samples_leaf": 0.01, "random_state": SEED}
+"""The arguments of scikit-learn's decision tree."""
 Rows = list[dict[str, Any]]
 
 
 class Explained:
-    """A policy's decisions for n held-out samples under B budgets, and what they are worth:
+    """A policy's decisions for n held-out samples under B budgets, and what they are worth: the
     utility, or under mean budgets accuracy − price · latency.
 
     Args:
-        fitted, test: int64, the rows that static choices are made on, and those to explain.
+        fitted: int64, the rows that static choices are made on.
+        test: int64, the rows to explain.
         budgets_ms: float [B]; of a controller for mean budgets all that it was calibrated for.
 
     Attributes:
         rows: int64 [n], those of `test`, or `MOST` of them.
-        chosen, static: int64 [n, B], the choices of the policy, and of the static way for deadlines
-            or mean budgets.
-        reads: bool [B], whether the policy decides by features there, or its guard does without.
+        chosen: int64 [n, B], the choices of the policy.
+        static: int64 [n, B], the choices of the static policy for deadlines or mean budgets.
+        reads: bool [B], False where the guard decides without features.
     """
 
     def __init__(
@@ -76,13 +78,17 @@ class Explained:
             static = LookupTable(table, fitted, 0.0)
         columns = []
         for limit in limits:
-            under = np.full(len(self.rows), limit)
-            columns.append(torch.from_numpy(static.choose({}, under, self.mask.numpy())))
+            budgets = np.full(len(self.rows), limit)
+            columns.append(torch.from_numpy(static.choose({}, budgets, self.mask.numpy())))
         self.static = torch.stack(columns, 1)
 
     def decided(self, features: Mapping[str, Tensor], repeats: int = 1) -> Tensor:
-        """Return configurations for blocks [R·n, d], `repeats` times all samples: int64 [R·n,
-        B]."""
+        """Return the configurations that the policy chooses, int64 [R·n, B].
+
+        Args:
+            features: blocks [R·n, d], all samples `repeats` times.
+            repeats: R.
+        """
         mask = self.mask.repeat(repeats, 1).numpy()
         blocks = {name: block.numpy() for name, block in features.items()}
         columns = []
@@ -92,28 +98,33 @@ class Explained:
         return torch.stack(columns, 1)
 
     def worth(self, chosen: Tensor, reads: Tensor) -> Tensor:
-        """Of choices int64 [R·n, B]: float64 [R·n, B]. `reads` bool [B]: where features cost a
-        first look."""
-        at = self.rows.repeat(len(chosen) // len(self.rows)).unsqueeze(1), chosen
-        accuracy = self.table.accuracy[at].double()
-        measured_ms = self.table.measurements_ms[at]
+        """Return the worth of choices, float64 [R·n, B].
+
+        Args:
+            chosen: int64 [R·n, B].
+            reads: bool [B], where the choice needs features, which may cost a first look.
+        """
+        cells = self.rows.repeat(len(chosen) // len(self.rows)).unsqueeze(1), chosen
+        accuracy = self.table.accuracy[cells].double()
         if self.prices is not None:
-            return accuracy - self.prices * self.table.latency_ms[at].double()
+            return accuracy - self.prices * self.table.latency_ms[cells].double()
+        measured_ms = self.table.measurements_ms[cells]
         if self.table.first_look_ms is not None:
-            measured_ms = measured_ms - (self.table.first_look_ms[at] * ~reads)[..., None]
+            # measurements include the first look: take it off where it is not needed
+            measured_ms = measured_ms - (self.table.first_look_ms[cells] * ~reads)[..., None]
         return expected_utility(accuracy, measured_ms, self.budgets_ms)
 
 
 def explain_policy(explained: Explained, questions: Mapping[str, str]) -> dict[str, Any]:
-    """The entry `explanation` of `results.json`; `questions` by the id of their sample, where they
-    are known.
+    """Return the entry `explanation` of `results.json`.
+
+    Args:
+        questions: by the id of their sample, where they are known.
 
     Returns:
         `samples`: their number. `reads`: the budgets at which the policy decides by features.
-        `difficulty`,
-        `more_time`, `importance`, `tree`: see `by_difficulty`, `with_more_time`, `importance`,
-        `distilled`. `best` and
-        `worst`: see `best_and_worst`.
+        `difficulty`, `more_time`, `importance`, `tree`: see `by_difficulty`, `with_more_time`,
+        `importance`, `distilled`. `best` and `worst`: see `best_and_worst`.
     """
     return {
         "samples": len(explained.rows),
@@ -130,100 +141,105 @@ def explain_policy(explained: Explained, questions: Mapping[str, str]) -> dict[s
 
 
 def difficulty_of(accuracy: Tensor, latency_ms: Tensor) -> Tensor:
-    """The latency of the cheapest right configuration of each sample, [n, C] each → [n]; infinite
-    where none is."""
+    """Return the latency of the cheapest right configuration of each sample, [n, C] each → [n];
+    infinite where none is right."""
     return latency_ms.where(accuracy >= RIGHT, torch.inf).amin(1)  # NaN is not right
 
 
 def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float | None, list[float] | None]:
-    """Spearman's rank correlation of two [n] and its 95 % bootstrap interval over samples, with the
-    ranks that they have among all; None and None where a side is constant."""
+    """Return Spearman's rank correlation of two [n] and its 95 % bootstrap interval over samples.
+    The interval keeps the ranks that samples have among all. None and None where a side is
+    constant."""
     from scipy.stats import rankdata, spearmanr
 
     if min(len(np.unique(x)), len(np.unique(y))) < 2:
         return None, None
     a, b = (rankdata(side) / len(np.asarray(side)) for side in (x, y))
-    mean_a, mean_b, both, square_a, square_b = resampled_means([a, b, a * b, a * a, b * b]).T
+    # Pearson's correlation of the ranks, in every draw
+    mean_a, mean_b, product, square_a, square_b = resampled_means([a, b, a * b, a * a, b * b]).T
     spread = np.sqrt((square_a - mean_a**2).clip(0) * (square_b - mean_b**2).clip(0))
-    drawn = (both - mean_a * mean_b) / np.where(spread > 1e-12, spread, np.nan)
+    drawn = (product - mean_a * mean_b) / np.where(spread > 1e-12, spread, np.nan)
     return float(spearmanr(x, y).statistic), ends_of(drawn[:, None])[0]
 
 
 def by_difficulty(explained: Explained) -> dict[str, Any]:
-    """What is spent on easy and on hard samples. A sample is as difficult as the latency of its
-    cheapest right configuration.
+    """Return how the latency of the choice grows with the difficulty of a sample, which is the
+    latency of its cheapest right configuration.
 
     A sample that is slow under every configuration is both difficult and expensive, whoever
-    decides. So there is also the correlation of `static`, and that of the setting alone, where a
+    decides. So the correlation is also given for `static`, and for the setting alone, where a
     configuration costs its mean latency in all samples.
 
     Returns:
-        `unanswered`: samples that no configuration answers right, left out. `at`: for each budget
-        the `correlation`
-        between difficulty and latency of the choice, with its `ci95`; `static`; and `setting`, with
-        `setting_ci95`;
-        null where one side is constant. `budget_ms`, of the picture: the largest at which choices
-        differ, or null.
-        `groups`: there, of some ten groups of equal difficulty the means `difficulty_ms`,
-        `policy_ms`, with its `ci95`,
-        and `static_ms`. `points`: for each sample its difficulty and the latency of the choice.
+        `unanswered`: the number of samples that no configuration answers right; they are left out.
+        `at`: for each budget the `correlation` between difficulty and latency of the choice, with
+        its `ci95`; `static`; and `setting`, with `setting_ci95`; null where a side is constant.
+        `budget_ms`: the budget of the chart, the largest at which choices differ, or null.
+        `groups`: at this budget, for some ten groups of samples from easy to hard, the means
+        `difficulty_ms`, `policy_ms`, with its `ci95`, and `static_ms`.
+        `points`: at this budget, difficulty and latency of the choice of each sample.
     """
-    accuracy, latency_ms = (
-        values[explained.rows] for values in (explained.table.accuracy, explained.table.latency_ms)
-    )
-    hard = difficulty_of(accuracy, latency_ms)
+    accuracy = explained.table.accuracy[explained.rows]
+    latency_ms = explained.table.latency_ms[explained.rows]
     cost_ms = averages(explained.table, explained.rows)[1]
-    known = hard.isfinite()
-    x = hard[known].numpy()
-    by_setting = difficulty_of(accuracy, cost_ms.expand_as(accuracy))[known].numpy()
-    ours, static = (
-        latency_ms.gather(1, c)[known].numpy() for c in (explained.chosen, explained.static)
-    )
-    settings = cost_ms[explained.chosen[known]].numpy()
-    at = []
-    for place, budget in enumerate(explained.budgets_ms.tolist()):
-        pairs = (x, ours), (x, static), (by_setting, settings)
-        (value, ci95), (of_static, _), (setting, setting_ci95) = (
-            rank_correlation(a, b[:, place]) for a, b in pairs
-        )
-        row = {"budget_ms": budget, "correlation": value, "ci95": ci95, "static": of_static}
-        at.append(row | {"setting": setting, "setting_ci95": setting_ci95})
-    result: dict[str, Any] = {
-        "unanswered": int((~known).sum()),
-        "at": at,
-        "groups": [],
-        "points": [],
-    }
-    drawn = [place for place, row in enumerate(at) if row["setting"] is not None]
+    difficulty = difficulty_of(accuracy, latency_ms)
+    known = difficulty.isfinite()
+    x = difficulty[known].numpy()
+    x_setting = difficulty_of(accuracy, cost_ms.expand_as(accuracy))[known].numpy()
+    # latencies of the choices, [samples with a right answer, B]
+    policy = latency_ms.gather(1, explained.chosen)[known].numpy()
+    static = latency_ms.gather(1, explained.static)[known].numpy()
+    setting = cost_ms[explained.chosen[known]].numpy()
+
+    at: Rows = []
+    for b, budget in enumerate(explained.budgets_ms.tolist()):
+        row: dict[str, Any] = {"budget_ms": budget}
+        row["correlation"], row["ci95"] = rank_correlation(x, policy[:, b])
+        row["static"], _ = rank_correlation(x, static[:, b])
+        row["setting"], row["setting_ci95"] = rank_correlation(x_setting, setting[:, b])
+        at.append(row)
+    result: dict[str, Any] = {"unanswered": int((~known).sum()), "at": at}
+    drawn = [b for b, row in enumerate(at) if row["setting"] is not None]
     if not drawn:
-        return result | {"budget_ms": None}
-    y = ours[:, drawn[-1]]
-    fixed = static[:, drawn[-1]]
-    number = np.digitize(x, np.unique(np.quantile(x, np.arange(0.1, 1, 0.1))))
-    for group in (number == each for each in np.unique(number)):
-        means = zip(("difficulty_ms", "policy_ms", "static_ms"), (x, y, fixed), strict=True)
-        row = {name: float(values[group].mean()) for name, values in means}
-        result["groups"].append(row | {"ci95": mean_interval(y[group])})
-    points = np.stack([x, y], 1).round(4).tolist()
-    return result | {"budget_ms": at[drawn[-1]]["budget_ms"], "points": points}
+        return result | {"groups": [], "points": [], "budget_ms": None}
+    y = policy[:, drawn[-1]]
+    return result | {
+        "groups": _groups(x, y, static[:, drawn[-1]]),
+        "points": np.stack([x, y], 1).round(4).tolist(),
+        "budget_ms": at[drawn[-1]]["budget_ms"],
+    }
+
+
+def _groups(difficulty: np.ndarray, policy: np.ndarray, static: np.ndarray) -> Rows:
+    """Return the means of some ten groups of equally many samples, from easy to hard."""
+    deciles = np.unique(np.quantile(difficulty, np.arange(0.1, 1, 0.1)))
+    group_of = np.digitize(difficulty, deciles)
+    groups = []
+    for number in np.unique(group_of):
+        group = group_of == number
+        row: dict[str, Any] = {
+            "difficulty_ms": float(difficulty[group].mean()),
+            "policy_ms": float(policy[group].mean()),
+            "static_ms": float(static[group].mean()),
+        }
+        groups.append(row | {"ci95": mean_interval(policy[group])})
+    return groups
 
 
 # -- more time, better choices ---------------------------------------------------------------------
 
 
 def with_more_time(explained: Explained) -> dict[str, float] | None:
-    """Return what choices become from one budget to the next larger one; None where there is one
-    budget only.
+    """Return how often a larger budget leads to a cheaper or to a worse choice; None where there is
+    only one budget.
 
     A configuration has the mean latency and the mean accuracy of its profiled cells over the
     samples.
 
     Returns:
         Shares of all pairs of a sample and two neighbouring budgets: `cheaper`, the choice with
-        more time has the lower
-        mean latency; `worse`, it has the higher one and a lower mean accuracy. `static_cheaper` and
-        `static_worse`: the
-        same of static.
+        more time has the lower mean latency; `worse`, it has the higher mean latency and the lower
+        mean accuracy. `static_cheaper` and `static_worse`: these shares for static.
     """
     order = explained.budgets_ms.argsort()
     if len(order) < 2:
@@ -242,21 +258,22 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
 
 
 def importance(explained: Explained) -> Rows:
-    """What a feature block, or a column of a narrow block, is worth: the worth lost when each
-    sample gets another's.
+    """Return the worth that is lost when the values of a feature block, or of a column of a narrow
+    block, are shuffled among the samples.
 
     scikit-learn's `permutation_importance` shuffles single columns and averages over samples; here
-    the rows of a block stay together, and the interval is over samples. Columns are shuffled once,
-    and the first `TOP` then anew.
+    the rows of a block stay together, and the interval is over samples. All columns are shuffled
+    once, to find the `TOP` that matter most; these are then shuffled again.
 
-    Returns: blocks, then columns, by falling loss: `name`, `column` (null for a block), `lost` and
-    its `ci95`.
+    Returns:
+        blocks, then columns, by falling loss: `name`, `column` (null for a block), `lost` and its
+        `ci95`.
     """
     generator = torch.Generator().manual_seed(SEED)
     before = explained.worth(explained.chosen, explained.reads).mean(1)
 
     def lost(name: str, column: int | None, repeats: int = REPEATS) -> NDArray[np.float64]:
-        """Of each sample, a mean over shuffles and budgets [n]."""
+        """Return the loss of each sample, a mean over shuffles and budgets, [n]."""
         blocks = {key: block.repeat(repeats, 1) for key, block in explained.features.items()}
         order = torch.cat(
             [torch.randperm(len(before), generator=generator) for _ in range(repeats)]
@@ -270,12 +287,10 @@ def importance(explained: Explained) -> Rows:
         return (before - worth.view(repeats, len(before), -1).mean((0, 2))).numpy()
 
     widths = {name: block.shape[1] for name, block in explained.features.items()}
-    columns = [
-        (name, column)
-        for name, width in widths.items()
-        if 1 < width <= NARROW
-        for column in range(width)
-    ]
+    columns: list[tuple[str, int]] = []
+    for name, width in widths.items():
+        if 1 < width <= NARROW:
+            columns += [(name, column) for column in range(width)]
     if len(columns) > TOP:
         columns.sort(key=lambda part: -lost(part[0], part[1], 1).mean())
     parts: list[tuple[str, int | None]] = [*((name, None) for name in widths), *columns[:TOP]]
@@ -291,26 +306,27 @@ def importance(explained: Explained) -> Rows:
 
 
 def distilled(explained: Explained) -> dict[str, Any]:
-    """A small decision tree over features and budget that sets the knobs much as the policy does
-    (scikit-learn's CART, all knobs in one tree).
+    """Fit a small decision tree over features and budget that sets the knobs much as the policy
+    does (scikit-learn's CART, all knobs in one tree).
 
     Returns:
-        `fidelity`: the share of knob values that the tree sets alike on samples that it was not
-        fitted on, and its
-        `ci95`; `by_budget_alone`: the same of a tree that does not see the features; `exact`: the
-        share of decisions in
-        which all knobs are alike. `rules`: of each leaf the conditions `when`, [feature, ≤ or >,
-        value]; `then`, the
-        values of the knobs; its `share` of the decisions, and the share `alike` of the knob values
-        there.
+        `fidelity`: the share of knob values in which tree and policy agree, on samples that the
+        tree was not fitted on, and its `ci95`. `by_budget_alone`: this share for a tree that does
+        not see the features. `exact`: the share of decisions that agree in all knobs.
+        `rules`: for each leaf the conditions `when`, [feature, ≤ or >, value]; `then`, the values
+        of the knobs; its `share` of the decisions, and `alike`, the share of the knob values in
+        which it agrees with the policy.
     """
     from sklearn.tree import DecisionTreeClassifier
 
-    (n, count), table = explained.chosen.shape, explained.table
+    table = explained.table
+    n, count = explained.chosen.shape
+    # a row for each decision: the budgets of a sample stand next to each other
     blocks = [block.repeat_interleave(count, 0) for block in explained.features.values()]
     x = torch.cat([explained.budgets_ms.float().repeat(n)[:, None], *blocks], 1).numpy()
     y = table.configurations[explained.chosen.flatten()].numpy()
     tree = DecisionTreeClassifier(**TREE)
+    # [2, decisions, knobs]: with all features, and with the budget alone, which is the first column
     alike = np.zeros((2, *y.shape), bool)
     cells = np.arange(n * count).reshape(n, count)
     for fit, hold in folds_of(table, explained.rows, SEED, 3):
@@ -319,10 +335,10 @@ def distilled(explained: Explained) -> dict[str, Any]:
         for side, width in enumerate((x.shape[1], 1)):
             predicted = tree.fit(x[seen, :width], y[seen]).predict(x[unseen, :width])
             alike[side, unseen] = predicted.reshape(len(unseen), -1) == y[unseen]
-    names = [
-        "budget",
-        *(f"{k}[{i}]" for k, block in explained.features.items() for i in range(block.shape[1])),
-    ]
+
+    names = ["budget"]
+    for name, block in explained.features.items():
+        names += [f"{name}[{i}]" for i in range(block.shape[1])]
     shares = alike.mean(2).reshape(2, n, count).mean(2)
     return {
         "fidelity": float(shares[0].mean()),
@@ -336,22 +352,25 @@ def distilled(explained: Explained) -> dict[str, Any]:
 def _rules(
     tree: Any, names: list[str], table: ProfileTable, node: int, when: dict[tuple[str, str], float]
 ) -> Rows:
-    """The leaves below a node of a fitted tree, from left to right."""
+    """Return the rules of the leaves below a node of a fitted tree, from left to right.
+
+    Args:
+        when: the conditions that lead to the node, (feature, ≤ or >) → value.
+    """
     inner = tree.tree_
     if inner.children_left[node] >= 0:
         feature = names[inner.feature[node]]
         value = float(inner.threshold[node])
-        # a deeper bound on the same feature is the tighter one
-        below = _rules(
-            tree, names, table, inner.children_left[node], {**when, (feature, "≤"): value}
-        )
-        return below + _rules(
-            tree, names, table, inner.children_right[node], {**when, (feature, ">"): value}
-        )
-    shares = inner.value[node]  # of each value of each knob
-    if len(shares) > 1:
-        classes = tree.classes_
-    else:
+        # a deeper bound on the same feature is the tighter one and replaces the other
+        left = {**when, (feature, "≤"): value}
+        right = {**when, (feature, ">"): value}
+        return [
+            *_rules(tree, names, table, inner.children_left[node], left),
+            *_rules(tree, names, table, inner.children_right[node], right),
+        ]
+    shares = inner.value[node]  # [knobs, values]
+    classes = tree.classes_
+    if len(shares) == 1:  # for a single knob scikit-learn gives its classes alone
         classes = [tree.classes_]
     then = {
         knob.name: knob.values[int(known[share.argmax()])]
@@ -373,41 +392,44 @@ def _rules(
 
 
 def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> dict[str, Rows]:
-    """The `best` and the `worst` decisions by the worth that they `gain` over static, at most one
-    of each sample; among equal ones those of the samples that gain or lose most over all
-    budgets."""
+    """Return the `best` and the `worst` decisions by the worth that they `gain` over static, at
+    most one for each sample. Ties go to the samples that gain or lose most over all budgets."""
     reads = explained.reads
-    table = explained.table
-    ours = explained.worth(explained.chosen, reads)
-    static = explained.worth(explained.static, reads & False)
-    gains = (ours - static).numpy()
+    policy = explained.worth(explained.chosen, reads)
+    static = explained.worth(explained.static, reads & False)  # static reads no features
+    gains = (policy - static).numpy()
     lists = {}
     for name, sign in (("best", 1), ("worst", -1)):
-        place = (sign * gains).argmax(1)
-        at = (sign * gains).max(1)
+        budgets = (sign * gains).argmax(1)
+        most = (sign * gains).max(1)
+        first = np.lexsort((-sign * gains.mean(1), -most))[:TOP].tolist()
         rows = []
-        for i in (
-            i for i in np.lexsort((-sign * gains.mean(1), -at))[:TOP].tolist() if at[i] > 1e-9
-        ):
-            row = int(explained.rows[i])
-            budget = float(explained.budgets_ms[place[i]])
-            sample = table.sample_ids[row]
-            question = questions.get(
-                sample, table.question_types[row] if table.question_types else None
-            )
-            result: dict[str, Any] = {
-                "sample_id": sample,
-                "dataset": table.dataset_names[row],
-                "question": question,
-            }
-            result |= {"budget_ms": budget, "gain": sign * float(at[i])}
-            for who, chosen in (("policy", explained.chosen), ("static", explained.static)):
-                c = int(chosen[i, place[i]])
-                numbers = {
-                    "accuracy": float(table.accuracy[row, c]),
-                    "latency_ms": float(table.latency_ms[row, c]),
-                }
-                result[who] = {"configuration": table.configuration(c), **numbers}
-            rows.append(result)
+        for i in first:
+            if most[i] > 1e-9:
+                gain = sign * float(most[i])
+                rows.append(_decision(explained, questions, i, int(budgets[i]), gain))
         lists[name] = rows
     return lists
+
+
+def _decision(explained: Explained, questions: Mapping[str, str], i: int, b: int) -> dict[str, Any]:
+    """Return sample i, budget b, and what policy and static choose and get there."""
+    table = explained.table
+    row = int(explained.rows[i])
+    sample = table.sample_ids[row]
+    question_type = table.question_types[row] if table.question_types else None
+    result: dict[str, Any] = {
+        "sample_id": sample,
+        "dataset": table.dataset_names[row],
+        "question": questions.get(sample, question_type),
+        "budget_ms": float(explained.budgets_ms[b]),
+        "gain": gain,
+    }
+    for name, chosen in (("policy", explained.chosen), ("static", explained.static)):
+        c = int(chosen[i, b])
+        result[name] = {
+            "configuration": table.configuration(c),
+            "accuracy": float(table.accuracy[row, c]),
+            "latency_ms": float(table.latency_ms[row, c]),
+        }
+    return result
