@@ -18,7 +18,6 @@ its expected spread. Three things keep this robust:
   its variance is raised until they stop (a run rule, as in Western Electric 1956, "Statistical
   Quality Control Handbook").
 
-docs/streams.md compares controllers with and without it.
 """
 
 from __future__ import annotations

@@ -494,4 +494,4 @@ def test_importing_knobwise_stays_light() -> None:
 def test_the_examples_run() -> None:
     names = {"knobwise": knobwise, "polars": polars, "builtin_profile": builtin_profile}
     result = doctest.testmod(api, extraglobs=names)
-    assert (result.failed, result.attempted) == (0, 5)
+    assert (result.failed, result.attempted) == (0, 9)
