@@ -412,8 +412,10 @@ def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> dict[s
     return lists
 
 
-def _decision(explained: Explained, questions: Mapping[str, str], i: int, b: int) -> dict[str, Any]:
-    """Return sample i, budget b, and what policy and static choose and get there."""
+def _decision(
+    explained: Explained, questions: Mapping[str, str], i: int, b: int, gain: float
+) -> dict[str, Any]:
+    """Return the decision for sample i and budget b: what policy and static choose and get."""
     table = explained.table
     row = int(explained.rows[i])
     sample = table.sample_ids[row]

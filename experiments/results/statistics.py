@@ -1,8 +1,7 @@
-"""Intervals and tests: the one bootstrap of the project, over samples, seeds and splits, and
-differences of policies.
+"""Intervals and tests: the bootstrap over samples, seeds and splits, and differences of policies.
 
-All of it is paired: in a draw every policy is judged on the same samples. Tensors may be given; no
-torch is imported.
+Everything is paired: in a draw every policy is judged on the same samples. Arrays may be tensors,
+but torch is not imported.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 DRAWS = 2000
-"""Of the bootstrap."""
+"""The number of draws of the bootstrap."""
 FLIPS = 9999
-"""Of the sign-flip test; no p is smaller than 1/(FLIPS + 1)."""
+"""The number of draws of the sign-flip test; no p is smaller than 1/(FLIPS + 1)."""
 BLOCK = 10_000_000
 """Random numbers drawn at a time."""
 CHANCE = 0.05
@@ -38,8 +37,8 @@ def resampled_means(
     other_seeds: bool = False,
     splits: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Means in each draw of n samples and of S seeds, both with replacement; with several splits
-    also of these.
+    """Return the mean of each array in each draw of n samples and of S seeds, both with
+    replacement. Where there are several splits, these are drawn too.
 
     The test parts of random splits overlap. So a draw takes splits and distinct samples
     independently of each other, and a sample judged in a split counts as often as the split and the
@@ -61,50 +60,61 @@ def resampled_means(
         float64 [D, K].
     """
     arrays = [np.atleast_2d(np.asarray(array, dtype=np.float64)) for array in values]
-    n = arrays[0].shape[1]
     columns = np.concatenate(arrays).T  # [n, sum of S]
     generator = np.random.default_rng(seed)
+    per_seed = _over_samples(columns, draws, seed, generator, splits)
+    if other_seeds:
+        generator = np.random.default_rng([seed, 1])
+    state = generator.bit_generator.state
+    first_columns = np.cumsum([len(array) for array in arrays])[:-1]
+    shares: dict[int, np.ndarray] = {}
+    means = []
+    for array, part in zip(arrays, np.split(per_seed, first_columns, axis=1), strict=True):
+        seeds = len(array)
+        if seeds not in shares:
+            # from the same state, so that other arrays do not change these draws
+            generator.bit_generator.state = state
+            shares[seeds] = generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
+        # a rounded mean may lie outside of the values
+        means.append((part * shares[seeds]).sum(1).clip(array.min(), array.max()))
+    return np.stack(means, 1)
+
+
+def _over_samples(
+    columns: np.ndarray,
+    draws: int,
+    seed: int,
+    generator: np.random.Generator,
+    splits: np.ndarray | None,
+) -> np.ndarray:
+    """Return the mean of each column, float [n, K], in each draw of samples, float [draws, K].
+
+    `generator` draws the samples; `seed` is that of the draws of splits.
+    """
+    n, width = columns.shape
     if splits is None:
         distinct = n
     else:
         distinct = int(splits[1].max()) + 1
+        number = int(splits[0].max()) + 1
+        chances_of_splits = np.full(number, 1 / number)
+        times = np.random.default_rng([seed, 2]).multinomial(number, chances_of_splits, draws)
     chances = np.full(distinct, 1 / distinct)
-    if splits is not None:
-        several = int(splits[0].max()) + 1
-        times = np.random.default_rng([seed, 2]).multinomial(
-            several, np.full(several, 1 / several), draws
-        )
-    per_seed = np.empty((draws, columns.shape[1]))
+    means = np.empty((draws, width))
     step = max(1, BLOCK // n)
-    for start in range(
-        0, draws, step
-    ):  # how often each sample is drawn: means are then matrix products
+    for start in range(0, draws, step):
+        # counts of how often each sample is drawn make the means a matrix product
         counts = generator.multinomial(distinct, chances, min(step, draws - start))
         if splits is not None:
             counts = counts[:, splits[1]] * times[start : start + step, splits[0]]
         total = counts.sum(1, keepdims=True)
-        per_seed[start : start + step] = (counts / np.where(total > 0, total, np.nan)) @ columns
-    if other_seeds:
-        generator = np.random.default_rng([seed, 1])
-    state = generator.bit_generator.state
-    shares: dict[int, np.ndarray] = {}
-    means = []
-    for array, part in zip(
-        arrays, np.split(per_seed, np.cumsum([len(a) for a in arrays])[:-1], axis=1), strict=True
-    ):
-        seeds = len(array)
-        if seeds not in shares:
-            generator.bit_generator.state = state
-            shares[seeds] = generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
-        means.append(
-            (part * shares[seeds]).sum(1).clip(array.min(), array.max())
-        )  # a rounded mean may lie outside
-    return np.stack(means, 1)
+        means[start : start + step] = (counts / np.where(total > 0, total, np.nan)) @ columns
+    return means
 
 
 def ends_of(drawn: np.ndarray) -> list[list[float]]:
-    """The 95 % intervals of K columns of draws, float [D, K]; NaN draws do not count, and nothing
-    but NaN gives 0."""
+    """Return the 95 % intervals of K columns of draws, float [D, K]. NaN draws do not count; a
+    column of NaN has the interval 0 to 0."""
     known = ~np.isnan(drawn).all(0)
     bounds = np.zeros((2, drawn.shape[1]))
     bounds[:, known] = np.nanquantile(drawn[:, known], [0.025, 0.975], axis=0)
@@ -112,24 +122,25 @@ def ends_of(drawn: np.ndarray) -> list[list[float]]:
 
 
 def mean_intervals(values: Sequence[ArrayLike]) -> list[list[float]]:
-    """95 % bootstrap intervals of the means over samples and seeds of K arrays, float [S, n] or
-    [n]."""
+    """Return 95 % bootstrap intervals of the means over samples and seeds of K arrays, float [S, n]
+    or [n]."""
     if len(values):
         return ends_of(resampled_means(values))
     return []
 
 
 def mean_interval(values: ArrayLike) -> list[float]:
-    """The same for one array. For the difference of two policies it is the paired interval."""
+    """Return the 95 % bootstrap interval of the mean of an array, float [S, n] or [n]. For the
+    difference of two policies it is the paired interval."""
     return mean_intervals([values])[0]
 
 
 def score_intervals(
     cases: Sequence[Sequence[ArrayLike]], splits: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
-    """For each policy the intervals `score_ci95`, `gap_closed_ci95` and the list
-    `differences_ci95`, of the same draws. A draw in which nothing could be gained says nothing
-    about the gap.
+    """Return for each policy the intervals `score_ci95`, `gap_closed_ci95` and the list
+    `differences_ci95`, all from the same draws. A draw in which nothing could be gained says
+    nothing about the gap.
 
     Args:
         cases: for each policy its score, float [S, n], those of the low and the high reference,
@@ -137,13 +148,17 @@ def score_intervals(
         splits: as in `resampled_means`.
     """
     width = len(cases[0])
-    drawn = resampled_means([array for case in cases for array in case], splits=splits)
-    score, low, high = (drawn[:, side::width] for side in range(3))
+    arrays: list[ArrayLike] = []
+    for case in cases:
+        arrays += case
+    drawn = resampled_means(arrays, splits=splits)
+    # a policy's arrays stand next to each other: every width-th column is of the same kind
+    score, low, high = (drawn[:, kind::width] for kind in range(3))
     gaps = ends_of((score - low) / np.where(high - low > 1e-9, high - low, np.nan))
-    others = [ends_of(drawn[:, side::width]) for side in (0, *range(3, width))]
+    others = [ends_of(drawn[:, kind::width]) for kind in (0, *range(3, width))]
     return [
-        {"score_ci95": score, "gap_closed_ci95": gap, "differences_ci95": list(differences)}
-        for gap, score, *differences in zip(gaps, *others, strict=True)
+        {"score_ci95": score_ci95, "gap_closed_ci95": gap, "differences_ci95": list(differences)}
+        for gap, score_ci95, *differences in zip(gaps, *others, strict=True)
     ]
 
 
@@ -156,38 +171,39 @@ class Difference:
 
     run: str
     against: str
-    """The labels of both runs; the same one inside a run."""
+    """The label of the other run; inside a run the same label."""
     policy: str
     against_policy: str
     place: float | None
     """Budget or number of demonstrations; None for the mean over the budgets."""
     samples: int
-    """Judged in both."""
+    """The number of samples that both were judged on."""
     difference: float
     ci95: tuple[float, float]
     """Paired bootstrap over samples and seeds."""
     p: float | None = None
     """Two-sided, see `paired`; None if it was not tested."""
     p_holm: float = 1.0
-    """The same, corrected for the number of comparisons in its family."""
+    """p corrected for the number of comparisons in its family."""
 
     @property
     def nothing(self) -> bool:
-        """Whether both got the same on every sample; sums of the same numbers may differ by
-        rounding."""
+        """True where both got the same on every sample."""
+        # not exactly 0: sums of the same numbers may differ by rounding
         return max(map(abs, (self.difference, *self.ci95))) < 1e-12
 
     @property
     def sign(self) -> int:
-        """1 or −1 where the interval lies above or below 0 and p, if it was tested, is small
-        enough; else 0."""
+        """The direction that is shown: 1 or −1 where the interval lies above or below 0 and p, if
+        it was tested, is small enough; else 0."""
         if self.p is not None and self.p_holm >= CHANCE:
             return 0
         return int(self.ci95[0] > 0) - int(self.ci95[1] < 0)
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], place: str = "shots", run: str = "") -> Difference:
-        """From a row of `differences` in `results.json`; `place` is the key of the place there."""
+        """Make it from a row of `differences` in `results.json`; `place` is the key of the place
+        in this row."""
         low, high = row["ci95"]
         names = (run, run, row["policy"], row["against"])
         return cls(*names, row[place], row.get("samples", 0), row["difference"], (low, high))
@@ -196,15 +212,15 @@ class Difference:
 def paired(
     first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 0
 ) -> list[tuple[float, ...]]:
-    """first − second, column by column: the difference of the means, the ends of its 95 % interval,
-    and p.
+    """Return for each column of first − second the difference of the means, the ends of its 95 %
+    interval, and p.
 
     The interval is a bootstrap: a draw takes n samples with replacement, the same for both, and
-    seeds with replacement, the same where both were trained with the same seeds. A handful of
-    seeds, drawn from themselves, vary too little and are known too little: the interval is widened
-    from the variance of S seeds to the one that they estimate, and from the normal distribution to
-    Student's, with the degrees of freedom of Satterthwaite (1946). One seed says nothing about the
-    variance between seeds and widens nothing.
+    seeds with replacement, the same where both were trained with the same seeds. A few seeds, drawn
+    with replacement, vary less than seeds do, and their variance is known only roughly. So the
+    interval is widened from the variance of S seeds to the variance that they estimate, and from
+    the normal distribution to Student's, with the degrees of freedom of Satterthwaite (1946). One
+    seed says nothing about the variance between seeds and widens nothing.
 
     The test asks whether the mean over samples could come from chance alone: where nothing differs,
     the difference of each sample (of the means over seeds) might as well have had the other sign.
@@ -221,10 +237,11 @@ def paired(
         sides = [first - second]
     else:
         sides = [first, -second]
-    columns = [list(np.moveaxis(side, 2, 0)) for side in sides]
-    drawn = np.sum(
-        [resampled_means(each, seed=seed, other_seeds=i > 0) for i, each in enumerate(columns)], 0
-    )  # [D, C]
+    draws = []
+    for i, side in enumerate(sides):
+        columns = list(np.moveaxis(side, 2, 0))
+        draws.append(resampled_means(columns, seed=seed, other_seeds=i > 0))
+    drawn = np.sum(draws, 0)  # [D, C]
     observed = np.sum([side.mean((0, 1)) for side in sides], 0)  # [C]
     wider, p = _for_seeds(sides, drawn, observed)
     bounds = observed + wider * (np.quantile(drawn, [0.025, 0.975], axis=0) - observed)
@@ -235,24 +252,26 @@ def paired(
 def _for_seeds(
     sides: Sequence[np.ndarray], drawn: np.ndarray, observed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """By how much the interval is widened, and p of the t test, float [C] each; 1 and 0 where no
-    seed differs.
+    """Return the factor by which the interval is widened, and p of the t test, float [C] each; 1
+    and 0 where no seed differs.
 
-    `sides` are float [S, n, C], what is added up, each with seeds of its own; `drawn` is the
-    bootstrap's, float [D, C].
+    Args:
+        sides: float [S, n, C], which add up to the difference, each with its own seeds.
+        drawn: the draws of the bootstrap, float [D, C].
+        observed: the difference, float [C].
     """
     from scipy.stats import norm, t
 
-    several = [side.mean(1) for side in sides if len(side) > 1]
-    variances = [means.var(0, ddof=1) / len(means) for means in several]  # of the mean over seeds
     spread = drawn.var(0)
-    zero = np.zeros(1)
-    whole = spread + sum(
-        (v / len(means) for v, means in zip(variances, several, strict=True)), zero
-    )
-    squares = sum(
-        (v**2 / (len(means) - 1) for v, means in zip(variances, several, strict=True)), zero
-    )
+    added = np.zeros(1)  # the variance of the mean over seeds that the bootstrap misses
+    squares = np.zeros(1)  # the denominator of Satterthwaite's formula
+    for side in sides:
+        seeds = len(side)
+        if seeds > 1:
+            variance = side.mean(1).var(0, ddof=1) / seeds
+            added = added + variance / seeds
+            squares = squares + variance**2 / (seeds - 1)
+    whole = spread + added
     known = (whole > NOTHING) & (squares > NOTHING**2)
     freedom = np.where(known, whole**2 / np.where(known, squares, 1.0), np.inf)
     wider = np.sqrt(whole / np.where(known, spread, 1.0)) * t.ppf(0.975, freedom) / norm.ppf(0.975)
@@ -261,8 +280,8 @@ def _for_seeds(
 
 
 def _sign_flips(differences: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """p of the means of float [n, C], two-sided: how often random signs give a mean at least as
-    large."""
+    """Return the two-sided p of the means of float [n, C]: the share of random signs of the samples
+    that give a mean at least as large."""
     n = len(differences)
     observed = differences.mean(0)
     # scipy's permutation_test gives the same; here one set of signs serves all columns
@@ -277,20 +296,20 @@ def _sign_flips(differences: np.ndarray, generator: np.random.Generator) -> np.n
 
 
 def holm(family: Sequence[Difference]) -> list[Difference]:
-    """The same tested differences, with p corrected for their number (Holm, 1979)."""
+    """Return tested differences with p corrected for their number (Holm, 1979)."""
     p = np.array([difference.p for difference in family])
     order = p.argsort(kind="stable")
     corrected = np.empty_like(p)
     corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(p), 0, -1) * p[order]))
     return [
-        replace(difference, p_holm=float(each))
-        for difference, each in zip(family, corrected, strict=True)
+        replace(difference, p_holm=float(p_holm))
+        for difference, p_holm in zip(family, corrected, strict=True)
     ]
 
 
 def pareto_front(accuracy: np.ndarray, latency_ms: np.ndarray) -> np.ndarray:
-    """The configurations that no other beats in accuracy without costing more: bool [C] from two
-    float [C]."""
+    """Return which configurations no other beats in accuracy without costing more: bool [C] from
+    two float [C]."""
     order = np.lexsort((-accuracy, latency_ms))
     best = np.maximum.accumulate(accuracy[order])
     front = np.zeros(len(order), dtype=bool)
