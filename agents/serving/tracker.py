@@ -17,7 +17,6 @@ its expected spread. Three things keep this robust:
 - `SHIFT_AFTER` clipped residuals in a row on the same side are no stall but a shift of the level:
   its variance is raised until they stop (a run rule, as in Western Electric 1956, "Statistical
   Quality Control Handbook").
-
 """
 
 from __future__ import annotations
