@@ -33,14 +33,12 @@ class DigitForest:
     def __init__(self):
         pixels, digits = load_digits(return_X_y=True)
         pixels = (pixels + np.random.default_rng(0).normal(0, 5, pixels.shape)).astype(np.float32)
-        self.forest = ExtraTreesClassifier(250, random_state=0).fit(
-            pixels[:FITTED], digits[:FITTED]
-        )
+        self.forest = ExtraTreesClassifier(250, random_state=0)
+        self.forest.fit(pixels[:FITTED], digits[:FITTED])
         pairs = zip(pixels[FITTED:], digits[FITTED:].astype(str), strict=True)
-        self.questions = [
-            VQAItem(str(i), image, "Which digit?", (digit,))
-            for i, (image, digit) in enumerate(pairs)
-        ]
+        self.questions = []
+        for number, (image, digit) in enumerate(pairs):
+            self.questions.append(VQAItem(str(number), image, "Which digit?", (digit,)))
         self.trees = 250
 
     @contextmanager
@@ -54,10 +52,7 @@ class DigitForest:
 
     def first_stage(self, request, features=True):
         start = clock_ms()
-        if features:
-            blocks = {"image_features": request.image.copy()}
-        else:
-            blocks = {}
+        blocks = {"image_features": request.image.copy()} if features else {}
         ms = clock_ms() - start
         return FirstStage(request, blocks, kept=None, total_ms=ms, extra_ms=ms)
 
@@ -67,9 +62,8 @@ class DigitForest:
 
     def vote(self, image):
         start = clock_ms()
-        votes = sum(
-            tree.predict_proba(image[None])[0] for tree in self.forest.estimators_[: self.trees]
-        )
+        trees = self.forest.estimators_[: self.trees]
+        votes = sum(tree.predict_proba(image[None])[0] for tree in trees)
         ms = clock_ms() - start
         return Answer(
             str(votes.argmax()), ms, ms, 0.0, vision_tokens=64, language_tokens=2, output_tokens=1
