@@ -63,13 +63,11 @@ def vision_tower(model: Any) -> Any:
 
 def vision_modules(model: Any) -> list[Any]:
     """The vision tower, and the projector that follows it where that is a module of its own."""
-    projectors = [
-        getattr(owner, name, None) for owner in (model.base_model, model) for name in _PROJECTORS
-    ]
-    return [
-        vision_tower(model),
-        *{id(module): module for module in projectors if module is not None}.values(),
-    ]
+    projectors: dict[int, Any] = {}
+    for owner in (model.base_model, model):
+        modules = [getattr(owner, name, None) for name in _PROJECTORS]
+        projectors |= {id(module): module for module in modules if module is not None}
+    return [vision_tower(model), *projectors.values()]
 
 
 def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], float]) -> Overview:

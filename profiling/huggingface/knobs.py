@@ -138,14 +138,19 @@ class HuggingFaceKnobs:
         return sorted(free, key=lambda block: importance[block])  # of equals the deeper first
 
     def _top_k_owners(self) -> list[tuple[Any, str]]:
-        """Where the number of experts is written."""
+        """Find where the number of experts is written: objects, and their attributes."""
         name = TOP_K_IN_CONFIGURATION.get(self._language.model_type, "")
         if name:
             if getattr(self._language, name, None):
                 return [(self._language, name)]
             return []
-        parts = [part for block in self._blocks for part in block.modules()]
-        return [(part, "top_k") for part in parts if isinstance(vars(part).get("top_k"), int)]
+        owners = []
+        for block in self._blocks:
+            parts = block.modules()
+            owners += [
+                (part, "top_k") for part in parts if isinstance(vars(part).get("top_k"), int)
+            ]
+        return owners
 
     def _top_k_support(self) -> KnobSupport:
         if not self._top_k:
@@ -156,15 +161,13 @@ class HuggingFaceKnobs:
             )
         most = min(_choosable(owner, self._language) for owner, _ in self._top_k)
         default = max(int(getattr(owner, name)) for owner, name in self._top_k)
-        routed = [
-            block for block in self._blocks if any(_is_experts(part) for part in block.modules())
-        ]
+        routed = [block for block in self._blocks if any(map(_is_experts, block.modules()))]
         sets = "experts for each token"
         note = ""
         total = len(self._blocks)
         if 0 < len(routed) < total:
             sets += f", in {len(routed)} of {total} blocks"
-        if any(_computes_every_token(part) for block in routed for part in block.modules()):
+        if any(any(map(_computes_every_token, block.modules())) for block in routed):
             note = (
                 "saves no time here: every expert computes every token whatever is "
                 "chosen, so fewer experts change "
@@ -250,11 +253,9 @@ def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
     if True in cache.is_sliding:
         blocks_read.add(cache.is_sliding.index(True))
     if getattr(language, "num_kv_shared_layers", 0):
-        stores = [
-            any(getattr(part, "store_full_length_kv", False) for part in block.modules())
-            for block in blocks
-        ]
-        blocks_read |= {number for number, stored in enumerate(stores) if stored}
+        for index, block in enumerate(blocks):
+            if any(getattr(part, "store_full_length_kv", False) for part in block.modules()):
+                blocks_read.add(index)
     return tuple(sorted(blocks_read))
 
 

@@ -94,15 +94,13 @@ class VLMScorer(PromptedModel):
     @torch.inference_mode()
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
         check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
-        prompts = [
-            (q, [d for d in row if d >= 0])
-            for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)
-        ]
+        prompts = []
+        for query, row in zip(queries.tolist(), demonstrations.tolist(), strict=True):
+            prompts.append((query, [d for d in row if d >= 0]))
         fields = ("logprob_score", "vqa_gt_prob", "vqa_acc_score", "vqa_correct", "vqa_rel_score")
         scores = torch.empty(len(fields), len(prompts))
-        order = sorted(
-            range(len(prompts)), key=lambda place: len(prompts[place][1])
-        )  # alike in length: less padding
+        # prompts of similar length share a batch, which needs less padding
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index][1]))
         for start in range(0, len(order), self.batch_size):
             places = order[start : start + self.batch_size]
             for place, likelihoods in zip(
@@ -151,13 +149,15 @@ class VLMScorer(PromptedModel):
         ]
 
     def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """The processor's output for the prompts, padded on the left, on the model's device."""
+        """Process the prompts for the model: padded on the left, on its device."""
         texts = []
         images = []
         for query, rows in prompts:
             demonstrations = [self.data.bank[row] for row in rows]
             item = self.data.queries[query]
-            turns = [turn for d in demonstrations for turn in self._turns(d.question, d.answer)]
+            turns = []
+            for shot in demonstrations:
+                turns += self._turns(shot.question, shot.answer)
             texts.append(self._prompt([*turns, *self._turns(item.question)]))
             images.append([d.picture() for d in (*demonstrations, item)])
         return self._processed(texts, images)
@@ -233,15 +233,18 @@ class VLMScorer(PromptedModel):
     def _after_cache(
         self, inputs: dict[str, Tensor], answers: list[list[list[int]]]
     ) -> list[Tensor]:
-        """Log-likelihoods with one pass over n prompts and one over all their answers, R in all,
-        padded on the right.
+        """Compute log-likelihoods with one pass over n prompts and one over all their R answers.
+
+        Prompts are padded on the left, answers on the right.
 
         Positions and inputs come from the model's own hooks for generation: they know about left
         padding, images and (Qwen-VL) positions in three dimensions.
         """
         device = self.model.device
         counts = [len(candidates) for candidates in answers]
-        flat = [torch.tensor(tokens) for candidates in answers for tokens in candidates]
+        flat: list[Tensor] = []
+        for candidates in answers:
+            flat += map(torch.tensor, candidates)
         tokens = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True, padding_value=-1).to(
             device
         )

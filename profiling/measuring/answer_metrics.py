@@ -41,10 +41,10 @@ def answer_accuracy(
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     """Compute VQA accuracy (Antol et al. 2015, https://arxiv.org/abs/1505.00468).
 
-    It is that of Goyal et al. 2017: the mean of min(1, agreeing / 3) over all ways to leave one of the references out, where
-    agreeing counts the others only: of ten references 1, 2, 3, 4 that agree give .3, .6, .9, 1.
-    Where fewer than three others are left, their number replaces the 3. A single reference is
-    simply compared.
+    As in Goyal et al. 2017, it is the mean of min(1, agreeing / 3) over all ways to leave out one
+    of the references, where agreeing counts the others only: of ten references 1, 2, 3, 4 that
+    agree give .3, .6, .9, 1. Where fewer than three others are left, their number replaces the
+    3. A single reference is simply compared.
     """
     plain = normalised(answer)
     right = [normalised(reference) for reference in references]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -89,11 +89,7 @@ def profile_vlm(
             f"knobs.shards={config.shards}: there are only {len(configurations)} configurations"
         )
 
-    identity = {
-        "model": model.name,
-        "knobs": {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs},
-        **(about or {}),
-    }
+    identity = _identity(model, about or {})
     plan = _plan(items, configurations, identity, config)
     store = None
     if config.features:  # reads what exists, and writes nothing yet
@@ -115,16 +111,8 @@ def profile_vlm(
         if store is not None:
             _merge_features(out, model, plan, config)
         model_name = (about or {}).get("class", model.name)
-        facts = {
-            "name": _dataset_name(config),
-            "config": asdict(config),
-            "command": command(model_name, config, hasattr(model, "questions")),
-            "split": config.split,
-            **identity,
-            "machine": where,
-            "shards": config.shards,
-            "metrics": dict(sorted(Counter(requests.metrics.values()).items())),
-        }
+        line = command(model_name, config, hasattr(model, "questions"))
+        facts = _facts(config, line, {**identity, "machine": where}, requests.metrics.values())
         profile = write_vlm_profile(out, plan, log, judge, model.knobs, facts)
     print(rendered("profile", **profile))
     return out
@@ -132,6 +120,28 @@ def profile_vlm(
 
 def _dataset_name(config: VLMProfileConfig) -> str:
     return config.name or "data"
+
+
+def _identity(model: AdaptiveVLM, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that tells this model from others."""
+    knobs = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
+    return {"model": model.name, "knobs": knobs, **about}
+
+
+def _facts(
+    config: VLMProfileConfig, line: str, origin: Mapping[str, Any], metrics: Iterable[str]
+) -> dict[str, Any]:
+    """Return what a profile notes of its run; `origin` is the model and the machine, and `line` the
+    command."""
+    return {
+        "name": _dataset_name(config),
+        "config": asdict(config),
+        "command": line,
+        "split": config.split,
+        **origin,
+        "shards": config.shards,
+        "metrics": dict(sorted(Counter(metrics).items())),
+    }
 
 
 def _plan(

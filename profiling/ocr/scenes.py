@@ -112,13 +112,12 @@ def photographs() -> tuple[Image.Image, ...]:
 
 @cache
 def _font_files() -> tuple[bytes | None, ...]:
-    """Every font as the bytes of its file; None for Pillow's own."""
+    """Read every font as the bytes of its file; None stands for Pillow's own."""
+    files = []
     try:
-        files = [
-            resources.files(package) / "files" / f"{name}.ttf"
-            for package, names in _FONTS.items()
-            for name in names
-        ]
+        for package, names in _FONTS.items():
+            folder = resources.files(package) / "files"
+            files += [folder / f"{name}.ttf" for name in names]
     except ModuleNotFoundError as error:
         raise InputError(f"model=ocr: {error.name} is not installed; {INSTALL}") from error
     return None, *(file.read_bytes() for file in files)
