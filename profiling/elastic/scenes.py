@@ -77,7 +77,7 @@ class Scenes:
 
 @cache
 def load_digits() -> Digits:
-    """The third of scikit-learn's 1,797 digit images that training never saw, by a fixed
+    """Load the third of scikit-learn's 1,797 digit images that training never saw, by a fixed
     permutation."""
     from sklearn.datasets import load_digits as read
 
@@ -130,20 +130,20 @@ def draw_sample(number: int, seed: int) -> Scenes:
 
 
 def share_of_right(words: Sequence[str], right: Sequence[str]) -> float:
-    """Share of right words, position by position, over the longer of the two answers."""
+    """Return the share of right words, position by position, over the longer of the two answers."""
     hits = sum(a == b for a, b in zip(words, right, strict=False))
     return hits / max(len(words), len(right), 1)
 
 
 def to_words(tokens: NDArray[np.integer]) -> list[str]:
-    """The words up to ``<end>``."""
+    """Return the words up to ``<end>``."""
     return [WORDS[token] for token in takewhile(lambda token: token != END, tokens.tolist())]
 
 
 def _ask(
     rng: np.random.Generator, question: str, labels: NDArray[np.int64], colour: NDArray[np.int64]
 ) -> tuple[list[str], list[str]]:
-    """The places that the question names, and the words of its answer."""
+    """Draw the positions that the question names; return them and the words of its answer."""
     rows, columns = labels.shape
 
     def word(r: int, c: int, kind: str = "digit") -> str:

@@ -39,8 +39,8 @@ class Overview:
     ms: float
 
     def pooled(self) -> Tensor:
-        """Mean over the patches of the tower's last hidden states, padding left out: float32 [d] on
-        the CPU."""
+        """Compute the mean over the patches of the tower's last hidden states, padding left out:
+        float32 [d] on the CPU."""
         states = self.output.last_hidden_state
         mask = self.inputs[1].get("patch_attention_mask")
         if mask is None:
@@ -51,8 +51,8 @@ class Overview:
 
 
 def vision_tower(model: Any) -> Any:
-    """The module that encodes images. Raises InputError if the model has none where models of
-    transformers have theirs."""
+    """Return the module that encodes images. Raises InputError if the model has none where models
+    of transformers have theirs."""
     tower = model.get_encoder(modality="image")
     if tower in (model, model.base_model) or not hasattr(model.base_model, "get_image_features"):
         raise InputError(
@@ -62,7 +62,8 @@ def vision_tower(model: Any) -> Any:
 
 
 def vision_modules(model: Any) -> list[Any]:
-    """The vision tower, and the projector that follows it where that is a module of its own."""
+    """Return the vision tower, and the projector that follows it where that is a module of its
+    own."""
     projectors: dict[int, Any] = {}
     for owner in (model.base_model, model):
         modules = [getattr(owner, name, None) for name in _PROJECTORS]
@@ -160,7 +161,7 @@ def _row_count(call: Any) -> int:
 
 
 def _picked(call: Any, count: int, rows: list[int]) -> Any:
-    """The call with some of its rows: of tensors whose first dimension they are."""
+    """Return the call with some of its rows, in all tensors whose first dimension is rows."""
     return tree_map(
         lambda leaf: (
             leaf[rows] if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,) else leaf
@@ -170,7 +171,7 @@ def _picked(call: Any, count: int, rows: list[int]) -> Any:
 
 
 def _equal_rows(single_row: Any, many: Any) -> list[int]:
-    """The rows of a call that equal the only row of another, in all their tensors."""
+    """Return the rows of a call that equal the only row of another, in all their tensors."""
     equal = torch.ones(_row_count(many), dtype=torch.bool)
     for single, leaf in zip(tree_leaves(single_row), tree_leaves(many), strict=True):
         if isinstance(leaf, Tensor):

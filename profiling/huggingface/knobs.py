@@ -88,8 +88,8 @@ class HuggingFaceKnobs:
             yield
 
     def active_blocks(self, number: int) -> tuple[int, ...]:
-        """The blocks that run when so many are active, in ascending order. Raises InputError for
-        fewer than must run, or more than there are."""
+        """Return the blocks that run when so many are active, in ascending order. Raises InputError
+        for fewer than must run, or more than there are."""
         total = len(self._blocks)
         if not len(self.always_active) <= number <= total:
             raise InputError(
@@ -122,7 +122,7 @@ class HuggingFaceKnobs:
             yield
 
     def _order_of_leaving(self, importance: Mapping[int, float] | None) -> list[int]:
-        """The blocks that can be left out, the first to go first."""
+        """Return the blocks that can be left out, the first to go first."""
         total = len(self._blocks)
         free = [block for block in range(total - 1, 0, -1) if block not in self.always_active]
         if importance is None:
@@ -219,7 +219,7 @@ def _assign(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def _decoder_blocks(model: Any) -> nn.ModuleList:
-    """The blocks of the language model, in order."""
+    """Return the blocks of the language model, in order."""
     if getattr(model.config, "is_encoder_decoder", False):
         part = None
     else:
@@ -242,9 +242,9 @@ def _decoder_blocks(model: Any) -> nn.ModuleList:
 
 
 def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
-    """The blocks whose cache is read for all: for positions and for the masks of each kind of
-    attention, the first of that kind; for keys and values that later blocks share, those that store
-    them."""
+    """Return the blocks whose cache is read for all: for positions and for the masks of each kind
+    of attention, the first of that kind; for keys and values that later blocks share, those that
+    store them."""
     from transformers import DynamicCache
     from transformers.masking_utils import find_first_full_attention_index
 
@@ -260,7 +260,7 @@ def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
 
 
 def _choosable(owner: Any, language: Any) -> int:
-    """The most experts that a router can choose for a token."""
+    """Return the most experts that a router can choose for a token."""
     experts = int(getattr(owner, "num_experts", None) or language.num_experts)
     groups = getattr(owner, "num_group", 1) or 1
     chosen = getattr(owner, "topk_group", 1) or 1
@@ -272,5 +272,5 @@ def _is_experts(part: nn.Module) -> bool:
 
 
 def _computes_every_token(part: nn.Module) -> bool:
-    """Whether experts compute every token because they do not know which are theirs."""
+    """Return True if experts compute every token because they do not know which are theirs."""
     return _is_experts(part) and len(inspect.signature(type(part).forward).parameters) == 2

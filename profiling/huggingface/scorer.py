@@ -132,13 +132,13 @@ class VLMScorer(PromptedModel):
         return right
 
     def answers(self, query: int) -> tuple[str, ...]:
-        """The candidate answers of a query, in the order of `log_likelihoods`."""
+        """Return the candidate answers of a query, in the order of `log_likelihoods`."""
         return self.data.candidates(query, self.max_choices)
 
     @torch.inference_mode()
     def log_likelihoods(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """ln P of every candidate answer after each prompt, computed as one batch: float32 [C]
-        each, on the CPU."""
+        """Compute ln P of every candidate answer after each prompt, computed as one batch: float32
+        [C] each, on the CPU."""
         answers = [self._candidates(query).tokens for query, _ in prompts]
         if self.reuse_prompt is None:
             self.reuse_prompt = self._can_reuse(prompts, answers)
@@ -178,8 +178,8 @@ class VLMScorer(PromptedModel):
         return self._known[query]
 
     def _answer_tokens(self, item: VQAItem, answer: str) -> list[int]:
-        """The tokens of an answer as a demonstration shows it, up to and with the one that ends
-        it."""
+        """Return the tokens of an answer as a demonstration shows it, up to and with the one that
+        ends it."""
         before, after = (
             self._prompt(self._turns(item.question, reply)) for reply in (None, answer)
         )
@@ -198,7 +198,7 @@ class VLMScorer(PromptedModel):
         return tokens
 
     def _ids(self, before: str, after: str) -> list[int]:
-        """The tokens that `after` has and `before`, which it begins with, has not."""
+        """Return the tokens that `after` has and `before`, which it begins with, has not."""
         texts = [before, after, after[len(before) :]]
         start, whole, rest = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         # read in its place, since some tokenizers begin a text with a space; alone where a token
@@ -206,7 +206,7 @@ class VLMScorer(PromptedModel):
         return list(whole[len(start) :] if whole[: len(start)] == start else rest)
 
     def _can_reuse(self, prompts: Sequence[Prompt], answers: list[list[list[int]]]) -> bool:
-        """Whether the cache gives the first prompt's likelihoods, in its batch, as the whole
+        """Return True if the cache gives the first prompt's likelihoods, in its batch, as the whole
         sequences give them."""
         if self.model.dtype in (torch.float32, torch.float64):
             tolerance = 1e-3
@@ -286,8 +286,8 @@ class VLMScorer(PromptedModel):
         return list(total.cpu().split(counts))
 
     def _whole(self, prompt: Prompt, answers: list[list[int]]) -> Tensor:
-        """Log-likelihoods [C] after one prompt, prompt and answer as one sequence, without cache,
-        batch or padding."""
+        """Compute log-likelihoods [C] after one prompt, prompt and answer as one sequence, without
+        cache, batch or padding."""
         inputs = self._inputs([prompt])
         likelihoods = [
             log_probs_of_answer(self.model, inputs, torch.tensor(answer)).sum()
@@ -297,8 +297,8 @@ class VLMScorer(PromptedModel):
 
 
 def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Sum over L of ln softmax(logits [R, L, V]) at tokens [R, L], where these are not −1 → float32
-    [R]."""
+    """Compute the sum over L of ln softmax(logits [R, L, V]) at tokens [R, L], where these are not
+    −1 → float32 [R]."""
     picked = (
         logits.float().log_softmax(-1).gather(-1, tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     )

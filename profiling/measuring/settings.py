@@ -96,7 +96,7 @@ class VLMProfileConfig:
                 )
 
     def measured_values(self, knob: str) -> tuple[Any, ...]:
-        """The values of a knob to measure; empty for its default alone."""
+        """Return the values of a knob to measure; empty for its default alone."""
         values = (self.values or {}).get(knob) or (getattr(self, knob) if knob in KNOBS else ())
         # a column of a table has one type
         if any(isinstance(value, float) for value in values):
