@@ -155,8 +155,9 @@ def draw_covering_pools(
         chosen.append(_lowest(distance, ~covers & careless, variant.careless_look_alikes))
         special = np.concatenate(chosen, 1)
         free = ~covers
-        query, place = np.nonzero(special >= 0)
-        free[query, special[query, place]] = False
+        # the rest of a pool is drawn from candidates that are not in it yet
+        query, column = np.nonzero(special >= 0)
+        free[query, special[query, column]] = False
         pool = np.concatenate([special, _lowest(order, free, size)], 1)
         first = np.argsort(pool < 0, axis=1, kind="stable")[:, :size]
         pools.append(np.take_along_axis(pool, first, 1))

@@ -104,11 +104,12 @@ def draw_scenes(
     images = np.einsum("brcyx,brcp->bprycx", ink, palette)
     images = images.reshape(len(questions), 3, rows * CELL, columns * CELL).astype(np.float32)
     labels = np.where(blank, _BLANK, digits.labels[pick])
+    # a question and its answer for each scene
     prompts = np.full((len(questions), PROMPT_TOKENS), FILLER)
     answers = np.full((len(questions), ANSWER_TOKENS), FILLER)
     for i, question in enumerate(questions):
-        places, words = _ask(rng, question, labels[i], colour[i])
-        prompt = [TOKEN[f"{question}?"], *(TOKEN[p] for p in places)]
+        positions, words = _ask(rng, question, labels[i], colour[i])
+        prompt = [TOKEN[f"{question}?"], *(TOKEN[position] for position in positions)]
         prompts[i, : len(prompt)] = prompt
         prompts[i, -1] = TOKEN["<answer>"]
         answer = [*(TOKEN[w] for w in words), END]
@@ -171,10 +172,10 @@ def _ask(
     # these show their work: the two cells first, a blank counting as nothing
     r2 = int(rng.integers(rows))
     c2 = int(rng.integers(columns))
-    places = [f"r{r}", f"c{c}", f"r{r2}", f"c{c2}"]
+    positions = [f"r{r}", f"c{c}", f"r{r2}", f"c{c2}"]
     if question == "match":
         pair = [word(r, c, "colour"), word(r2, c2, "colour")]
-        return places, [*pair, "same" if pair[0] == pair[1] else "other"]
+        return positions, [*pair, "same" if pair[0] == pair[1] else "other"]
     a, b = (0 if labels[i, j] == _BLANK else int(labels[i, j]) for i, j in ((r, c), (r2, c2)))
     if a == b:
         bigger = "same"
@@ -183,4 +184,4 @@ def _ask(
     else:
         bigger = "second"
     last = str(a + b) if question == "sum" else bigger
-    return places, [word(r, c), word(r2, c2), last]
+    return positions, [word(r, c), word(r2, c2), last]

@@ -96,9 +96,12 @@ def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], f
 
 @contextmanager
 def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int]]:
-    """Inside, the vision tower computes one crop less for each overview with the same pixels, and
-    reuses its output; yields the numbers of the overviews that were reused, complete at the end.
-    For models of `SAME_AT_EVERY_SETTING`."""
+    """Reuse the output of overviews: in the context, the vision tower computes one crop less for
+    each overview with the same pixels.
+
+    Yield the indices of the overviews that were reused, complete at the end. For models of
+    `SAME_AT_EVERY_SETTING`.
+    """
     taken = set[int]()
     if not overviews:
         yield taken
@@ -109,20 +112,20 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
     def remembered(*args: Any, **kwargs: Any) -> Any:
         call = (args, kwargs)
         count = _row_count(call)
-        known: dict[int, int] = {}  # number of an overview by row
-        for number, overview in enumerate(overviews):
+        known: dict[int, int] = {}  # index of an overview by row
+        for index, overview in enumerate(overviews):
             # one row each: without the overview, a tile of the same pixels would have been computed
             # too
             if free := [row for row in _equal_rows(overview.inputs, call) if row not in known]:
-                known[free[0]] = number
-                taken.add(number)
+                known[free[0]] = index
+                taken.add(index)
         if not known:
             return forward(*args, **kwargs)
         rest = [row for row in range(count) if row not in known]
-        parts = [overviews[number].output for number in known.values()]
+        parts = [overviews[index].output for index in known.values()]
         if rest:
-            some = _picked(call, count, rest)
-            parts.insert(0, forward(*some[0], **some[1]))
+            args, kwargs = _picked(call, count, rest)
+            parts.insert(0, forward(*args, **kwargs))
         # where each row is in the joined output: first the computed, then the known
         order = torch.tensor([*rest, *known]).argsort().to(tree_leaves(call)[0].device)
         return tree_map(
@@ -143,9 +146,8 @@ def _stop(*args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _forward_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    before = vars(module).get(
-        "forward"
-    )  # set on the module itself where a model is spread over devices
+    # set on the module itself where a model is spread over devices
+    before = vars(module).get("forward")
     module.forward = forward
     try:
         yield
