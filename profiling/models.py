@@ -64,9 +64,9 @@ def load_model(
 
 
 def model_of_class(name: str) -> AdaptiveVLM:
-    """An instance of the class `module:Class`, made without arguments, or the model `elastic`.
-    Raises InputError: there is no such class, it raises, or lacks a member of `AdaptiveVLM`
-    (named)."""
+    """Return an instance of the class `module:Class`, made without arguments, or the model
+    `elastic`. Raises InputError: there is no such class, it raises, or lacks a member of
+    `AdaptiveVLM` (named)."""
     if name == "elastic":
         from knobwise.profiling.elastic.adapter import ElasticAdaptive
 
@@ -85,8 +85,8 @@ def model_of_class(name: str) -> AdaptiveVLM:
 
 
 def questions_of(name: str, model: AdaptiveVLM, data: str | None) -> Sequence[VQAItem]:
-    """The questions of a file, or those that the class of a model brings along. Raises InputError
-    where there are none."""
+    """Return the questions of a file, or those that the class of a model brings along. Raises
+    InputError where there are none."""
     if data is not None:
         return read_vqa_data(data).queries
     items: Sequence[VQAItem] = tuple(getattr(model, "questions", ()))

@@ -1,6 +1,8 @@
-"""Find demonstration sequences worth recording and score them: by beam search on the information
-gain, `beam_score` = P(answer | sequence) − P(answer | zero-shot), and by methods that never see the
-answer."""
+"""Find demonstration sequences worth recording, and score them.
+
+They are found by beam search on the information gain, `beam_score` = P(answer | sequence) −
+P(answer | zero-shot), and by methods that never see the answer.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ class Sequences(NamedTuple):
     """B sequences for each of n queries; rows without a sequence may be anywhere."""
 
     sequences: Tensor
-    """int64 [n, B, T], places in the queries' pools; −1 after the end of a sequence and where there
-    is none."""
+    """int64 [n, B, T], positions in the queries' pools; −1 after the end of a sequence and where
+    there is none."""
     fields: dict[str, Tensor]
     """float32 [n, B] under names of `knobwise.envs.demonstrations.beam_table.FIELDS`; NaN where
     there is no sequence."""
@@ -37,16 +39,23 @@ def beam_search(
     width: int = 5,
     zero_shot: Tensor | None = None,
 ) -> Sequences:
-    """Sequences of every length 1 … `shots`: at each length the `width` with the largest
-    information gain, best first.
+    """Find, for every length 1 … `shots`, the `width` sequences with the largest information gain.
 
     Every candidate is tried after every sequence of the length before, so n·N·(1 + width·(shots −
     1)) sequences are scored. None contains a candidate twice; of equally good ones the first in the
     pool continue.
 
-    `rows`, int64 [n], are the queries; `pool`, int64 [n, N], rows of the bank, −1 padded;
-    `zero_shot`, float32 [n], P(answer) without demonstrations, scored if None. Returns B =
-    shots·width at most, shortest first; fewer where a pool has not as many sequences.
+    Args:
+        scorer: scores sequences.
+        rows: int64 [n], the queries.
+        pool: int64 [n, N], rows of the bank, −1 padded.
+        shots: the longest length.
+        width: sequences kept at each length.
+        zero_shot: float32 [n], P(answer) without demonstrations; scored if None.
+
+    Returns:
+        B = shots·width sequences at most, shortest first and then best first; fewer where a pool
+        has not as many sequences.
     """
     if zero_shot is None:
         zero_shot = probability(scorer, rows)
@@ -61,29 +70,26 @@ def beam_search(
 def _search(
     scorer: Scorer, rows: Tensor, pool: Tensor, shots: int, width: int, zero_shot: Tensor
 ) -> Sequences:
+    """Search for all of these queries at once, one length after another."""
     n, size = pool.shape
-    lengths = [
-        Sequences(
-            torch.empty(n, 0, shots, dtype=torch.int64), {}, torch.empty(n, 0, dtype=torch.int64)
-        )
-    ]
+    nothing = torch.empty(n, 0, shots, dtype=torch.int64)
+    lengths = [Sequences(nothing, {}, torch.empty(n, 0, dtype=torch.int64))]
     sequences = torch.empty(n, 1, 0, dtype=torch.int64)
     alive = torch.ones(n, 1, dtype=torch.bool)
     for length in range(1, shots + 1):
         count = sequences.shape[1]
         # [n, W, N]: which candidate may follow which sequence
         allowed = alive[..., None] & (pool >= 0)[:, None] & ~_taken(sequences, size)
-        query, beam, place = allowed.nonzero(as_tuple=True)
+        query, beam, candidate = allowed.nonzero(as_tuple=True)
         if not len(query):
             break
-        longer = torch.cat([sequences[query, beam], place[:, None]], 1)
+        longer = torch.cat([sequences[query, beam], candidate[:, None]], 1)
         scores = _scored(scorer, rows, pool, query, longer, zero_shot)
         gain = torch.full((n, count * size), -torch.inf)
-        # ln P orders sequences as the gain does, without its rounding; no sequence ranks below one
-        # that P makes 0
-        gain[query, beam * size + place] = scores["logprob_score"].clamp_min(
-            torch.finfo(torch.float32).min
-        )
+        # ln P orders sequences as the gain does, without its rounding; a sequence with P = 0 still
+        # ranks above none at all
+        ln_p = scores["logprob_score"].clamp_min(torch.finfo(torch.float32).min)
+        gain[query, beam * size + candidate] = ln_p
         best = gain.argsort(dim=1, descending=True, stable=True)[:, :width]
         alive = allowed.flatten(1).gather(1, best)
         before = sequences.gather(1, (best // size)[..., None].expand(-1, -1, length - 1))
@@ -93,7 +99,7 @@ def _search(
         fields = {}
         for name, score in scores.items():
             dense = torch.full((n, count * size), torch.nan)
-            dense[query, beam * size + place] = score
+            dense[query, beam * size + candidate] = score
             fields[name] = dense.gather(1, best)
         found_by = torch.full(best.shape, METHODS.index("beam")).masked_fill(~alive, -1)
         lengths.append(Sequences(sequences, fields, found_by))
@@ -101,14 +107,15 @@ def _search(
 
 
 def _taken(sequences: Tensor, size: int) -> Tensor:
-    """bool [n, W, N]: which candidates are in a sequence already."""
+    """Mark the candidates that a sequence contains already: bool [n, W, N]."""
     taken = torch.zeros(*sequences.shape[:2], size + 1, dtype=torch.bool)
     return taken.scatter(2, sequences.where(sequences >= 0, size), True)[..., :size]
 
 
 def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
-    """The most similar candidates, most similar first: int64 [n, count, T], from `similarity`,
-    float32 [n, N], −inf where a pool has no candidate.
+    """Return sequences of the most similar candidates, most similar first: int64 [n, count, T].
+
+    `similarity` is float32 [n, N], −inf where a pool has no candidate.
 
     The first sequence takes ranks 1 … T, the second ranks 2 … T + 1, and so on, as far as the pool
     goes. A pool with fewer than T candidates gives one shorter sequence.
@@ -122,10 +129,10 @@ def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
 
 
 def drawn(pool: Tensor, shots: int, count: int, generator: torch.Generator) -> Tensor:
-    """Sequences drawn uniformly without replacement from pools, int64 [n, N], −1 padded: int64 [n,
-    count, T].
+    """Draw sequences uniformly without replacement: int64 [n, count, T].
 
-    By the Gumbel-top-k trick (Kool et al. 2019). A repeated sequence of a query is left out;
+    `pool` is int64 [n, N], −1 padded. The draws use the Gumbel-top-k trick (Kool et al. 2019). A
+    repeated sequence of a query is left out;
     smaller pools give shorter ones.
     """
     noise = -torch.empty(len(pool), count, pool.shape[1]).exponential_(generator=generator).log()
@@ -134,14 +141,13 @@ def drawn(pool: Tensor, shots: int, count: int, generator: torch.Generator) -> T
 
 
 def without_repeats(sequences: Tensor) -> Tensor:
-    """int64 [n, B, T] → the same with −1 for every sequence that repeats an earlier one of its
-    query."""
+    """Replace every sequence that repeats an earlier one of its query by −1: int64 [n, B, T]."""
     same = (sequences[:, :, None] == sequences[:, None]).all(-1)
     return sequences.masked_fill(same.tril(-1).any(2, keepdim=True), -1)
 
 
 def probability(scorer: Scorer, rows: Tensor) -> Tensor:
-    """float32 [n]: P(answer) of the queries `rows` without demonstrations."""
+    """Return P(answer) of the queries `rows` without demonstrations: float32 [n]."""
     return scorer(rows, torch.full((len(rows), 1), -1))["vqa_gt_prob"]
 
 
@@ -154,10 +160,10 @@ def score(
     zero_shot: Tensor,
     known: Sequences | None = None,
 ) -> Sequences:
-    """Score sequences, int64 [n, B, T], each different one once and none that is among those
-    `known` for its query.
+    """Score sequences, int64 [n, B, T], each different one once.
 
-    `rows`, `pool` and `zero_shot` as for `beam_search`; `found_by` is one of METHODS.
+    Those that are `known` for their query keep their scores. `rows`, `pool` and `zero_shot` are as
+    for `beam_search`; `found_by` is one of METHODS.
     """
     filled = (sequences >= 0).any(2)
     method = torch.full(filled.shape, METHODS.index(found_by)).masked_fill(~filled, -1)
@@ -166,44 +172,52 @@ def score(
         both = joined([known, new])
     else:
         both = new
+    # the different sequences of each query, and those of them that are not known
     query, beam = (both.sequences >= 0).any(2).nonzero(as_tuple=True)
     is_new = beam >= both.sequences.shape[1] - filled.shape[1]
     keys = torch.cat([query[:, None], both.sequences[query, beam]], 1)
-    different, number = keys.unique(dim=0, return_inverse=True)
+    different, index = keys.unique(dim=0, return_inverse=True)
     missing = torch.ones(len(different), dtype=torch.bool)
-    missing[number[~is_new]] = False
+    missing[index[~is_new]] = False
     scores = _scored(scorer, rows, pool, different[missing, 0], different[missing, 1:], zero_shot)
+    # every score goes from the different sequences to all of them
     fields = {}
     for name in dict.fromkeys([*scores, *both.fields]):
         every = torch.full((len(different),), torch.nan)
         if name in both.fields:
-            every[number[~is_new]] = both.fields[name][query[~is_new], beam[~is_new]]
+            every[index[~is_new]] = both.fields[name][query[~is_new], beam[~is_new]]
         if name in scores:
             every[missing] = scores[name]
         fields[name] = torch.full(filled.shape, torch.nan)
-        fields[name][filled] = every[number[is_new]]
+        fields[name][filled] = every[index[is_new]]
     return new._replace(fields=fields)
 
 
 def _scored(
-    scorer: Scorer, rows: Tensor, pool: Tensor, query: Tensor, places: Tensor, zero_shot: Tensor
+    scorer: Scorer, rows: Tensor, pool: Tensor, query: Tensor, sequences: Tensor, zero_shot: Tensor
 ) -> dict[str, Tensor]:
-    """Scores and gain of k sequences, int64 [k, T], for the queries with these numbers, int64
-    [k]."""
-    candidates = pool[query[:, None], places.clamp_min(0)].masked_fill(places < 0, -1)
+    """Return the scores and the gain of k sequences, int64 [k, T].
+
+    `query`, int64 [k], indexes `rows`, `pool` and `zero_shot`.
+    """
+    candidates = pool[query[:, None], sequences.clamp_min(0)].masked_fill(sequences < 0, -1)
     if not len(query):
         return {}
     parts = [
         scorer(rows[query[i]], candidates[i]) for i in torch.arange(len(query)).split(_AT_A_TIME)
     ]
-    scores = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    scores = {}
+    for name in parts[0]:
+        scores[name] = torch.cat([part[name] for part in parts])
     return scores | {"beam_score": scores["vqa_gt_prob"] - zero_shot[query]}
 
 
 def joined(parts: list[Sequences], dim: int = 1) -> Sequences:
-    """Sequences of the same queries side by side (dim 1), or of further queries below one another
-    (dim 0)."""
-    shots, count = (max(part.sequences.shape[d] for part in parts) for d in (2, 1))
+    """Join sequences of the same queries side by side (dim 1), or those of further queries below
+    one another (dim 0)."""
+    shots = max(part.sequences.shape[2] for part in parts)
+    count = max(part.sequences.shape[1] for part in parts)
+    # rows that a part lacks to stand above another
     below = [0 if dim else count - part.sequences.shape[1] for part in parts]
 
     def join(tensors: list[Tensor], padding: float) -> Tensor:
@@ -215,10 +229,12 @@ def joined(parts: list[Sequences], dim: int = 1) -> Sequences:
         pad(part.sequences, (0, shots - part.sequences.shape[2], 0, more), value=-1)
         for part, more in zip(parts, below, strict=True)
     ]
+    nothing = [torch.full(part.found_by.shape, torch.nan) for part in parts]
+    names: dict[str, Tensor] = {}
+    for part in parts:
+        names |= part.fields
     fields = {}
-    for name in dict.fromkeys(name for part in parts for name in part.fields):
-        nothing = [torch.full(part.found_by.shape, torch.nan) for part in parts]
-        fields[name] = join(
-            [p.fields.get(name, x) for p, x in zip(parts, nothing, strict=True)], torch.nan
-        )
+    for name in names:
+        columns = [p.fields.get(name, x) for p, x in zip(parts, nothing, strict=True)]
+        fields[name] = join(columns, torch.nan)
     return Sequences(torch.cat(sequences, dim), fields, join([part.found_by for part in parts], -1))

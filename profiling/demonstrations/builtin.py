@@ -58,14 +58,14 @@ def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
 
 
 def careful_candidates(variant: str, part: str) -> Tensor:
-    """Which candidates of a built-in bank are by careful annotators, bool [M]: for a rule that
-    knows them."""
+    """Mark the candidates of a built-in bank that careful annotators made, bool [M], for a rule
+    that knows them."""
     _, bank = draw_part(variant, part, None, None, 0)
     return torch.from_numpy(~bank.careless)
 
 
 def demonstrations_path(variant: str, part: str) -> Path:
-    """Where the file of a part of the built-in data is."""
+    """Return the path of the file of a part of the built-in data."""
     tasks.check_part(variant, part)
     return DATA / f"demonstrations-{variant}-{part}.safetensors"
 

@@ -155,8 +155,9 @@ def draw_covering_pools(
         chosen.append(_lowest(distance, ~covers & careless, variant.careless_look_alikes))
         special = np.concatenate(chosen, 1)
         free = ~covers
-        query, place = np.nonzero(special >= 0)
-        free[query, special[query, place]] = False
+        # the rest of a pool is drawn from candidates that are not in it yet
+        query, column = np.nonzero(special >= 0)
+        free[query, special[query, column]] = False
         pool = np.concatenate([special, _lowest(order, free, size)], 1)
         first = np.argsort(pool < 0, axis=1, kind="stable")[:, :size]
         pools.append(np.take_along_axis(pool, first, 1))
@@ -166,7 +167,7 @@ def draw_covering_pools(
 
 
 def digest(queries: Queries, bank: Bank) -> str:
-    """`sha256:…` of everything drawn, the same on every machine."""
+    """Compute `sha256:…` of everything drawn, the same on every machine."""
     sha = hashlib.sha256()
     for images in (queries.images, bank.images):
         sha.update(np.rint(images * _LEVELS).astype("<i2").tobytes())
@@ -185,7 +186,7 @@ def digest(queries: Queries, bank: Bank) -> str:
 def paint(
     values: NDArray[np.int64], pick: NDArray[np.int64], held_out: bool
 ) -> NDArray[np.float32]:
-    """Canvases without noise, [n, 100], of values [n, 3] (digit, frame, texture); `pick`, [n],
+    """Draw canvases without noise, [n, 100], of values [n, 3] (digit, frame, texture); `pick`, [n],
     chooses one of the digit's images, counted round and round; `held_out`, whether the digits are
     of the held-out half."""
     digits, counts = _digits(held_out)
@@ -210,8 +211,8 @@ def _draw_images(
 
 @cache
 def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The images of each digit, [10, most, 8, 8] in 0–1 and filled up with blanks, and how many
-    there are, [10]."""
+    """Return the images of each digit, [10, most, 8, 8] in 0–1 and filled up with blanks, and their
+    number, [10]."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -231,7 +232,7 @@ def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
 @cache
 def _patterns() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Six frames [6, 10, 10], inside blank, and six textures [6, 8, 8]: fixed random black and
+    """Draw six frames [6, 10, 10], inside blank, and six textures [6, 8, 8]: fixed random black and
     white."""
     rng = RandomState(11)
     border = np.ones((SIDE, SIDE), bool)
@@ -242,8 +243,8 @@ def _patterns() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 
 
 def _lowest(key: NDArray[np.float64], allowed: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-    """Columns of the `count` lowest keys among those allowed, from the lowest on; −1 where there
-    are fewer."""
+    """Return the columns of the `count` lowest keys among those allowed, from the lowest on; −1
+    where there are fewer."""
     count = min(count, key.shape[1])
     if count == 0:
         return np.zeros((len(key), 0), np.int64)

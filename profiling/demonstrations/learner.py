@@ -35,8 +35,8 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, bias: Tensor | None, last: bool = False) -> Tensor:
-        """[n, T, width] → the same, or [n, 1, width] where only the last token is needed; bias [n,
-        1, 1, T]."""
+        """Transform tokens [n, T, width]; return as many, or [n, 1, width] where only the last
+        token is needed; bias [n, 1, 1, T]."""
         y = self.norm_attention(x)
         k, v = self.kv(y).unflatten(-1, (2, HEADS, -1)).permute(2, 0, 3, 1, 4)
         if last:
@@ -72,15 +72,15 @@ class Learner(nn.Module):
         )  # used in training only
 
     def see(self, images: Tensor, question: Tensor) -> Tensor:
-        """Canvases [..., 100] with their questions [...] → [..., width], all that does not depend
-        on labels."""
+        """Embed canvases [..., 100] with their questions [...] → [..., width], all that does not
+        depend on labels."""
         seen: Tensor = self.tower(images) + self.questions(question)
         return seen
 
     def forward(self, query: Tensor, demonstrations: Tensor, labels: Tensor) -> Tensor:
-        """Logits of the query's label, [n, 10], from `see` of the query, float32 [n, width], and of
-        the demonstrations, [n, T, width], with their labels, int64 [n, T], −1 where there is none;
-        T may be 0."""
+        """Return the logits of the query's label, [n, 10], from `see` of the query, float32 [n,
+        width], and of the demonstrations, [n, T, width], with their labels, int64 [n, T], −1 where
+        there is none; T may be 0."""
         padding = labels < 0
         labelled = demonstrations + self.labels(labels.clamp_min(0))
         x = torch.cat([labelled, (query + self.labels.weight[_UNANSWERED])[:, None]], 1)
@@ -97,7 +97,7 @@ class Learner(nn.Module):
 
     @property
     def digest(self) -> str:
-        """`sha256:…` of the weights in half precision, as their file holds them."""
+        """Compute `sha256:…` of the weights in half precision, as their file holds them."""
         sha = hashlib.sha256()
         for name, weight in sorted(self.state_dict().items()):
             sha.update(name.encode() + weight.half().contiguous().numpy().tobytes())

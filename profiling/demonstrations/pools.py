@@ -24,8 +24,8 @@ _CELLS = 1 << 24  # of the table queries × candidates at a time
 
 
 def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = None) -> Tensor:
-    """A pool for every query of a table, int64 [Q, N] rows of its bank, N = min(size, M); −1 at the
-    end where too few are left.
+    """Draw a pool for every query of a table, int64 [Q, N] rows of its bank, N = min(size, M); −1
+    at the end where too few are left.
 
     `random` draws without replacement; the others take the most similar first, by the cosine of the
     question's part of the embedding (`text_similarity`), of the image's (`image_similarity`), or
@@ -71,8 +71,8 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
 def similarity(
     queries: Tensor, candidates: Tensor, pool: Tensor, blocks: Blocks, by: str = "mixed"
 ) -> Tensor:
-    """Mean cosine of queries, [n, d], and the candidates of their pools, int64 [n, N] rows of [M,
-    d] → float32 [n, N].
+    """Compute the mean cosine of queries, [n, d], and the candidates of their pools, int64 [n, N]
+    rows of [M, d] → float32 [n, N].
 
     `by` is a sampler other than `random`: which parts are compared. −inf where a pool has no
     candidate.
@@ -87,8 +87,8 @@ def similarity(
 
 
 def compared(embeddings: Tensor, by: str, blocks: Blocks) -> Tensor:
-    """Embeddings [n, d] → what of them is compared, [n, d'], so that inner products are mean
-    cosines of the parts."""
+    """Scale and select the parts of embeddings [n, d] that are compared, [n, d'], so that inner
+    products are mean cosines of the parts."""
     if not blocks:
         return normalize(embeddings, dim=1)
     if missing := [name for name in _COMPARED[by] if name not in blocks]:

@@ -60,8 +60,7 @@ def profile_beams(
     draw: Draw | None = None,
     drawn_by: str = "",
 ) -> BeamTable:
-    """Record the sequences that `config` names, add a round of draws where there is a policy, and
-    write everything.
+    """Record the sequences that `config` names, and write them; a policy adds a round of draws.
 
     Repeat the call to resume it: only the queries of the interrupted chunk are scored again. A call
     with another policy adds a round; a sequence that was recorded before is recorded again as found
@@ -85,46 +84,54 @@ def profile_beams(
     table = task.table.with_beams(*sequences)
     costs = [cpu_s]
 
-    mine = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
+    this_round = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
     begun = state / "rounds.json"
-    try:
-        rounds = list[dict[str, Any]](decoded(begun.read_bytes()) if begun.exists() else [])
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{begun}: is damaged ({error}); choose another out folder") from error
-    if draw is not None and mine not in rounds:
-        wanted = [*rounds, mine]
-    else:
-        wanted = rounds
-    for number, about in enumerate(wanted, 1):
-        if number > len(rounds):
-            write_json(begun, wanted)
-
-        def draw_round(
-            rows: Tensor, table: BeamTable = table
-        ) -> tuple[Sequences, dict[str, Tensor]]:
-            assert draw is not None
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(config.draw_seed * _SEED_STEP + int(rows[0]))
-                places = draw(rows, config.draws)
-            fields = {name: field[rows] for name, field in table.fields.items()}
-            known = Sequences(table.sequences[rows], fields, table.found_by[rows])
-            probability = zero_shot["vqa_gt_prob"][rows]
-            return score(
-                task.scorer, rows, table.pool[rows], places, "policy", probability, known
-            ), {}
-
-        if draw is not None and about == mine:
-            find = draw_round
-        else:
-            find = None
+    rounds = _read_rounds(begun)
+    num_begun = len(rounds)
+    if draw is not None and this_round not in rounds:
+        rounds.append(this_round)
+    for number, about in enumerate(rounds, 1):
+        if number > num_begun:  # only now, since an earlier round may turn out to be unfinished
+            write_json(begun, rounds)
+        find = None  # earlier rounds are only read
+        if draw is not None and about == this_round:
+            find = partial(_draw_round, task, config, draw, table, zero_shot["vqa_gt_prob"])
         added, _, cpu_s = _in_chunks(
             state / f"round-{number}", table.num_queries, config.chunk, find
         )
         table = table.with_beams(*added, round=number)
-        costs = [*costs, cpu_s]
-    info = _write(out, table, task, config, zero_shot, costs, wanted)
+        costs.append(cpu_s)
+    info = _write(out, table, task, config, zero_shot, costs, rounds)
     print(rendered("beams", **info["figures"]))
     return table
+
+
+def _read_rounds(path: Path) -> list[dict[str, Any]]:
+    """Read the rounds begun so far; none where there is no file."""
+    if not path.exists():
+        return []
+    try:
+        return list[dict[str, Any]](decoded(path.read_bytes()))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path}: is damaged ({error}); choose another out folder") from error
+
+
+def _draw_round(
+    task: BeamTask,
+    config: BeamProfileConfig,
+    draw: Draw,
+    table: BeamTable,
+    zero_shot: Tensor,
+    rows: Tensor,
+) -> tuple[Sequences, dict[str, Tensor]]:
+    """Draw sequences for the queries `rows` and score those that the table lacks."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.draw_seed * _SEED_STEP + int(rows[0]))
+        sequences = draw(rows, config.draws)
+    fields = {name: field[rows] for name, field in table.fields.items()}
+    known = Sequences(table.sequences[rows], fields, table.found_by[rows])
+    pool = table.pool[rows]
+    return score(task.scorer, rows, pool, sequences, "policy", zero_shot[rows], known), {}
 
 
 def _search(
@@ -163,8 +170,11 @@ def _search(
 def _in_chunks(
     folder: Path, queries: int, chunk: int, find: Search | None
 ) -> tuple[Sequences, dict[str, Tensor], float]:
-    """The sequences of all queries, found a chunk at a time (a chunk is a file, and files that
-    exist are read), their zero-shot scores, and the CPU seconds of both."""
+    """Find the sequences of all queries, a chunk at a time.
+
+    Each chunk is a file, and files that exist are read. Return the sequences, the scores without
+    demonstrations, and the CPU seconds of both.
+    """
     chunks = torch.arange(queries).split(chunk)
     paths = [folder / f"{int(rows[0])}.safetensors" for rows in chunks]
     parts = {path: part for path in paths if (part := tensors_if_whole(path)) is not None}
@@ -187,13 +197,16 @@ def _in_chunks(
                 parts[path] = tensors
                 done += len(rows)
                 tick(done, "")
+    # all chunks in the order of the queries
     whole = [parts[path] for path in paths]
     sequences = [
         Sequences(part["sequences"], with_prefix(part, "fields."), part["found_by"])
         for part in whole
     ]
     zero_shots = [with_prefix(part, "zero_shot.") for part in whole]
-    zero_shot = {name: torch.cat([part[name] for part in zero_shots]) for name in zero_shots[0]}
+    zero_shot = {}
+    for name in zero_shots[0]:
+        zero_shot[name] = torch.cat([part[name] for part in zero_shots])
     return joined(sequences, dim=0), zero_shot, float(sum(part["cpu_s"] for part in whole))
 
 
@@ -243,7 +256,7 @@ def _write(
 
 
 def figures(table: BeamTable, zero_shot: dict[str, Tensor]) -> dict[str, Any]:
-    """Shares of right answers by how sequences were found and by their length.
+    """Compute the shares of right answers, by how sequences were found and by their length.
 
     `correct` is the share of a kind's sequences, `any_correct` the share of queries with at least
     one right, `gain` the mean information gain.

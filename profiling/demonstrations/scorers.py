@@ -33,8 +33,8 @@ class Scorer(Protocol):
         ...
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
-        """Whether the demonstrations' most common answer is right, without any model: float32 [n],
-        0 or 1.
+        """Return 1 where the demonstrations' most common answer is right, else 0, without any
+        model: float32 [n].
 
         Of equally common ones the first counts; without demonstrations it is wrong. Arguments as
         above.

@@ -70,7 +70,7 @@ class BeamTask(NamedTuple):
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
-    """The built-in task, with its own pools or pools drawn by a sampler; errors as for
+    """Build the built-in task, with its own pools or pools drawn by a sampler; errors as for
     `task_table`."""
     table, scorer = task_table(**asdict(config))
     if pool.sampler not in (None, "covers"):
@@ -84,7 +84,7 @@ def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
 
 
 def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
-    """A vision-language model (a folder, or a name on the Hugging Face hub) with data and
+    """Load a vision-language model (a folder, or a name on the Hugging Face hub) with data and
     embeddings from files.
 
     Raises InputError for settings that are missing or do not fit, files that cannot be read, no
@@ -132,7 +132,7 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
 def _read_embeddings(
     data: VQAData, config: VLMTaskConfig
 ) -> tuple[Tensor, Tensor, dict[str, tuple[int, int]]]:
-    """Those of queries and bank, and which of their columns describe what."""
+    """Read the embeddings of queries and bank, and which of their columns describe what."""
     candidates = read_embeddings(config.embeddings)
     if data.queries is not data.bank and not config.query_embeddings:
         raise InputError(
@@ -167,7 +167,7 @@ def _read_embeddings(
 
 
 def no_beams(queries: int) -> dict[str, Any]:
-    """The fields of a table before pools are drawn and anything is recorded."""
+    """Return the fields of a table before pools are drawn and anything is recorded."""
     empty = torch.zeros(queries, 0, dtype=torch.int64)
     return {
         "pool": empty,
@@ -197,7 +197,7 @@ def task_table(
 
 @cache
 def builtin_learner() -> Learner:
-    """The learner that comes with knobwise."""
+    """Load the learner that comes with knobwise."""
     return Learner.load(DATA / "learner.safetensors")
 
 
@@ -238,7 +238,7 @@ def part_table(variant: str, part: str, task: Task, **beams: Any) -> BeamTable:
 
 
 def embeddings_of(queries: Queries, bank: Bank, learner: Learner) -> tuple[Tensor, Tensor]:
-    """Embeddings of queries [Q, 77] and of the bank's items [M, 77], float32."""
+    """Compute the embeddings of queries [Q, 77] and of the bank's items [M, 77], float32."""
     # in double precision and then rounded, so that every machine gives the same
     tower = copy.deepcopy(learner.tower).double()
 

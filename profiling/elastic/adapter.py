@@ -41,15 +41,19 @@ from knobwise.profiling.measuring.questions import VQAItem
 
 _PROMPT_TOKENS = np.float32(PROMPT_TOKENS)
 _PROMPT = torch.Size((1, PROMPT_TOKENS))
-_MEAN_WINDOW = np.array(
-    [
-        [1 / 3 if x - y in range(0, TILE - CELL + 1, STRIDE) else 0 for y in range(CELL)]
-        for x in range(TILE)
-    ],
-    np.float32,
-)
-"""[16, 8]: from a row of an overview's pixels to the mean of its windows in it."""
 
+
+def _mean_window() -> NDArray[np.float32]:
+    """Return the map from a row of an overview's pixels to the mean of its windows: [16, 8]."""
+    starts = range(0, TILE - CELL + 1, STRIDE)
+    mean = np.zeros((TILE, CELL), np.float32)
+    for start in starts:
+        for pixel in range(CELL):
+            mean[start + pixel, pixel] = 1 / len(starts)
+    return mean
+
+
+_MEAN_WINDOW = _mean_window()
 
 MEASURED = {"max_crops": (2, 4, 8, 12), "top_k": (1, 2, 3, 4), "num_active_blocks": (3, 4, 5, 6)}
 """Values of the knobs in the built-in profile."""
@@ -74,7 +78,7 @@ class ElasticAdaptive:
         self.model = model or shipped_model()
         self.name = name
         self.first_stage_overlaps = True
-        """It reads no knob and sets none, so that it may run beside an answer in another thread."""
+        """The first stage may run while another thread answers, since it uses no knob."""
         size = self.model.size
         full = self.model.full
         self.knobs = (
@@ -95,24 +99,22 @@ class ElasticAdaptive:
         }
         """Values that a profile measures by default."""
         self.configuration = full
-        """What it runs with."""
+        """The values of the knobs that the model runs with."""
         self._width = self.model.size.width
         # from the overview's pixels to the mean of its tokens: windows averaged along rows and
         # columns, then the stem
         stem = self.model.stem.weight.detach().view(-1, 3, CELL, CELL).numpy()
-        self._overview = np.ascontiguousarray(
-            np.einsum("yi,xj,ocij->cyxo", _MEAN_WINDOW, _MEAN_WINDOW, stem, optimize=True).reshape(
-                -1, len(stem)
-            )
-        )
+        path = "yi,xj,ocij->cyxo"
+        overview = np.einsum(path, _MEAN_WINDOW, _MEAN_WINDOW, stem, optimize=True)
+        self._overview = np.ascontiguousarray(overview.reshape(-1, len(stem)))
         self._words = self.model.words.weight.detach().numpy() / _PROMPT_TOKENS
         self._base: dict[torch.Size, NDArray[np.float32]] = {}
         self._checked: dict[tuple[tuple[str, int], ...], Configuration] = {}
 
     @cached_property
     def questions(self) -> tuple[VQAItem, ...]:
-        """What the built-in profile asks: 2,000 scenes, a question each, of digits that training
-        never saw."""
+        """The questions of the built-in profile: 2,000 scenes, one question each, with digits that
+        training never saw."""
         drawn = enumerate(scenes.draw_samples(2000, scenes.SEED))
         return tuple(
             VQAItem(str(n), torch.from_numpy(scene.images), question_of(scene), (answer_of(scene),))
@@ -121,7 +123,7 @@ class ElasticAdaptive:
 
     @contextmanager
     def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
-        """As in `AdaptiveVLM`."""
+        """Set the knobs inside the context, as `AdaptiveVLM` demands."""
         wanted = self._configured(configuration)
         before = self.configuration
         self.configuration = wanted
@@ -131,6 +133,8 @@ class ElasticAdaptive:
             self.configuration = before
 
     def _configured(self, configuration: Mapping[str, int]) -> Configuration:
+        """Check a configuration and fill in defaults; the result is kept, since checking takes
+        time."""
         key = tuple(configuration.items())
         wanted = self._checked.get(key)
         if wanted is None:
@@ -140,8 +144,11 @@ class ElasticAdaptive:
         return wanted
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        """The overview, and features as in the built-in profile, which rounds them to half
-        precision. Raises InputError for an image or a question that the model cannot take."""
+        """Compute the overview, and the features of a decision.
+
+        The built-in profile has the same features, rounded to half precision. Raises InputError for
+        an image or a question that the model cannot take.
+        """
         start = clock_ms()
         cpu = time.thread_time_ns()
         image = request.image
@@ -167,8 +174,10 @@ class ElasticAdaptive:
     def _features(
         self, image: Tensor, overview: NDArray[np.float32], prompt: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float32]]:
-        """What `ElasticVLM.features` gives, from an overview [1, 3, 16, 16] and a prompt [6], in as
-        few calls as possible: each takes microseconds right after the model has run."""
+        """Compute `ElasticVLM.features` from an overview [1, 3, 16, 16] and a prompt [6].
+
+        It takes as few calls as possible: each takes microseconds right after the model has run.
+        """
         base = self._base.get(image.shape)
         width = self._width
         if base is None:
@@ -179,7 +188,7 @@ class ElasticAdaptive:
         return {"image_features": joined[: 2 * width], "language_features": joined[2 * width :]}
 
     def _base_of(self, image: Tensor) -> NDArray[np.float32]:
-        """All features of a black image of this size, whose windows are 0: [3·width]."""
+        """Return all features of a black image of this size, whose windows are 0: [3·width]."""
         nothing = torch.zeros(1, PROMPT_TOKENS, dtype=torch.int64)
         return torch.cat(self.model.features(torch.zeros_like(image), nothing), 1)[0].numpy()
 
@@ -214,8 +223,10 @@ class ElasticAdaptive:
 
 
 def as_image(image: Any) -> Tensor:
-    """Pixels float32 [1, 3, h, w] in 0–1 of a PIL image, a tensor or an array. Raises InputError
-    for another shape, or a size that is no grid of 2 to 8 cells each way."""
+    """Return the pixels of a PIL image, a tensor or an array: float32 [1, 3, h, w] in 0–1.
+
+    Raises InputError for another shape, or a size that is no grid of 2 to 8 cells each way.
+    """
     if isinstance(image, np.ndarray):
         image = torch.from_numpy(image)
     elif not isinstance(image, Tensor):
@@ -232,8 +243,7 @@ def as_image(image: Any) -> Tensor:
     if len(shape) != 4 or shape[:2] != (1, 3) or not all(side in _SIDES for side in shape[2:]):
         raise InputError(
             f"image: of shape {list(shape)}; this model takes [1, 3, h, w] with sides of "
-            f"{_SIDES.start} to "
-            f"{_SIDES[-1]} pixels in steps of {CELL}"
+            f"{_SIDES.start} to {_SIDES[-1]} pixels in steps of {CELL}"
         )
     return pixels.float()
 
@@ -242,8 +252,10 @@ _SIDES = range(2 * CELL, MAX_SIDE * CELL + 1, CELL)
 
 
 def as_prompt(question: Any) -> Tensor:
-    """Tokens int64 [1, 6] of a text such as `"digit? r1 c2"`, or of tokens. Raises InputError for
-    an unknown word, or too many."""
+    """Return the tokens of a text such as `"digit? r1 c2"`, or of tokens: int64 [1, 6].
+
+    Raises InputError for an unknown word, or too many.
+    """
     if isinstance(question, str):
         words = question.split()
         if unknown := [word for word in words if word not in TOKEN]:
@@ -267,32 +279,34 @@ def as_prompt(question: Any) -> Tensor:
 
 
 def request_of(scene: Scenes) -> Request:
-    """The request that a scene is."""
+    """Return a scene as a request, with its pixels and its tokens."""
     return Request(torch.from_numpy(scene.images), torch.from_numpy(scene.prompts))
 
 
 def question_of(scene: Scenes) -> str:
-    """The question of a scene in words: what `as_prompt` reads."""
-    return " ".join(
-        word for word in (WORDS[token] for token in scene.prompts[0]) if word[0] not in "·<"
-    )
+    """Return the question of a scene in words, which `as_prompt` reads."""
+    words = [WORDS[token] for token in scene.prompts[0]]
+    return " ".join(word for word in words if word[0] not in "·<")
 
 
 def answer_of(scene: Scenes) -> str:
-    """The right answer to the question of a scene."""
+    """Return the right answer to the question of a scene."""
     return " ".join(scenes.to_words(scene.answers[0]))
 
 
 def builtin_input(sample_id: str) -> tuple[str, NDArray[np.float32]]:
-    """The question and the picture, float32 [h, w, 3] in 0–1, of a sample of the built-in profile:
-    drawn again from the seed that the profile was made with."""
+    """Return the question of a sample of the built-in profile, and its picture [h, w, 3] in 0–1.
+
+    They are drawn again from the seed that the profile was made with.
+    """
     scene = scenes.draw_sample(int(sample_id), scenes.SEED)
     return question_of(scene), scene.images[0].transpose(1, 2, 0)
 
 
 class ElasticRequests:
-    """The scenes of the built-in profile, and beyond them fresh ones without end. An id is the
-    number of a scene.
+    """The scenes of the built-in profile, and after them fresh ones without end.
+
+    An id is the number of a scene.
 
     Args:
         soft: answers are scored by their share of right words, not by exact match.

@@ -45,8 +45,8 @@ class Generation(NamedTuple):
 
 
 class TileGrid(NamedTuple):
-    """How an image is cut: tiles down and across, and the pixels its content is scaled to (the rest
-    is padding)."""
+    """A cut of an image: tiles down and across, and the pixels that its content is scaled to (the
+    rest is padding)."""
 
     down: int
     across: int
@@ -56,47 +56,37 @@ class TileGrid(NamedTuple):
 
 @cache
 def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
-    """The tiles for an image of ``rows × columns`` cells: most resolution without upscaling, then
-    fewest tiles."""
+    """Choose the tiles for an image of ``rows × columns`` cells.
+
+    The choice has the most resolution without upscaling, then the fewest tiles.
+    """
     if max_crops < 1:
         raise ValueError(f"max_crops must be at least 1, not {max_crops}")
     per_tile = TILE // CELL
-    options = [
-        (
-            min(1.0, per_tile * down / rows) * min(1.0, per_tile * across / columns),
-            -down * across,
-            down,
-            across,
-        )
-        for down in range(1, math.ceil(rows / per_tile) + 1)
-        for across in range(1, math.ceil(columns / per_tile) + 1)
-        if down * across <= max_crops
-    ]
+    options = []
+    for down in range(1, math.ceil(rows / per_tile) + 1):
+        for across in range(1, math.ceil(columns / per_tile) + 1):
+            if down * across <= max_crops:
+                scale_y = min(1.0, per_tile * down / rows)
+                scale_x = min(1.0, per_tile * across / columns)
+                options.append((scale_y * scale_x, -down * across, down, across))
     *_, down, across = max(options)
     return TileGrid(down, across, min(down * TILE, rows * CELL), min(across * TILE, columns * CELL))
 
 
 @cache
 def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> Tensor:
-    """What each window of the overview and (if there) the tiles shows, [windows, 19]: the shares of
-    the 8 rows and 8 columns of cells that it covers, the vertical and horizontal scale, and whether
-    it belongs to the overview."""
+    """Describe each window of the overview and (if there) the tiles: [windows, 19].
+
+    A row holds the shares of the 8 rows and 8 columns of cells that the window covers, the vertical
+    and horizontal scale, and 1 if it belongs to the overview.
+    """
     parts: list[Tensor] = []
     for grid in grids:
-        axes = []
-        for tiles, pixels, cells in (
-            (grid.down, grid.height, rows),
-            (grid.across, grid.width, columns),
-        ):
-            scale = pixels / (cells * CELL)
-            pixel = torch.tensor(
-                [tile * TILE + start for tile in range(tiles) for start in _STARTS]
-            )
-            start = pixel / CELL / scale
-            place = torch.arange(MAX_SIDE)
-            end = torch.minimum(start[:, None] + 1 / scale, place + 1.0)
-            axes.append(((end - torch.maximum(start[:, None], place)).clamp(min=0), scale))
-        (vertical, scale_y), (horizontal, scale_x) = axes
+        scale_y = grid.height / (rows * CELL)
+        scale_x = grid.width / (columns * CELL)
+        vertical = _covered_cells(grid.down, scale_y)
+        horizontal = _covered_cells(grid.across, scale_x)
         n = len(vertical)
         m = len(horizontal)
         flags = torch.tensor([scale_y, scale_x, float(not parts)]).expand(n, m, _FLAGS)
@@ -105,8 +95,17 @@ def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> 
     return torch.cat(parts)
 
 
+def _covered_cells(tiles: int, scale: float) -> Tensor:
+    """Return the share of each cell along an axis that each window covers: [windows, 8]."""
+    pixel = (torch.arange(tiles)[:, None] * TILE + torch.tensor(_STARTS)).flatten()
+    start = pixel[:, None] / CELL / scale
+    cell = torch.arange(MAX_SIDE)
+    end = torch.minimum(start + 1 / scale, cell + 1.0)
+    return (end - torch.maximum(start, cell)).clamp(min=0)
+
+
 def scaled(images: Tensor, grid: TileGrid) -> Tensor:
-    """Images [B, 3, h, w] at the size that a grid shows them in."""
+    """Scale images [B, 3, h, w] to the size that a grid shows them in."""
     if images.shape[-2:] == (grid.height, grid.width):
         return images
     return F.interpolate(images, (grid.height, grid.width), mode="bilinear", antialias=True)
@@ -146,7 +145,8 @@ class Experts(nn.Module):
         self.max_top_k = size.max_top_k
 
     def forward(self, x: Tensor, top_k: int) -> Tensor:
-        """[tokens, width] → [tokens, width]; an expert sees only the tokens that chose it."""
+        """Run each token [tokens, width] through its experts; an expert sees only the tokens that
+        chose it."""
         logits = torch.mm(x, self.router.weight.t())
         best, chosen = logits.topk(self.max_top_k)
         # capped, so that no expert outweighs the others by more than e²: each of them matters
@@ -158,6 +158,7 @@ class Experts(nn.Module):
                 for i in chosen[0].tolist()
             ]
             return torch.mm(weight, torch.cat(parts))
+        # tokens are sorted by expert, so that each expert is a single product
         flat = chosen.flatten()
         order = flat.argsort()
         counts = flat.bincount(minlength=len(self.w_in))
@@ -184,8 +185,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, top_k: int, mask: Tensor | None = None, past: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[B, T, width] → the same and the keys and values [2, B, heads, past + T, width /
-        heads]."""
+        """Transform tokens [B, T, width]; return them, and the keys and values [2, B, heads, past
+        + T, width / heads]."""
         batch, length, width = x.shape
         # plain products of matrices: at batch size 1 the overhead of a linear layer is as large as
         # its work
@@ -227,7 +228,7 @@ class ElasticVLM(nn.Module):
         self.drop_order: tuple[int, ...] = tuple(range(self.size.blocks - 2, 0, -1))
 
     def block(self, i: int) -> Block:
-        """The i-th block."""
+        """Return the i-th block."""
         return cast(Block, self.blocks[i])
 
     @property
@@ -236,7 +237,7 @@ class ElasticVLM(nn.Module):
         return Configuration(self.size.max_crops, self.size.max_top_k, self.size.blocks)
 
     def active_blocks(self, num_active_blocks: int) -> tuple[int, ...]:
-        """Indices of the blocks that run; first and last always among them."""
+        """Return the indices of the blocks that run, always with the first and the last."""
         total = self.size.blocks
         if not 2 <= num_active_blocks <= total:
             raise ValueError(f"num_active_blocks must be 2 to {total}, not {num_active_blocks}")
@@ -245,16 +246,18 @@ class ElasticVLM(nn.Module):
 
     @torch.inference_mode()
     def overview(self, images: Tensor) -> Tensor:
-        """The image scaled to one tile, [B, 3, 16, 16]: what no knob changes, and every setting
-        begins with."""
+        """Scale images to one tile, [B, 3, 16, 16]: no knob changes it, and every setting begins
+        with it."""
         grid = tile_grid(images.shape[-2] // CELL, images.shape[-1] // CELL, 1)
         return scaled(images, grid)
 
     def first_stage(
         self, images: Tensor, max_crops: int = 0, overview: Tensor | None = None
     ) -> Tensor:
-        """Grid-size token, overview and tiles: [B, 10 + 9·tiles, width]; without tiles when
-        ``max_crops`` is 0. An ``overview`` that was made before is not made again."""
+        """Embed grid size, overview and tiles: [B, 10 + 9·tiles, width].
+
+        There are no tiles when ``max_crops`` is 0. A given ``overview`` is not computed again.
+        """
         rows = images.shape[-2] // CELL
         columns = images.shape[-1] // CELL
         caps = (1, max_crops) if max_crops else (1,)
@@ -267,13 +270,8 @@ class ElasticVLM(nn.Module):
         cut = [cut_windows(source, grid) for source, grid in zip(sources, grids, strict=False)]
         windows = self.stem(torch.cat(cut, 1))
         size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
-        return torch.cat(
-            (
-                size.expand(len(images), 1, -1),
-                windows + (place + self.scale(coordinates[:, _PLACES:])),
-            ),
-            1,
-        )
+        windows = windows + (place + self.scale(coordinates[:, _PLACES:]))
+        return torch.cat((size.expand(len(images), 1, -1), windows), 1)
 
     def prefix(
         self, images: Tensor, prompts: Tensor, max_crops: int, overview: Tensor | None = None
@@ -290,8 +288,10 @@ class ElasticVLM(nn.Module):
         configuration: Configuration,
         overview: Tensor | None = None,
     ) -> Generation:
-        """Decode one answer greedily with a KV cache, timing it by `clock_ms`: ``image`` [1, 3, h,
-        w], ``prompt`` [1, 6]. An ``overview`` that was made before is not made again."""
+        """Decode one answer greedily with a KV cache, and time it by `clock_ms`.
+
+        ``image`` is [1, 3, h, w], ``prompt`` [1, 6]. A given ``overview`` is not computed again.
+        """
         active = [self.block(i) for i in self.active_blocks(configuration.num_active_blocks)]
         top_k = configuration.top_k
         tokens = []
@@ -299,16 +299,17 @@ class ElasticVLM(nn.Module):
         x = self.prefix(image, prompt, configuration.max_crops, overview)
         embedded = clock_ms()
         length = x.shape[1]
+        # prefill
         past = []
         for block in active:
             x, cache = block(x, top_k)
             past.append(cache)
         tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
         prefill = clock_ms()
+        # decoding, one token at a time
         while tokens[-1] != END and len(tokens) < ANSWER_TOKENS:
-            x = (
-                self.words.weight[tokens[-1]] + self.slots.weight[PROMPT_TOKENS + len(tokens) - 1]
-            )[None, None]
+            slot = self.slots.weight[PROMPT_TOKENS + len(tokens) - 1]
+            x = (self.words.weight[tokens[-1]] + slot)[None, None]
             for i, block in enumerate(active):
                 x, past[i] = block(x, top_k, past=past[i])
             tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
@@ -316,8 +317,11 @@ class ElasticVLM(nn.Module):
 
     @torch.inference_mode()
     def features(self, images: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-        """Features that no knob changes: image [B, 2·width], the mean of the overview's tokens and
-        the grid-size token; language [B, width], the mean of the prompt's word embeddings."""
+        """Compute the features, which no knob changes.
+
+        Those of the image are [B, 2·width], the mean of the overview's tokens and the grid-size
+        token; those of the language [B, width], the mean of the prompt's word embeddings.
+        """
         seen = self.first_stage(images)
         return torch.cat((seen[:, 1:].mean(1), seen[:, 0]), -1), self.words(prompts).mean(1)
 
@@ -336,7 +340,6 @@ class ElasticVLM(nn.Module):
 
 
 def shipped_model() -> ElasticVLM:
-    """The trained model that the built-in profile was measured on."""
-    return ElasticVLM.load(
-        Path(str(resources.files("knobwise.profiling") / "data" / "elastic.safetensors"))
-    )
+    """Load the trained model that the built-in profile was measured on."""
+    data = resources.files("knobwise.profiling") / "data"
+    return ElasticVLM.load(Path(str(data / "elastic.safetensors")))

@@ -77,7 +77,7 @@ class Scenes:
 
 @cache
 def load_digits() -> Digits:
-    """The third of scikit-learn's 1,797 digit images that training never saw, by a fixed
+    """Load the third of scikit-learn's 1,797 digit images that training never saw, by a fixed
     permutation."""
     from sklearn.datasets import load_digits as read
 
@@ -104,11 +104,12 @@ def draw_scenes(
     images = np.einsum("brcyx,brcp->bprycx", ink, palette)
     images = images.reshape(len(questions), 3, rows * CELL, columns * CELL).astype(np.float32)
     labels = np.where(blank, _BLANK, digits.labels[pick])
+    # a question and its answer for each scene
     prompts = np.full((len(questions), PROMPT_TOKENS), FILLER)
     answers = np.full((len(questions), ANSWER_TOKENS), FILLER)
     for i, question in enumerate(questions):
-        places, words = _ask(rng, question, labels[i], colour[i])
-        prompt = [TOKEN[f"{question}?"], *(TOKEN[p] for p in places)]
+        positions, words = _ask(rng, question, labels[i], colour[i])
+        prompt = [TOKEN[f"{question}?"], *(TOKEN[position] for position in positions)]
         prompts[i, : len(prompt)] = prompt
         prompts[i, -1] = TOKEN["<answer>"]
         answer = [*(TOKEN[w] for w in words), END]
@@ -130,20 +131,20 @@ def draw_sample(number: int, seed: int) -> Scenes:
 
 
 def share_of_right(words: Sequence[str], right: Sequence[str]) -> float:
-    """Share of right words, position by position, over the longer of the two answers."""
+    """Return the share of right words, position by position, over the longer of the two answers."""
     hits = sum(a == b for a, b in zip(words, right, strict=False))
     return hits / max(len(words), len(right), 1)
 
 
 def to_words(tokens: NDArray[np.integer]) -> list[str]:
-    """The words up to ``<end>``."""
+    """Return the words up to ``<end>``."""
     return [WORDS[token] for token in takewhile(lambda token: token != END, tokens.tolist())]
 
 
 def _ask(
     rng: np.random.Generator, question: str, labels: NDArray[np.int64], colour: NDArray[np.int64]
 ) -> tuple[list[str], list[str]]:
-    """The places that the question names, and the words of its answer."""
+    """Draw the positions that the question names; return them and the words of its answer."""
     rows, columns = labels.shape
 
     def word(r: int, c: int, kind: str = "digit") -> str:
@@ -171,10 +172,10 @@ def _ask(
     # these show their work: the two cells first, a blank counting as nothing
     r2 = int(rng.integers(rows))
     c2 = int(rng.integers(columns))
-    places = [f"r{r}", f"c{c}", f"r{r2}", f"c{c2}"]
+    positions = [f"r{r}", f"c{c}", f"r{r2}", f"c{c2}"]
     if question == "match":
         pair = [word(r, c, "colour"), word(r2, c2, "colour")]
-        return places, [*pair, "same" if pair[0] == pair[1] else "other"]
+        return positions, [*pair, "same" if pair[0] == pair[1] else "other"]
     a, b = (0 if labels[i, j] == _BLANK else int(labels[i, j]) for i, j in ((r, c), (r2, c2)))
     if a == b:
         bigger = "same"
@@ -183,4 +184,4 @@ def _ask(
     else:
         bigger = "second"
     last = str(a + b) if question == "sum" else bigger
-    return places, [word(r, c), word(r2, c2), last]
+    return positions, [word(r, c), word(r2, c2), last]

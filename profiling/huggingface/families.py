@@ -68,8 +68,8 @@ def _tiles(name: str) -> Callable[[Any, Any], ImageKnob]:
 
 
 def _llava_next(model: Any, processor: Any) -> ImageKnob:
-    """Of the grids that an image can be cut into, those with no more tiles. Model and processor
-    have a list each."""
+    """Keep, of the grids that an image can be cut into, those with no more tiles. Model and
+    processor have a list each."""
     pixels = processor.image_processor
     sides = (
         (pixels.crop_size or {}, "height"),
@@ -225,13 +225,15 @@ FAMILIES: dict[str, Callable[[Any, Any], ImageKnob]] = {
 
 
 def _resized(size: Any, **changed: int) -> Any:
-    """A copy of a processor's size, which is a dictionary or transformers' own kind of one."""
+    """Return a copy of a processor's size, which is a dictionary or transformers' own kind of
+    one."""
     if isinstance(size, dict):
         return {**size, **changed}
     return replace(size, **changed)
 
 
 def _configurations(model: Any, name: str) -> list[Any]:
-    """The configurations of a model and its parts that have a setting of this name, each once."""
+    """Return the configurations of a model and its parts that have a setting of this name, each
+    once."""
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     return [config for config in configs.values() if name in vars(config)]

@@ -39,8 +39,8 @@ class Overview:
     ms: float
 
     def pooled(self) -> Tensor:
-        """Mean over the patches of the tower's last hidden states, padding left out: float32 [d] on
-        the CPU."""
+        """Compute the mean over the patches of the tower's last hidden states, padding left out:
+        float32 [d] on the CPU."""
         states = self.output.last_hidden_state
         mask = self.inputs[1].get("patch_attention_mask")
         if mask is None:
@@ -51,8 +51,8 @@ class Overview:
 
 
 def vision_tower(model: Any) -> Any:
-    """The module that encodes images. Raises InputError if the model has none where models of
-    transformers have theirs."""
+    """Return the module that encodes images. Raises InputError if the model has none where models
+    of transformers have theirs."""
     tower = model.get_encoder(modality="image")
     if tower in (model, model.base_model) or not hasattr(model.base_model, "get_image_features"):
         raise InputError(
@@ -62,14 +62,13 @@ def vision_tower(model: Any) -> Any:
 
 
 def vision_modules(model: Any) -> list[Any]:
-    """The vision tower, and the projector that follows it where that is a module of its own."""
-    projectors = [
-        getattr(owner, name, None) for owner in (model.base_model, model) for name in _PROJECTORS
-    ]
-    return [
-        vision_tower(model),
-        *{id(module): module for module in projectors if module is not None}.values(),
-    ]
+    """Return the vision tower, and the projector that follows it where that is a module of its
+    own."""
+    projectors: dict[int, Any] = {}
+    for owner in (model.base_model, model):
+        modules = [getattr(owner, name, None) for name in _PROJECTORS]
+        projectors |= {id(module): module for module in modules if module is not None}
+    return [vision_tower(model), *projectors.values()]
 
 
 def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], float]) -> Overview:
@@ -97,9 +96,12 @@ def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], f
 
 @contextmanager
 def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int]]:
-    """Inside, the vision tower computes one crop less for each overview with the same pixels, and
-    reuses its output; yields the numbers of the overviews that were reused, complete at the end.
-    For models of `SAME_AT_EVERY_SETTING`."""
+    """Reuse the output of overviews: in the context, the vision tower computes one crop less for
+    each overview with the same pixels.
+
+    Yield the indices of the overviews that were reused, complete at the end. For models of
+    `SAME_AT_EVERY_SETTING`.
+    """
     taken = set[int]()
     if not overviews:
         yield taken
@@ -110,20 +112,20 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
     def remembered(*args: Any, **kwargs: Any) -> Any:
         call = (args, kwargs)
         count = _row_count(call)
-        known: dict[int, int] = {}  # number of an overview by row
-        for number, overview in enumerate(overviews):
+        known: dict[int, int] = {}  # index of an overview by row
+        for index, overview in enumerate(overviews):
             # one row each: without the overview, a tile of the same pixels would have been computed
             # too
             if free := [row for row in _equal_rows(overview.inputs, call) if row not in known]:
-                known[free[0]] = number
-                taken.add(number)
+                known[free[0]] = index
+                taken.add(index)
         if not known:
             return forward(*args, **kwargs)
         rest = [row for row in range(count) if row not in known]
-        parts = [overviews[number].output for number in known.values()]
+        parts = [overviews[index].output for index in known.values()]
         if rest:
-            some = _picked(call, count, rest)
-            parts.insert(0, forward(*some[0], **some[1]))
+            args, kwargs = _picked(call, count, rest)
+            parts.insert(0, forward(*args, **kwargs))
         # where each row is in the joined output: first the computed, then the known
         order = torch.tensor([*rest, *known]).argsort().to(tree_leaves(call)[0].device)
         return tree_map(
@@ -144,9 +146,8 @@ def _stop(*args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _forward_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    before = vars(module).get(
-        "forward"
-    )  # set on the module itself where a model is spread over devices
+    # set on the module itself where a model is spread over devices
+    before = vars(module).get("forward")
     module.forward = forward
     try:
         yield
@@ -162,7 +163,7 @@ def _row_count(call: Any) -> int:
 
 
 def _picked(call: Any, count: int, rows: list[int]) -> Any:
-    """The call with some of its rows: of tensors whose first dimension they are."""
+    """Return the call with some of its rows, in all tensors whose first dimension is rows."""
     return tree_map(
         lambda leaf: (
             leaf[rows] if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,) else leaf
@@ -172,7 +173,7 @@ def _picked(call: Any, count: int, rows: list[int]) -> Any:
 
 
 def _equal_rows(single_row: Any, many: Any) -> list[int]:
-    """The rows of a call that equal the only row of another, in all their tensors."""
+    """Return the rows of a call that equal the only row of another, in all their tensors."""
     equal = torch.ones(_row_count(many), dtype=torch.bool)
     for single, leaf in zip(tree_leaves(single_row), tree_leaves(many), strict=True):
         if isinstance(leaf, Tensor):

@@ -88,8 +88,8 @@ class HuggingFaceKnobs:
             yield
 
     def active_blocks(self, number: int) -> tuple[int, ...]:
-        """The blocks that run when so many are active, in ascending order. Raises InputError for
-        fewer than must run, or more than there are."""
+        """Return the blocks that run when so many are active, in ascending order. Raises InputError
+        for fewer than must run, or more than there are."""
         total = len(self._blocks)
         if not len(self.always_active) <= number <= total:
             raise InputError(
@@ -122,7 +122,7 @@ class HuggingFaceKnobs:
             yield
 
     def _order_of_leaving(self, importance: Mapping[int, float] | None) -> list[int]:
-        """The blocks that can be left out, the first to go first."""
+        """Return the blocks that can be left out, the first to go first."""
         total = len(self._blocks)
         free = [block for block in range(total - 1, 0, -1) if block not in self.always_active]
         if importance is None:
@@ -138,14 +138,19 @@ class HuggingFaceKnobs:
         return sorted(free, key=lambda block: importance[block])  # of equals the deeper first
 
     def _top_k_owners(self) -> list[tuple[Any, str]]:
-        """Where the number of experts is written."""
+        """Find where the number of experts is written: objects, and their attributes."""
         name = TOP_K_IN_CONFIGURATION.get(self._language.model_type, "")
         if name:
             if getattr(self._language, name, None):
                 return [(self._language, name)]
             return []
-        parts = [part for block in self._blocks for part in block.modules()]
-        return [(part, "top_k") for part in parts if isinstance(vars(part).get("top_k"), int)]
+        owners = []
+        for block in self._blocks:
+            parts = block.modules()
+            owners += [
+                (part, "top_k") for part in parts if isinstance(vars(part).get("top_k"), int)
+            ]
+        return owners
 
     def _top_k_support(self) -> KnobSupport:
         if not self._top_k:
@@ -156,15 +161,13 @@ class HuggingFaceKnobs:
             )
         most = min(_choosable(owner, self._language) for owner, _ in self._top_k)
         default = max(int(getattr(owner, name)) for owner, name in self._top_k)
-        routed = [
-            block for block in self._blocks if any(_is_experts(part) for part in block.modules())
-        ]
+        routed = [block for block in self._blocks if any(map(_is_experts, block.modules()))]
         sets = "experts for each token"
         note = ""
         total = len(self._blocks)
         if 0 < len(routed) < total:
             sets += f", in {len(routed)} of {total} blocks"
-        if any(_computes_every_token(part) for block in routed for part in block.modules()):
+        if any(any(map(_computes_every_token, block.modules())) for block in routed):
             note = (
                 "saves no time here: every expert computes every token whatever is "
                 "chosen, so fewer experts change "
@@ -216,7 +219,7 @@ def _assign(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def _decoder_blocks(model: Any) -> nn.ModuleList:
-    """The blocks of the language model, in order."""
+    """Return the blocks of the language model, in order."""
     if getattr(model.config, "is_encoder_decoder", False):
         part = None
     else:
@@ -239,9 +242,9 @@ def _decoder_blocks(model: Any) -> nn.ModuleList:
 
 
 def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
-    """The blocks whose cache is read for all: for positions and for the masks of each kind of
-    attention, the first of that kind; for keys and values that later blocks share, those that store
-    them."""
+    """Return the blocks whose cache is read for all: for positions and for the masks of each kind
+    of attention, the first of that kind; for keys and values that later blocks share, those that
+    store them."""
     from transformers import DynamicCache
     from transformers.masking_utils import find_first_full_attention_index
 
@@ -250,16 +253,14 @@ def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
     if True in cache.is_sliding:
         blocks_read.add(cache.is_sliding.index(True))
     if getattr(language, "num_kv_shared_layers", 0):
-        stores = [
-            any(getattr(part, "store_full_length_kv", False) for part in block.modules())
-            for block in blocks
-        ]
-        blocks_read |= {number for number, stored in enumerate(stores) if stored}
+        for index, block in enumerate(blocks):
+            if any(getattr(part, "store_full_length_kv", False) for part in block.modules()):
+                blocks_read.add(index)
     return tuple(sorted(blocks_read))
 
 
 def _choosable(owner: Any, language: Any) -> int:
-    """The most experts that a router can choose for a token."""
+    """Return the most experts that a router can choose for a token."""
     experts = int(getattr(owner, "num_experts", None) or language.num_experts)
     groups = getattr(owner, "num_group", 1) or 1
     chosen = getattr(owner, "topk_group", 1) or 1
@@ -271,5 +272,5 @@ def _is_experts(part: nn.Module) -> bool:
 
 
 def _computes_every_token(part: nn.Module) -> bool:
-    """Whether experts compute every token because they do not know which are theirs."""
+    """Return True if experts compute every token because they do not know which are theirs."""
     return _is_experts(part) and len(inspect.signature(type(part).forward).parameters) == 2

@@ -125,7 +125,7 @@ class PromptedModel:
     def _turns(
         self, question: str, answer: str | None = None, *, image: bool = True
     ) -> list[dict[str, Any]]:
-        """A question, with its answer where there is one."""
+        """Return the turns of a question, with its answer where there is one."""
         if image or not self.chats:
             pictures = [{"type": "image"}]
         else:
@@ -142,7 +142,8 @@ class PromptedModel:
     def _prompt(
         self, turns: Sequence[dict[str, Any]], *, image: bool = True, **options: Any
     ) -> str:
-        """The turns as the model reads them; after a question, up to where the answer begins."""
+        """Return the turns as the model reads them; after a question, up to where the answer
+        begins."""
         mark = getattr(self.processor, "image_token", None) or "<image>"
         if self.chats:
             template = None
@@ -158,7 +159,7 @@ class PromptedModel:
         return {}
 
     def _processed(self, texts: list[str], images: list[list[Any]]) -> dict[str, Tensor]:
-        """The processor's output for prompts with their images, padded on the left, on the model's
+        """Process prompts with their images for the model: padded on the left, on the model's
         device."""
         options = {
             "padding": True,
@@ -171,7 +172,7 @@ class PromptedModel:
 
 
 def log_probs_of_answer(model: Any, inputs: Mapping[str, Tensor], answer: Tensor) -> Tensor:
-    """ln P of each token of an answer, int64 [T], after a prompt: float32 [T].
+    """Compute ln P of each token of an answer, int64 [T], after a prompt: float32 [T].
 
     Prompt and answer are one sequence, without cache or padding. `inputs` is what the processor
     makes of one prompt.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,19 +67,21 @@ class HuggingFaceVLM(PromptedModel):
     def name(self) -> str:
         """The hub's name of the model, the name of its folder, or else its family."""
         source = self.model.name_or_path
-        return (
-            Path(source).name if Path(source).is_dir() else source
-        ) or self.model.config.model_type
+        if Path(source).is_dir():
+            source = Path(source).name
+        return source or self.model.config.model_type
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
-        """As in `AdaptiveVLM`."""
+        """Set the knobs inside the context, as `AdaptiveVLM` demands."""
         return self.knobs_of_model.set(configuration)
 
     @torch.inference_mode()
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        """Features: `image_features`, the vision tower's last hidden states of the overview, and
-        `language_features`, the token embeddings of the prompt as it reads without its image; each
-        the mean over tokens, float32 [d].
+        """Compute the overview and, from it and the prompt, the features of a decision.
+
+        `image_features` are the vision tower's last hidden states of the overview,
+        `language_features` the token embeddings of the prompt without its image; each is the mean
+        over tokens, float32 [d].
 
         `extra_ms` is all of `total_ms` where answers compute the overview again (see
         `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time.
@@ -118,11 +120,11 @@ class HuggingFaceVLM(PromptedModel):
         if len(stages) > 1 and self.model.config.model_type == "aria":
             # its processor gives every image of a batch as many placeholders as the one with the
             # most crops
-            return [answer for stage in stages for answer in self.answer([stage], configuration)]
+            return [self.answer([stage], configuration)[0] for stage in stages]
         if not stages:
             return []
-        going_on = [number for number, stage in enumerate(stages) if stage.kept is not None]
-        overviews: list[Overview] = [stages[number].kept for number in going_on]
+        going_on = [stage for stage in stages if stage.kept is not None]
+        overviews: list[Overview] = [stage.kept for stage in going_on]
         first: list[float] = []
 
         def note_first(*_: Any, **__: Any) -> bool:  # a stopping criterion that stops nothing
@@ -137,47 +139,57 @@ class HuggingFaceVLM(PromptedModel):
             start = self._clock()
             inputs = self.inputs([stage.request for stage in stages])
             prepared = self._clock()
-            output = self.model.generate(
-                **inputs,
-                **GREEDY,
-                max_new_tokens=self.max_new_tokens,
-                eos_token_id=self.end_tokens,
-                pad_token_id=self.tokenizer.pad_token_id,
-                stopping_criteria=[note_first],
-            )
+            output = self._generate(inputs, note_first)
             total = self._clock() - start
-        reused = {going_on[number]: stages[going_on[number]] for number in taken}
-        before = sum(stage.total_ms - stage.extra_ms for stage in reused.values())
+        reused = [going_on[index] for index in taken]
+        before = sum(stage.total_ms - stage.extra_ms for stage in reused)
+        times = {
+            "total_ms": before + total,
+            "prefill_ms": before + first[0] - start,
+            "vision_ms": before + prepared - start + sum(spans),
+        }
         vision = inputs["input_ids"] == self.model.config.image_token_id
+        generated = output[:, inputs["input_ids"].shape[1] :].tolist()
         counts = zip(vision.sum(1).tolist(), inputs["attention_mask"].sum(1).tolist(), strict=True)
         answers = []
-        for tokens, (seen, read) in zip(
-            output[:, inputs["input_ids"].shape[1] :].tolist(), counts, strict=True
-        ):
-            end = next(
-                (place for place, token in enumerate(tokens, 1) if token in self.end_tokens),
-                len(tokens),
+        for tokens, (seen, read) in zip(generated, counts, strict=True):
+            text, length = self._decoded(tokens)
+            answer = Answer(
+                text=text,
+                **times,
+                vision_tokens=seen,
+                language_tokens=read - seen,
+                output_tokens=length,
+                extra={"reused_ms": before},
             )
-            text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True).strip()
-            if not self.chats:  # a token may hold the end of a line and more
-                text = text.partition("\n")[0].rstrip()
-            answers.append(
-                Answer(
-                    text=text,
-                    total_ms=before + total,
-                    prefill_ms=before + first[0] - start,
-                    vision_ms=before + prepared - start + sum(spans),
-                    vision_tokens=seen,
-                    language_tokens=read - seen,
-                    output_tokens=end,
-                    extra={"reused_ms": before},
-                )
-            )
+            answers.append(answer)
         return answers
 
+    def _generate(self, inputs: Mapping[str, Tensor], criterion: Callable[..., bool]) -> Tensor:
+        return self.model.generate(
+            **inputs,
+            **GREEDY,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=self.end_tokens,
+            pad_token_id=self.tokenizer.pad_token_id,
+            stopping_criteria=[criterion],
+        )
+
+    def _decoded(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """Return the text of an answer, and the number of its tokens up to the first that ends
+        it."""
+        ends = (length for length, token in enumerate(tokens, 1) if token in self.end_tokens)
+        length = next(ends, len(tokens))
+        text = self.tokenizer.decode(tokens[:length], skip_special_tokens=True).strip()
+        if not self.chats:  # a token may hold the end of a line and more
+            text = text.partition("\n")[0].rstrip()
+        return text, length
+
     def _text(self, question: str, *, image: bool = True, answer: str | None = None) -> str:
-        """The prompt as the model reads it, up to where the answer begins, or with the answer and
-        what ends it."""
+        """Return the prompt as the model reads it, up to where the answer begins.
+
+        With an `answer`, it includes that and what ends it.
+        """
         known = str(getattr(self.processor, "chat_template", None))
         # an answer is too short for reasoning
         if "enable_thinking" in known:
@@ -187,7 +199,7 @@ class HuggingFaceVLM(PromptedModel):
         return self._prompt(self._turns(question, answer, image=image), image=image, **options)
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Tensor]:
-        """The processor's output for the requests, padded on the left, on the model's device."""
+        """Process the requests for the model: padded on the left, on its device."""
         for request in requests:
             if not isinstance(request.image, Image.Image) or not isinstance(request.question, str):
                 kinds = type(request.image).__name__, type(request.question).__name__
@@ -198,8 +210,8 @@ class HuggingFaceVLM(PromptedModel):
         return self._processed(texts, [[request.image.convert("RGB")] for request in requests])
 
     def _end_tokens(self) -> list[int]:
-        """What ends an answer: the end of text of model and tokenizer, and the end of a turn or of
-        a line."""
+        """Return the tokens that end an answer: the ends of text of model and tokenizer, and the
+        end of a turn or of a line."""
         end_tokens = {*self._stops, self.tokenizer.eos_token_id}
         after = self._text("What?", answer="Yes").rpartition("Yes")[2]
         tokens = self.tokenizer(after, add_special_tokens=False)["input_ids"]
@@ -208,7 +220,7 @@ class HuggingFaceVLM(PromptedModel):
         return sorted({*end_tokens, *(turn[:1] if self.chats else tokens[-1:])} - {None})
 
     def _overview_crops(self) -> int:
-        """The crops at which the processor makes the overview."""
+        """Return the number of crops at which the processor makes the overview."""
         crops = self.knobs[0]
         if not crops.available:
             return crops.default
@@ -216,7 +228,7 @@ class HuggingFaceVLM(PromptedModel):
         return min(crops.least + (self.model.config.model_type == "llama4"), crops.most)
 
     def _clock(self) -> float:
-        """`clock_ms` after all devices of the model have finished their work."""
+        """Read `clock_ms` after all devices of the model have finished their work."""
         accelerators = [device for device in self._devices if device.type not in ("cpu", "meta")]
         for device in accelerators:
             torch.accelerator.synchronize(device)
@@ -224,7 +236,7 @@ class HuggingFaceVLM(PromptedModel):
 
     @contextmanager
     def _timed(self) -> Iterator[list[float]]:
-        """Yields the ms of each call of the vision modules inside."""
+        """Yield a list that collects the ms of each call of the vision modules in the context."""
         starts: list[float] = []
         spans: list[float] = []
         with ExitStack() as hooks:

@@ -76,9 +76,9 @@ def profile_hugging_face(
 
 
 def weights_digest(name_or_path: str | Path, commit: str | None = None) -> str:
-    """What tells weights from others: the hub's commit, or of a folder a hash of names, sizes and
-    64 pieces (64 kB) of its weight files, evenly spread, since the whole of a large model takes
-    minutes to read."""
+    """Return what tells weights from others: the hub's commit, or of a folder a hash of names,
+    sizes and 64 pieces (64 kB) of its weight files, evenly spread, since the whole of a large model
+    takes minutes to read."""
     files = sorted(Path(name_or_path).glob("*.safetensors"))
     if commit or not files:
         return f"commit:{commit}"
@@ -94,8 +94,8 @@ def weights_digest(name_or_path: str | Path, commit: str | None = None) -> str:
 
 
 def read_importance(path: str | Path) -> dict[int, float]:
-    """How much a model's answers lose without each of its decoder blocks, by block, in ascending
-    order of blocks.
+    """Read how much a model's answers lose without each of its decoder blocks, by block, in
+    ascending order of blocks.
 
     The file is JSON, a number for each block: `{"4": 0.0156, "5": 0.0098, …}`. The larger, the
     later a block is left out; only their order counts. Block 0 and others that always run need no

@@ -94,15 +94,13 @@ class VLMScorer(PromptedModel):
     @torch.inference_mode()
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
         check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
-        prompts = [
-            (q, [d for d in row if d >= 0])
-            for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)
-        ]
+        prompts = []
+        for query, row in zip(queries.tolist(), demonstrations.tolist(), strict=True):
+            prompts.append((query, [d for d in row if d >= 0]))
         fields = ("logprob_score", "vqa_gt_prob", "vqa_acc_score", "vqa_correct", "vqa_rel_score")
         scores = torch.empty(len(fields), len(prompts))
-        order = sorted(
-            range(len(prompts)), key=lambda place: len(prompts[place][1])
-        )  # alike in length: less padding
+        # prompts of similar length share a batch, which needs less padding
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index][1]))
         for start in range(0, len(order), self.batch_size):
             places = order[start : start + self.batch_size]
             for place, likelihoods in zip(
@@ -134,13 +132,13 @@ class VLMScorer(PromptedModel):
         return right
 
     def answers(self, query: int) -> tuple[str, ...]:
-        """The candidate answers of a query, in the order of `log_likelihoods`."""
+        """Return the candidate answers of a query, in the order of `log_likelihoods`."""
         return self.data.candidates(query, self.max_choices)
 
     @torch.inference_mode()
     def log_likelihoods(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """ln P of every candidate answer after each prompt, computed as one batch: float32 [C]
-        each, on the CPU."""
+        """Compute ln P of every candidate answer after each prompt, computed as one batch: float32
+        [C] each, on the CPU."""
         answers = [self._candidates(query).tokens for query, _ in prompts]
         if self.reuse_prompt is None:
             self.reuse_prompt = self._can_reuse(prompts, answers)
@@ -151,13 +149,15 @@ class VLMScorer(PromptedModel):
         ]
 
     def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """The processor's output for the prompts, padded on the left, on the model's device."""
+        """Process the prompts for the model: padded on the left, on its device."""
         texts = []
         images = []
         for query, rows in prompts:
             demonstrations = [self.data.bank[row] for row in rows]
             item = self.data.queries[query]
-            turns = [turn for d in demonstrations for turn in self._turns(d.question, d.answer)]
+            turns = []
+            for shot in demonstrations:
+                turns += self._turns(shot.question, shot.answer)
             texts.append(self._prompt([*turns, *self._turns(item.question)]))
             images.append([d.picture() for d in (*demonstrations, item)])
         return self._processed(texts, images)
@@ -178,8 +178,8 @@ class VLMScorer(PromptedModel):
         return self._known[query]
 
     def _answer_tokens(self, item: VQAItem, answer: str) -> list[int]:
-        """The tokens of an answer as a demonstration shows it, up to and with the one that ends
-        it."""
+        """Return the tokens of an answer as a demonstration shows it, up to and with the one that
+        ends it."""
         before, after = (
             self._prompt(self._turns(item.question, reply)) for reply in (None, answer)
         )
@@ -198,7 +198,7 @@ class VLMScorer(PromptedModel):
         return tokens
 
     def _ids(self, before: str, after: str) -> list[int]:
-        """The tokens that `after` has and `before`, which it begins with, has not."""
+        """Return the tokens that `after` has and `before`, which it begins with, has not."""
         texts = [before, after, after[len(before) :]]
         start, whole, rest = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         # read in its place, since some tokenizers begin a text with a space; alone where a token
@@ -206,7 +206,7 @@ class VLMScorer(PromptedModel):
         return list(whole[len(start) :] if whole[: len(start)] == start else rest)
 
     def _can_reuse(self, prompts: Sequence[Prompt], answers: list[list[list[int]]]) -> bool:
-        """Whether the cache gives the first prompt's likelihoods, in its batch, as the whole
+        """Return True if the cache gives the first prompt's likelihoods, in its batch, as the whole
         sequences give them."""
         if self.model.dtype in (torch.float32, torch.float64):
             tolerance = 1e-3
@@ -233,15 +233,18 @@ class VLMScorer(PromptedModel):
     def _after_cache(
         self, inputs: dict[str, Tensor], answers: list[list[list[int]]]
     ) -> list[Tensor]:
-        """Log-likelihoods with one pass over n prompts and one over all their answers, R in all,
-        padded on the right.
+        """Compute log-likelihoods with one pass over n prompts and one over all their R answers.
+
+        Prompts are padded on the left, answers on the right.
 
         Positions and inputs come from the model's own hooks for generation: they know about left
         padding, images and (Qwen-VL) positions in three dimensions.
         """
         device = self.model.device
         counts = [len(candidates) for candidates in answers]
-        flat = [torch.tensor(tokens) for candidates in answers for tokens in candidates]
+        flat: list[Tensor] = []
+        for candidates in answers:
+            flat += map(torch.tensor, candidates)
         tokens = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True, padding_value=-1).to(
             device
         )
@@ -283,8 +286,8 @@ class VLMScorer(PromptedModel):
         return list(total.cpu().split(counts))
 
     def _whole(self, prompt: Prompt, answers: list[list[int]]) -> Tensor:
-        """Log-likelihoods [C] after one prompt, prompt and answer as one sequence, without cache,
-        batch or padding."""
+        """Compute log-likelihoods [C] after one prompt, prompt and answer as one sequence, without
+        cache, batch or padding."""
         inputs = self._inputs([prompt])
         likelihoods = [
             log_probs_of_answer(self.model, inputs, torch.tensor(answer)).sum()
@@ -294,8 +297,8 @@ class VLMScorer(PromptedModel):
 
 
 def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Sum over L of ln softmax(logits [R, L, V]) at tokens [R, L], where these are not −1 → float32
-    [R]."""
+    """Compute the sum over L of ln softmax(logits [R, L, V]) at tokens [R, L], where these are not
+    −1 → float32 [R]."""
     picked = (
         logits.float().log_softmax(-1).gather(-1, tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     )

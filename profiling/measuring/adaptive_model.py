@@ -1,6 +1,8 @@
-"""The interface of a model with knobs: implement `AdaptiveVLM` for a model of your own, and you can
-profile it (`knobwise.profiling.measuring.profiler`) and serve it
-(`knobwise.agents.serving.adaptive_model`)."""
+"""The interface of a model with knobs.
+
+Implement `AdaptiveVLM` for a model of your own, and you can profile it
+(`knobwise.profiling.measuring.profiler`) and serve it (`knobwise.agents.serving.adaptive_model`).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,11 @@ _clock: ContextVar[Callable[[], int]] = ContextVar("clock", default=time.perf_co
 
 
 def clock_ms(on_cpu: bool = True) -> float:
-    """Now in ms, by the clock in use: the wall clock outside of `clocked_by`. Models take all their
-    times from it. Raises InputError if it counts CPU time and the work is not `on_cpu`."""
+    """Return the time in ms by the clock in use, which is the wall clock outside of `clocked_by`.
+
+    Models take all their times from it. Raises InputError if it counts CPU time and the work is not
+    `on_cpu`.
+    """
     if not on_cpu and _clock.get() is CLOCKS["cpu"]:
         raise InputError(
             "clock=cpu: the model runs on a GPU, whose work is no CPU time; take clock=wall"
@@ -58,7 +63,7 @@ class clocked_by:
 
 @dataclass(frozen=True)
 class KnobSupport:
-    """What one knob is on one model."""
+    """A knob on a certain model: its values and its default."""
 
     name: str
     default: Any
@@ -79,11 +84,11 @@ class KnobSupport:
 
     @property
     def available(self) -> bool:
-        """Whether there is anything to set."""
+        """True if the knob has more than one value on this model."""
         return len(self.values) > 1 or self.least < self.most
 
     def accepts(self, value: Any) -> bool:
-        """Whether the knob can be set to this value."""
+        """Return True if the knob can be set to this value."""
         if not self.available:
             return bool(value == self.default)
         if self.values:
@@ -122,8 +127,8 @@ class FirstStage:
     configuration."""
 
     def unused_ms(self, configuration: Configuration) -> float:
-        """What of the stage, beside `extra_ms`, an answer under this configuration does not
-        continue from."""
+        """Return the time of the stage, without `extra_ms`, that is lost under this configuration,
+        because its answer does not continue from the stage."""
         unused = self.reused_by is not None and not self.reused_by(configuration)
         if unused:
             return self.total_ms - self.extra_ms
@@ -161,12 +166,12 @@ class AdaptiveVLM(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in files and reports."""
+        """The model's name in files and reports."""
         ...
 
     @property
     def knobs(self) -> tuple[KnobSupport, ...]:
-        """What can be set, under any names; a model with `KNOBS` names all three, also those that
+        """The knobs, under any names; a model with one of `KNOBS` names all three, also those that
         it lacks."""
         ...
 
@@ -177,9 +182,12 @@ class AdaptiveVLM(Protocol):
         ...
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        """The part that comes before a decision; independent of every knob. `features` is False
-        where the decision needs none, because it is always the same at this budget: leave out what
-        only they need, and a first look that not every configuration continues from."""
+        """Run the part that comes before a decision, which is independent of every knob.
+
+        `features` is False where the decision needs none, because it is always the same at this
+        budget: leave out what only they need, and a first look that not every configuration
+        continues from.
+        """
         ...
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
@@ -191,8 +199,11 @@ class AdaptiveVLM(Protocol):
 def check_configuration(
     knobs: Sequence[KnobSupport], configuration: Configuration
 ) -> dict[str, Any]:
-    """The configuration with defaults filled in. Raises InputError for an unknown knob, a value
-    that it does not take, or any value but the default for a knob that the model lacks."""
+    """Return the configuration with defaults filled in.
+
+    Raises InputError for an unknown knob, a value that it does not take, or any value but the
+    default for a knob that the model lacks.
+    """
     known = {knob.name: knob for knob in knobs}
     if unknown := [name for name in configuration if name not in known]:
         raise InputError(f"unknown knob {unknown[0]!r}; known are {', '.join(known)}")

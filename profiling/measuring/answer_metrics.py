@@ -1,5 +1,4 @@
-"""How right an answer is, by the metric of the data set that the question comes from: a number in
-[0, 1]."""
+"""Metrics of answers: each data set has its own, and each gives an accuracy in [0, 1]."""
 
 from __future__ import annotations
 
@@ -18,12 +17,17 @@ RELAXED_TOLERANCE = 0.05
 def answer_accuracy(
     metric: str, answer: str, references: Sequence[str], choices: Sequence[str] = ()
 ) -> float:
-    """The accuracy of an answer in [0, 1] by one of `METRICS`.
+    """Return the accuracy of an answer in [0, 1] by one of `METRICS`.
 
-    `references` are right answers, at least one; VQA has the answers of ten people, right or not,
-    repeats included. `choices` are the options of the metric `choice`, in the order of their
-    letters. Raises InputError for no reference, `choice` without choices or with none that is
-    right.
+    Args:
+        metric: one of `METRICS`.
+        answer: the model's answer.
+        references: right answers, at least one; VQA has the answers of ten people, right or not,
+            repeats included.
+        choices: the options of the metric `choice`, in the order of their letters.
+
+    Raises:
+        InputError: no reference; `choice` without choices, or with none that is right.
     """
     if not references:
         raise InputError(
@@ -35,12 +39,12 @@ def answer_accuracy(
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """VQA accuracy (Antol et al. 2015, https://arxiv.org/abs/1505.00468; Goyal et al. 2017).
+    """Compute VQA accuracy (Antol et al. 2015, https://arxiv.org/abs/1505.00468).
 
-    The mean of min(1, agreeing / 3) over all ways to leave one of the references out, agreeing
-    counted among the others: of ten references 1, 2, 3, 4 that agree give .3, .6, .9, 1. Where
-    fewer than three others are left, their number stands in the place of 3; a lone reference is
-    compared as it is.
+    As in Goyal et al. 2017, it is the mean of min(1, agreeing / 3) over all ways to leave out one
+    of the references, where agreeing counts the others only: of ten references 1, 2, 3, 4 that
+    agree give .3, .6, .9, 1. Where fewer than three others are left, their number replaces the
+    3. A single reference is simply compared.
     """
     plain = normalised(answer)
     right = [normalised(reference) for reference in references]
@@ -48,20 +52,23 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
         return float(plain == right[0])
     agreeing = right.count(plain)
     needed = min(3, len(right) - 1)
-    return sum(min(1.0, (agreeing - (reference == plain)) / needed) for reference in right) / len(
-        right
-    )
+    scores = (min(1.0, (agreeing - (reference == plain)) / needed) for reference in right)
+    return sum(scores) / len(right)
 
 
 def normalised(text: str) -> str:
-    """An answer as VQA evaluation compares it (https://visualqa.org/evaluation.html).
+    """Normalise an answer as VQA evaluation does (https://visualqa.org/evaluation.html).
 
-    Lower case; no comma between digits and no period but the decimal point; the other marks that
-    the evaluation knows become blanks, but apostrophe and colon stay; numbers up to ten in digits;
-    no articles; contractions with their apostrophes; single blanks. A text of which nothing would
-    be left, such as "A" or "?", only loses its case.
+    - lower case, single blanks
+    - no comma between digits, and no period but the decimal point
+    - the other marks that the evaluation knows become blanks; apostrophe and colon stay
+    - numbers up to ten in digits
+    - no articles
+    - contractions with their apostrophes
 
-    The evaluation skips all this for a question whose references are one and the same; here it is
+    A text of which nothing would be left, such as "A" or "?", only loses its case.
+
+    The evaluation skips all this for a question whose references are all the same; here it is
     never skipped.
     """
     plain = " ".join(text.lower().replace("’", "'").split())
@@ -77,13 +84,15 @@ def normalised(text: str) -> str:
 # $ % & # * and others are not among them: "5%" and "5" are different answers there too
 _TO_BLANKS = str.maketrans(dict.fromkeys(';/[]"{}()=+\\_-<>@`,?!', " "))
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-NUMBERS = {name: str(number) for number, name in enumerate(NAMES)}
+NUMBERS = {name: str(digit) for digit, name in enumerate(NAMES)}
 _DIGITS = {"none": "0", **NUMBERS}
 
 
 def _contractions() -> dict[str, str]:
-    """Every contraction by its spellings that lack some of its apostrophes, but for those that are
-    words themselves."""
+    """Return every contraction by those of its spellings that lack apostrophes.
+
+    Spellings that are words of their own, such as "were", are left out.
+    """
     stems = {
         "n't": "ai are ca could did do does had has have is might must need "
         "ought sha should was were wo would",
@@ -96,25 +105,17 @@ def _contractions() -> dict[str, str]:
         "'s": "he she how let somebody someone something that there what when where who why",
     }
     whole = ["i'm", "ma'am", "o'clock", "'twas", "'tis", "y'all", "y'all'll", "y'all'd've"]
-    whole += [stem + ending for ending, group in stems.items() for stem in group.split()]
+    for ending, group in stems.items():
+        whole += [stem + ending for stem in group.split()]
+    words = ("id", "wed", "were", "shed", "tis", "hell", "shell", "whore", "lets")
     spellings = {}
-    for word in whole:
-        for letters in itertools.product(
-            *(("", "'") if letter == "'" else letter for letter in word)
-        ):
-            spelling = "".join(letters)
-            if spelling not in (
-                "id",
-                "wed",
-                "were",
-                "shed",
-                "tis",
-                "hell",
-                "shell",
-                "whore",
-                "lets",
-            ):
-                spellings[spelling] = word
+    for contraction in whole:
+        # each apostrophe may be there or not
+        letters = (("", "'") if letter == "'" else letter for letter in contraction)
+        for variant in itertools.product(*letters):
+            spelling = "".join(variant)
+            if spelling not in words:
+                spellings[spelling] = contraction
     return spellings
 
 
@@ -122,8 +123,11 @@ _CONTRACTIONS = _contractions()
 
 
 def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
-    """1 if the option that the answer names is a right one, else 0; references are options or their
-    letters. Raises InputError for no choices, more than 26, or none of them is a reference."""
+    """Return 1 if the option that the answer names is a right one, else 0.
+
+    References are options or their letters. Raises InputError for no choices, more than 26, or none
+    that is a reference.
+    """
     if not 1 <= len(choices) <= len(string.ascii_uppercase):
         raise InputError(f"metric choice: needs 1 to 26 choices, not {len(choices)}")
     comparable = _comparable(choices)
@@ -142,14 +146,18 @@ def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[st
 
 
 def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
-    """Which option an answer names: its place in `choices`, or None where it names none or several.
+    """Return the index of the option that an answer names, or None for no or several options.
 
-    What counts, the first that is found: nothing but the text of an option; nothing but a letter
-    ("b", "B.", "(B)"); a letter before a text ("B) cat", "(B) cat", "B: cat"); a letter after
-    "answer", "option" or "choice", or "Answer:"; one letter in brackets, or one capital standing
-    alone, somewhere in the answer ("A dog" and "I see" begin with no letter, "A is" and "A or B"
-    do); the text of one option, as whole words, somewhere in the answer, the longest where one
-    holds another.
+    These are tried in turn, and the first that fits counts:
+
+    1. nothing but the text of an option
+    2. nothing but a letter ("b", "B.", "(B)")
+    3. a letter before a text ("B) cat", "(B) cat", "B: cat")
+    4. a letter after "answer", "option" or "choice", or "Answer:"
+    5. a single letter in brackets, or a single capital as a word, anywhere in the answer ("A dog"
+       and "I see" begin with no letter, "A is" and "A or B" do)
+    6. the text of a single option, as whole words, anywhere in the answer; the longest where one
+       contains another
     """
     comparable = _comparable(choices)
     count = len(choices)
@@ -173,52 +181,62 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
             return ord(letters.pop()) - ord("A")
         if letters:
             return None
-    within = {place: text for place, text in enumerate(texts) if f" {text} " in f" {plain} "}
-    within = {
-        p: t
-        for p, t in within.items()
-        if not any(t != o and f" {t} " in f" {o} " for o in within.values())
-    }
-    if len(within) == 1:
-        return next(iter(within))
-    return None
+    return _option_within(plain, texts)
+
+
+def _option_within(plain: str, texts: Sequence[str]) -> int | None:
+    """Return the index of the single option whose text occurs in an answer; the longest where one
+    contains another."""
+    within = {index: text for index, text in enumerate(texts) if f" {text} " in f" {plain} "}
+    longest = []
+    for index, text in within.items():
+        if not any(text != other and f" {text} " in f" {other} " for other in within.values()):
+            longest.append(index)
+    return longest[0] if len(longest) == 1 else None
 
 
 def _comparable(choices: Sequence[str]) -> Callable[[str], str]:
-    """How texts are compared: as loosely as still tells the choices apart, so "x > 5" from "x <
-    5"."""
+    """Return the function that simplifies texts for comparison.
+
+    It keeps no more than it must to tell the choices apart, such as "x > 5" from "x < 5".
+    """
     if len(set(map(_signed, choices))) == len(choices):
         return _signed
     return lambda text: _lower(text.rstrip(". "))
 
 
 def _letter(text: str, count: int) -> int | None:
-    """The place that a letter standing for itself names, bare, in brackets or before a mark."""
+    """Return the index of the option that a text of a single letter names.
+
+    The letter may stand in brackets or before a mark.
+    """
     match = re.fullmatch(r"[\s(\[*\"']*([A-Za-z])[\s)\]*\"'.:,]*", text)
-    if match:
-        place = ord(match[1].upper()) - ord("A")
-    else:
-        place = count
-    return place if place < count else None
+    if not match:
+        return None
+    index = ord(match[1].upper()) - ord("A")
+    return index if index < count else None
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """1 if the answer is one of the references, both as `normalised` but for the signs of numbers,
-    else 0."""
+    """Return 1 if the answer is one of the references, else 0.
+
+    Both are compared as `normalised`, but with the signs of numbers.
+    """
     return float(_signed(answer) in map(_signed, references))
 
 
 def _signed(text: str) -> str:
-    """As `normalised`, but a minus before a number stays: VQA evaluation takes "-5" for "5"."""
+    """Normalise as `normalised`, but keep the minus of a number: VQA evaluation takes "-5" for
+    "5"."""
     return normalised(re.sub(r"(?<![\w.)\]])[-−](?=[$€£]?\.?\d)", "minus ", text))
 
 
 def anls(answer: str, references: Sequence[str]) -> float:
-    """Average normalised Levenshtein similarity of one answer (Biten et al. 2019,
+    """Compute the average normalised Levenshtein similarity of one answer (Biten et al. 2019,
     https://arxiv.org/abs/1905.13648).
 
-    The best 1 − distance / longer length over the references; 0 from a distance of half the longer
-    length on. Case and the number of blanks do not count.
+    It is the best 1 − distance / longer length over the references, and 0 from a distance of half
+    the longer length on. Case and the number of blanks do not count.
     """
     lower = _lower(answer)
     distances = [
@@ -230,7 +248,8 @@ def anls(answer: str, references: Sequence[str]) -> float:
 
 
 def levenshtein(a: str, b: str) -> int:
-    """The fewest insertions, deletions and replacements of characters that make `b` of `a`."""
+    """Count the insertions, deletions and replacements of characters that turn `a` into `b`, at
+    least."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         diagonal = row[0]
@@ -241,26 +260,25 @@ def levenshtein(a: str, b: str) -> int:
 
 
 def relaxed_match(answer: str, references: Sequence[str]) -> float:
-    """1 if a number is within 5 % of one of the references, or a text the same but for case
-    (ChartQA; Masry et al. 2022, https://arxiv.org/abs/2203.10244, section 5.1), else 0.
+    """Return 1 if a number is within 5 % of a reference, or a text equals one but for case, else 0.
 
-    Commas in numbers do not count and "5%" is 0.05. The 5 % hold for years too, as they do in the
-    original.
+    This is the metric of ChartQA (Masry et al. 2022, https://arxiv.org/abs/2203.10244, section
+    5.1). Commas in numbers do not count and "5%" is 0.05. The 5 % hold for years too, as they do in
+    the original.
     """
     lower = _lower(answer)
     number = _number(answer)
     for reference in references:
         wanted = _number(reference)
         # room for the last bit, so that 1.05 is within 5 % of 1
-        if lower == _lower(reference) or abs(number - wanted) <= RELAXED_TOLERANCE * abs(wanted) * (
-            1 + 1e-9
-        ):
+        tolerance = RELAXED_TOLERANCE * abs(wanted) * (1 + 1e-9)
+        if lower == _lower(reference) or abs(number - wanted) <= tolerance:
             return 1.0
     return 0.0
 
 
 def _number(text: str) -> float:
-    """The number that a text is; NaN, which is close to nothing, where it is none."""
+    """Read a text as a number; NaN, which is close to nothing, if it is none."""
     plain = re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("−", "-").strip().rstrip(".").strip())
     match = re.fullmatch(r"[$€£]?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,2})?)\s*(%?)", plain)
     if match is None:
@@ -279,4 +297,4 @@ _BY_REFERENCES: dict[str, Callable[[str, Sequence[str]], float]] = {
     "relaxed": relaxed_match,
 }
 METRICS = (*_BY_REFERENCES, "choice")
-"""vqa, exact, anls, relaxed, choice."""
+"""The names of the metrics: vqa, exact, anls, relaxed, choice."""

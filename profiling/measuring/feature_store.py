@@ -1,6 +1,8 @@
-"""Features of samples on disk: taken once for each image, question and model, kept through a kill,
-written as one file that `knobwise.envs.readers.feature_files` reads, with the content key of each
-sample in its metadata."""
+"""Keep the features of samples on disk, through a kill.
+
+They are taken once for each image, question and model, and written as one file that
+`knobwise.envs.readers.feature_files` reads, with the content key of each sample in its metadata.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ _PARTS = "[0-9]*.safetensors"  # not what another process is writing, or a kill 
 
 
 def image_digests(items: Sequence[VQAItem]) -> list[str]:
-    """SHA-256 of what each image is: the bytes of its file, or the pixels of a picture in RGB, as
-    models are shown it. Raises InputError if a file cannot be read."""
+    """Return the SHA-256 of each image: of the bytes of its file, or of the pixels of a picture in
+    RGB, as models see it. Raises InputError if a file cannot be read."""
 
     @cache  # many questions are asked about one image
     def of_file(path: Path) -> str:
@@ -66,8 +68,13 @@ def _digest(image: Any, where: str = "an image given as bytes") -> str:
 
 
 def content_keys(images: Sequence[str], questions: Sequence[str], model: str) -> list[str]:
-    """For each sample a hash of its image (one of `image_digests`), of its question as it is asked,
-    and of the model, which `model` tells from others, its weights included."""
+    """Return a key for each sample: a hash of its image, its question and the model.
+
+    Args:
+        images: the `image_digests` of the samples.
+        questions: their questions, as the model reads them.
+        model: a text that tells the model from others, its weights included.
+    """
     parts = zip(images, questions, strict=True)
     return [hashlib.sha256(json.dumps([*part, model]).encode()).hexdigest()[:32] for part in parts]
 
@@ -92,8 +99,11 @@ class FeatureStore:
         parts = sorted(self.folder.glob(_PARTS))
         self._next = int(parts[-1].stem) + 1 if parts else 0
         for path in (*known, *parts):  # the latest wins
-            for file in sorted(path.glob(_PARTS)) if path.is_dir() else [path] * path.exists():
-                self._read(file)
+            if path.is_dir():
+                for part in sorted(path.glob(_PARTS)):
+                    self._read(part)
+            elif path.exists():
+                self._read(path)
 
     def __contains__(self, key: str) -> bool:
         return key in self._blocks
@@ -112,10 +122,8 @@ class FeatureStore:
             if not values.isfinite().all():
                 raise InputError(f"{where}: {block} are not all finite")
         widths = {block: len(values) for block, values in blocks.items()}
-        usual = {
-            block: len(values)
-            for block, values in next(iter(self._blocks.values()), blocks).items()
-        }
+        first = next(iter(self._blocks.values()), blocks)
+        usual = {block: len(values) for block, values in first.items()}
         if widths != usual:
             raise InputError(f"{where}: widths are {widths}, but those of the others {usual}")
         self._blocks[key] = blocks
@@ -126,9 +134,8 @@ class FeatureStore:
     def flush(self) -> None:
         """Put what was added since on disk, as one more part."""
         if self._new:
-            self._save(
-                self.folder / f"{self._next:06d}.safetensors", list(dict.fromkeys(self._new)), {}
-            )
+            path = self.folder / f"{self._next:06d}.safetensors"
+            self._save(path, list(dict.fromkeys(self._new)), {})
             self._next = self._next + 1
             self._new = []
 
@@ -141,15 +148,16 @@ class FeatureStore:
             )
         self._save(path, keys, {"sample_id": json.dumps(list(sample_ids))})
 
-    def _save(self, path: Path, keys: Sequence[str], words: dict[str, str]) -> None:
-        names = self._blocks[keys[0]]
-        stacked = {name: torch.stack([self._blocks[key][name] for key in keys]) for name in names}
-        save_tensors(path, stacked, {**words, "key": json.dumps(list(keys))})
+    def _save(self, path: Path, keys: Sequence[str], metadata: dict[str, str]) -> None:
+        stacked = {}
+        for name in self._blocks[keys[0]]:
+            stacked[name] = torch.stack([self._blocks[key][name] for key in keys])
+        save_tensors(path, stacked, {**metadata, "key": json.dumps(list(keys))})
 
     def _read(self, path: Path) -> None:
         try:
-            blocks, words = tensors_and_metadata(path)
-            keys = json.loads(words.get("key", "null"))
+            blocks, metadata = tensors_and_metadata(path)
+            keys = json.loads(metadata.get("key", "null"))
         except Damaged:
             say(f"{path}: is damaged; its features are computed again")
             return

@@ -1,4 +1,4 @@
-"""Which configurations of a grid too large to measure are measured."""
+"""Choose which configurations to measure where a grid is too large to measure all."""
 
 from __future__ import annotations
 
@@ -16,43 +16,51 @@ from knobwise.common.errors import InputError
 def sample_grid(
     values: Mapping[str, Sequence[Any]], count: int = 0, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Choose `count` different configurations of the grid that these values span, or all for 0; the
-    same ones for the same arguments. They are spread evenly over all knobs at once, as a Latin
-    hypercube (McKay et al. 1979); a point that falls on a configuration taken already goes to the
-    nearest free one.
+    """Choose `count` different configurations of the grid that these values span, or all for 0.
 
-    The values of each knob are by its name: names of modes in the order of their cost, numbers in
-    any order. The configurations are in the order of the grid, the last knob changing fastest.
-    Raises InputError for no knobs or values, a value given twice, more than there are.
+    They are spread evenly over all knobs at once, as a Latin hypercube (McKay et al. 1979); a point
+    that falls on a configuration taken already goes to the nearest free one. Equal arguments give
+    equal choices.
+
+    Args:
+        values: the values of each knob by its name: names of modes in the order of their cost,
+            numbers in any order.
+        count: the number of configurations.
+        seed: of the random choice.
+
+    Returns:
+        The configurations in the order of the grid, the last knob changing fastest.
+
+    Raises:
+        InputError: no knobs or values, a value twice, or a `count` larger than the grid.
     """
     if not values:
         raise InputError("a grid needs at least one knob")
-    for name, of_knob in values.items():
-        if not of_knob or len(set(of_knob)) < len(of_knob):
+    for name, knob_values in values.items():
+        if not knob_values or len(set(knob_values)) < len(knob_values):
             raise InputError(
-                f"{name} needs at least one value and no value twice, not {list(of_knob)}"
+                f"{name} needs at least one value and no value twice, not {list(knob_values)}"
             )
-    sizes = [len(of_knob) for of_knob in values.values()]
+    sizes = [len(knob_values) for knob_values in values.values()]
     total = math.prod(sizes)
     if not 0 <= count <= total:
         raise InputError(
             f"knobs.count={count}: these values make {total} configurations; 0 takes all"
         )
-    all_of_them = count in (0, total)
-    if all_of_them:
+    if count in (0, total):
         chosen = np.arange(total)
     else:
         chosen = _latin_hypercube(sizes, count, np.random.default_rng(seed))
-    # numbers have their place by size, whatever their order in `values`
-    ordered = [
-        v if any(isinstance(value, str) for value in v) else sorted(v) for v in values.values()
-    ]
+    ordered = []
+    for knob_values in values.values():
+        has_names = any(isinstance(value, str) for value in knob_values)
+        ordered.append(knob_values if has_names else sorted(knob_values))
     configurations = list(itertools.product(*ordered))
     return [dict(zip(values, configurations[i], strict=True)) for i in np.sort(chosen)]
 
 
 def _latin_hypercube(sizes: list[int], count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Numbers of configurations in the order of the grid, int64 [count]."""
+    """Draw configurations by their number in the grid, in ascending order: int64 [count]."""
     from scipy.stats import qmc
 
     grid = np.indices(sizes).reshape(len(sizes), -1).T  # [C, K]
@@ -62,6 +70,7 @@ def _latin_hypercube(sizes: list[int], count: int, rng: np.random.Generator) -> 
     taken, first = np.unique(wanted, return_index=True)
     free = np.ones(len(grid), bool)
     free[taken] = False
+    # points that fell on a configuration taken already
     for point in np.delete(points, first, axis=0):
         distance = np.where(free, ((middles - point) ** 2).sum(1), np.inf)
         free[distance.argmin()] = False

@@ -1,5 +1,4 @@
-"""The machine that measures: its processor and threads; and the folder that a run measures into,
-with its files."""
+"""Describe the machine that measures, and claim and fill the folder that a run measures into."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def _json(content: Any) -> str:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Lines for a terminal, from one of `profiling/templates`."""
+    """Render one of `profiling/templates` as lines for a terminal."""
     loader = PackageLoader("knobwise.profiling")
     environment = Environment(
         loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -60,7 +59,7 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of files of a folder, by name."""
+    """Compute the SHA-256 of files of a folder, by name."""
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
@@ -76,7 +75,7 @@ def one_thread() -> Iterator[None]:
 
 
 def cpu_name() -> str:
-    """The model name of this machine's processor."""
+    """Return the model name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -88,7 +87,7 @@ def cpu_name() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What latencies depend on besides the model: processor, accelerator, versions, threads."""
+    """Return what latencies depend on besides the model: processor, accelerator, threads, torch."""
     return {
         "cpu": cpu_name(),
         "architecture": platform.machine(),

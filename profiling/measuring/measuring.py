@@ -1,9 +1,9 @@
-"""Measure a model sample by sample and configuration by configuration; a kill costs nothing.
+"""Measure a model sample by sample and configuration by configuration.
 
-Each measurement is a line appended to a file before the next one begins. It names the sample, its
-content (see `knobwise.profiling.measuring.feature_store`) and the configuration, so a later call
-may want more or less: what is on disk is never measured again, and a sample whose image or question
-changed is.
+A kill loses no measurement that was taken: each is a line appended to a file before the next one
+begins. It names the sample, its content (see `knobwise.profiling.measuring.feature_store`) and the
+configuration, so a later call may want more or less: what is on disk is never measured again, and a
+sample whose image or question changed is.
 """
 
 from __future__ import annotations
@@ -40,45 +40,40 @@ from knobwise.profiling.measuring.questions import VQAItem
 TIMES = ("total_ms", "prefill_ms", "vision_ms")
 TOKENS = ("vision_tokens", "language_tokens", "output_tokens")
 EXTRA = "extra."
-"""Columns of what a model adds to its answers begin with this."""
+"""Prefix of the columns that a model adds to its answers."""
 COLUMNS = {
-    *(
-        "sample",
-        "sample_id",
-        "question_id",
-        "question_type",
-        "image_id",
-        "dataset",
-        "split",
-        "fold",
-        "answers",
-        "pred",
-    ),
-    *(
-        "accuracy",
-        "changed",
-        "configuration",
-        "content",
-        "repeat",
-        "text",
-        "score",
-        "soft_score",
-        "prediction",
-    ),
-    *(
-        "answer",
-        "question",
-        "latency_ms",
-        "decode_ms",
-        "features_ms",
-        "first_look_ms",
-        *TIMES,
-        *TOKENS,
-    ),
-    *("num_total_tokens", *(f"num_{name}" for name in TOKENS)),
+    "sample",
+    "sample_id",
+    "question_id",
+    "question_type",
+    "image_id",
+    "dataset",
+    "split",
+    "fold",
+    "answers",
+    "pred",
+    "accuracy",
+    "changed",
+    "configuration",
+    "content",
+    "repeat",
+    "text",
+    "score",
+    "soft_score",
+    "prediction",
+    "answer",
+    "question",
+    "latency_ms",
+    "decode_ms",
+    "features_ms",
+    "first_look_ms",
+    "num_total_tokens",
+    *TIMES,
+    *TOKENS,
+    *(f"num_{name}" for name in TOKENS),
 }
-"""Of the log and of the tables made from it: no knob and nothing that a model adds may have such a
-name."""
+"""Columns of the log and of the tables made from it; neither a knob nor a number that a model adds
+may have such a name."""
 _SCHEMA = {
     "sample_id": pl.String,
     "content": pl.String,
@@ -87,20 +82,19 @@ _SCHEMA = {
     **dict.fromkeys((*TIMES, "features_ms", "first_look_ms"), pl.Float64),
     **dict.fromkeys(TOKENS, pl.Int64),
 }
-_COLLECT_EVERY = 64
+_COLLECT_EVERY = 64  # measurements between two garbage collections
+# with clock=cpu a model's time may be this much more than the thread's CPU time: a factor, and ms
 _SLACK = 1.02, 0.2
-"""How much more than the thread's CPU time a model's time may be with clock=cpu: a factor and
-ms."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements that make a profile, and how they are taken (see `VLMProfileConfig`)."""
+    """The measurements that make a profile, and how to take them (see `VLMProfileConfig`)."""
 
     items: tuple[VQAItem, ...]
-    questions: tuple[Any, ...]  # of each item as the model gets it
-    contents: tuple[str, ...]  # the content key of each item
-    configurations: tuple[Mapping[str, Any], ...]  # a value for every knob in each
+    questions: tuple[Any, ...]  # each item's question as the model gets it
+    contents: tuple[str, ...]  # each item's content key
+    configurations: tuple[Mapping[str, Any], ...]  # each has a value for every knob
     repeats: int
     seed: int = 0
     warm_up: int = 1
@@ -108,19 +102,22 @@ class Plan:
 
     @property
     def knobs(self) -> tuple[str, ...]:
-        """Their names."""
+        """The names of the knobs."""
         return tuple(self.configurations[0])
 
     @property
     def settings(self) -> pl.DataFrame:
-        """The configurations, a column for each knob."""
-        return pl.DataFrame(
-            {knob: [setting[knob] for setting in self.configurations] for knob in self.knobs}
-        )
+        """The configurations as a table, with a column for each knob."""
+        columns = {}
+        for knob in self.knobs:
+            columns[knob] = [setting[knob] for setting in self.configurations]
+        return pl.DataFrame(columns)
 
     def select(self, log: pl.DataFrame) -> pl.DataFrame:
-        """The measurements of a log that belong to the plan, each once, with `sample` and
-        `configuration` numbers."""
+        """Return the measurements of a log that belong to the plan, each once.
+
+        Two columns are added: `sample` and `configuration`, by number in the plan.
+        """
         samples = pl.DataFrame(
             {"sample_id": [item.id for item in self.items], "content": list(self.contents)},
             schema_overrides=_SCHEMA,
@@ -139,7 +136,8 @@ class Plan:
         )
 
     def done(self, log: pl.DataFrame) -> NDArray[np.bool_]:
-        """[R, N, C] whether a log contains the measurement."""
+        """Mark the measurements that a log contains: bool [R, N, C], by repeat, sample and
+        configuration."""
         cells = self.select(log).select("repeat", "sample", "configuration").to_numpy()
         done = np.zeros((self.repeats, len(self.items), len(self.configurations)), bool)
         done[tuple(cells.astype(np.int64).T)] = True
@@ -147,29 +145,34 @@ class Plan:
 
 
 def read_logs(folder: str | Path) -> pl.DataFrame:
-    """What all processes have measured so far, one row for each measurement. Raises InputError for
-    a file that is not such a log."""
+    """Read what all processes have measured so far, one row for each measurement.
+
+    Raises InputError for a file that is not such a log.
+    """
     frames = [pl.DataFrame(schema=_SCHEMA)]
     for path in sorted(Path(folder).glob("measured-*.jsonl")):
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]  # another process may be writing its next line
-        if whole:
-            try:
-                frame = pl.read_ndjson(
-                    io.BytesIO(whole), infer_schema_length=None, schema_overrides=_SCHEMA
-                )
-                frames.append(frame.with_columns(pl.selectors.starts_with(EXTRA).cast(pl.Float64)))
-            except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-                raise InputError(
-                    f"{path}: is damaged ({error}); move it away to measure its part again"
-                ) from error
+        if not whole:
+            continue
+        try:
+            frame = pl.read_ndjson(
+                io.BytesIO(whole), infer_schema_length=None, schema_overrides=_SCHEMA
+            )
+            frames.append(frame.with_columns(pl.selectors.starts_with(EXTRA).cast(pl.Float64)))
+        except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+            raise InputError(
+                f"{path}: is damaged ({error}); move it away to measure its part again"
+            ) from error
     return pl.concat(frames, how="diagonal_relaxed")
 
 
 @contextmanager
 def appended(path: str | Path) -> Iterator[BinaryIO]:
-    """A log, opened at the end of its last whole line; what a kill left half written is cut off.
-    Raises InputError if another process has it open."""
+    """Open a log at the end of its last whole line; what a kill left half written is cut off.
+
+    Raises InputError if another process has it open.
+    """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
         if not lock_descriptor(file.fileno(), blocking=False):
@@ -192,13 +195,20 @@ def measure(
 ) -> None:
     """Measure what is not `done`, one request at a time.
 
-    The first stage runs anew for each measurement, since its time is part of what is measured;
-    where an answer cannot continue from it (`kept` is None), once for each sample.
+    The first stage runs anew for each measurement, since its time is part of what is measured. It
+    runs once for each sample where no answer can continue from it (`kept` is None).
 
-    `log` gets a line for each measurement; `done`, [R, N, C], is what was measured before. `store`
-    gets the features of samples whose content keys are in `untaken`, from which those taken are
-    removed. Raises InputError if the model failed, or gave an impossible answer; the message names
-    sample and configuration.
+    Args:
+        model: the model to measure.
+        plan: the measurements to take.
+        log: an open file that gets a line for each measurement.
+        done: bool [R, N, C], what was measured before.
+        store: gets the features of the samples whose content keys are in `untaken`.
+        untaken: content keys of samples without features; a key is removed once it is taken.
+
+    Raises:
+        InputError: the model failed, or gave an impossible answer; the message names sample and
+            configuration.
     """
     if done.all():
         return
@@ -224,16 +234,23 @@ def measure(
 
 
 def _warm_up(run: _Runner, done: NDArray[np.bool_], rounds: int) -> None:
-    """Answer untimed; the warm-up of an earlier session does not count for this one."""
+    """Answer once a round, untimed, with each configuration that is still to be measured.
+
+    The warm-up of an earlier session does not count for this one.
+    """
     needed = np.flatnonzero(~done.all((0, 1))).tolist()
-    with progress("warming up", rounds * len(needed), quiet_s=5) as tick:
-        for number in range(rounds * len(needed)):
-            run(number // len(needed) % done.shape[1], needed[number % len(needed)])
-            tick(number + 1, "")
+    samples = done.shape[1]
+    total = rounds * len(needed)
+    with progress("warming up", total, quiet_s=5) as tick:
+        for step in range(total):
+            # another sample in each round
+            round_index, j = divmod(step, len(needed))
+            run(round_index % samples, needed[j])
+            tick(step + 1, "")
 
 
 def _missing(done: NDArray[np.bool_], seed: int) -> Iterator[tuple[int, int, int]]:
-    """Repeat, sample and configuration of what is not done, in order."""
+    """Yield repeat, sample and configuration of each missing measurement, in measuring order."""
     repeats, samples, configurations = done.shape
     for repeat in range(repeats):
         for i, j in measuring_order(samples, configurations, (seed, repeat)).tolist():
@@ -244,9 +261,11 @@ def _missing(done: NDArray[np.bool_], seed: int) -> Iterator[tuple[int, int, int
 def measuring_order(
     samples: int, configurations: int, seed: int | tuple[int, ...]
 ) -> NDArray[np.int64]:
-    """[N·C, 2] every pair of sample and configuration once, in random order over both: drift of the
-    machine then falls on all alike. A change of the knobs costs the models here next to nothing,
-    and it is not in their times."""
+    """Draw an order over all pairs of sample and configuration: int64 [N·C, 2].
+
+    The order is random over both, so that drift of the machine falls on all alike. A change of the
+    knobs costs the models here next to nothing, and it is not in their times.
+    """
     pairs = np.random.default_rng(seed).permutation(samples * configurations)
     return np.stack(np.divmod(pairs, configurations), 1)
 
@@ -259,49 +278,45 @@ class _Runner:
         self.plan = plan
         self._cpu_only = plan.clock == "cpu"
         self._reserved = COLUMNS | set(plan.knobs)
-        self._stages: dict[
-            int, FirstStage
-        ] = {}  # that no answer continues from: without their images they are small
+        # first stages that no answer continues from, by sample; small, since images are left out
+        self._stages: dict[int, FirstStage] = {}
 
     def __call__(self, i: int, j: int) -> tuple[FirstStage, Answer]:
         item = self.plan.items[i]
         configuration = self.plan.configurations[j]
         request = Request(item.picture(), self.plan.questions[i])
         try:
-            if self._cpu_only:
-                start = time.thread_time_ns()
-            else:
-                start = 0
-            if i in self._stages:
-                stage = replace(self._stages[i], request=request)
-            else:
-                stage = self.model.first_stage(request)
-                if stage.kept is None:
-                    self._stages[i] = replace(stage, request=Request(None, None))
+            start_ns = time.thread_time_ns() if self._cpu_only else 0
+            stage = self._first_stage(i, request)
             (answer,) = self.model.answer([stage], configuration)
             check_answer(answer, self._reserved)
             if self._cpu_only:
-                cpu_ms = (time.thread_time_ns() - start) / 1e6
-                if answer.total_ms > cpu_ms * _SLACK[0] + _SLACK[1]:
-                    raise ValueError(
-                        f"its time is {answer.total_ms:.3f} ms, but its thread took {cpu_ms:.3f} "
-                        "ms of CPU time; with "
-                        f"clock=cpu a model must take its times from {clock_ms.__module__}.clock_ms"
-                    )
+                _check_cpu_time(answer, (time.thread_time_ns() - start_ns) / 1e6)
         except Exception as error:  # whatever a model may raise, out of memory included
             setting = " ".join(f"{knob}={value}" for knob, value in configuration.items())
-            words = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             raise InputError(
                 f"sample {item.id!r} with {setting}: the model failed ({type(error).__name__}: "
-                f"{words}). What was "
-                "measured is on disk: repeat the command to continue, if need be without some "
-                "values or samples"
+                f"{reason}). What was measured is on disk: repeat the command to continue, if need "
+                "be without some values or samples"
             ) from error
         return stage, answer
 
+    def _first_stage(self, i: int, request: Request) -> FirstStage:
+        """Run the first stage, or return the sample's earlier one if no answer continues from
+        it."""
+        if i in self._stages:
+            return replace(self._stages[i], request=request)
+        stage = self.model.first_stage(request)
+        if stage.kept is None:
+            self._stages[i] = replace(stage, request=Request(None, None))
+        return stage
+
     def line(self, repeat: int, i: int, j: int, stage: FirstStage, answer: Answer) -> bytes:
-        """One measurement as a line of the log. Clocks tick in ns, so no time needs more than six
-        decimals."""
+        """Return one measurement as a line of the log.
+
+        Clocks tick in ns, so no time needs more than six decimals.
+        """
         values = {
             "sample_id": self.plan.items[i].id,
             "content": self.plan.contents[i],
@@ -323,9 +338,21 @@ class _Runner:
         return orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 
+def _check_cpu_time(answer: Answer, cpu_ms: float) -> None:
+    """Raise ValueError if an answer claims more time than its thread spent on the CPU."""
+    factor, allowance_ms = _SLACK
+    if answer.total_ms > cpu_ms * factor + allowance_ms:
+        raise ValueError(
+            f"its time is {answer.total_ms:.3f} ms, but its thread took {cpu_ms:.3f} ms of CPU "
+            f"time; with clock=cpu a model must take its times from {clock_ms.__module__}.clock_ms"
+        )
+
+
 def check_answer(answer: Answer, reserved: set[str]) -> None:
-    """Refuse times that are negative, not finite, or not vision ≤ prefill ≤ total, and an extra
-    with a reserved name, by a ValueError."""
+    """Raise ValueError for an answer with impossible times, or an extra with a reserved name.
+
+    Times must be finite, with 0 ≤ vision ≤ prefill ≤ total.
+    """
     if not 0 <= answer.vision_ms <= answer.prefill_ms <= answer.total_ms < math.inf:
         raise ValueError(
             f"its times are vision {answer.vision_ms}, prefill {answer.prefill_ms}, total "
@@ -338,8 +365,10 @@ def check_answer(answer: Answer, reserved: set[str]) -> None:
 
 @contextmanager
 def collected_between() -> Iterator[Callable[[], object]]:
-    """Stop the garbage collector, which would interrupt random measurements; yield what collects
-    between them."""
+    """Stop the garbage collector, which would interrupt random measurements.
+
+    Yield a function that collects between two measurements.
+    """
     collecting = gc.isenabled()
     gc.freeze()  # collections skip what exists now
     gc.disable()

@@ -20,9 +20,9 @@ from knobwise.profiling.measuring.machine import digests, write_json
 from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, Plan
 
 SAVES_NOTHING = 0.02
-"""A knob that saves less than this share of the time is reported to save none."""
+"""The share of the time below which a knob is reported to save nothing."""
 WINDOW = 51
-"""Measurements that the drift of a machine is taken from, about as many as a tracker remembers."""
+"""The number of measurements that drift is estimated from, about as many as a tracker remembers."""
 CLOCK_NAMES = {
     "wall": f"wall, {time.get_clock_info('perf_counter').implementation}",
     "cpu": f"thread CPU, {time.get_clock_info('thread_time').implementation}",
@@ -32,11 +32,12 @@ Judge = Callable[[int, str], float]
 
 
 def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
-    """One row for each pair of sample and configuration (numbers in the plan), samples outermost:
-    median times, also of what the model adds; the first answer and its accuracy; `changed`, how
-    many repeats answered something else.
+    """Summarise the repeats: one row for each pair of sample and configuration, samples outermost.
 
-    The log holds all of the plan; `judge` is called once for each different answer to a sample.
+    A row holds the numbers of sample and configuration in the plan; median times, also of what the
+    model adds; the first answer and its accuracy; `changed`, how many repeats answered something
+    else. The log holds all of the plan; `judge` is called once for each different answer to a
+    sample.
     """
     measured = plan.select(log).sort("sample", "configuration", "repeat")
     extra = [c for c in measured.columns if c.startswith(EXTRA) and measured[c].is_not_null().any()]
@@ -65,37 +66,38 @@ def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
 
 
 def without_drift(plan: Plan, log: pl.DataFrame) -> pl.DataFrame:
-    """The plan's part of a log, its times divided by how fast the machine was at the moment.
+    """Return the plan's part of a log with the momentary speed of the machine divided out.
 
-    ln ms of a measurement is taken as cell + level + jitter. The level is the running median over
-    `WINDOW` measurements of ln ms − cell, and 0 in the median; a cell is the median of its ln ms −
-    level; both are found in turn. Since cells are measured in random order, a running median is of
-    all of them alike. With fewer than three repeats a cell is not known well enough, and nothing
-    changes.
+    The model is ln ms = cell + level + jitter for each measurement. The level is the running median
+    of ln ms − cell over `WINDOW` measurements, shifted to a median of 0; a cell is the median of
+    its ln ms − level. The two are estimated in turn. Cells are measured in random order, so every
+    running median covers a fair sample of them. With fewer than three repeats a cell is not known
+    well enough, and nothing changes.
     """
     if plan.repeats < 3:
         return log
-    measured = plan.select(log.with_row_index("moment")).sort(
-        "moment"
-    )  # in the order that they were taken
+    # back in the order of measuring
+    measured = plan.select(log.with_row_index("moment")).sort("moment")
     cells = measured.select(
         cell=pl.struct("sample", "configuration"), ln_ms=pl.col("total_ms").clip(1e-6).log()
     )
     level = pl.Series("level", np.zeros(len(cells)))
     for _ in range(4):
-        centred = cells.with_columns(level).with_columns(left=pl.col("ln_ms") - pl.col("level"))
-        far = centred.select(pl.col("ln_ms") - pl.col("left").median().over("cell")).to_series()
-        level = far.rolling_median(WINDOW, min_samples=1, center=True).alias("level")
+        steady = cells.with_columns(level).with_columns(steady=pl.col("ln_ms") - pl.col("level"))
+        deviations = steady.select(pl.col("ln_ms") - pl.col("steady").median().over("cell"))
+        running = deviations.to_series().rolling_median(WINDOW, min_samples=1, center=True)
+        level = running.alias("level")
         level = level - level.median()
     times = [
         column for column in measured.columns if column.endswith("_ms") and column != "features_ms"
     ]
-    steady = measured.with_columns(pl.col(times) / level.exp())
-    return steady.drop("moment", "sample", "configuration")
+    corrected = measured.with_columns(pl.col(times) / level.exp())
+    return corrected.drop("moment", "sample", "configuration")
 
 
 def long_records(plan: Plan, cells: pl.DataFrame, dataset: str) -> pl.DataFrame:
-    """The cells with ids, knobs and data set, as long tables and exp5/exp6 files have them."""
+    """Return the cells with ids, knobs and data set, as long tables and exp5/exp6 files have
+    them."""
     ids = [item.id for item in plan.items]
     columns = {"sample_id": ids, "question_id": ids}
     if any(item.image_id for item in plan.items):  # an item without one has an image of its own
@@ -112,11 +114,10 @@ def long_records(plan: Plan, cells: pl.DataFrame, dataset: str) -> pl.DataFrame:
 
 
 def measurements_of(plan: Plan, log: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
-    """The records of `long_records` with a row for each measurement and a column `repeat`: times
-    are those of the measurement, all else that of its cell. With a single repeat they stay as they
-    are.
+    """Return the records of `long_records` with a row for each measurement and a column `repeat`.
 
-    The log holds all of the plan.
+    A row has the times of its measurement, and all else from its cell. With a single repeat the
+    records stay as they are. The log holds all of the plan.
     """
     if plan.repeats == 1:
         return records
@@ -143,15 +144,16 @@ def write_table(path: Path, columns: pl.DataFrame) -> None:
 def write_exp_files(
     out: Path, records: pl.DataFrame, knobs: Sequence[str], metadata: Mapping[str, Any]
 ) -> str:
-    """Write `exp5/` and `exp6/` in the place of those of an earlier call, where the knobs are those
-    of these files; return why there are none, or ""."""
+    """Write `exp5/` and `exp6/`, replacing those of an earlier call.
+
+    Other knobs than those of these files cannot be written. Return the reason then, else "".
+    """
     for folder in ("exp5", "exp6"):
         shutil.rmtree(out / folder, ignore_errors=True)
     if set(knobs) != set(KNOBS) or not all(records[knob].dtype.is_integer() for knob in knobs):
         return (
             f"no exp5/exp6 files: they hold whole numbers of {', '.join(KNOBS)}, and these knobs "
-            "are "
-            f"{', '.join(knobs)}; read table.parquet instead (profile=table)"
+            f"are {', '.join(knobs)}; read table.parquet instead (profile=table)"
         )
     write_exp5_exp6(records, out / "exp5", out / "exp6", records["dataset"][0], metadata)
     return ""
@@ -165,11 +167,12 @@ def write_vlm_profile(
     knobs: Sequence[KnobSupport],
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write `table.parquet`, `samples.parquet` (the questions), `exp5/`, `exp6/` and, last,
-    `profile.json`; return what the latter holds.
+    """Write the files of a profile; return what `profile.json` holds.
 
-    The log holds all of the plan; `about` is what else is known of the run: `name` of the data set,
-    and what goes into the exp5/exp6 files too, `split`, `model`, `machine` and `command`.
+    The files are `table.parquet`, `samples.parquet` (the questions), `exp5/`, `exp6/` and, last,
+    `profile.json`. The log holds all of the plan. `about` is what else is known of the run: `name`
+    of the data set; `config`; and `split`, `model`, `machine` and `command`, which go into the
+    exp5/exp6 files too.
     """
     cells = cells_of(plan, log, judge)
     records = long_records(plan, cells, about["name"])
@@ -191,6 +194,10 @@ def write_vlm_profile(
     latency = cells["latency_ms"].to_numpy().reshape(shape)
     settings = np.array(plan.settings.rows(), dtype=object)
     files = [name for name in ("table.parquet", "features.safetensors") if (out / name).exists()]
+    if about["config"]["detrend"]:
+        drift = f"divided out, by the running median of {WINDOW}"
+    else:
+        drift = "left in"
     content = {
         **about,
         "samples": shape[0],
@@ -199,9 +206,7 @@ def write_vlm_profile(
         "clock": {
             "latency_ms": f"{CLOCK_NAMES[plan.clock]}, as the model reads it",
             "statistic": f"median of {plan.repeats}",
-            "drift": f"divided out, by the running median of {WINDOW}"
-            if about["config"]["detrend"]
-            else "left in",
+            "drift": drift,
             **steadiness(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
         },
@@ -215,74 +220,75 @@ def write_vlm_profile(
 
 
 def steadiness(plan: Plan, log: pl.DataFrame) -> dict[str, Any]:
-    """How much one measurement spreads: the mean standard deviation of the logarithm of a cell's
-    times."""
+    """Return the spread of a measurement: the standard deviation of the logarithm of a cell's
+    times, averaged over the cells; None with a single repeat."""
     logs = pl.col("total_ms").clip(1e-6).log()
     cells = plan.select(log).group_by("sample", "configuration").agg(spread=logs.std(ddof=1))
-    return {
-        "log_spread_of_one_measurement": round(_mean(cells["spread"]), 4)
-        if plan.repeats > 1
-        else None
-    }
+    spread = None
+    if plan.repeats > 1:
+        spread = round(float(cells["spread"].to_numpy().mean()), 4)
+    return {"log_spread_of_one_measurement": spread}
 
 
 def features_ms(plan: Plan, log: pl.DataFrame) -> float:
-    """Median time of the features of a decision, in ms."""
+    """Return the median time that the features of a decision take, in ms."""
     return round(float(np.median(plan.select(log)["features_ms"].fill_null(0.0).to_numpy())), 4)
 
 
 def knob_report(
     knobs: Sequence[KnobSupport], settings: NDArray[Any], latency_ms: NDArray[np.floating]
 ) -> list[dict[str, Any]]:
-    """What each knob is on this model and what it saves, measured.
+    """Describe each knob of this model, and report how much time it saves.
 
     `saves` is the share of the time that a knob's least measured value saves against its greatest
-    (of names the first against the last), the others being equal: from the logarithms of the times
-    of each sample, fitted as a sum of one term for each value of each knob (on a full grid that is
-    the mean over the others). `saves_error` is its standard error over the samples. `saves_nothing`
-    is whether it stays under `SAVES_NOTHING` with two errors added.
+    (for names: the first against the last), the other knobs being equal. It comes from a linear
+    fit to the logarithms of each sample's times, with a term for each value of each knob; on a full
+    grid that is the mean over the other knobs. `saves_error` is its standard error over the
+    samples. `saves_nothing` is true if `saves` plus two errors is below `SAVES_NOTHING`.
 
-    `settings` [C, K] has the values of the knobs, in their order; `latency_ms` is [N, C].
+    Args:
+        knobs: the K knobs of the model.
+        settings: [C, K], the values of the knobs, in their order.
+        latency_ms: [N, C].
     """
     logs = np.log(latency_ms.astype(np.float64).clip(1e-6))
     values = [levels(column, knob.values) for column, knob in zip(settings.T, knobs, strict=True)]
+    # a knob's least value has no term: it is part of the constant
     terms = [
-        column[:, None] == np.array(of_knob[1:])
-        for column, of_knob in zip(settings.T, values, strict=True)
+        column[:, None] == np.array(knob_values[1:])
+        for column, knob_values in zip(settings.T, values, strict=True)
     ]
     design = np.hstack([np.ones((len(settings), 1)), *terms]).astype(np.float64)
-    fitted = (
-        logs @ np.linalg.pinv(design).T
-    )  # [N, terms]; a knob's least value is the one without a term
+    fitted = logs @ np.linalg.pinv(design).T  # [N, terms]
     determined = np.linalg.matrix_rank(design) == design.shape[1]
     last = np.cumsum([0, *(term.shape[1] for term in terms)])[1:]
     report = []
     for k, knob in enumerate(knobs):
         row: dict[str, Any] = asdict(knob) | {"available": knob.available, "measured": values[k]}
         if len(values[k]) > 1 and determined:
-            slower = fitted[:, last[k]]
-            saves = 1 - np.exp(-slower.mean())
-            if len(slower) > 1:
-                error = slower.std(ddof=1) / np.sqrt(len(slower)) * (1 - saves)
-            else:
-                error = np.nan
-            row["saves"] = round(float(saves), 4)
-            if np.isnan(error):
-                row["saves_error"] = None
-            else:
-                row["saves_error"] = round(float(error), 4)
-            row["saves_nothing"] = bool(saves + 2 * np.nan_to_num(error) < SAVES_NOTHING)
+            row |= _savings(fitted[:, last[k]])
         report.append(row)
     return report
 
 
-def _mean(values: pl.Series) -> float:
-    return float(values.to_numpy().mean())
+def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:
+    """Return what a knob saves, from ln(time at its greatest value / time at its least) [N]."""
+    saves = 1 - np.exp(-slower.mean())
+    error = np.nan
+    if len(slower) > 1:
+        error = slower.std(ddof=1) / np.sqrt(len(slower)) * (1 - saves)
+    return {
+        "saves": round(float(saves), 4),
+        "saves_error": None if np.isnan(error) else round(float(error), 4),
+        "saves_nothing": bool(saves + 2 * np.nan_to_num(error) < SAVES_NOTHING),
+    }
 
 
 def levels(column: NDArray[Any], order: Sequence[Any] = ()) -> list[Any]:
-    """The values of a knob that occur: numbers in ascending order, names as in `order`, else as
-    they come."""
+    """Return the values of a knob that occur: numbers in ascending order, names as in `order`.
+
+    Names that `order` lacks stay in the order of their first occurrence.
+    """
     values = list(dict.fromkeys(column.tolist()))
     if not any(isinstance(value, str) for value in values):
         return sorted(values)

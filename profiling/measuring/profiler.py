@@ -1,5 +1,6 @@
-"""Profile a vision-language model: measure it, write the profile. One call, which can be
-interrupted at any time.
+"""Profile a vision-language model with one call, which measures it and writes the profile.
+
+The call can be interrupted at any time.
 
 profile_vlm("out", model, data, config)  →  out/table.parquet  features.safetensors  profile.json
                                             out/exp5/…  out/exp6/…  (the same measurements as
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,13 +68,15 @@ def profile_vlm(
     Repeat the call to resume it. More configurations, samples or repeats are measured beside those
     that exist; another model, machine, version or data set needs another folder. `about` is what
     else distinguishes this model from others, as JSON can hold it: digest of its weights, data
-    type, device. Raises InputError for settings that the model cannot run, data that the metric
-    cannot judge, another run in `out`, a model that fails with a sample (named).
+    type, device.
+
+    Raises:
+        InputError: settings that the model cannot run, data that the metric cannot judge, another
+            run in `out`, a model that fails with a sample (named).
     """
     out, state = Path(out), Path(out) / "state"
     items = _drawn(data.queries, config)
     requests = Questions(items, config.metric, config.prompt)
-    metrics = list(requests.metrics.values())
 
     def judge(i: int, answer: str) -> float:
         return requests.score(items[i].id, answer)
@@ -85,37 +89,13 @@ def profile_vlm(
             f"knobs.shards={config.shards}: there are only {len(configurations)} configurations"
         )
 
-    identity = {
-        "model": model.name,
-        "knobs": {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs},
-        **(about or {}),
-    }
-    questions = tuple(question_text(item, config.prompt) for item in items)
-    contents = tuple(
-        content_keys(image_digests(items), questions, json.dumps(identity, sort_keys=True))
-    )
-    how = {name: getattr(config, name) for name in ("repeats", "seed", "warm_up", "clock")}
-    plan = Plan(items, questions, contents, configurations, **how)
-    # reads what exists, and writes nothing yet
-    if config.features:
-        store = _store(out, contents, config)
-    else:
-        store = None
+    identity = _identity(model, about or {})
+    plan = _plan(items, configurations, identity, config)
+    store = None
+    if config.features:  # reads what exists, and writes nothing yet
+        store = _store(out, plan.contents, config)
     where = machine()
-    dataset = config.name or "data"
-    claimed = {
-        "dataset": dataset,
-        **identity,
-        "max_new_tokens": config.max_new_tokens,
-        "machine": where,
-    }
-    claimed |= {} if config.clock == "wall" else {"clock": config.clock}
-    mine = state / f"run-{config.shard}.json"
-    for path in (
-        *sorted(set(state.glob("run-*.json")) - {mine}),
-        mine,
-    ):  # refuse before anything is written
-        claim(path, claimed)
+    _claim_folder(state, identity, where, config)
     _measure_part(state, model, plan, store, config)
 
     log = read_logs(state)
@@ -130,17 +110,71 @@ def profile_vlm(
     with locked(state):  # two that finish at once write one after the other
         if store is not None:
             _merge_features(out, model, plan, config)
-        written: dict[str, Any] = {"name": dataset, "config": asdict(config)}
-        written |= {
-            "command": command(
-                (about or {}).get("class", model.name), config, hasattr(model, "questions")
-            )
-        }
-        written |= {"split": config.split, **identity, "machine": where, "shards": config.shards}
-        written |= {"metrics": {metric: metrics.count(metric) for metric in sorted(set(metrics))}}
-        profile = write_vlm_profile(out, plan, log, judge, model.knobs, written)
+        model_name = (about or {}).get("class", model.name)
+        line = command(model_name, config, hasattr(model, "questions"))
+        facts = _facts(config, line, {**identity, "machine": where}, requests.metrics.values())
+        profile = write_vlm_profile(out, plan, log, judge, model.knobs, facts)
     print(rendered("profile", **profile))
     return out
+
+
+def _dataset_name(config: VLMProfileConfig) -> str:
+    return config.name or "data"
+
+
+def _identity(model: AdaptiveVLM, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that tells this model from others."""
+    knobs = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
+    return {"model": model.name, "knobs": knobs, **about}
+
+
+def _facts(
+    config: VLMProfileConfig, line: str, origin: Mapping[str, Any], metrics: Iterable[str]
+) -> dict[str, Any]:
+    """Return what a profile notes of its run; `origin` is the model and the machine, and `line` the
+    command."""
+    return {
+        "name": _dataset_name(config),
+        "config": asdict(config),
+        "command": line,
+        "split": config.split,
+        **origin,
+        "shards": config.shards,
+        "metrics": dict(sorted(Counter(metrics).items())),
+    }
+
+
+def _plan(
+    items: tuple[VQAItem, ...],
+    configurations: tuple[dict[str, Any], ...],
+    identity: Mapping[str, Any],
+    config: VLMProfileConfig,
+) -> Plan:
+    """Return the measurements to take, with the content key of each sample."""
+    questions = tuple(question_text(item, config.prompt) for item in items)
+    model = json.dumps(identity, sort_keys=True)
+    contents = tuple(content_keys(image_digests(items), questions, model))
+    how = {name: getattr(config, name) for name in ("repeats", "seed", "warm_up", "clock")}
+    return Plan(items, questions, contents, configurations, **how)
+
+
+def _claim_folder(
+    state: Path, identity: Mapping[str, Any], where: Mapping[str, Any], config: VLMProfileConfig
+) -> None:
+    """Note what is measured in this folder; raise InputError if it holds another run."""
+    claimed = {
+        "dataset": _dataset_name(config),
+        **identity,
+        "max_new_tokens": config.max_new_tokens,
+        "machine": where,
+    }
+    if config.clock != "wall":
+        claimed["clock"] = config.clock
+    mine = state / f"run-{config.shard}.json"
+    # the other shards' files come first, so that a refusal writes nothing
+    others = sorted(set(state.glob("run-*.json")) - {mine})
+    for path in (*others, mine):
+        claim(path, claimed)
 
 
 def _measure_part(
@@ -150,8 +184,10 @@ def _measure_part(
     store: FeatureStore | None,
     config: VLMProfileConfig,
 ) -> None:
-    """Measure the configurations, and take the features, that are this process's part. Which part a
-    configuration falls into is drawn, so that no knob goes with one of the GPUs."""
+    """Measure this process's part of the configurations, and take its part of the features.
+
+    The parts are drawn at random, so that no value of a knob is measured on one GPU alone.
+    """
     drawn = np.random.default_rng(config.seed).permutation(len(plan.configurations))
     part = sorted(drawn[config.shard :: config.shards])
     mine = replace(plan, configurations=tuple(plan.configurations[j] for j in part))
@@ -166,22 +202,20 @@ def _measure_part(
 
 
 def _merge_features(out: Path, model: AdaptiveVLM, plan: Plan, config: VLMProfileConfig) -> None:
-    """Write the features of all parts as one file."""
+    """Write the features of all parts as one file, and delete the parts."""
     store = _store(out, plan.contents, config)
     state = out / "state"
     _collect(model, store, plan, {key for key in plan.contents if key not in store})
     store.write(out / FEATURES_FILE, plan.contents, [item.id for item in plan.items])
     for folder in state.glob("features-*"):
-        # a process that is still at work merges its own part
-        with (
-            suppress(InputError),
-            appended(state / f"measured-{folder.name.rpartition('-')[2]}.jsonl"),
-        ):
+        shard = folder.name.rpartition("-")[2]
+        # a process that is still at work holds its log, and merges its own part
+        with suppress(InputError), appended(state / f"measured-{shard}.jsonl"):
             shutil.rmtree(folder)
 
 
 def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, wanted: Collection[str]) -> None:
-    """Take the features with these content keys, which no measurement gave."""
+    """Compute the features with these content keys, which no measurement gave."""
     samples = {key: i for i, key in enumerate(plan.contents) if key in wanted}
     with progress("features", len(samples), quiet_s=5) as tick:
         for done, (key, i) in enumerate(samples.items(), 1):
@@ -192,14 +226,16 @@ def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, wanted: Collec
 
 
 def command(model: str, config: VLMProfileConfig, own_questions: bool = False) -> str:
-    """The command that measures the same again: every setting that is not the default, as
-    key=value."""
-    words = [
-        f"knobwise profile model={model}",
-        *([] if own_questions else ["data=FILE"]),
-        "out=DIR",
-    ]
-    return " ".join([*words, *changed_settings("knobs.", config, leave_out=_NOT_REPEATED)])
+    """Return the command that repeats a profile, with every setting that is not the default.
+
+    A model with questions of its own (`own_questions`) needs no data file.
+    """
+    parts = [f"knobwise profile model={model}"]
+    if not own_questions:
+        parts.append("data=FILE")
+    parts.append("out=DIR")
+    parts += changed_settings("knobs.", config, leave_out=_NOT_REPEATED)
+    return " ".join(parts)
 
 
 def chosen_configurations(
@@ -207,10 +243,15 @@ def chosen_configurations(
     config: VLMProfileConfig,
     usual: Mapping[str, Sequence[Any]] | None = None,
 ) -> tuple[dict[str, Any], ...]:
-    """The configurations that are measured, with a value for every knob: those in the settings,
-    else the `usual` ones of the model, else its default. Raises InputError for a knob that the
-    model lacks or that is named like a column of the table, a value that it does not take, and as
-    `sample_grid`."""
+    """Return the configurations to measure, with a value for every knob.
+
+    The values of a knob come from the settings, else from the `usual` ones of the model, else they
+    are its default alone.
+
+    Raises:
+        InputError: a knob that the model lacks, or that is named like a column of the table; a
+            value that a knob does not take; a grid that `sample_grid` refuses.
+    """
     for knob in knobs:
         if knob.name in COLUMNS or knob.name.startswith(EXTRA) or knob.name.endswith("_ms"):
             raise InputError(
@@ -220,13 +261,14 @@ def chosen_configurations(
     check_configuration(knobs, dict.fromkeys(names - {knob.name for knob in knobs}))
     values = {knob.name: (knob.default,) for knob in knobs} | dict(usual or {})
     values |= {name: chosen for name in values if (chosen := config.measured_values(name))}
-    for name, of_knob in values.items():
-        for value in of_knob:
+    for name, knob_values in values.items():
+        for value in knob_values:
             check_configuration(knobs, {name: value})
     return tuple(sample_grid(values, config.count, config.seed))
 
 
 def _drawn(items: tuple[VQAItem, ...], config: VLMProfileConfig) -> tuple[VQAItem, ...]:
+    """Draw the samples to measure; they keep their order."""
     if config.samples is None:
         count = len(items)
     else:
@@ -238,7 +280,7 @@ def _drawn(items: tuple[VQAItem, ...], config: VLMProfileConfig) -> tuple[VQAIte
 
 
 def _store(out: Path, contents: Sequence[str], config: VLMProfileConfig) -> FeatureStore:
-    """This process's features, and all that is known of others'."""
+    """Open this process's features, and read those of the other processes."""
     state = out / "state"
     known = [out / FEATURES_FILE, *sorted(state.glob("features-*"))]
     return FeatureStore(state / f"features-{config.shard}", contents, known)

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 def plain_answer(answer: str) -> str:
-    """An answer as it is compared: lower case, no punctuation, no articles, numbers up to ten as
-    digits.
+    """Simplify an answer for comparison: lower case, no punctuation or articles, digits up to ten.
 
     A short form of the normalisation of VQA evaluation (Antol et al. 2015), without its table of
     contractions. An answer that would be left empty, such as "A" or "?", only loses its case.
@@ -40,13 +39,16 @@ def plain_answer(answer: str) -> str:
 
 
 def soft_accuracy(answer: str, references: Sequence[str]) -> float:
-    """VQA accuracy min(1, agreeing / 3) of an answer (Antol et al. 2015, section 3); with fewer
-    than three reference answers the share that agrees, so 1 or 0 with one."""
+    """Return the VQA accuracy min(1, agreeing / 3) of an answer (Antol et al. 2015, section 3).
+
+    With fewer than three reference answers it is the share that agrees, so 1 or 0 with a single
+    one.
+    """
     return min(1.0, agreeing(answer, references) / min(3, len(references)))
 
 
 def agreeing(answer: str, references: Sequence[str]) -> int:
-    """How many reference answers agree with an answer."""
+    """Count the reference answers that agree with an answer."""
     return sum(plain_answer(answer) == plain_answer(reference) for reference in references)
 
 
@@ -73,22 +75,22 @@ class VQAItem:
         return most_common(self.answers)[0]
 
     def picture(self) -> Any:
-        """The image in RGB; a tensor or array as it is. Raises InputError for a file that is no
-        image."""
+        """Return the image in RGB; a tensor or array as it is. Raises InputError for a file that is
+        no image."""
         if isinstance(self.image, Image.Image):
             return self.image.convert("RGB")
         if not isinstance(self.image, Path | bytes):
             return self.image
+        where: str | Path
+        if isinstance(self.image, bytes):
+            source: Any = io.BytesIO(self.image)
+            where = "its bytes"
+        else:
+            source = where = self.image
         try:
-            with Image.open(
-                io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image
-            ) as image:
+            with Image.open(source) as image:
                 return image.convert("RGB")
         except (OSError, Image.DecompressionBombError) as error:
-            if isinstance(self.image, Path):
-                where: str | Path = self.image
-            else:
-                where = "its bytes"
             raise InputError(
                 f"image of item {self.id!r} cannot be read: {where} ({error})"
             ) from error
@@ -96,19 +98,20 @@ class VQAItem:
 
 @dataclass(frozen=True)
 class VQAData:
-    """Queries, and the bank that their demonstrations come from; a scorer gets row numbers of
+    """Queries, and the bank that their demonstrations come from; scorers get row numbers of
     both."""
 
     queries: tuple[VQAItem, ...]
     bank: tuple[VQAItem, ...]
 
     def candidates(self, row: int, most: int) -> tuple[str, ...]:
-        """The possible answers to query `row`, in alphabetical order, so that a tie favours none.
+        """Return the possible answers to query `row`, in alphabetical order, so that a tie favours
+        none.
 
-        All its `choices`, where the data name some. Else its reference answers, then the bank's
-        answers to questions that begin with the same two words ("How many", "What color"), then the
-        bank's other answers, each from the most common on, and no more than `most`. Spellings with
-        the same `plain_answer` count once.
+        They are all its `choices`, where the data name some. Else they are at most `most` of: its
+        reference answers; the bank's answers to questions that begin with the same two words ("How
+        many", "What color"); the bank's other answers. Each group begins with the most common.
+        Spellings with the same `plain_answer` count once.
         """
         item = self.queries[row]
         if item.choices:
@@ -124,7 +127,7 @@ class VQAData:
 
     @cached_property
     def _answers_by_start(self) -> dict[str | None, tuple[str, ...]]:
-        """The answers in the bank by the beginning of their question; None for all of them."""
+        """The bank's answers by the first two words of their question; under None all of them."""
         groups: dict[str | None, list[str]] = {None: []}
         for item in self.bank:
             groups[None].append(item.answer)
@@ -133,29 +136,39 @@ class VQAData:
 
 
 def most_common(answers: Sequence[str]) -> tuple[str, ...]:
-    """The different answers in their first spelling, from the most common on, ties in their
-    order."""
+    """Return the different answers, each in its first spelling, the most common first.
+
+    Equally common ones keep their order.
+    """
     counts = Counter(plain_answer(answer) for answer in answers)
     spelling = {plain_answer(answer): answer for answer in reversed(answers)}
     return tuple(spelling[key] for key, _ in counts.most_common())
 
 
 def _start(question: str) -> str:
+    """Return the first two words of a question."""
     return " ".join(question.lower().split()[:2])
 
 
 def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
     """Read queries and bank from JSON lines, JSON, Parquet or CSV.
 
-    Each row is an item: `id` (or `question_id`); `image` (or `image_path`), a path, relative to the
-    file, or in Parquet also the bytes of an image file, alone or in a struct {bytes, path} as
-    Hugging Face datasets write them; `question`; `answers` (or `answer`), a text, a list of texts,
-    or the {"answer": …} of VQA's annotations; optionally `image_id` (else the whole path, or a hash
-    of the bytes, identifies the image) and `choices`, a list of texts. A JSON file is a list of
-    such objects, or {"queries": […], "bank": […]}. Without `bank`, and without a bank in the file,
-    each item is both a query and a possible demonstration. Raises InputError for no such file or
-    another kind of file, or a row (named) that lacks one of these, repeats an id, names a missing
-    image, or whose choices include none of its answers.
+    Each row is an item with these columns:
+
+    - `id` (or `question_id`)
+    - `image` (or `image_path`): a path, relative to the file. In Parquet also the bytes of an image
+      file, alone or in a struct {bytes, path} as Hugging Face datasets write them
+    - `question`
+    - `answers` (or `answer`): a text, a list of texts, or the {"answer": …} of VQA's annotations
+    - `image_id`, optional: else the whole path, or a hash of the bytes, identifies the image
+    - `choices`, optional: a list of texts
+
+    A JSON file is a list of such objects, or {"queries": […], "bank": […]}. Without `bank`, and
+    without a bank in the file, each item is both a query and a possible demonstration.
+
+    Raises:
+        InputError: no such file, another kind of file, or a row (named) that lacks a column,
+            repeats an id, names a missing image, or whose choices include none of its answers.
     """
     path = Path(path)
     content = _rows(path)
@@ -164,9 +177,8 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
             raise InputError(
                 f"{path}: holds queries and a bank already; leave out the other bank, {bank}"
             )
-        return VQAData(
-            *(_items(path, content[part], f"{part}, row") for part in ("queries", "bank"))
-        )
+        queries = _items(path, content["queries"], "queries, row")
+        return VQAData(queries, _items(path, content["bank"], "bank, row"))
     queries = _items(path, content, "row")
     if bank is None:
         return VQAData(queries, queries)
@@ -177,12 +189,10 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
 
 
 def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:
+    """Read the rows of a file, or of a JSON file with queries and bank both lists of rows."""
     if path.suffix not in (".json", ".jsonl", ".ndjson"):
         frame = read_frame(path)
-        return [
-            {key: value for key, value in row.items() if value is not None}
-            for row in frame.iter_rows(named=True)
-        ]
+        return [_without_nulls(row) for row in frame.iter_rows(named=True)]
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -190,22 +200,25 @@ def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
     if path.suffix == ".json":
-        lines = [text]
-    else:
-        lines = [line for line in text.split("\n") if line.strip()]
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(decoded(line))
-        except ValueError as error:
-            if path.suffix == ".json":
-                where: str | Path = path
-            else:
-                where = f"{path}, row {number}"
-            raise InputError(f"{where}: is not JSON ({error})") from error
-    if path.suffix != ".json":
-        return rows
-    (content,) = rows
+        return _queries_and_bank(path, text)
+    lines = [line for line in text.split("\n") if line.strip()]
+    return [_json(line, f"{path}, row {number}") for number, line in enumerate(lines, 1)]
+
+
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return decoded(text)
+    except ValueError as error:
+        raise InputError(f"{where}: is not JSON ({error})") from error
+
+
+def _queries_and_bank(path: Path, text: str) -> list[Any] | Mapping[str, list[Any]]:
+    """Read a JSON file: a list of items, or queries and bank."""
+    content = _json(text, str(path))
     if isinstance(content, dict):
         parts = content
     else:
@@ -218,6 +231,7 @@ def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:
 
 
 def _items(path: Path, rows: Sequence[Any], what: str) -> tuple[VQAItem, ...]:
+    """Read items from rows; `what` names a row in messages, such as "bank, row"."""
     if not rows:
         raise InputError(f"{path}: holds no items ({what.partition(',')[0]})")
     items: dict[str, VQAItem] = {}
@@ -231,6 +245,7 @@ def _items(path: Path, rows: Sequence[Any], what: str) -> tuple[VQAItem, ...]:
 
 
 def _item(path: Path, row: object, where: str) -> VQAItem:
+    """Read one item from a row of a file; `where` names the row in messages."""
     if not isinstance(row, Mapping):
         raise InputError(f"{where}: must be an object with id, image, question and answers")
 
@@ -243,7 +258,7 @@ def _item(path: Path, row: object, where: str) -> VQAItem:
             f"{', '.join(map(str, row)) or 'nothing'}"
         )
 
-    name = value("id", "question_id")
+    item_id = value("id", "question_id")
     question = value("question")
     source = value("image", "image_path")
     if isinstance(source, Mapping):
@@ -253,7 +268,7 @@ def _item(path: Path, row: object, where: str) -> VQAItem:
         if not source.is_file():
             raise InputError(f"{where}: no image file {source}")
     if (
-        not isinstance(name, (str, int))
+        not isinstance(item_id, (str, int))
         or not isinstance(question, str)
         or not isinstance(source, (bytes, Path))
     ):
@@ -269,17 +284,17 @@ def _item(path: Path, row: object, where: str) -> VQAItem:
         raise InputError(
             f"{where}: none of its choices {list(choices)} is one of its answers {list(answers)}"
         )
-    if (
-        image_id := row.get("image_id")
-    ) is None:  # the same file, or the same bytes, is the same image
+    image_id = row.get("image_id")
+    if image_id is None:  # the same file, or the same bytes, is the same image
         if isinstance(source, Path):
             image_id = source.resolve()
         else:
             image_id = hashlib.sha256(source).hexdigest()
-    return VQAItem(str(name), source, question, answers, str(image_id), choices)
+    return VQAItem(str(item_id), source, question, answers, str(image_id), choices)
 
 
 def _texts(value: object, where: str, what: str) -> tuple[str, ...]:
+    """Read a text, a list of texts, or a list of {"answer": …}; `what` names them in messages."""
     if isinstance(value, list):
         values = value
     else:
@@ -291,8 +306,14 @@ def _texts(value: object, where: str, what: str) -> tuple[str, ...]:
 
 
 def check_rows(queries: Tensor, demonstrations: Tensor, num_queries: int, num_bank: int) -> None:
-    """Refuse rows that a scorer cannot score: int64 [n] of the queries, [n, T] of the bank, −1 for
-    none. Raises InputError if shapes do not fit or rows do not exist."""
+    """Raise InputError for rows that a scorer cannot score: shapes do not fit, or no such row.
+
+    Args:
+        queries: int64 [n], rows of the queries.
+        demonstrations: int64 [n, T], rows of the bank, −1 for none.
+        num_queries: the number of queries.
+        num_bank: the number of items in the bank.
+    """
     if demonstrations.ndim != 2 or queries.shape != demonstrations.shape[:1]:
         shapes = tuple(queries.shape), tuple(demonstrations.shape)
         raise InputError(

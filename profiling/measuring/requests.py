@@ -1,4 +1,4 @@
-"""What a model is asked, and how its answers are scored, by the ids of a profile's samples."""
+"""Requests to a model and scores of its answers, by the ids of a profile's samples."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Requests(Protocol):
     no end."""
 
     def ids(self) -> Iterator[str]:
-        """Ids of samples, in an order that does not change."""
+        """Return the ids of the samples, in an order that does not change."""
         ...
 
     def __contains__(self, sample_id: object) -> bool: ...
 
     def request(self, sample_id: str) -> Request:
-        """The request of a sample."""
+        """Return the request of a sample."""
         ...
 
     def score(self, sample_id: str, answer: str) -> float:
-        """How right an answer is, in [0, 1]."""
+        """Score an answer in [0, 1]."""
         ...
 
 
@@ -95,7 +95,7 @@ class Questions:
 
 
 def metric_of(item: VQAItem, metric: str = "auto") -> str:
-    """The metric of one sample."""
+    """Return the metric of one sample."""
     if metric != "auto":
         return metric
     if item.choices:
@@ -104,7 +104,7 @@ def metric_of(item: VQAItem, metric: str = "auto") -> str:
 
 
 def question_text(item: VQAItem, prompt: str = "{question}{choices}") -> str:
-    """The question of one sample as the model reads it."""
+    """Return the question of one sample as the model reads it."""
     options = [
         f"\n{letter}. {text}"
         for letter, text in zip(string.ascii_uppercase, item.choices, strict=False)

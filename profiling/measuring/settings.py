@@ -96,7 +96,7 @@ class VLMProfileConfig:
                 )
 
     def measured_values(self, knob: str) -> tuple[Any, ...]:
-        """The values of a knob to measure; empty for its default alone."""
+        """Return the values of a knob to measure; empty for its default alone."""
         values = (self.values or {}).get(knob) or (getattr(self, knob) if knob in KNOBS else ())
         # a column of a table has one type
         if any(isinstance(value, float) for value in values):
@@ -105,24 +105,25 @@ class VLMProfileConfig:
 
 
 def changed_settings(prefix: str, settings: Any, leave_out: Collection[str] = ()) -> list[str]:
-    """Every setting that is not the default, as key=value on the command line; settings within
-    settings too."""
+    """Return every setting that is not the default, as key=value on the command line; settings
+    within settings too."""
     usual = type(settings)()
-    words = []
+    arguments = []
     for f in fields(settings):
         value = getattr(settings, f.name)
         if f.name in leave_out or value == getattr(usual, f.name):
             continue
         if is_dataclass(value):
-            words += changed_settings(f"{prefix}{f.name}.", value)
+            arguments += changed_settings(f"{prefix}{f.name}.", value)
         else:
-            word = f"{prefix}{f.name}={_written(value)}"
-            words.append(shlex.quote(word) if isinstance(value, str | dict) else word)
-    return words
+            argument = f"{prefix}{f.name}={_written(value)}"
+            quoted = isinstance(value, str | dict)
+            arguments.append(shlex.quote(argument) if quoted else argument)
+    return arguments
 
 
 def _written(value: Any) -> str:
-    """A value as Hydra reads it."""
+    """Write a value as Hydra reads it."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{_written(part)}" for name, part in value.items()) + "}"
     if isinstance(value, list | tuple):

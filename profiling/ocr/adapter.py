@@ -63,8 +63,8 @@ class Work:
         return self.results["pixels",][0]
 
     def step(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
-        """The result of a step, computed unless it is there. Steps do not call for one another,
-        lest a time be counted twice."""
+        """Return the result of a step, computed unless it is there. Steps do not call for one
+        another, lest a time be counted twice."""
         if key in self.results:
             result, ms = self.results[key]
             self.reused_ms += ms
@@ -124,7 +124,7 @@ class RapidOCRModel:
 
     @contextmanager
     def set_knobs(self, configuration: Configuration) -> Iterator[None]:
-        """As in `AdaptiveVLM`."""
+        """Set the knobs inside the context, as `AdaptiveVLM` demands."""
         before = self._setting
         self._setting = check_configuration(self.knobs, configuration)
         try:
@@ -133,8 +133,8 @@ class RapidOCRModel:
             self._setting = before
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        """The detector at side 288, and what its boxes and the question tell. Without features it
-        does nothing. Raises InputError for an image that is no picture in RGB."""
+        """Run the detector at side 288, and compute what its boxes and the question tell. Without
+        features it does nothing. Raises InputError for an image that is no picture in RGB."""
         start = clock_ms()
         work = Work(request)
         if not features:
@@ -150,7 +150,7 @@ class RapidOCRModel:
 
     @staticmethod
     def reuses_look(configuration: Configuration) -> bool:
-        """Whether a configuration continues from the first stage."""
+        """Return True if a configuration continues from the first stage."""
         return configuration.get("side", SIDES[-1]) == FIRST_SIDE
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
@@ -191,7 +191,8 @@ class RapidOCRModel:
         return Answer(text, total_ms, total_ms, detected_ms, len(boxes), len(read), len(text))
 
     def _detect(self, work: Work, side: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-        """Boxes [B, 4, 2] in pixels of the picture, and their scores [B] in another order."""
+        """Return boxes [B, 4, 2] in pixels of the picture, and their scores [B] in another
+        order."""
 
         def detect() -> Any:
             detected = self._detectors[side](
@@ -207,7 +208,7 @@ class RapidOCRModel:
     def _read(
         self, work: Work, side: int, box: Any, number: int, passes: str
     ) -> tuple[str, float, bool]:
-        """The text of a box, its score, and whether the box stands upside down."""
+        """Return the text of a box, its score, and whether the box stands upside down."""
 
         def read(pixels: Any) -> tuple[str, float]:
             result = self._reader(pixels, use_det=False, use_cls=False, use_rec=True)
@@ -246,7 +247,7 @@ def _rgb(image: Any) -> NDArray[np.uint8]:
 
 
 def _crop(pixels: NDArray[np.uint8], box: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """A box [4, 2] cut out upright."""
+    """Return a box [4, 2] cut out upright."""
     from rapidocr.utils.process_img import get_rotate_crop_image
 
     return np.ascontiguousarray(get_rotate_crop_image(pixels, box))
@@ -255,10 +256,10 @@ def _crop(pixels: NDArray[np.uint8], box: NDArray[np.float32]) -> NDArray[np.uin
 def box_features(
     question: str, boxes: NDArray[np.float32], scores: NDArray[np.float64], size: tuple[int, ...]
 ) -> NDArray[np.float32]:
-    """[57] statistics of detected boxes [B, 4, 2] with scores [B] on a picture of `size` (h, w):
-    how many, how tall, long, tilted and sure they are, where they stand; and the same of the first
-    boxes in reading order. Heights and lengths are logarithms of pixels, places shares of the
-    picture; zeros where there are no boxes."""
+    """Compute [57] statistics of detected boxes [B, 4, 2] with scores [B] on a picture of `size`
+    (h, w): how many, how tall, long, tilted and sure they are, where they stand; and the same of
+    the first boxes in reading order. Heights and lengths are logarithms of pixels, places shares of
+    the picture; zeros where there are no boxes."""
     placed = shapes(boxes)
     placed = placed[reading_order(question, placed)]
     height = np.log(placed[:, 3].clip(1))
@@ -294,6 +295,6 @@ def box_features(
 
 
 def question_features(question: str) -> NDArray[np.float32]:
-    """[8] what a question is about, its words / 10 and its letters / 50."""
+    """Describe a question, [8]: what it is about, its words / 10 and its letters / 50."""
     about = [float(aspect_of(question) == aspect) for aspect in ASPECTS]
     return np.array([*about, len(question.split()) / 10, len(question) / 50], np.float32)

@@ -45,7 +45,7 @@ class Line:
 
 
 def aspect_of(question: str) -> str:
-    """What a question is about, one of `ASPECTS`, by the words in it; `title` if by none."""
+    """Return what a question is about, one of `ASPECTS`, by the words in it; `title` if by none."""
     return next(
         (aspect for aspect, cues in _CUES.items() if re.search(cues, question, re.IGNORECASE)),
         "title",
@@ -53,8 +53,8 @@ def aspect_of(question: str) -> str:
 
 
 def shapes(boxes: NDArray[np.float32]) -> NDArray[np.float64]:
-    """[B, 5] the middle (x, y), width, height and angle (degrees) of boxes [B, 4, 2], whose corners
-    are in reading order."""
+    """Compute the shapes [B, 5]: the middle (x, y), width, height and angle (degrees) of boxes [B,
+    4, 2], whose corners are in reading order."""
     corners = boxes.astype(np.float64)
     along = (corners[:, 1] - corners[:, 0] + corners[:, 2] - corners[:, 3]) / 2
     across = (corners[:, 3] - corners[:, 0] + corners[:, 2] - corners[:, 1]) / 2
@@ -64,8 +64,8 @@ def shapes(boxes: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def reading_order(question: str, boxes: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The boxes (`shapes` [B, 5]) in the order in which they are worth reading: for a title the
-    tallest first, for a number those first whose length suits it, else the largest first."""
+    """Return the boxes (`shapes` [B, 5]) in the order in which they are worth reading: for a title
+    the tallest first, for a number those first whose length suits it, else the largest first."""
     width = boxes[:, 2]
     height = boxes[:, 3].clip(1)
     aspect = aspect_of(question)
@@ -77,8 +77,9 @@ def reading_order(question: str, boxes: NDArray[np.float64]) -> NDArray[np.int64
 
 
 def find_answer(question: str, boxes: Sequence[Line], read: Callable[[int], str]) -> str:
-    """The answer to a question among the texts that were read; empty where there is none. What
-    stands beside or below a text is read if it was not, by `read` with the number of its box."""
+    """Return the answer to a question among the texts that were read; empty where there is none.
+    What stands beside or below a text is read if it was not, by `read` with the number of its
+    box."""
     lines = [line for line in boxes if line.text and line.text.strip()]
     if not lines:
         return ""
@@ -98,7 +99,7 @@ def find_answer(question: str, boxes: Sequence[Line], read: Callable[[int], str]
 
 
 def _title(lines: Sequence[Line]) -> str:
-    """The tallest line, with what stands in the same row and is nearly as tall."""
+    """Return the tallest line, with what stands in the same row and is nearly as tall."""
     tallest = max(lines, key=lambda line: line.height)
     row = [
         n
@@ -111,8 +112,8 @@ def _title(lines: Sequence[Line]) -> str:
 def _neighbour(
     name: str, lines: Sequence[Line], unread: Sequence[Line], where: str, read: Callable[[int], str]
 ) -> str:
-    """The text beside or below the line whose beginning reads most like a name; empty if none
-    does."""
+    """Return the text beside or below the line whose beginning reads most like a name; empty if
+    none does."""
     sought = name.lower()
     texts = [str(line.text) for line in lines]
     likeness = [SequenceMatcher(None, sought, text.lower()[: len(name)]).ratio() for text in texts]

@@ -97,14 +97,14 @@ class Scenes:
         return Request(scene.image, scene.question)
 
     def score(self, sample_id: str, answer: str) -> float:
-        """The ANLS of an answer, in [0, 1]."""
+        """Return the ANLS of an answer, in [0, 1]."""
         row = int(sample_id)
         return answer_accuracy("anls", answer, (self._answers.get(row) or self[row].answer,))
 
 
 @cache
 def photographs() -> tuple[Image.Image, ...]:
-    """The photographs, in RGB."""
+    """Load the photographs, in RGB."""
     from sklearn.datasets import load_sample_images
 
     return tuple(Image.fromarray(pixels) for pixels in load_sample_images().images)
@@ -112,13 +112,12 @@ def photographs() -> tuple[Image.Image, ...]:
 
 @cache
 def _font_files() -> tuple[bytes | None, ...]:
-    """Every font as the bytes of its file; None for Pillow's own."""
+    """Read every font as the bytes of its file; None stands for Pillow's own."""
+    files = []
     try:
-        files = [
-            resources.files(package) / "files" / f"{name}.ttf"
-            for package, names in _FONTS.items()
-            for name in names
-        ]
+        for package, names in _FONTS.items():
+            folder = resources.files(package) / "files"
+            files += [folder / f"{name}.ttf" for name in names]
     except ModuleNotFoundError as error:
         raise InputError(f"model=ocr: {error.name} is not installed; {INSTALL}") from error
     return None, *(file.read_bytes() for file in files)
@@ -160,7 +159,7 @@ class _Drawing:
         return words[int(self.rng.integers(len(words)))]
 
     def _photograph(self) -> Image.Image:
-        """A part of a photograph, mirrored or not, in other light."""
+        """Draw a part of a photograph, mirrored or not, in other light."""
         rng = self.rng
         photo = photographs()[int(rng.integers(len(photographs())))]
         width = int(rng.uniform(0.5, 1.0) * min(photo.width, photo.height * WIDTH / HEIGHT))
@@ -175,7 +174,7 @@ class _Drawing:
         return ImageEnhance.Brightness(part).enhance(rng.uniform(0.6, 1.3))
 
     def _colours(self) -> tuple[_Colour, _Colour]:
-        """Paper and ink, light on dark or dark on light."""
+        """Draw the colours of paper and ink, light on dark or dark on light."""
         dark, light = (
             tuple(self.rng.integers(*limits, 3).tolist()) for limits in ((0, 110), (165, 256))
         )
@@ -184,7 +183,7 @@ class _Drawing:
         return (dark, light)
 
     def _clutter(self, picture: Image.Image) -> None:
-        """A word somewhere, on the photograph itself or on a plate."""
+        """Draw a word somewhere, on the photograph itself or on a plate."""
         rng = self.rng
         paper, ink = self._colours()
         font = _font(
@@ -204,8 +203,8 @@ class _Drawing:
         picture.paste(plate, at, plate)
 
     def _sign(self, size: int) -> tuple[Image.Image, dict[str, tuple[str, str]]]:
-        """A sign whose body has letters of this size; and by kind a question that it answers, with
-        the answer."""
+        """Draw a sign whose body has letters of this size; and by kind a question that it answers,
+        with the answer."""
         rng = self.rng
         paper, ink = self._colours()
         body = _font(int(rng.integers(self.fonts)), size)
@@ -254,7 +253,7 @@ class _Drawing:
         paper: _Colour,
         ink: _Colour,
     ) -> Image.Image:
-        """The sign: title, then rows of two columns; the second one may be empty."""
+        """Draw the sign: title, then rows of two columns; the second one may be empty."""
         step = int(body.size * self.rng.uniform(1.3, 1.8))
         left = max(int(body.getlength(first)) for first, second in rows if second)
         left += int(body.size * self.rng.uniform(1.5, 5))
