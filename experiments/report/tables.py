@@ -192,8 +192,8 @@ def _width(header: Sequence[str], rows: Sequence[Sequence[str]], columns: Collec
 
     widest = []
     for column in columns:
-        parts = [part for line in (header, *rows) for part in line[column].split("\n")]
-        widest.append(max(map(cell_len, parts)))
+        lines = "\n".join([header[column], *(row[column] for row in rows)]).split("\n")
+        widest.append(max(map(cell_len, lines)))
     return sum(widest) + 3 * len(widest) - 1
 
 
