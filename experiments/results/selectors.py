@@ -165,8 +165,9 @@ def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     """Return the differences policy − against, query by query and seed by seed, of all pairs that
     are known."""
     wanted = list(PAIRS)
-    for policy in [policy for policy in LEARNED if policy in known][:1]:  # the best one
-        wanted += [(policy, simple) for simple in SIMPLE]
+    learned = [policy for policy in LEARNED if policy in known]
+    if learned:
+        wanted += [(learned[0], simple) for simple in SIMPLE]
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
     for policy in variants:
         wanted += [(policy, "rce"), (policy, "sft")]
