@@ -1,4 +1,4 @@
-"""The charts of `knobwise compare`: every run a line, under its label."""
+"""The charts of `knobwise compare`, in which every run is a line under its label."""
 
 from __future__ import annotations
 
@@ -20,22 +20,14 @@ from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_na
 from knobwise.experiments.results.problem import FEASIBLE, WEIGHTS
 
 COLOURED = 4
-"""So many runs have a colour: the first one, and the best of those that are comparable with it."""
+"""At most this many runs have a colour: the first one, and the best of the runs that are comparable
+with it."""
 
 
 def comparison_charts(comparison: Comparison) -> Charts:
-    """The charts that the runs have numbers for."""
+    """Draw all charts that the runs have numbers for."""
     if comparison.problem is WEIGHTS:
-        named = [(run, run.policy, _line(comparison, run)["policy"]) for run in comparison.runs]
-        named += [
-            (comparison.reference, name, policy_name(name)) for name in (WEIGHTS.low, WEIGHTS.high)
-        ]
-        points = [
-            (label, run.row(policy, place))
-            for run, policy, label in named
-            for place in comparison.places
-        ]
-        return {"Fronts": fronts(points, comparison.reference.results)}
+        return _fronts(comparison)
     problem = comparison.problem
     labels = order(comparison)
     unit = comparison.unit
@@ -75,17 +67,25 @@ def comparison_charts(comparison: Comparison) -> Charts:
     return drawn
 
 
+def _fronts(comparison: Comparison) -> Charts:
+    """Draw the points of every run, and of the reference policies from the first run."""
+    named = [(run, run.policy, _line(comparison, run)["policy"]) for run in comparison.runs]
+    for policy in (WEIGHTS.low, WEIGHTS.high):
+        named.append((comparison.reference, policy, policy_name(policy)))
+    points = []
+    for run, policy, label in named:
+        points += [(label, run.row(policy, place)) for place in comparison.places]
+    return {"Fronts": fronts(points, comparison.reference.results)}
+
+
 def forest(comparison: Comparison) -> charts.Figure:
-    """The differences at the main place, in points as in the tables."""
-    rows = [
-        {"name": difference.run, "value": 100 * difference.difference}
-        | {
-            "low": 100 * difference.ci95[0],
-            "high": 100 * difference.ci95[1],
-            "shown": SIGN_WORDS[difference.sign],
-        }
-        for difference in comparison.differences
-    ]
+    """Draw the differences at the main place, in points as in the tables."""
+    rows = []
+    for difference in comparison.differences:
+        low, high = difference.ci95
+        row = {"name": difference.run, "value": 100 * difference.difference}
+        row |= {"low": 100 * low, "high": 100 * high, "shown": SIGN_WORDS[difference.sign]}
+        rows.append(row)
     title = f"difference in {comparison.problem.score} to {comparison.reference.label}, in points"
     colour = charts.colour_of(
         {"blue": "better", "orange": "worse", "grey": "no difference shown"}, "shown"
@@ -94,8 +94,8 @@ def forest(comparison: Comparison) -> charts.Figure:
 
 
 def order(comparison: Comparison) -> list[str]:
-    """The labels in the legend: of the runs with a colour, in the order given, and of all others
-    together."""
+    """Return the labels in the legend: those of the runs with a colour, in the order of the runs,
+    and one for all others."""
     labels = [run.label for run in comparison.runs]
     if len(labels) <= COLOURED:
         return labels
@@ -104,28 +104,30 @@ def order(comparison: Comparison) -> list[str]:
 
 
 def _line(comparison: Comparison, run: ComparedRun) -> dict[str, str]:
-    return {
-        "policy": run.label if run.label in order(comparison) else charts.OTHER,
-        "name": run.label,
-    }
+    """Return the columns that name a run's line: its label in the legend, and its own label."""
+    label = run.label if run.label in order(comparison) else charts.OTHER
+    return {"policy": label, "name": run.label}
 
 
 def _numbers(
     comparison: Comparison, lines: list[tuple[ComparedRun, str, dict[str, str]]]
 ) -> pl.DataFrame:
-    """The numbers of each (run, policy, columns that name the line) at each place."""
+    """Return the numbers of each line at each place.
+
+    Args:
+        lines: run, policy, and the columns that name the line.
+    """
     problem = comparison.problem
-    rows = [
-        names | numbers(problem, row) | {problem.place: place}
-        for run, policy, names in lines
-        for place in comparison.places
-        if (row := run.row(policy, place))
-    ]
+    rows = []
+    for run, policy, names in lines:
+        for place in comparison.places:
+            if row := run.row(policy, place):
+                rows.append(names | numbers(problem, row) | {problem.place: place})
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
 def _training(comparison: Comparison) -> charts.Figure:
-    """For each metric and step of a run the mean, the lowest and the highest seed."""
+    """Draw for each metric the mean, the lowest and the highest seed of every run, by step."""
     frames = []
     for run in comparison.runs:
         logged = logged_numbers(run.folder / "metrics.csv")

@@ -1,8 +1,8 @@
-"""knobwise compare: finished runs side by side, from their folders alone: on the terminal, as one
-page, as JSON.
+"""knobwise compare: show finished runs side by side on the terminal, as a page and as JSON, from
+their folders alone.
 
 Every run is compared with the first one. Runs that were judged on the same samples are tested in
-pairs (`knobwise.experiments.compare.paired`); of other runs the numbers are shown, with the reason.
+pairs (`knobwise.experiments.compare.paired`). All other runs are shown untested, with the reason.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ def compare(config: CompareRun) -> Comparison:
     except InputError:
         raise
     except Exception as error:
-        for run in find_runs(config.runs)[
-            0
-        ]:  # results of earlier versions hold no checksum that shows damage
+        # results of earlier versions hold no checksum that shows damage
+        finished, _ = find_runs(config.runs)
+        for run in finished:
             if "sha256" not in read_results(run):
-                wrong = (
+                raise InputError(
                     f"{run}/results.json: does not hold results ({error}); "
                     "train or judge the run again"
-                )
-                raise InputError(wrong) from error
+                ) from error
         raise
 
 
@@ -51,10 +50,12 @@ def _compare(config: CompareRun) -> Comparison:
 
     comparison = comparison_of(config.runs, config.budgets_ms)
     lines = []
+    # the page first: it reads further files
     writers = {"page": (config.html, write_comparison), "numbers": (config.json, write_numbers)}
-    for what, (path, write) in writers.items():  # the page first: it reads further files
+    for output, (path, write) in writers.items():
         if path is not None:
-            lines.append(f"{what}: {path}{' (the earlier one is replaced)' * Path(path).exists()}")
+            replaced = " (the earlier one is replaced)" if Path(path).exists() else ""
+            lines.append(f"{output}: {path}{replaced}")
             write(comparison, path)
     words.print_comparison(comparison, Console())
     for line in lines:
@@ -75,8 +76,8 @@ def write_numbers(comparison: Comparison, path: str | Path) -> None:
 
 
 def numbers(comparison: Comparison) -> dict[str, Any]:
-    """The content of the JSON file. Differences are `run` − `against`; `place` is a budget in ms or
-    a number of shots, None for the mean over budgets."""
+    """Return the content of the JSON file. Differences are `run` − `against`; `place` is a budget
+    in ms or a number of shots, None for the mean over budgets."""
     return {
         "kind": comparison.problem.name,
         "reference": comparison.reference.label,

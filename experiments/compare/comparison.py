@@ -1,4 +1,5 @@
-"""What several finished runs have in common, what they differ in, and by how much."""
+"""Compare several finished runs: the settings and places they share, and the differences in their
+scores."""
 
 from __future__ import annotations
 
@@ -34,16 +35,16 @@ class Comparison:
     rows: list[Mapping[str, Any]]
     """The row at `main` of the policy that stands for the run, for each run."""
     differences: list[Difference]
-    """At `main`."""
+    """The differences at `main`."""
     by_place: list[Difference]
-    """At every place."""
+    """The differences at every place."""
     by_policy: list[Difference]
-    """At `main`, for every other policy that both runs trained (selectors)."""
+    """The differences at `main` for every other policy that both runs trained (selectors)."""
     comparable: list[int]
     """The indices of the first run and of those judged like it (see `judged_alike`): only these
     have a highest."""
     notes: list[str]
-    """What was left out or restricted, in sentences."""
+    """Sentences on everything that was left out or restricted."""
 
     @property
     def reference(self) -> ComparedRun:
@@ -62,21 +63,21 @@ class Comparison:
         return unit_of(self.reference.results)
 
     def ranking(self) -> list[int]:
-        """The indices of the comparable runs, the highest score first."""
+        """Return the indices of the comparable runs, the highest score first."""
         return sorted(
             self.comparable, key=lambda i: -value_of(self.rows[i], self.problem.ranked_by)
         )
 
     def reference_rows(self) -> list[Mapping[str, Any]]:
-        """The rows of the policies that controllers are judged against, from the first run."""
-        if self.problem.averaged:
-            names: tuple[str, ...] = (self.problem.low, self.problem.high)
-        else:
-            names = ()
+        """Return the rows of the policies that controllers are judged against, from the first
+        run."""
+        if not self.problem.averaged:
+            return []
+        names = (self.problem.low, self.problem.high)
         return [row for name in names if (row := row_over(self.reference, name, self.places, None))]
 
     def difference(self, label: str) -> Difference | None:
-        """The difference of a run at `main`; None if it was not tested."""
+        """Return the difference of a run at `main`; None if it was not tested."""
         return next(
             (difference for difference in self.differences if difference.run == label), None
         )
@@ -97,11 +98,9 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     reference = runs[0]
     places = _places(runs[0], budgets_ms)
     main = place_of(reference.problem.main_place(reference.results))
-    judged = places if main is None else [main]
-    rows = [row_over(run, run.policy, places, main) for run in runs]
     every: list[Difference] = []
     by_policy: list[Difference] = []
-    restrictions: dict[str, list[str]] = {}
+    restrictions: dict[str, list[str]] = {}  # note → the labels of the runs that it is about
     for run in runs[1:]:
         tested, note = differences(reference, run, (reference.policy, run.policy), places)
         every += tested
@@ -111,7 +110,9 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
             for name in reference.trained:
                 if name in run.trained and (name, name) != (reference.policy, run.policy):
                     by_policy += differences(reference, run, (name, name), [main])[0]
-    notes += [_restriction(words, labels) for words, labels in restrictions.items()]
+    notes += [_restriction(note, labels) for note, labels in restrictions.items()]
+    judged = places if main is None else [main]
+    alike = [judged_alike(reference, run, judged) for run in runs[1:]]
     elsewhere = [run.label for run in runs if not set(run.places) & set(places)]
     if main is None and elsewhere:
         notes.append(
@@ -123,19 +124,17 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         settings=differing([run.settings for run in runs]),
         places=places,
         main=main,
-        rows=rows,
+        rows=[row_over(run, run.policy, places, main) for run in runs],
         differences=holm([difference for difference in every if difference.place == main]),
         by_place=holm([difference for difference in every if difference.place is not None]),
         by_policy=holm(by_policy),
-        comparable=[
-            i for i, run in enumerate(runs) if i == 0 or judged_alike(reference, run, judged)
-        ],
+        comparable=[i for i, same in enumerate([True, *alike]) if same],
         notes=notes + _before_grpo(runs),
     )
 
 
 def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
-    """The finished runs, and notes on what is missing."""
+    """Read the finished runs; also return notes on what is missing."""
     if not folders:
         raise InputError(
             "compare: give runs, or a folder with runs in it, as in `knobwise compare runs/lean`"
@@ -161,6 +160,8 @@ def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
 
 
 def _places(reference: ComparedRun, budgets_ms: Sequence[float] | None) -> list[float]:
+    """Return the places that are compared: those of the first run, or the budgets among them that
+    the user wants."""
     if budgets_ms is None:
         return reference.places
     if not budgets_ms:
@@ -171,65 +172,66 @@ def _places(reference: ComparedRun, budgets_ms: Sequence[float] | None) -> list[
         )
     wanted = sorted({place_of(budget) for budget in budgets_ms})
     if missing := [budget for budget in wanted if budget not in reference.places]:
-        absent, judged = (
-            ", ".join(f"{budget:g}" for budget in budgets)
-            for budgets in (missing, reference.places)
-        )
+        absent = ", ".join(f"{budget:g}" for budget in missing)
+        judged = ", ".join(f"{budget:g}" for budget in reference.places)
         raise InputError(
             f"budgets_ms: {reference.folder} was not judged at {absent}, only at {judged}"
         )
     return wanted
 
 
-def _restriction(words: str, labels: Sequence[str]) -> str:
-    """The same restriction of several runs in one sentence."""
-    if not words.startswith((" ", ":")):
-        return f"{words}."
-    if len(labels) > 1 and words.startswith(" "):
-        each = ": each"
-    else:
-        each = ""
-    return f"{', '.join(labels)}{each}{words}."
+def _restriction(note: str, labels: Sequence[str]) -> str:
+    """Return a note that several runs have as one sentence. The label of the run has been taken off
+    where the note began with it."""
+    if not note.startswith((" ", ":")):
+        return f"{note}."
+    if len(labels) > 1 and note.startswith(" "):
+        note = f": each{note}"
+    return f"{', '.join(labels)}{note}."
 
 
 def _before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
-    """Where the best checkpoint is from before GRPO, in a sentence."""
+    """Return a sentence on the runs whose best checkpoint is from before GRPO; [] without any."""
     labels: dict[str, list[str]] = {}
     for run in runs:
         if early := kept_before_grpo(run.results):
             seeds = len(run.results["chosen"])
-            labels.setdefault("" if seeds == 1 else f" in {early} of {seeds} seeds", []).append(
-                run.label
-            )
+            where = "" if seeds == 1 else f" in {early} of {seeds} seeds"
+            labels.setdefault(where, []).append(run.label)
+    if not labels:
+        return []
     listed = "; ".join(f"{', '.join(names)}{where}" for where, names in labels.items())
     return [
         f"GRPO does not improve the policy; the best checkpoint is the one before GRPO: {listed}."
-    ] * bool(labels)
+    ]
 
 
 def row_over(
     run: ComparedRun, policy: str, places: Sequence[float], main: float | None
 ) -> Mapping[str, Any]:
-    """The row of a policy at `main`; where that is the mean over the budgets, over those of
-    `places` only, or over its own where the run was judged at none of them. Intervals are known for
-    the run's own mean only."""
+    """Return the row of a policy at `main`. A mean over budgets (None) is over those of `places`
+    only, or over all of the run's budgets where it was judged at none of them. Only a mean over all
+    of them has intervals."""
     row = run.row(policy, main)
     problem = run.problem
     common = [place for place in places if place in run.places]
     if main is not None or not row or not common or set(run.places) <= set(places):
         return row
-    number = cs.numeric().cast(pl.Float64).fill_nan(None)
-    summary, low, high = (
-        pl.DataFrame([run.row(name, place) for place in common], infer_schema_length=None)
-        .select(number.mean())
-        .row(0, named=True)
-        for name in (policy, problem.low, problem.high)
-    )
+    summary = _means(run, policy, common)
     if problem.score == problem.ranked_by:
-        value, worst, best = (value_of(means, problem.score) for means in (summary, low, high))
-        if math.isfinite(best - worst):
-            if best > worst:
-                summary["gap_closed"] = (value - worst) / (best - worst)
+        value = value_of(summary, problem.score)
+        low = value_of(_means(run, problem.low, common), problem.score)
+        high = value_of(_means(run, problem.high, common), problem.score)
+        if math.isfinite(high - low):
+            if high > low:
+                summary["gap_closed"] = (value - low) / (high - low)
             else:
                 summary["gap_closed"] = 0.0
     return {"policy": policy, **summary, problem.place: None}
+
+
+def _means(run: ComparedRun, policy: str, places: Sequence[float]) -> dict[str, Any]:
+    """Return the means of all numbers in the rows of a policy at these places."""
+    rows = pl.DataFrame([run.row(policy, place) for place in places], infer_schema_length=None)
+    numbers = cs.numeric().cast(pl.Float64).fill_nan(None)
+    return rows.select(numbers.mean()).row(0, named=True)

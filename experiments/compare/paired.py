@@ -1,5 +1,5 @@
-"""Differences between two runs on the same samples, at the same places (budgets or numbers of
-shots)."""
+"""Differences between two runs on the same samples and at the same places, which are budgets or
+numbers of shots."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from knobwise.experiments.results.decisions import SAMPLE
 from knobwise.experiments.results.statistics import FEWEST, Difference, paired
 
 KEYS = ("seed", "sample", "place")
+"""The columns that tell the decisions of a policy apart."""
 COLUMNS = ("score", "accuracy", "latency_ms")
+"""The columns that are compared."""
 
 
 def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
-    """A policy's `COLUMNS` sorted by `KEYS`; None if the run has none, or not for every seed,
-    sample and place."""
+    """Return a policy's `COLUMNS`, with `KEYS` and sorted by them; None if the run has no
+    decisions, or not for every seed, sample and place."""
     if run.decisions is None:
         return None
     part = _with_keys(run.decisions.filter(pl.col("policy") == policy))
@@ -29,143 +31,158 @@ def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
 
 
 def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
-    """The decisions with `KEYS`."""
-    # only together are they unique
+    """Add the column `sample`, and round places so that those of both runs are equal."""
+    # an id is unique only together with split and data set
     sample = pl.concat_str(*SAMPLE, separator="\t", ignore_nulls=True).alias("sample")
     places = {place: place_of(place) for place in decisions["place"].unique()}
     return decisions.with_columns(sample, pl.col("place").replace_strict(places))
 
 
 def judged_alike(reference: ComparedRun, run: ComparedRun, places: Sequence[float]) -> bool:
-    """Whether the numbers of two runs at these places are means over the same samples, with the
-    same measurements; not if that is unknown. A mean is over the samples of which every policy's
-    accuracy is known."""
-    sides = [side.decisions for side in (reference, run)]
+    """Return whether the numbers of two runs at these places are means over the same samples, with
+    the same measurements; False if that is unknown. A mean is over the samples of which every
+    policy's accuracy is known."""
     if not set(places) <= set(run.places) or other_measurements(reference, run):
         return False
     known = pl.col("accuracy").fill_nan(None).is_not_null().all()
-    by = ("place", "sample")
-    cells = [
-        _with_keys(side).filter(pl.col("place").is_in(list(places)))
-        for side in sides
-        if side is not None
-    ]
-    samples = [side.group_by(by).agg(known).filter("accuracy").sort(by) for side in cells]
-    return len(samples) == 2 and samples[0].equals(samples[1])
+    keys = ("place", "sample")
+    samples = []
+    for side in (reference, run):
+        if side.decisions is None:
+            return False
+        decisions = _with_keys(side.decisions).filter(pl.col("place").is_in(list(places)))
+        samples.append(decisions.group_by(keys).agg(known).filter("accuracy").sort(keys))
+    return samples[0].equals(samples[1])
 
 
 def differences(
     reference: ComparedRun, run: ComparedRun, policies: tuple[str, str], places: Sequence[float]
 ) -> tuple[list[Difference], str]:
-    """A policy of `run` against one of `reference`: the mean over `places` where that has a
+    """Compare a policy of `run` with one of `reference`: the mean over `places` where that has a
     meaning, then each place.
 
     Args:
-        reference, run: of the same problem.
-        policies: of the reference, of the run.
+        reference: a run of the same problem.
+        policies: that of the reference, that of the run.
         places: sorted; only those that both runs were judged at count.
 
     Returns:
         the differences, and in words what is restricted, or why there are none ("" where all is
         well).
     """
-    for side in (reference, run):
-        if side.decisions is None:
-            return [], f"{side.label} {side.missing}, so it is shown but not tested"
-        if "split_seeds" in side.results:
-            return [], f"{side.label} was judged on several splits, so it is shown but not tested"
+    if refusal := _not_tested(reference, run):
+        return [], refusal
     old = decisions_of(reference, policies[0])
     new = decisions_of(run, policies[1])
     if old is None or new is None:
-        if old is None:
-            label = reference.label
-        else:
-            label = run.label
+        label = reference.label if old is None else run.label
         return [], f"{label}: its decisions are incomplete, so it is not tested"
     if refusal := other_measurements(reference, run):
         return [], refusal
-    samples, shared = (
-        set(old[key].unique()) & set(new[key].unique()) for key in ("sample", "place")
-    )
-    common = [place for place in places if place in shared]
-    several = run.problem.place_words[1]
-    if len(samples) < FEWEST:
-        if samples:
-            how_many = f"only {len(samples)} test samples"
-        else:
-            how_many = "no test sample"
-        return (
-            [],
-            f"{run.label} has {how_many} in common with {reference.label}, so it is not tested",
-        )
-    if not common:
-        return (
-            [],
-            f"{run.label} was judged at none of the {several} of {reference.label}, so it is not "
-            "tested",
-        )
+    samples = set(old["sample"].unique()) & set(new["sample"].unique())
+    judged = set(old["place"].unique()) & set(new["place"].unique())
+    common = [place for place in places if place in judged]
+    if refusal := _too_little(reference, run, len(samples), common):
+        return [], refusal
 
-    same_seeds = set(old["seed"].unique()) == set(new["seed"].unique())
-    restrictions = []
-    judged = [side["sample"].n_unique() for side in (old, new)]
-    if len(samples) < max(judged):
-        counts = f"{reference.label}: {judged[0]:,}, {run.label}: {judged[1]:,}"
-        restrictions.append(
-            f"tested on the {len(samples):,} samples that both were judged on ({counts})"
-        )
-    if left_out := len(places) - len(common):
-        if run.problem.averaged:
-            mean = ", so its mean is over the others"
-        else:
-            mean = ""
-        restrictions.append(f"not judged at {left_out} of the {several}{mean}")
-    if not same_seeds:
-        restrictions.append("trained with other seeds, so seeds are not paired")
-
-    names = (run.label, reference.label, policies[1], policies[0])
     pair = [
         side.filter(pl.col("sample").is_in(samples), pl.col("place").is_in(common))
         for side in (old, new)
     ]
+    same_seeds = set(old["seed"].unique()) == set(new["seed"].unique())
     tests = _tests(_scores(reference, pair, len(common)), same_seeds, run.problem.averaged)
+    columns: Sequence[float | None] = common
     if run.problem.averaged:
-        columns: Sequence[float | None] = [None, *common]
-    else:
-        columns = common
-    tested = [
-        Difference(*names, columns[i], n, gap, (low, high), p)
-        for i, n, (gap, low, high, p) in tests
-    ]
+        columns = [None, *common]
+    names = (run.label, reference.label, policies[1], policies[0])
+    tested = []
+    for column, count, (gap, low, high, p) in tests:
+        tested.append(Difference(*names, columns[column], count, gap, (low, high), p))
+
+    restrictions = _restricted_to(reference, run, (old, new), len(samples))
+    if left_out := len(places) - len(common):
+        mean = ", so its mean is over the others" if run.problem.averaged else ""
+        restrictions.append(f"not judged at {left_out} of the {run.problem.place_words[1]}{mean}")
+    if not same_seeds:
+        restrictions.append("trained with other seeds, so seeds are not paired")
     return tested, f"{run.label}: {'; '.join(restrictions)}" if restrictions else ""
+
+
+def _not_tested(reference: ComparedRun, run: ComparedRun) -> str:
+    """Return why two runs cannot be tested whatever the policies, "" where they can."""
+    for side in (reference, run):
+        if side.decisions is None:
+            return f"{side.label} {side.missing}, so it is shown but not tested"
+        if "split_seeds" in side.results:
+            return f"{side.label} was judged on several splits, so it is shown but not tested"
+    return ""
+
+
+def _too_little(
+    reference: ComparedRun, run: ComparedRun, samples: int, places: Sequence[float]
+) -> str:
+    """Return why the samples and places that two runs have in common are too few for a test, "" if
+    they are enough."""
+    if samples < FEWEST:
+        if samples:
+            how_many = f"only {samples} test samples"
+        else:
+            how_many = "no test sample"
+        return f"{run.label} has {how_many} in common with {reference.label}, so it is not tested"
+    if not places:
+        return (
+            f"{run.label} was judged at none of the {run.problem.place_words[1]} of "
+            f"{reference.label}, so it is not tested"
+        )
+    return ""
+
+
+def _restricted_to(
+    reference: ComparedRun,
+    run: ComparedRun,
+    pair: tuple[pl.DataFrame, pl.DataFrame],
+    samples: int,
+) -> list[str]:
+    """Return in words the number of common samples, [] where these are all."""
+    judged = [side["sample"].n_unique() for side in pair]
+    if samples == max(judged):
+        return []
+    counts = f"{reference.label}: {judged[0]:,}, {run.label}: {judged[1]:,}"
+    return [f"tested on the {samples:,} samples that both were judged on ({counts})"]
 
 
 def _tests(
     pair: Sequence[np.ndarray], same_seeds: bool, averaged: bool
 ) -> list[tuple[int, int, tuple[float, ...]]]:
-    """The second minus the first, float [S, n, P] each, where enough is known: column, number of
-    samples, and the results of `paired`. With `averaged` the mean over the places is the first
-    column."""
+    """Test the second minus the first where enough is known.
+
+    Args:
+        pair: scores, float [S, n, P] each, NaN where unknown.
+        same_seeds: whether the seeds are the same.
+        averaged: whether to add the mean over the places as the first column.
+
+    Returns:
+        column, number of samples, and the results of `paired`, by column.
+    """
     if averaged:
         pair = [np.concatenate([scores.mean(2, keepdims=True), scores], 2) for scores in pair]
     # columns in which the same samples are known are tested together
     known, group = np.unique(~np.isnan(np.concatenate(pair)).any(0), axis=1, return_inverse=True)
     tests = []
-    for number, rows in enumerate(known.T):
+    for i, rows in enumerate(known.T):
         if rows.sum() >= FEWEST:
-            together = np.flatnonzero(group == number)
-            against, scores = (values[:, rows][:, :, together] for values in pair)
+            columns = np.flatnonzero(group == i)
+            against, scores = (values[:, rows][:, :, columns] for values in pair)
             results = paired(scores, against, same_seeds)
-            tests += [
-                (int(column), int(rows.sum()), result)
-                for column, result in zip(together, results, strict=True)
-            ]
+            for column, result in zip(columns, results, strict=True):
+                tests.append((int(column), int(rows.sum()), result))
     return sorted(tests)
 
 
 def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame], places: int) -> list[np.ndarray]:
-    """What is compared, float64 [S, n, P] of both, NaN where unknown: the score, or under mean
-    budgets accuracy less what the static mix of the reference gains with the latency that was
-    spent."""
+    """Return the numbers of both that are compared, float64 [S, n, P], NaN where unknown: the
+    score, or under mean budgets accuracy less what the static mix of the reference gains with the
+    latency that was spent."""
 
     def cube(side: pl.DataFrame, column: str) -> np.ndarray:
         values = side[column].cast(pl.Float64).fill_null(math.nan).to_numpy()
@@ -174,30 +191,28 @@ def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame], places: int) -
     hull = reference.results.get("static_hull")
     if hull is None:
         return [cube(side, "score") for side in pair]
-    costs, gains = (
-        np.array([corner[key] for corner in hull]) for key in ("latency_ms", "accuracy")
-    )
+    costs = np.array([corner["latency_ms"] for corner in hull])
+    gains = np.array([corner["accuracy"] for corner in hull])
     latency = [cube(side, "latency_ms") for side in pair]
     spent = [cost.mean((0, 1)) for cost in latency]
     worth = [np.interp(cost, np.maximum.accumulate(costs), gains) for cost in spent]
     further = spent[1] - spent[0]
     same = np.abs(further) < 1e-9
-    # what a ms more brings the static mix, between what the two spent
+    # the slope of the static mix, accuracy per ms, between the latencies that the two spent
     price = np.where(same, 0.0, (worth[1] - worth[0]) / np.where(same, 1.0, further))
     return [cube(side, "accuracy") - price * cost for side, cost in zip(pair, latency, strict=True)]
 
 
 def other_measurements(reference: ComparedRun, run: ComparedRun) -> str:
-    """Why two runs were not judged on the same measurements; "" where they were.
+    """Return why two runs were not judged on the same measurements; "" where they were.
 
-    The digest of a profile covers its features too. Other features of the same measurements are no
-    obstacle, and these are the same where the oracle, which looks the best up, has the same outcome
-    for every sample.
+    The digest of a profile covers its features too, but runs with other features of the same
+    measurements can be compared. The measurements are the same where the oracle, which looks up the
+    best choice, has the same outcome for every sample.
     """
-    sides = (reference.results, run.results)
-    digests = [
-        side.get("test_digest") or (side.get("profile") or {}).get("digest") for side in sides
-    ]
+    digests = []
+    for side in (reference.results, run.results):
+        digests.append(side.get("test_digest") or (side.get("profile") or {}).get("digest"))
     if digests[0] == digests[1]:
         return ""
     old = decisions_of(reference, "oracle")
@@ -207,7 +222,7 @@ def other_measurements(reference: ComparedRun, run: ComparedRun) -> str:
         first, second = (
             side.filter(pl.col("place").is_in(common)).drop("seed") for side in (old, new)
         )
-        # without latencies a right answer here and there is no proof
+        # unknown latencies are not equal: accuracy alone proves nothing
         if common and first.equals(second, null_equal=False):
             return ""
     return (

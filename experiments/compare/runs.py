@@ -1,4 +1,4 @@
-"""Finished runs to compare: finding them, reading their files, labelling them by what differs."""
+"""Find finished runs to compare, read their files, and label each by the settings that differ."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class ComparedRun:
 
     @property
     def experiment(self) -> str:
-        """Without settings the name of the folder above."""
+        """The experiment's name; without settings that of the folder above."""
         return experiment_of(self.folder, self.settings)
 
     @property
     def places(self) -> list[float]:
-        """The budgets in ms, or the numbers of shots, that it was judged at."""
+        """The budgets in ms, or the numbers of shots, that the run was judged at."""
         return sorted({place_of(place) for place in self.problem.judged_at(self.results)})
 
     @property
@@ -74,25 +74,24 @@ class ComparedRun:
 
     @property
     def trained(self) -> list[str]:
-        """Every policy that was trained, in the order of the results."""
-        names = {
-            *self.problem.trained,
-            *self.problem.controls,
-            *(self.results.get("variants") or ()),
-        }
+        """All trained policies, in the order of the results."""
+        variants = self.results.get("variants") or ()
+        names = {*self.problem.trained, *self.problem.controls, *variants}
         judged = dict.fromkeys(row["policy"] for row in self.problem.rows(self.results))
         return [name for name in judged if name in names]
 
     def row(self, policy: str, place: float | None) -> Mapping[str, Any]:
-        """The row of a policy at a place, or its mean over the places (None); {} if there is
+        """Return the row of a policy at a place, or its mean over the places (None); {} if there is
         none."""
-        rows = (row for row in self.problem.rows(self.results) if row["policy"] == policy)
-        return next((row for row in rows if place_of(row.get(self.problem.place)) == place), {})
+        for row in self.problem.rows(self.results):
+            if row["policy"] == policy and place_of(row.get(self.problem.place)) == place:
+                return row
+        return {}
 
 
 def place_of(place: Any) -> Any:
-    """A place to six figures: files may hold the same budget with more or with fewer; None stays
-    None."""
+    """Round a place to six figures, because files may hold the same budget with more or fewer; None
+    stays None."""
     if place is None:
         return None
     return float(f"{place:.6g}")
@@ -102,10 +101,10 @@ def place_of(place: Any) -> Any:
 
 
 def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The finished runs among these folders or below them, in the order given, and the names of the
-    unfinished ones.
+    """Return the finished runs among these folders or below them, in the order given, and the names
+    of the unfinished ones.
 
-    The runs in a folder are sorted by name, with numbers by size; a sweep's own folder
+    The runs in a folder are sorted by name, with numbers by size. The folder of a sweep
     (`runs/multirun/…`) stands for the runs of its jobs. The link `latest` in a folder of runs is
     not followed.
 
@@ -138,62 +137,65 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def _runs_of_sweep(folder: Path, unfinished: list[str]) -> list[Path]:
-    """The runs of the finished jobs; the names of the other jobs are added to `unfinished`."""
+    """Return the runs of the finished jobs, and add the names of the other jobs to `unfinished`."""
     runs = []
-    for number in range(1, len(OmegaConf.load(folder / "jobs.yaml")) + 1):
-        outcome = read_outcome(folder, number)
+    for job in range(1, len(OmegaConf.load(folder / "jobs.yaml")) + 1):
+        outcome = read_outcome(folder, job)
         if outcome is not None and outcome.folder is not None and Path(outcome.folder).is_dir():
             runs.append(Path(outcome.folder))
         else:
-            unfinished.append(f"job {number} of {folder}")
+            unfinished.append(f"job {job} of {folder}")
     return runs
 
 
 def _runs_below(folder: Path, levels: int) -> list[Path]:
+    """Return all runs in a folder, down to so many levels below it, in the order of their names."""
     if any((folder / name).is_file() for name in ("results.json", "config.yaml")):
         return [folder]
+    if not levels:
+        return []
     try:
-        if levels:
-            inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-        else:
-            inside = []
+        inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror})") from error
     visible = [path for path in inside if not path.name.startswith(".")]
-    return [
-        run for path in sorted(visible, key=_name_order) for run in _runs_below(path, levels - 1)
-    ]
+    runs = []
+    for path in sorted(visible, key=_name_order):
+        runs += _runs_below(path, levels - 1)
+    return runs
 
 
 def _name_order(path: Path) -> tuple[bool, list[tuple[float, str]]]:
-    """`default` first, then by name, numbers by size."""
-    parts = re.findall(r"(\d+(?:\.\d+)?(?:e-?\d+)?)|(\D)", path.name)
-    return path.name != "default", [
-        (float(number), "") if number else (math.inf, letter) for number, letter in parts
-    ]
+    """Return a sort key for folders: `default` first, then by name, with numbers by size."""
+    key = []
+    for digits, letter in re.findall(r"(\d+(?:\.\d+)?(?:e-?\d+)?)|(\D)", path.name):
+        if digits:
+            key.append((float(digits), ""))
+        else:
+            key.append((math.inf, letter))
+    return path.name != "default", key
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
 def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
-    """Read what is compared of every run.
+    """Read the results, settings and decisions of every run.
 
     Raises:
         InputError: if files cannot be read, or the runs are about different problems.
     """
     results = [read_results(folder) for folder in folders]
     settings = [read_settings_of(folder) for folder in folders]
+    labels = labels_of(folders, settings)
     kind = problem_of(results[0])
     runs = []
-    for folder, label, content, values in zip(
-        folders, labels_of(folders, settings), results, settings, strict=True
-    ):
-        if (problem := problem_of(content)) is not kind:
+    for i, folder in enumerate(folders):
+        problem = problem_of(results[i])
+        if problem is not kind:
             raise InputError(
                 f"{folder}: is a run of {problem.agents}, {folders[0]} one of {kind.agents}; "
-                "their numbers mean "
-                "different things; compare runs of one kind"
+                "their numbers mean different things; compare runs of one kind"
             )
         decisions = None
         missing = ""
@@ -204,12 +206,14 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
                 missing = str(error)
             else:
                 missing = f"has no {FILE}"
-        runs.append(ComparedRun(folder, label, problem, content, values, decisions, missing))
+        runs.append(
+            ComparedRun(folder, labels[i], problem, results[i], settings[i], decisions, missing)
+        )
     return runs
 
 
 def read_settings_of(folder: Path) -> dict[str, Any]:
-    """`config.yaml` by dotted key; {} if there is none.
+    """Read `config.yaml` by dotted key; {} if there is none.
 
     Raises:
         InputError: if the file is not YAML, or holds no settings.
@@ -227,31 +231,33 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
 
 
 def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """Nested settings by dotted key."""
+    """Return nested settings by dotted key; an empty group stays a value."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
-        nested = isinstance(value, Mapping) and value
-        flat |= (
-            {f"{key}.{name}": leaf for name, leaf in dotted(value).items()}
-            if nested
-            else {str(key): value}
-        )
+        if isinstance(value, Mapping) and value:
+            for name, leaf in dotted(value).items():
+                flat[f"{key}.{name}"] = leaf
+        else:
+            flat[str(key)] = value
     return flat
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The settings that are not the same in all runs: key → the value in every run, in words."""
-    keys = dict.fromkeys(
-        key for values in settings for key in values if key.split(".")[0] not in NOT_COMPARED
-    )
-    table = {
-        key: [value_words(run[key]) if key in run else UNKNOWN for run in settings] for key in keys
-    }
-    return {key: values for key, values in table.items() if len(set(values)) > 1}
+    """Return the settings that are not the same in all runs: key → the value in every run, as the
+    command line takes it."""
+    keys: dict[str, None] = {}  # in the order of the files
+    for run in settings:
+        keys |= dict.fromkeys(run)
+    table = {}
+    for key in keys:
+        values = [value_words(run[key]) if key in run else UNKNOWN for run in settings]
+        if key.split(".")[0] not in NOT_COMPARED and len(set(values)) > 1:
+            table[key] = values
+    return table
 
 
 def value_words(value: Any) -> str:
-    """A value as the command line takes it."""
+    """Return a value as the command line takes it."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, list):
@@ -265,28 +271,31 @@ def value_words(value: Any) -> str:
 
 
 def experiment_of(folder: Path, settings: Mapping[str, Any]) -> str:
+    """Return the name of a run's experiment; without settings that of the folder above."""
     return str(settings.get("experiment", folder.resolve().parent.name))
 
 
 def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A label for each run: the settings that differ, if they are few and nobody named a run, else
-    the folder's name.
+    """Return a label for each run: the settings that differ, if they are few and no run has a name
+    given by the user, else the folder's name.
 
-    The experiment stands before it where the runs are of several, and alone where every run is of
-    another one. Runs that would have the same label get the part of their path that differs as
-    well.
+    Where the runs are of several experiments, the experiment stands before it; where every run is
+    of another experiment, it stands alone. Runs that would have the same label also get the part of
+    their path that differs.
     """
     table = differing(settings)
     table = {key: values for key, values in table.items() if key not in NOT_IN_LABEL} or table
     if any(run.get("name") for run in settings) or not 0 < len(table) <= MOST_IN_LABEL:
         labels = [folder.resolve().name for folder in folders]
     else:
+        # the last part of a key is enough where no other key ends with it
         last = [key.rsplit(".", 1)[-1] for key in table]
         short = [
             part if last.count(part) == 1 else key for key, part in zip(table, last, strict=True)
         ]
-        rows = zip(*table.values(), strict=True)
-        labels = [", ".join(map("=".join, zip(short, values, strict=True))) for values in rows]
+        labels = []
+        for values in zip(*table.values(), strict=True):
+            labels.append(", ".join(map("=".join, zip(short, values, strict=True))))
     experiments = [experiment_of(*run) for run in zip(folders, settings, strict=True)]
     if len(set(experiments)) == len(experiments):
         labels = experiments
@@ -296,15 +305,18 @@ def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) ->
 
 
 def _made_unique(labels: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """Add to a label that several runs have where their paths differ: the first folder that
+    differs, or the whole rest of the path where that is not enough."""
     unique = []
     for label, folder in zip(labels, folders, strict=True):
         alike = [path for path, other in zip(folders, labels, strict=True) if other == label]
         if len(alike) > 1:
             common = os.path.commonpath([path.parent for path in alike])
             inside = folder.relative_to(common)
-            siblings = [
-                path for path in alike if path.relative_to(common).parts[0] == inside.parts[0]
-            ]
-            label = f"{label} ({inside if len(siblings) > 1 else inside.parts[0]})"
+            firsts = [path.relative_to(common).parts[0] for path in alike]
+            if firsts.count(inside.parts[0]) > 1:
+                label = f"{label} ({inside})"
+            else:
+                label = f"{label} ({inside.parts[0]})"
         unique.append(label)
     return unique

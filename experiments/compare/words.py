@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MOST_SENTENCES = 6
-"""So many runs have a sentence each; more are counted."""
+"""Up to this many runs have a sentence each; more are counted."""
 SIDE_BY_SIDE = 4
-"""So many runs have a column each in the table of settings; more have a row each."""
+"""Up to this many runs have a column each in the table of settings; more have a row each."""
 Cells = tuple[list[str], list[list[str]]]
 """The heads of a table and its rows."""
 
 
 def place_name(comparison: Comparison, place: float) -> str:
-    """A budget or a number of shots in words."""
+    """Return a budget or a number of shots in words."""
     if comparison.problem.averaged:
         return quantity(place, comparison.unit)
     return shots_words(int(place))
@@ -42,7 +42,7 @@ def place_names(comparison: Comparison) -> list[str]:
 
 
 def where(comparison: Comparison) -> str:
-    """Where the main numbers are taken, in words."""
+    """Say in words at which place the main numbers are taken."""
     if comparison.main is not None:
         return f"at {place_name(comparison, comparison.main)}"
     count = len(comparison.places)
@@ -50,19 +50,19 @@ def where(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """Which of the comparable runs has the highest score, and which runs differ from the first
+    """Say which of the comparable runs has the highest score, and which runs differ from the first
     one."""
     ranking = comparison.ranking()
-    metric = _metrics(comparison)[0]
     tested = comparison.differences
     counted = len(comparison.runs) - 1 > MOST_SENTENCES
-    if counted:  # the best one has a sentence
-        tested = [d for i in ranking if (d := comparison.difference(comparison.runs[i].label))][:1]
+    if counted:  # only the best tested run has a sentence
+        ranked = [comparison.difference(comparison.runs[i].label) for i in ranking]
+        tested = [difference for difference in ranked if difference][:1]
     return sentences(
         "compare.txt.j2",
         best=comparison.runs[ranking[0]],
         best_row=comparison.rows[ranking[0]],
-        metric=metric,
+        metric=_metrics(comparison)[0],
         where=where(comparison),
         tested=tested,
         counted=counted,
@@ -74,7 +74,7 @@ def verdict(comparison: Comparison) -> list[str]:
 
 
 def method(comparison: Comparison) -> str:
-    """What was compared, and how; "" where nothing was."""
+    """Describe what was compared, and how; "" where nothing was."""
     samples = sorted({difference.samples for difference in comparison.differences})
     content = {
         "where": where(comparison),
@@ -92,25 +92,22 @@ def p_words(difference: Difference) -> str:
 
 
 def tested_cells(difference: Difference) -> list[str]:
-    """Three cells: the difference with its interval in points, p, and what they show."""
+    """Return three cells: the difference with its interval in points, p, and what they show."""
     cells = difference_cell(difference.difference, difference.ci95), p_words(difference)
     return [*cells, SIGN_WORDS[difference.sign]]
 
 
 def results_cells(comparison: Comparison) -> Cells:
-    """A row for each run in the order given; then the reference policies of the first run."""
+    """Return a row for each run in their order, then the reference policies of the first run."""
     metrics = _metrics(comparison)
     tested = ["difference, points", "p", "shown"]
     if comparison.problem.averaged:
         head = ["run", metrics[0].name, *tested, *(metric.name for metric in metrics[1:])]
     else:
-        marks = [" (compared)" * (place == comparison.main) for place in comparison.places]
-        head = [
-            "run",
-            *tested,
-            "policy",
-            *map("".join, zip(place_names(comparison), marks, strict=True)),
-        ]
+        head = ["run", *tested, "policy"]
+        for place in comparison.places:
+            mark = " (compared)" if place == comparison.main else ""
+            head.append(place_name(comparison, place) + mark)
     lines = []
     for i, run in enumerate(comparison.runs):
         difference = comparison.difference(run.label)
@@ -133,36 +130,33 @@ def results_cells(comparison: Comparison) -> Cells:
 
 
 def _metrics(comparison: Comparison) -> list[Metric]:
-    """The columns of numbers: first the one that runs are ranked by."""
+    """Return the columns of numbers, first the one that runs are ranked by."""
     problem = comparison.problem
     metrics = [metric for metric in problem.metrics if metric not in (DECISION, OVER_SINGLE)]
     return sorted(metrics, key=lambda metric: metric.key != problem.ranked_by)
 
 
 def settings_cells(comparison: Comparison) -> Cells:
-    """The settings that differ: few runs have a column each, more a row each. A value equal to that
-    of the first run reads "same"."""
+    """Return the settings that differ: few runs have a column each, more a row each. A value equal
+    to that of the first run reads "same"."""
     labels = [run.label for run in comparison.runs]
-    table = {
-        key: [values[0], *("same" if value == values[0] else value for value in values[1:])]
-        for key, values in comparison.settings.items()
-    }
+    columns = []
+    for key, (first, *others) in comparison.settings.items():
+        same = ["same" if value == first else value for value in others]
+        columns.append([key, first, *same])
     if len(labels) <= SIDE_BY_SIDE:
-        return ["setting", *labels], [[key, *values] for key, values in table.items()]
-    return ["run", *table], [
-        [label, *(values[i] for values in table.values())] for i, label in enumerate(labels)
-    ]
+        return ["setting", *labels], columns
+    head, *rows = zip(["run", *labels], *columns, strict=True)
+    return list(head), list(map(list, rows))
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """The tables and the sentences; without colours and frames when this is no terminal."""
+    """Print the tables and the sentences; without colours and frames when this is no terminal."""
     if comparison.settings and len(comparison.runs) <= SIDE_BY_SIDE:
         print_table(console, *settings_cells(comparison), range(len(comparison.runs) + 1))
     else:
-        differing = {
-            key: ", ".join(dict.fromkeys(values)) for key, values in comparison.settings.items()
-        }
-        print_lines(console, [f"differs: {key} ({values})" for key, values in differing.items()])
+        for key, values in comparison.settings.items():
+            print_lines(console, [f"differs: {key} ({', '.join(dict.fromkeys(values))})"])
     if comparison.problem.averaged:
         few = (0, 1, 2, 4)
     else:

@@ -1,4 +1,4 @@
-"""The results of a live run, on the terminal and as a page."""
+"""Show the results of a live run on the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -28,36 +28,41 @@ COLUMNS = {
     "mean ms": ("latency_ms", ".2f"),
     "p95 ms": ("latency_ms_p95", ".2f"),
 }
+"""Heading → key and format of a column."""
 REPLAYED = {"replay: on time": ("satisfaction", ".1%"), "replay: ms": ("latency_ms", ".2f")}
+"""Heading → key and format of a column of the replay."""
 WITH_INTERVAL = ("satisfaction", "accuracy", "utility")
+"""The keys of numbers with an interval."""
 
 
 def policies(results: Mapping[str, Any]) -> Table:
-    """Every policy, the best utility first; the last two columns are of the replay."""
+    """Return a row for every policy, the best utility first; the last two columns are those of the
+    replay, if there was one."""
     rows = ranked(results)
     replay = {(row["policy"], row["what"]): row["replay"] for row in results["agreement"]}
     if replay:
         columns = COLUMNS
+        replayed = REPLAYED
     else:
         columns = {name: column for name, column in COLUMNS.items() if column[0] in rows[0]}
-    replayed = REPLAYED if replay else {}
+        replayed = {}
     cells = []
     for row in rows:
         line = [name_of(results, row["policy"])]
         for key, how in columns.values():
-            line.append(
-                number(row[key], how)
-                + (interval(row[f"{key}_ci95"], how) if key in WITH_INTERVAL else "")
-            )
-        cells.append(
-            [*line, *(number(replay[row["policy"], key], how) for key, how in replayed.values())]
-        )
-    strong = [place for place, row in enumerate(rows) if row["policy"] == LEARNED]
+            text = number(row[key], how)
+            if key in WITH_INTERVAL:
+                text += interval(row[f"{key}_ci95"], how)
+            line.append(text)
+        for key, how in replayed.values():
+            line.append(number(replay[row["policy"], key], how))
+        cells.append(line)
+    strong = [i for i, row in enumerate(rows) if row["policy"] == LEARNED]
     return Table(["policy", *columns, *replayed], cells, strong)
 
 
 def name_of(results: Mapping[str, Any], policy: str) -> str:
-    """A policy in words; a fixed configuration with its knobs."""
+    """Return a policy in words; a fixed configuration with its knobs."""
     if policy not in results["configurations"]:
         return policy_name(policy)
     knobs = ", ".join(
@@ -67,21 +72,20 @@ def name_of(results: Mapping[str, Any], policy: str) -> str:
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
-    """What the run shows, in sentences."""
-    latency, share = (
-        [row for row in results["agreement"] if row["what"] == what]
-        for what in ("latency_ms", "satisfaction")
-    )
-    return sentences(
-        "live.txt.j2",
-        **results,
-        latency=max((abs(row["difference"]) / row["replay"] for row in latency), default=0.0),
-        share=max((abs(row["difference"]) for row in share), default=0.0),
-    )
+    """Say in sentences what the run shows."""
+    latency = 0.0  # the largest differences between live run and replay
+    share = 0.0
+    for row in results["agreement"]:
+        difference = abs(row["difference"])
+        if row["what"] == "latency_ms":
+            latency = max(latency, difference / row["replay"])
+        elif row["what"] == "satisfaction":
+            share = max(share, difference)
+    return sentences("live.txt.j2", **results, latency=latency, share=share)
 
 
 def print_live(results: Mapping[str, Any], console: Console) -> None:
-    """The table and the sentences; without frames if this is no terminal."""
+    """Print the table and the sentences; without frames if this is no terminal."""
     table = policies(results)
     print_table(console, table.header, table.rows, (0, 1, 3, 4, 5), table.strong)
     print_lines(console, verdict(results))
@@ -95,23 +99,18 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
     from knobwise.experiments.report.page import render_page
 
     table = policies(results)
-    width = len(table.header) - len(REPLAYED) * bool(
-        results["agreement"]
-    )  # what was replayed has a table of its own
+    width = len(table.header)
+    if results["agreement"]:  # the replay has its own table on the page
+        width -= len(REPLAYED)
     shares = []
     for metric, title in (("satisfaction", "share on time"), ("utility", "utility (0 to 1)")):
-        rows = [
-            {"name": policy_name(row["policy"]), "value": row[metric]}
-            | dict(zip(("low", "high"), row[f"{metric}_ci95"], strict=True))
-            for row in ranked(results)
-        ]
-        shares.append(
-            charts.dots(
-                pl.DataFrame(rows),
-                title,
-                charts.colour_of([r["name"] for r in rows], "name").legend(None),
-            )
-        )
+        rows = []
+        for row in ranked(results):
+            low, high = row[f"{metric}_ci95"]
+            dot = {"name": policy_name(row["policy"]), "value": row[metric]}
+            rows.append(dot | {"low": low, "high": high})
+        colour = charts.colour_of([row["name"] for row in rows], "name").legend(None)
+        shares.append(charts.dots(pl.DataFrame(rows), title, colour))
     return render_page(
         path,
         "live.html.j2",

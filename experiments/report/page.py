@@ -1,9 +1,10 @@
-"""The self-contained page around charts and tables, from the templates beside this file.
+"""The self-contained page around charts and tables, made from the templates in this folder. A page
+loads nothing from a network.
 
-Colours: `hues.json` lists the hues, `policies.json` says which policy has which,
+Colours: `hues.json` lists the hues, `policies.json` gives each policy its hue,
 `templates/style.css` colours the page around the charts. A chart is built once and drawn in the
-reader's theme: whatever differs between light and dark stands in `THEMES`, never in a mark; hues
-are named by their position in the palette (`domain`). Nothing comes from a network.
+reader's theme. So everything that differs between light and dark is in `THEMES`, never in a mark,
+and a chart names a hue by its position in the palette (`domain`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from knobwise.common.files import write_text
 from knobwise.experiments.report.words import POLICIES, environment
 
 OTHERS = "others"
+"""The label of all policies that have no colour of their own."""
 HUES: dict[str, list[str]] = json.loads(
     Path(__file__).with_name("hues.json").read_text(encoding="utf-8")
 )
@@ -32,10 +34,10 @@ HUE_OF = {words["name"]: words["colour"] for words in POLICIES.values()}
 
 
 def domain(labels: Sequence[str]) -> list[str]:
-    """The domain of a colour scale over the whole palette.
+    """Return the domain of a colour scale over the whole palette.
 
-    The label of a policy stands at the position of its hue, a run at the first free one that no
-    reference has; blanks fill the remaining positions.
+    The label of a policy stands at the position of its hue. A run stands at the first free position
+    whose hue no reference policy has. Blanks fill the remaining positions.
     """
     hues: dict[str, str] = {}
     for label in labels:
@@ -47,11 +49,13 @@ def domain(labels: Sequence[str]) -> list[str]:
 
 
 def by_hue(labels: Mapping[str, str]) -> list[str]:
-    """The domain of a colour scale that gives each hue its label: hue → label."""
-    return [labels.get(hue, " " * place) for place, hue in enumerate(HUES, 1)]
+    """Return the domain of a colour scale that gives each hue its label: hue → label."""
+    # blanks of different length, because a domain holds every value once
+    return [labels.get(hue, " " * length) for length, hue in enumerate(HUES, 1)]
 
 
 def _theme(dark: bool, **greys: str) -> dict[str, Any]:
+    """Render a Vega-Lite configuration with the palette for light or dark."""
     template = environment().get_template("theme.json.j2")
     palette = [pair[dark] for pair in HUES.values()]
     theme: dict[str, Any] = json.loads(template.render(palette=palette, **greys))
@@ -65,17 +69,18 @@ THEMES = {
 
 
 def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
-    """The chart as Vega-Lite, without Altair's own theme and without its limit on the number of
+    """Return a chart as Vega-Lite, without Altair's own theme and its limit on the number of
     rows.
 
-    The tests check it against the schema, which takes most of a page's time.
+    It is not validated, which would take most of a page's time; the tests do that.
     """
     with alt.data_transformers.enable("default", max_rows=None), alt.theme.enable("none"):
         return chart.to_dict(validate=False)
 
 
 def png(figure: Any) -> bytes:
-    """A chart, or several below one another, as a picture, twice as fine as on screen, on white."""
+    """Draw a chart, or several below one another, as a picture on white, at twice the resolution of
+    a screen."""
     import vl_convert
 
     config = THEMES["light"] | {
@@ -91,8 +96,8 @@ def png(figure: Any) -> bytes:
 
 @functools.cache
 def templates() -> Environment:
-    """The templates of all pages. What they print is escaped; in embedded JSON every `<` is written
-    `\\u003c`."""
+    """Return the environment of the page templates. It escapes everything that they print; in
+    embedded JSON every `<` is written `\\u003c`."""
     pages = environment(autoescape=True)
     pages.filters["specification"] = specification
     pages.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
@@ -100,8 +105,8 @@ def templates() -> Environment:
 
 
 def render_page(path: str | Path, template: str, **content: Any) -> Path:
-    """Write the page that a template makes of `content`; it opens without a network: everything is
-    inside the file."""
+    """Write the page that a template makes of `content`, with all scripts and styles inside the
+    file, and return its path."""
     text = templates().get_template(template).render(vega=Markup(_vega()), themes=THEMES, **content)
     write_text(path, text)
     return Path(path)
@@ -109,9 +114,9 @@ def render_page(path: str | Path, template: str, **content: Any) -> Path:
 
 @functools.cache
 def _vega() -> str:
+    """Return the JavaScript that draws the charts, safe inside a script element."""
     import vl_convert
 
     version = ".".join(alt.SCHEMA_VERSION.split(".")[:2])
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", version).replace(
-        "</script", "<\\/script"
-    )
+    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", version)
+    return script.replace("</script", "<\\/script")

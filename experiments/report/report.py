@@ -1,8 +1,8 @@
-"""The results of a finished run: in sentences, on the terminal and as `report.html`.
+"""Show the results of a finished run: in sentences, on the terminal and as `report.html`.
 
-Reads only the files that the run left in its folder (`results.json`, `metrics.csv`, `config.yaml`),
-so that a report can be written again at any time. This module gathers the numbers; the words are in
-`templates/`.
+A report is made from the files in the run's folder alone (`results.json`, `metrics.csv`,
+`config.yaml`), so it can be written again at any time. This module gathers the numbers; the words
+are in `templates/`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def write_report(run_folder: str | Path) -> Path:
 
 
 def print_results(results: Mapping[str, Any], console: Console) -> None:
-    """The results as a table, and the verdict; without colours and frames if this is no
+    """Print the results as a table, and the verdict; without colours and frames if this is no
     terminal."""
     table = tables.policies(results)
     print_table(console, table.header, table.rows, tables.narrow(results), table.strong)
@@ -95,20 +95,20 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
 
 
 def verdict(results: Mapping[str, Any], **changes: Any) -> list[str]:
-    """What the run shows, the most important first; `changes` replace numbers that the sentences
-    are made of."""
+    """Say in sentences what the run shows, the most important first; `changes` replace numbers that
+    the template needs."""
     problem = problem_of(results).name
-    return words.sentences(
-        f"{problem}.txt.j2", results=results, **(_NUMBERS[problem](results) | changes)
-    )
+    numbers = _NUMBERS[problem](results) | changes
+    return words.sentences(f"{problem}.txt.j2", results=results, **numbers)
 
 
 def on_decisions(results: Mapping[str, Any]) -> str:
-    """The time that a decision takes, compared with the latency, in a sentence; without features
-    and setting knobs, which only a live run measures. Empty if it is not known, or if the budget
-    limits no time."""
+    """Compare in a sentence the time of a decision with the latency. Reading features and setting
+    knobs do not count, because only a live run measures them. Empty if the time is not known, or if
+    the budget limits no time."""
     learned = words.means_of(results).get(LEARNED, {})
-    micros, mean = (float(learned.get(key) or 0) for key in ("decision_us_p50", "latency_ms_mean"))
+    micros = float(learned.get("decision_us_p50") or 0)
+    mean = float(learned.get("latency_ms_mean") or 0)
     if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
         return ""
     share = micros / 1e3 / mean
@@ -116,32 +116,39 @@ def on_decisions(results: Mapping[str, Any]) -> str:
 
 
 def _under_deadlines(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers for `deadline.txt.j2`."""
     ranked = {row["policy"]: row for row in words.ranked(results)}
     learned = ranked.get(LEARNED)
     rivals = [row for name, row in ranked.items() if name not in (LEARNED, TEACHER, STATIC, ORACLE)]
+    better = []
+    for row in rivals:  # by more than the last digit that is printed
+        if learned and round(words.value_of(row) - words.value_of(learned), 3) > 0:
+            better.append(row)
     return {
         "learned": learned,
         "teacher": ranked.get(TEACHER),
         "static": ranked.get(STATIC),
         "best": next((row for name, row in ranked.items() if name != ORACLE), None),
         "rivals": rivals,
-        "better": [
-            row
-            for row in rivals
-            if learned and round(words.value_of(row) - words.value_of(learned), 3) > 0
-        ],
+        "better": better,
         "guard": words.guarantees(results),
     }
 
 
 def _under_mean_budgets(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers for `mean.txt.j2`."""
     ranked = {row["policy"]: row for row in words.ranked(results, MEAN_BUDGET.ranked_by)}
     if LEARNED not in ranked:
         return {"learned": None}
     budgets = MEAN_BUDGET.judged_at(results)
     tight = [MEAN_BUDGET.row(results, LEARNED, budget) for budget in budgets[:2]]
+    # the gain of the oracle over the best single configuration
     most = [row["oracle_accuracy"] - row["accuracy"] + row["over_best_single"] for row in tight]
     rivals = [row for name, row in ranked.items() if name not in (LEARNED, MIX, SINGLE, ORACLE)]
+    better = [row["over_static_mix"] > ranked[LEARNED]["over_static_mix"] for row in rivals]
+    deployed = []
+    for rows in results.get("guard") or []:
+        deployed += [row["deployed"] for row in rows]
     return {
         "learned": ranked[LEARNED],
         "budgets": len(budgets),
@@ -149,14 +156,13 @@ def _under_mean_budgets(results: Mapping[str, Any]) -> dict[str, Any]:
         "latencies": [quantity(row["latency_ms_mean"], words.unit_of(results)) for row in tight],
         "most": list(map(words.points, most)),
         "rivals": rivals,
-        "better": sum(
-            row["over_static_mix"] > ranked[LEARNED]["over_static_mix"] for row in rivals
-        ),
-        "deployed": [row["deployed"] for rows in results.get("guard") or [] for row in rows],
+        "better": sum(better),
+        "deployed": deployed,
     }
 
 
 def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers for `selector.txt.j2`."""
     shots = shown_at(results)
     policy = DEMONSTRATIONS.main_policy(results)
     rows = words.rows_at(results, shots)
@@ -176,18 +182,18 @@ def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
         return numbers
     rivals = [name for name in simple if (policy, name) in at]
     signs = {name: words.sign_of(at[policy, name]["ci95"]) for name in rivals}
-    others = {
-        n: words.rows_at(results, n).get(policy)
-        for n in results["shots"]
-        if n != results["trained_shots"]
-    }
+    elsewhere = []
+    for other in results["shots"]:
+        row = words.rows_at(results, other).get(policy)
+        if row and other != results["trained_shots"]:
+            elsewhere.append(f"{row['accuracy']:.3f} with {other}")
     return numbers | {
         "at": at,
         "learned": list(dict.fromkeys((policy, *DEMONSTRATIONS.trained))),
         "rivals": rivals,
         "winners": [name for name in rivals if signs[name] < 0],
         "close": [with_accuracy[name] for name in rivals if signs[name] == 0],
-        "elsewhere": [f"{row['accuracy']:.3f} with {n}" for n, row in others.items() if row],
+        "elsewhere": elsewhere,
     }
 
 
@@ -197,3 +203,4 @@ _NUMBERS = {
     DEMONSTRATIONS.name: _of_selectors,
     WEIGHTS.name: words.means_of,
 }
+"""Kind of problem → the function that gathers the numbers for its sentences."""

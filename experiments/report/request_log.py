@@ -1,4 +1,4 @@
-"""What the log of a deployed controller holds."""
+"""Show the content of the log of a deployed controller."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ if TYPE_CHECKING:
 
 
 def inspect_log(folder: str) -> dict[str, Any]:
-    """The facts about a log, as plain values for JSON: `requests`, the shares of them that are
-    `on_time`, `labelled` and `explored` (answered otherwise than by the best choice), mean
-    `accuracy` of the labelled, `configurations` (label → requests), `controllers` (digest →
-    requests) and `set_aside` (reason → rows).
+    """Return the facts about a log, as plain values for JSON.
+
+    Returns:
+        `requests`: their number. `on_time`, `labelled`, `explored`: shares of them, the last of
+        those that were not answered by the best choice. `accuracy`: mean over the labelled.
+        `configurations`: label → requests. `controllers`: digest → requests. `set_aside`: reason →
+        rows.
 
     Raises:
         InputError: there is no log in the folder.
     """
     log = read_log(folder)
-    rows, count = log.rows, max(len(log.rows), 1)
+    rows = log.rows
+    count = max(len(rows), 1)
     accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
-    labels = (", ".join(f"{name}={value}" for name, value in row["knobs"].items()) for row in rows)
+    labels = []
+    for row in rows:
+        labels.append(", ".join(f"{name}={value}" for name, value in row["knobs"].items()))
     return {
         "log": folder,
         "requests": len(rows),
@@ -40,24 +46,19 @@ def inspect_log(folder: str) -> dict[str, Any]:
 
 
 def print_log(facts: Mapping[str, Any], console: Console) -> None:
-    """The facts in words and a table."""
-    if facts["accuracy"] is None:
-        accuracy = ""
-    else:
+    """Print the facts in words and a table."""
+    accuracy = ""
+    if facts["accuracy"] is not None:
         accuracy = f", of which {facts['accuracy']:.1%} are right"
-    print_lines(
-        console,
-        [
-            f"{facts['log']}: {facts['requests']:,} requests by {len(facts['controllers'])} "
-            "controllers",
-            f"{facts['on_time']:.1%} on time, {facts['labelled']:.1%} labelled{accuracy}, "
-            f"{facts['explored']:.1%} explored",
-            *(
-                f"{count:,} set aside: {reason}"
-                for reason, count in sorted(facts["set_aside"].items())
-            ),
-        ],
-    )
+    lines = [
+        f"{facts['log']}: {facts['requests']:,} requests by {len(facts['controllers'])} "
+        "controllers",
+        f"{facts['on_time']:.1%} on time, {facts['labelled']:.1%} labelled{accuracy}, "
+        f"{facts['explored']:.1%} explored",
+    ]
+    for reason, count in sorted(facts["set_aside"].items()):
+        lines.append(f"{count:,} set aside: {reason}")
+    print_lines(console, lines)
     total = facts["requests"]
     used = facts["configurations"].items()
     cells = [[label, f"{count:,}", f"{count / total:.1%}"] for label, count in used]

@@ -36,7 +36,8 @@ POLICIES: dict[str, dict[str, str]] = json.loads(
 
 
 def policy_name(policy: str, results: Mapping[str, Any] | None = None) -> str:
-    """A policy in plain words; the names of some controls say what was hidden in these results."""
+    """Return a policy in plain words; the names of some controls contain what was hidden in these
+    results."""
     hidden = listed((results or {}).get("hidden") or ["information"])
     if policy in POLICIES:
         return POLICIES[policy]["name"].format(hidden=hidden)
@@ -51,36 +52,33 @@ def known(value: Any) -> bool:
 
 
 def quantity(value: float | None, unit: str = "ms") -> str:
-    """Three figures, more for large numbers, and the unit."""
+    """Format a number with three significant figures, or more if it is large, and its unit."""
     if value is None or not math.isfinite(value):
         return "–"
     if abs(value) >= 100:
         return f"{value:,.0f} {unit}"
-    # from six figures, as a budget is kept in some places, so that 2.185 is rounded one way
+    # some files keep six figures of a budget: from these, 2.185 is rounded the same way everywhere
     return f"{float(f'{value:.6g}'):#.3g}".rstrip(".") + f" {unit}"
 
 
 def number(value: Any, how: str, unit: str = "") -> str:
-    """A number in a format such as ".3f" or "+.1%"; a dash where it is not known."""
-    if how.startswith("+"):
-        sign, digits = ("+", how[1:])
-    else:
-        sign, digits = ("", how)
-    if known(value):
-        return f"{value:{sign}z{digits}}{unit}"
-    return "–"
+    """Format a number, as with ".3f" or "+.1%"; a dash where it is not known."""
+    if not known(value):
+        return "–"
+    sign = "+" if how.startswith("+") else ""
+    return f"{value:{sign}z{how.removeprefix('+')}}{unit}"  # z: no −0.0
 
 
 def interval(ci95: Any, how: str) -> str:
-    """The small print under a number; empty where the interval is a point, as in the gap that the
-    oracle closes."""
+    """Format the interval that stands below a number in a cell; "" where the interval is a point,
+    as for the gap that the oracle closes."""
     if not ci95 or not all(map(known, ci95)) or not ci95[0] < ci95[1]:
         return ""
     return f"\n[{number(ci95[0], how)}, {number(ci95[1], how)}]"
 
 
 def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
-    """A metric of a row with its interval, for a table; `unit` is that of latencies."""
+    """Return the cell of a metric, with its interval; `unit` is that of latencies."""
     value = row.get(metric.key)
     if metric.unit in ("ms", "µs", "cost"):
         return quantity(value, {"ms": unit, "cost": ""}.get(metric.unit, metric.unit)).rstrip()
@@ -90,12 +88,12 @@ def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
 
 
 def points(share: float, sign: str = "+") -> str:
-    """Hundredths; `sign` is "+", or "" to write it only where it is negative."""
+    """Format a share in hundredths; `sign` is "+", or "" for a sign only if it is negative."""
     return f"{100 * share:{sign}z.1f}"
 
 
 def span(ci95: Sequence[float] | None, how: str = "") -> str:
-    """An interval in a sentence, in a format or, without one, in points; empty where it is not
+    """Write an interval for a sentence, in a format or, without one, in points; "" where it is not
     known."""
     if not ci95:
         return ""
@@ -104,6 +102,7 @@ def span(ci95: Sequence[float] | None, how: str = "") -> str:
 
 
 def listed(words: Sequence[str]) -> str:
+    """Join words with commas and "and"."""
     if len(words) == 1:
         return words[0]
     return f"{', '.join(words[:-1])} and {words[-1]}"
@@ -114,8 +113,8 @@ def shots_words(count: int) -> str:
 
 
 def of_last_round(policy: str) -> str:
-    """The epochs of a policy that is trained in rounds are those of the last round, which starts
-    from the previous."""
+    """Return the words to add after epochs of a policy that is trained in rounds: these are epochs
+    of the last round, which starts from the round before."""
     if policy == "grpo_rounds":
         return " of its last round"
     return ""
@@ -124,22 +123,24 @@ def of_last_round(policy: str) -> str:
 # -- differences -----------------------------------------------------------------------------------
 
 COMPARED = {1: "is better than", -1: "is worse than", 0: "is not shown to differ from"}
-"""The one way to say what an interval of a difference shows."""
+"""`sign_of` a difference → what it shows, in a sentence."""
 SIGN_WORDS = {1: "better", -1: "worse", 0: "no difference shown"}
+"""`sign_of` a difference → what it shows, in a table."""
 
 
 def sign_of(ci95: Sequence[float]) -> int:
-    """1 or −1 where the interval is above or below 0, by more than float32 rounds, else 0."""
+    """Return 1 or −1 where the interval is above or below 0 by more than rounding in float32, else
+    0."""
     return int(ci95[0] > 1e-6) - int(ci95[1] < -1e-6)
 
 
 def difference_words(difference: float, ci95: Sequence[float]) -> str:
-    """A difference in a sentence: `+1.2 points (95% interval 0.3 to 2.1)`."""
+    """Write a difference for a sentence: `+1.2 points (95% interval 0.3 to 2.1)`."""
     return f"{points(difference)} points{span(ci95)}"
 
 
 def difference_cell(difference: float, ci95: Sequence[float]) -> str:
-    """A difference in a table, in points."""
+    """Return the cell of a difference, in points, with its interval."""
     return f"{points(difference)}\n[{points(ci95[0])}, {points(ci95[1])}]"
 
 
@@ -148,7 +149,8 @@ def difference_cell(difference: float, ci95: Sequence[float]) -> str:
 
 @functools.cache
 def environment(autoescape: bool = False) -> Environment:
-    """For the templates beside this file; they may call the functions of this module."""
+    """Return the environment of the templates in this folder; they may call the functions of this
+    module."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     templates = Environment(
         loader=loader,
@@ -164,33 +166,37 @@ def environment(autoescape: bool = False) -> Environment:
 
 
 def sentences(template: str, **content: Any) -> list[str]:
-    """The paragraphs of a template of plain text, each on one line."""
+    """Render a template of plain text: its paragraphs, each on one line."""
     paragraphs = re.split(r"\n\s*\n", environment().get_template(template).render(content))
-    return [" ".join(words) for paragraph in paragraphs if (words := paragraph.split())]
+    lines = [" ".join(paragraph.split()) for paragraph in paragraphs]
+    return [line for line in lines if line]
 
 
 # -- results.json ----------------------------------------------------------------------------------
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
-    """Write `results.json`, with digests of its content and of `decisions.parquet`, which is there
-    already."""
+    """Write `results.json`, with digests of its content and of `decisions.parquet`, which has been
+    written before."""
     results = results | {"sha256": _digests(folder, results)}
     write_text(folder / "results.json", json.dumps(results, indent=1))
 
 
 def _digests(folder: Path, results: dict[str, Any]) -> list[str]:
-    """SHA-256 of the results, and of the decisions, if they are there."""
-    words = json.dumps({key: value for key, value in results.items() if key != "sha256"}).encode()
-    contents = [words, *([(folder / FILE).read_bytes()] if (folder / FILE).exists() else [])]
+    """Return SHA-256 of the results, and of the decisions if the file exists."""
+    content = {key: value for key, value in results.items() if key != "sha256"}
+    contents = [json.dumps(content).encode()]
+    if (folder / FILE).exists():
+        contents.append((folder / FILE).read_bytes())
     return [hashlib.sha256(content).hexdigest() for content in contents]
 
 
 def read_results(run_folder: str | Path) -> dict[str, Any]:
-    """`results.json` in the folder of a run.
+    """Read `results.json` in the folder of a run.
 
     Raises:
         InputError: it is missing, or does not hold the results of a run.
+        Damaged: it does not match its checksum.
     """
     path = Path(run_folder) / "results.json"
     try:
@@ -209,8 +215,7 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
         if noted[: len(digests)] != digests:
             raise InputError(
                 f"{path.with_name(FILE)}: does not match its checksum in {path}; one of the two "
-                "is damaged: "
-                "restore copies of both, or judge the run again"
+                "is damaged: restore copies of both, or judge the run again"
             )
     rows = results.get("rows") if isinstance(results, dict) else None
     if not isinstance(rows, list) or not all(
@@ -225,31 +230,32 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
 
 
 def unit_of(results: Mapping[str, Any]) -> str:
-    """The unit of latencies and budgets: ms, or that of the cost that stands for latency."""
+    """Return the unit of latencies and budgets: ms, or that of the cost that replaces latency."""
     return str(results.get("unit", "ms"))
 
 
 def means_of(results: Mapping[str, Any]) -> dict[str, Row]:
-    """Policy → its row with the means over the budgets."""
+    """Return policy → its row with the means over the budgets."""
     place = problem_of(results).place
     return {row["policy"]: row for row in results["rows"] if row.get(place) is None}
 
 
 def ranked(results: Mapping[str, Any], metric: str = "utility") -> list[Row]:
-    """The means over the budgets, best first."""
+    """Return the rows with the means over the budgets, best first."""
     return sorted(means_of(results).values(), key=lambda row: value_of(row, metric), reverse=True)
 
 
 def value_of(row: Row, metric: str = "utility") -> float:
-    """A number to rank by; −∞ where it is not known."""
+    """Return the number of a row to rank by; −∞ where it is not known."""
     if known(row.get(metric)):
         return float(row[metric])
     return -math.inf
 
 
 def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
-    """What the guard found at each budget: one row a seed. [] without a guard. Where it fell back,
-    the policy was `worse` than static, or only static is on time often enough (`safer`)."""
+    """Return the guard's results: for each budget a row for each seed. [] without a guard. Where it
+    fell back, the policy was `worse` than static, or only static is on time often enough
+    (`safer`)."""
     at: dict[float, list[Row]] = {}
     for rows in zip(*(results.get("guard") or []), strict=True):
         at[rows[0]["budget_ms"]] = [_with_fallback(row) for row in rows]
@@ -257,12 +263,13 @@ def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
 
 
 def _with_fallback(row: Row) -> Row:
+    """Add to a row of the guard why it fell back: `worse` or `safer`."""
     worse = not (row["deployed"] or row.get("better"))
     return {**row, "worse": worse, "safer": not worse and not row["deployed"]}
 
 
 def mean_of(rows: Sequence[Row], name: str) -> float:
-    """The mean of the known values; NaN where none is known."""
+    """Return the mean of the known values; NaN where none is known."""
     values = [row[name] for row in rows if known(row.get(name))]
     if values:
         return sum(values) / len(values)
@@ -270,18 +277,18 @@ def mean_of(rows: Sequence[Row], name: str) -> float:
 
 
 def calibration_error(bins: Sequence[Row]) -> float:
-    """The expected calibration error of the bins of `results["reliability"]`: the mean over all
-    decisions of the absolute difference between predicted probability and observed share in their
-    bin (Naeini, Cooper and Hauskrecht 2015, "Obtaining Well Calibrated Probabilities Using Bayesian
-    Binning", AAAI). NaN without bins."""
+    """Return the expected calibration error of the bins of `results["reliability"]`: the mean over
+    all decisions of the absolute difference between predicted probability and observed share in
+    their bin (Naeini, Cooper and Hauskrecht 2015, "Obtaining Well Calibrated Probabilities Using
+    Bayesian Binning", AAAI). NaN without bins."""
     total = sum(row["decisions"] for row in bins)
-    off = sum(row["decisions"] * abs(row["expected_in_time"] - row["in_time"]) for row in bins)
-    return off / total if total else math.nan
+    error = sum(row["decisions"] * abs(row["expected_in_time"] - row["in_time"]) for row in bins)
+    return error / total if total else math.nan
 
 
 def grpo_begins(results: Mapping[str, Any]) -> int | None:
-    """The iteration at which GRPO begins; None if training had no warm-up or no GRPO, or if it is
-    not known."""
+    """Return the iteration at which GRPO begins; None if training had no warm-up or no GRPO, or if
+    it is not known."""
     training = results.get("training") or {}
     if training.get("iterations"):
         return training.get("warmup_iterations") or None
@@ -289,7 +296,7 @@ def grpo_begins(results: Mapping[str, Any]) -> int | None:
 
 
 def kept_before_grpo(results: Mapping[str, Any]) -> int:
-    """The number of seeds whose best checkpoint is from before GRPO."""
+    """Count the seeds whose best checkpoint is from before GRPO."""
     begins = grpo_begins(results)
     if begins is None:
         return 0
@@ -297,12 +304,12 @@ def kept_before_grpo(results: Mapping[str, Any]) -> int:
 
 
 GAINED_ON = {"test": "on test samples", "held_out": "on held-out samples of the training"}
-"""Where it is known what GRPO added, in `results["grpo_gain"]`."""
+"""Key of a gain in `results["grpo_gain"]` → the samples that it was measured on, in words."""
 
 
 def grpo_gains(results: Mapping[str, Any]) -> list[str]:
-    """What GRPO added to the deployed policy, in words, as far as it is known: in hundredths, from
-    its start to the weights that are kept, the same samples before and after."""
+    """Say what GRPO added to the deployed policy, as far as it is known: the gain in hundredths
+    from the start of GRPO to the weights that are kept, on the same samples."""
     gain = results.get("grpo_gain") or {}
     parts = []
     for key, where in GAINED_ON.items():
@@ -314,26 +321,22 @@ def grpo_gains(results: Mapping[str, Any]) -> list[str]:
 
 
 def hundredths(share: float, how: str = ".2f") -> str:
-    """A share in hundredths, with two decimals, because what GRPO adds is small."""
+    """Format a share in hundredths, with two decimals, because GRPO adds little."""
     return number(100 * share, how)
 
 
 def rows_at(results: Mapping[str, Any], shots: int, rows: str = "rows") -> dict[str, Row]:
-    """Policy → its row at a number of shots."""
+    """Return policy → its row at a number of shots."""
     return {row["policy"]: row for row in results.get(rows, []) if row["shots"] == shots}
 
 
 def differences_at(results: Mapping[str, Any], shots: int) -> dict[tuple[str, str], Row]:
-    """(policy, the policy it is compared with) → the difference at a number of shots."""
-    return {
-        (r["policy"], r["against"]): r
-        for r in results.get("differences", [])
-        if r["shots"] == shots
-    }
+    """Return (policy, the policy it is compared with) → the difference at a number of shots."""
+    rows = [row for row in results.get("differences", []) if row["shots"] == shots]
+    return {(row["policy"], row["against"]): row for row in rows}
 
 
 def compared_pairs(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Every (policy, the policy it is compared with)."""
-    return list(
-        dict.fromkeys((row["policy"], row["against"]) for row in results.get("differences", []))
-    )
+    """Return every (policy, the policy it is compared with)."""
+    pairs = [(row["policy"], row["against"]) for row in results.get("differences", [])]
+    return list(dict.fromkeys(pairs))

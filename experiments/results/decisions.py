@@ -1,7 +1,8 @@
-"""decisions.parquet: every decision of every policy on the held-out samples; `results.json` is a
+"""decisions.parquet: every decision of every policy on the held-out samples. `results.json` is a
 summary of these rows.
 
-Writing and summarising 10^7 decisions stays below 4 GiB of memory. No torch is imported.
+Writing and summarising 10^7 decisions takes less than 4 GiB of memory. This module imports no
+torch, which is slow to load.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from knobwise.common.parquet import read_parquet
 
 FILE = "decisions.parquet"
 SAMPLE = ("split", "dataset", "sample_id")
-"""A sample is judged once in each split whose test part it is in."""
+"""The columns that tell samples apart; a sample is judged once in each split that tests it."""
 SCHEMA: dict[str, pl.DataType] = {
     "policy": pl.String(),
     "split": pl.Int64(),
@@ -40,11 +41,11 @@ SCHEMA: dict[str, pl.DataType] = {
     "vote": pl.Float32(),
     "decision_us": pl.Float32(),
 }
-"""One row for each policy, seed, sample and place. A column is null where it is unknown or means
-nothing:
+"""The columns of `decisions.parquet`, with a row for each policy, seed, sample and place. A column
+is null where it is unknown or means nothing:
 
-- `split`: its number, counted from 0, where there are several (`split.repeats`).
-- `seed`: where no seed changes the policy; `dataset`: where there is only one.
+- `split`: its number, counted from 0; null where there is only one (`split.repeats`).
+- `seed`: null where no seed changes the policy; `dataset`: null where there is only one.
 - `place`: the budget in ms, or the number of demonstrations, or under weights of the pair of
   worths.
 - `choice`: the label of the configuration, null where a mixture of two decided (accuracy and
@@ -58,8 +59,9 @@ nothing:
 - `score`: what is judged: the utility, or the accuracy; `score_free`: of a policy that is charged
   its own cost, the utility if it cost nothing.
 - `vote`: whether a majority vote of the demonstrations, without the model, would have been right.
-- `decision_us`: the median time of a decision of this policy at this place, of controllers and
-  selectors only."""
+- `decision_us`: the median time of a decision of this policy at this place, for controllers and
+  selectors only.
+"""
 
 
 def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:
@@ -79,7 +81,7 @@ def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:
 
 
 def read_decisions(folder: str | Path) -> pl.DataFrame:
-    """The decisions of a run, with the columns of `SCHEMA`.
+    """Read the decisions of a run, with the columns of `SCHEMA`.
 
     Raises:
         InputError: no such file, or not one that `write_decisions` wrote.
@@ -107,7 +109,7 @@ def decision_rows(
     places: Sequence[float],
     columns: Mapping[str, Any],
 ) -> pl.DataFrame:
-    """The decisions of one policy with one seed, with the columns of `SCHEMA`.
+    """Return the decisions of a policy with one seed, with the columns of `SCHEMA`.
 
     Args:
         seed: None if no seed changes it.
@@ -117,19 +119,17 @@ def decision_rows(
             for all rows, or None.
     """
     rows = samples.join(pl.DataFrame({"place": places}), how="cross", maintain_order="left_right")
-    known = [
-        pl.Series(
-            name,
-            value if isinstance(value, pl.Series) else np.broadcast_to(np.ravel(value), len(rows)),
-        )
-        for name, value in columns.items()
-        if value is not None
-    ]
+    known = []
+    for name, value in columns.items():
+        if value is not None:
+            if not isinstance(value, pl.Series):
+                value = np.broadcast_to(np.ravel(value), len(rows))
+            known.append(pl.Series(name, value))
     return _complete(rows.with_columns(*known, policy=pl.lit(policy), seed=pl.lit(seed, pl.Int64)))
 
 
 def _complete(frame: pl.DataFrame) -> pl.DataFrame:
-    """All columns of `SCHEMA` in their order; NaN becomes null."""
+    """Return all columns of `SCHEMA` in their order; NaN becomes null."""
     columns = []
     for name, dtype in SCHEMA.items():
         if name in frame.columns:
@@ -144,8 +144,11 @@ class DecisionArrays:
     """The decisions of a run as arrays float64 [S, n, P] by policy and column, NaN where nothing is
     known.
 
-    `samples` (n rows: split, dataset and sample_id), `policies` and `places` keep the order of the
-    rows.
+    Attributes:
+        policies: in the order of the rows.
+        places: P budgets or numbers of shots, in the order of the rows.
+        samples: n rows with the columns `SAMPLE`, in the order of the rows.
+        seeds: by policy its S seeds.
     """
 
     def __init__(self, decisions: pl.DataFrame) -> None:
@@ -156,6 +159,7 @@ class DecisionArrays:
         self._decisions = decisions
         self._rows: dict[str, np.ndarray] = {}
         self._cells: dict[str, np.ndarray] = {}
+        # a cell is a sample at a place; a policy has it once for each seed
         cell = _number(*SAMPLE) * len(self.places) + _number("place")
         cells = (
             decisions.select("policy", *SAMPLE, "place", "seed")
@@ -166,15 +170,14 @@ class DecisionArrays:
             part = cells.filter(pl.col("policy") == policy)
             self.seeds[policy] = part["seed"].unique(maintain_order=True).to_list()
             seed = part.select(_number("seed")).to_series()
+            offset = seed * len(self.samples) * len(self.places)
             self._rows[policy] = part["index"].to_numpy()
-            self._cells[policy] = (
-                seed * len(self.samples) * len(self.places) + part["cell"]
-            ).to_numpy()
+            self._cells[policy] = (offset + part["cell"]).to_numpy()
 
     @property
     def splits(self) -> np.ndarray | None:
-        """The split and the number of each of the n samples, int64 [2, n]: a sample that several
-        splits judge has the same number in all of them. None where there is only one split."""
+        """Split and number of each of the n samples, int64 [2, n]. A sample that several splits
+        judge has the same number in all of them. None where there is only one split."""
         if self.samples["split"].has_nulls():
             return None
         numbers = self.samples.with_row_index().select(
@@ -183,11 +186,12 @@ class DecisionArrays:
         return numbers.to_numpy().T
 
     def array(self, policy: str, column: str) -> np.ndarray:
-        """A column of numbers."""
+        """Return a column of numbers, float64 [S, n, P]."""
         return self._spread(policy, self._decisions[column][self._rows[policy]])
 
     def choices(self, policy: str, labels: Sequence[str]) -> np.ndarray:
-        """The number of the chosen configuration among `labels`, NaN where a mixture decided."""
+        """Return the index of the chosen configuration among `labels`, float64 [S, n, P], NaN where
+        a mixture decided."""
         choice = self._decisions["choice"][self._rows[policy]]
         return self._spread(policy, choice.replace_strict(labels, range(len(labels)), default=None))
 
@@ -198,5 +202,6 @@ class DecisionArrays:
 
 
 def _number(*keys: str) -> pl.Expr:
-    """Of each row the number of its value, counted from 0 in the order of their first rows."""
+    """Number the values of these columns from 0, in the order of their first rows, and return the
+    number of each row."""
     return pl.col("index").first().over(keys).rank("dense").cast(pl.Int64) - 1

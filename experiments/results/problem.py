@@ -1,7 +1,7 @@
-"""The kinds of problem that a run can be about: everything that differs between them is a field of
+"""The kinds of problem that a run can be about. Everything that differs between them is a field of
 `Problem`.
 
-No torch is imported.
+This module imports no torch, which is slow to load.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 GRPO = ("grpo_live", "grpo_rounds", "grpo_recorded")
-"""The forms of post-training of a selector; the first that a run has stands for it."""
+"""The forms of post-training of a selector; a run is represented by the first one that it has."""
 LEARNED = (*GRPO, "rce", "sft")
 """The trained selectors. GRPO starts from RCE if that is used, and RCE from SFT."""
 UPPER = ("best_recorded", "oracle")
-"""They know the answers: upper bounds from the recorded sequences, not policies."""
+"""Upper bounds from the recorded sequences; they know the answers, so they are no policies."""
 CONTROLS = (
     "shuffled_recorded",
     "shuffled_live",
@@ -27,17 +27,30 @@ CONTROLS = (
 """Selectors trained on rewards that were shuffled inside each group, or without the features that
 matter."""
 TRAINED = (*LEARNED, *CONTROLS)
+"""All selectors that were trained."""
 PAIRS = (
-    *((form, other) for form in GRPO for other in ("rce", "sft")),
+    ("grpo_live", "rce"),
+    ("grpo_live", "sft"),
+    ("grpo_rounds", "rce"),
+    ("grpo_rounds", "sft"),
+    ("grpo_recorded", "rce"),
+    ("grpo_recorded", "sft"),
     ("grpo_live", "grpo_rounds"),
     ("rce", "sft"),
-    *(("sft", way) for way in ("random", "similarity", "part_similarity")),
-    *((control, other) for control in CONTROLS[:3] for other in ("sft", "rce")),
+    ("sft", "random"),
+    ("sft", "similarity"),
+    ("sft", "part_similarity"),
+    ("shuffled_recorded", "sft"),
+    ("shuffled_recorded", "rce"),
+    ("shuffled_live", "sft"),
+    ("shuffled_live", "rce"),
+    ("shuffled_learned", "sft"),
+    ("shuffled_learned", "rce"),
     ("hidden_rce", "hidden_sft"),
     ("hidden_live", "hidden_sft"),
 )
-"""Selectors that are compared, as (policy, against). The best form of GRPO is also compared with
-every simple way."""
+"""Selectors that are compared, as (policy, against). The best trained selector is also compared
+with every simple baseline."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class Metric:
     """Its interval, if it has one, is under `{key}_ci95`, its values by seed under
     `{key}_per_seed`."""
     name: str
-    """As people read it."""
+    """The name in tables."""
     unit: str = ""
     """`%` for a share, `ms`, `µs`, `cost`; empty for a score. Costs that are no times have the unit
     of `results["unit"]`; the name of a further cost says its unit."""
@@ -71,22 +84,22 @@ HYPERVOLUME = Metric("hypervolume", "hypervolume")
 
 @dataclass(frozen=True)
 class Problem:
-    """What is the same in all runs of a kind.
+    """The properties that all runs of a kind share.
 
     A *place* is where policies are judged: a budget, or a number of demonstrations.
     """
 
     name: str
     agents: str
-    """Whose runs these are, in words."""
+    """Plural of the agents that these runs train, in words."""
     place: str
     """Key of the place in a row of `results.json`; also the column of tables and the axis in
     W&B."""
     place_words: tuple[str, str]
-    """A place and several, in words."""
+    """Singular and plural of the place, in words."""
     samples: str
-    """What policies are judged on, in words; `test_{samples}` is the key of their number in
-    `results.json`."""
+    """Plural of the things that policies are judged on, in words; `test_{samples}` is the key of
+    their number in `results.json`."""
     score: str
     """Key of the score in a row; `{score}_ci95` is its interval."""
     ranked_by: str
@@ -98,7 +111,7 @@ class Problem:
     """The reference policies that the oracle gap lies between; of demonstrations nothing but the
     ends of the scale."""
     trained: tuple[str, ...]
-    """Policies that training made; the first that a run has stands for it."""
+    """Policies that training made; a run is represented by the first one that it has."""
     validation: str = "Val/Utility"
     """The logged name of the score on validation."""
     equal_latency: bool = False
@@ -110,36 +123,34 @@ class Problem:
     usage: tuple[str, ...] = ()
     """Policies in `knob_usage`."""
     by_dataset: tuple[str, ...] = ()
-    """Policies in `by_dataset`; the best of all others stands before the last."""
+    """Policies in `by_dataset`; the best of all other policies comes before the last of them."""
 
     def rows(self, results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The rows of all policies, controls included."""
+        """Return the rows of all policies, controls included."""
         return [*results["rows"], *results.get("controls", [])]
 
     def row(
         self, results: Mapping[str, Any], policy: str, place: float | None
     ) -> Mapping[str, Any]:
-        """The row of a policy at a place, or its mean over the places (None); {} if there is
+        """Return the row of a policy at a place, or its mean over the places (None); {} if there is
         none."""
-        wanted = (policy, place)
-        return next(
-            (row for row in self.rows(results) if (row["policy"], row.get(self.place)) == wanted),
-            {},
-        )
+        for row in self.rows(results):
+            if (row["policy"], row.get(self.place)) == (policy, place):
+                return row
+        return {}
 
     def judged_at(self, results: Mapping[str, Any]) -> list[float]:
-        """The places that policies were judged at, sorted."""
-        return sorted(
-            {row[self.place] for row in self.rows(results) if row.get(self.place) is not None}
-        )
+        """Return the places that policies were judged at, sorted."""
+        places = {row.get(self.place) for row in self.rows(results)}
+        return sorted(place for place in places if place is not None)
 
     def main_place(self, results: Mapping[str, Any]) -> float | None:
-        """The place that sentences and summaries are about: the mean over the places (None), or the
-        number of shots used in training."""
+        """Return the place that sentences and summaries are about: the mean over the places (None),
+        or the number of shots used in training."""
         return None if self.averaged else shown_at(results)
 
     def main_policy(self, results: Mapping[str, Any]) -> str | None:
-        """The policy that stands for the run; None if none was judged."""
+        """Return the policy that represents the run; None if none was judged."""
         judged = {row["policy"] for row in results["rows"]}
         wanted = (results.get("best_policy"), *self.trained, *results.get("variants", ()))
         return next((name for name in wanted if name in judged), None)
@@ -209,13 +220,13 @@ DEMONSTRATIONS = Problem(
 
 
 def problem_of(results: Mapping[str, Any]) -> Problem:
-    """The problem that the content of a `results.json` is about."""
+    """Return the problem that the content of a `results.json` is about."""
     if results.get("system") == "selector":
         return DEMONSTRATIONS
     return {"mean": MEAN_BUDGET, "weights": WEIGHTS}.get(results.get("sense", ""), DEADLINE)
 
 
 def shown_at(results: Mapping[str, Any]) -> int:
-    """The number of shots that sentences about a selector are about: the one used in training, or
-    the nearest judged one."""
+    """Return the number of shots that sentences about a selector are about: the one used in
+    training, or the nearest one that was judged."""
     return min(results["shots"], key=lambda shots: abs(shots - results["trained_shots"]))

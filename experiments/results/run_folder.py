@@ -1,4 +1,4 @@
-"""The folder of a run: who may train in it, whether a run resumes, its name, the link to the latest
+"""The folder of a run: its name, its lock, how a stopped run resumes, and the link to the latest
 run."""
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ UNFINISHED = ".unfinished"
 VERSION = "controller.pt"
 """The checkpoint in a version that `knobwise update` wrote."""
 LONGEST_NAME = 120
+"""The most characters of the name of a folder."""
 LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads", "jobs")
+"""Settings that do not change the results, or have their place in the path."""
 
 
 def checkpoint_at(path: str | Path) -> Path:
     """Return the checkpoint at a path: the file itself, that of a version of `knobwise update`, or
-    in the folder of a run what the best of its seeds on validation deploys.
+    that of a run's best seed on validation.
 
     Raises:
         InputError: a run that is not finished.
@@ -69,7 +71,7 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
     latest = Path(config.runs) / "latest"
     if latest.exists() and not latest.is_symlink():
         raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")
-    first = Path(config.runs) / config.experiment / (config.name or run_name(overrides))
+    first = _preferred(config, overrides)
     with claim_folder(first, "config.yaml", OmegaConf.to_yaml(asdict(config))) as folder:
         try:
             yield folder
@@ -78,6 +80,18 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
             raise
         with locked(latest.parent):
             replace_link(latest, folder.absolute().relative_to(latest.parent.absolute()))
+
+
+def _preferred(config: Any, overrides: list[str]) -> Path:
+    """Return the folder of a run, if no other run has taken it."""
+    return Path(config.runs) / config.experiment / (config.name or run_name(overrides))
+
+
+def _candidates(first: Path) -> Iterator[Path]:
+    """Yield `first`, `first-2`, `first-3` and so on."""
+    yield first
+    for number in itertools.count(2):
+        yield first.with_name(f"{first.name}-{number}")
 
 
 @contextlib.contextmanager
@@ -96,11 +110,7 @@ def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
     with _written_in(first.parent):
         first.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
-        for number in itertools.count(1):
-            if number == 1:
-                folder = first
-            else:
-                folder = first.with_name(f"{first.name}-{number}")
+        for folder in _candidates(first):
             lock = _made(folder, file, words) or _taken_up(folder, file, words)
             if lock is not None:
                 held.enter_context(lock)
@@ -115,7 +125,7 @@ def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _written_in(folder: Path) -> Iterator[None]:
-    """Raises InputError if the block cannot write in the folder."""
+    """Raise InputError if the block cannot write in the folder; an error of a full disk stays."""
     try:
         yield
     except OSError as error:
@@ -128,7 +138,7 @@ def _written_in(folder: Path) -> Iterator[None]:
 
 def _made(folder: Path, file: str, words: str) -> TextIO | None:
     """Make the folder with its lock and its words at once, so that no other process sees half of
-    it; gives the lock, or None if the folder exists."""
+    it, and return the lock; None if the folder exists."""
     with locked(folder.parent):
         for unfinished in folder.parent.glob(".new-*"):  # of a process that was killed
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -136,6 +146,7 @@ def _made(folder: Path, file: str, words: str) -> TextIO | None:
             return None
         with _written_in(folder.parent):
             half_made = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+        # the lock holds a digest of the words, in case that their file is damaged
         lock = (half_made / UNFINISHED).open("w")
         try:
             lock_descriptor(lock.fileno())
@@ -160,12 +171,11 @@ def _digest(words: str) -> str:
 
 
 def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
-    """The lock of an unfinished folder of the same work; None for any other. The file may have been
-    cut short, or end in zeros, by a power cut."""
+    """Lock an unfinished folder of the same work and return the lock; None for any other folder.
+    After a power cut the file may be cut short, or end in zeros."""
+    saved = b""
     if (folder / file).exists():
         saved = (folder / file).read_bytes()
-    else:
-        saved = b""
     if saved != words.encode() and not is_cut_short(saved, words):
         return None
     try:
@@ -187,46 +197,35 @@ def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
 
 
 def command_of(overrides: list[str]) -> str:
-    """The command with these words, as a shell takes it."""
+    """Return the command with these words, as a shell takes it."""
     return shlex.join(["knobwise", "train", *overrides])
 
 
 def finished_run(config: Any, overrides: list[str], since: float) -> Path | None:
-    """A run of these words that has finished after a time (in seconds since 1970), if there is
-    one."""
-    first = Path(config.runs) / config.experiment / (config.name or run_name(overrides))
-    for number in itertools.count(1):
-        if number == 1:
-            folder = first
-        else:
-            folder = first.with_name(f"{first.name}-{number}")
+    """Return a run of these words that has finished after a time (in seconds since 1970), None if
+    there is no such run."""
+    for folder in _candidates(_preferred(config, overrides)):
         if not folder.exists():
             return None
         results = folder / "results.json"
-        if (
-            (folder / UNFINISHED).exists()
-            or not results.exists()
-            or results.stat().st_mtime < since
-        ):
-            continue
-        with contextlib.suppress(ValueError):  # it is damaged
-            if json.loads(results.read_bytes()).get("command") == command_of(overrides):
-                return folder
+        finished = not (folder / UNFINISHED).exists() and results.exists()
+        if finished and results.stat().st_mtime >= since:
+            with contextlib.suppress(ValueError):  # it is damaged
+                if json.loads(results.read_bytes()).get("command") == command_of(overrides):
+                    return folder
     return None
 
 
 def run_name(overrides: list[str]) -> str:
-    """A readable name, equal for equal words: the changed settings, or `default`. In a long name a
-    digest replaces the end."""
-    kept = sorted(
-        word
-        for word in overrides
-        if word.lstrip("+~").split("=")[0].split(".")[0] not in LEFT_OUT_OF_NAME
-    )
-    short = [
-        word.split("=")[0] + "=" + Path(word.partition("=")[2]).name for word in kept
-    ]  # of paths the last part
-    name = "_".join(re.sub(r"[^\w.,=-]+", "-", word).replace("=", "-").strip("-") for word in short)
+    """Return a readable name, equal for equal words: the changed settings, or `default`. In a long
+    name a digest replaces the end."""
+    parts = []
+    for word in sorted(overrides):
+        key, _, value = word.partition("=")
+        if key.lstrip("+~").split(".")[0] not in LEFT_OUT_OF_NAME:
+            short = f"{key}={Path(value).name}"  # the last part of a path
+            parts.append(re.sub(r"[^\w.,=-]+", "-", short).replace("=", "-").strip("-"))
+    name = "_".join(parts)
     if len(name) > LONGEST_NAME:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
         name = f"{name[: LONGEST_NAME - len(digest) - 1]}-{digest}"

@@ -1,4 +1,4 @@
-"""Demonstrations: decisions.parquet of a run, and its summary results.json."""
+"""Summarise the decisions of selectors: decisions.parquet of a run, and results.json."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def selector_decisions(
     rows: Tensor,
     seeds: Sequence[int],
 ) -> pl.DataFrame:
-    """The content of `decisions.parquet`. A policy has no rows at a number of shots where nothing
-    is known about it.
+    """Return the content of `decisions.parquet`. A policy has no rows at a number of shots where
+    nothing is known about it.
 
     Args:
         decided: by policy and number of shots.
@@ -40,28 +40,27 @@ def selector_decisions(
         for shots, outcome in by_shots.items():
             if outcome.correct.isnan().all():
                 continue
-            drawn = policy == "random" or policy not in (*SIMPLE, *UPPER)
-            for number, seed in enumerate(seeds[: len(outcome.correct)] if drawn else [None]):
-                columns = {
-                    "accuracy": outcome.correct[number],
-                    "score": outcome.correct[number],
-                    "choice": None
-                    if outcome.demonstrations is None
-                    else _words(outcome.demonstrations[number]),
-                    "vote": None if outcome.vote is None else outcome.vote[number],
-                    "decision_us": outcome.decision_us,
-                }
+            of_seeds: Sequence[int | None] = [None]
+            if policy == "random" or policy not in (*SIMPLE, *UPPER):
+                of_seeds = seeds[: len(outcome.correct)]
+            for i, seed in enumerate(of_seeds):
+                columns: dict[str, Any] = {"accuracy": outcome.correct[i]}
+                columns |= {"score": outcome.correct[i], "decision_us": outcome.decision_us}
+                if outcome.demonstrations is not None:
+                    columns["choice"] = _joined(outcome.demonstrations[i])
+                if outcome.vote is not None:
+                    columns["vote"] = outcome.vote[i]
                 frames.append(decision_rows(policy, seed, samples, [shots], columns))
     return pl.concat(frames)
 
 
-def _words(demonstrations: Tensor) -> pl.Series:
-    """Rows of the bank, int64 [n, T], −1 after the end, joined by blanks; null where nothing is
+def _joined(demonstrations: Tensor) -> pl.Series:
+    """Join rows of the bank by blanks, int64 [n, T], −1 after the end; null where nothing is
     shown."""
-    words = [
-        " ".join(str(row) for row in rows if row >= 0) or None for rows in demonstrations.tolist()
-    ]
-    return pl.Series(words, dtype=pl.String)
+    choices = []
+    for rows in demonstrations.tolist():
+        choices.append(" ".join(str(row) for row in rows if row >= 0) or None)
+    return pl.Series(choices, dtype=pl.String)
 
 
 def selector_results(
@@ -74,16 +73,17 @@ def selector_results(
     judged_by: str = "scorer",
     hidden: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The content of `results.json` of a selector: means over queries and seeds, and intervals over
-    both.
+    """Return the content of `results.json` of a selector: means over queries and seeds, and
+    intervals over both.
 
-    A query of which something is unknown for some policy is left out for all, at that number of
-    shots: every comparison is on the same queries. A policy of which nothing is known at a number
-    of shots has no row there.
+    Every comparison is on the same queries: at a number of shots, a query for which something is
+    unknown about some policy is left out for all. A policy about which nothing is known at a number
+    of shots has no row for it.
 
     Args:
         decisions: of `selector_decisions`; trained policies are compared seed by seed.
         table: the data that the selectors were trained on.
+        seeds: of the selectors.
         trained_shots: how many demonstrations they were trained to choose.
         test: the held-out queries with their own bank, where they are not part of `table`.
         judged_by: see `knobwise.experiments.settings.beams.SelectorData`.
@@ -92,16 +92,15 @@ def selector_results(
     arrays = DecisionArrays(decisions)
     rows, differences = _demonstration_rows(arrays, "accuracy")
     votes, _ = _demonstration_rows(arrays, "vote")
+    other_bank = {}
+    if test is not None:
+        other_bank = {"test_digest": test.digest, "test_candidates": len(test.candidates)}
     return {
         "system": "selector",
         "profile": profile_of(table),
         "split": "test",
         "test_queries": len(arrays.samples),
-        **(
-            {}
-            if test is None
-            else {"test_digest": test.digest, "test_candidates": len(test.candidates)}
-        ),
+        **other_bank,
         "seeds": list(seeds),
         "shots": sorted({row["shots"] for row in rows}),
         "trained_shots": trained_shots,
@@ -115,33 +114,27 @@ def selector_results(
 
 
 def _demonstration_rows(arrays: DecisionArrays, column: str) -> tuple[Rows, Rows]:
-    """Rows policy by policy, and differences, at every number of shots; `column` holds who was
-    right."""
+    """Return rows, policy by policy, and differences, at every number of shots.
+
+    Args:
+        column: of the decisions, 1 where the answer, or the vote, was right.
+    """
     rows: Rows = []
     differences: Rows = []
     for place in np.argsort(arrays.places):
-        shots = int(arrays.places[place])
-        some = {policy: arrays.array(policy, column)[..., place] for policy in arrays.policies}
-        some = {policy: right for policy, right in some.items() if not np.isnan(right).all()}
-        if some:
-            common = ~np.isnan(np.concatenate(list(some.values()))).any(0)
-        else:
-            common = np.zeros(1, dtype=bool)
-        if not common.any():
+        known = _on_common_queries(arrays, column, place)
+        if not known:
             continue
-        known = {policy: right[:, common] for policy, right in some.items()}
-        for (policy, right), interval in zip(
-            known.items(), mean_intervals(list(known.values())), strict=True
-        ):
+        shots = int(arrays.places[place])
+        intervals = mean_intervals(list(known.values()))
+        for (policy, right), interval in zip(known.items(), intervals, strict=True):
+            times = arrays.array(policy, "decision_us")[..., place]
+            timed = column == "accuracy" and not np.isnan(times).all()
             row = {
                 "policy": policy,
                 "shots": shots,
                 "accuracy": float(right.mean()),
                 "accuracy_ci95": interval,
-            }
-            times = arrays.array(policy, "decision_us")[..., place]
-            timed = column == "accuracy" and not np.isnan(times).all()
-            row |= {
                 "queries": right.shape[1],
                 "decision_us_p50": float(np.nanmean(times)) if timed else None,
             }
@@ -152,34 +145,50 @@ def _demonstration_rows(arrays: DecisionArrays, column: str) -> tuple[Rows, Rows
     return sorted(rows, key=lambda row: arrays.policies.index(row["policy"])), differences
 
 
+def _on_common_queries(arrays: DecisionArrays, column: str, place: int) -> dict[str, np.ndarray]:
+    """Return a column by policy, float [S, q], of the queries that are known for every policy about
+    which anything is known; {} without such queries."""
+    columns = {}
+    for policy in arrays.policies:
+        right = arrays.array(policy, column)[..., place]
+        if not np.isnan(right).all():
+            columns[policy] = right
+    if not columns:
+        return {}
+    common = ~np.isnan(np.concatenate(list(columns.values()))).any(0)
+    if not common.any():
+        return {}
+    return {policy: right[:, common] for policy, right in columns.items()}
+
+
 def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
-    """policy − against, query by query and seed by seed."""
-    best = [policy for policy in LEARNED if policy in known][:1]
+    """Return the differences policy − against, query by query and seed by seed, of all pairs that
+    are known."""
+    wanted = list(PAIRS)
+    learned = [policy for policy in LEARNED if policy in known]
+    if learned:
+        wanted += [(learned[0], simple) for simple in SIMPLE]
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
-    wanted = [*PAIRS, *((policy, way) for policy in best for way in SIMPLE)]
-    wanted += [(policy, other) for policy in variants for other in ("rce", "sft")]
+    for policy in variants:
+        wanted += [(policy, "rce"), (policy, "sft")]
     wanted += [(policy, variants[0]) for policy in variants[1:]]
     pairs = [pair for pair in dict.fromkeys(wanted) if set(pair) <= set(known)]
     gains = [_paired(known, *pair) for pair in pairs]
-    return [
-        {
-            "policy": policy,
-            "against": against,
-            "shots": shots,
-            "difference": float(gain.mean()),
-            "ci95": interval,
-        }
-        for (policy, against), gain, interval in zip(
-            pairs, gains, mean_intervals(gains), strict=True
-        )
-    ]
+    rows = []
+    for (policy, against), gain, ci95 in zip(pairs, gains, mean_intervals(gains), strict=True):
+        row = {"policy": policy, "against": against, "shots": shots}
+        rows.append(row | {"difference": float(gain.mean()), "ci95": ci95})
+    return rows
 
 
 def _paired(known: Mapping[str, np.ndarray], policy: str, against: str) -> np.ndarray:
-    """[S, q] of the seeds that both have; what no seed changes goes with every seed."""
-    both = [(name, known[name]) for name in (policy, against)]
-    seeds = min(
-        (len(right) for name, right in both if len(right) > 1 or name in TRAINED), default=1
-    )
-    first, second = (np.broadcast_to(right[:seeds], (seeds, right.shape[1])) for _, right in both)
+    """Return policy − against, [S, q], for the seeds that both have. A policy that no seed changes
+    is compared with every seed of the other."""
+    seeds = [
+        len(known[name]) for name in (policy, against) if len(known[name]) > 1 or name in TRAINED
+    ]
+    common = min(seeds, default=1)
+    shape = common, known[policy].shape[1]
+    first = np.broadcast_to(known[policy][:common], shape)
+    second = np.broadcast_to(known[against][:common], shape)
     return first - second
