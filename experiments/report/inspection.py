@@ -102,7 +102,7 @@ def _configuration_means(table: ProfileTable, means: Mapping[str, Tensor]) -> li
     quantiles = np.nanquantile(table.latency_ms.numpy(), QUANTILES, axis=0).T.tolist()
     rows = []
     for c in range(table.num_configurations):
-        row = {"label": table.label(c), "knobs": table.configuration(c)}
+        row: dict[str, Any] = {"label": table.label(c), "knobs": table.configuration(c)}
         row["samples"] = int(profiled[c])
         row |= {name: float(values[c]) for name, values in means.items()}
         row["latency_ms_quantiles"] = quantiles[c]
