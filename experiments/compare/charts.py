@@ -7,13 +7,11 @@ import polars as pl
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import ComparedRun
 from knobwise.experiments.report import charts
-from knobwise.experiments.report.result_charts import (
-    Charts,
-    fronts,
+from knobwise.experiments.report.result_charts import Charts, fronts, numbers
+from knobwise.experiments.report.training_charts import (
     is_shown_first,
     logged_numbers,
     metrics_in_time,
-    numbers,
     title_of,
 )
 from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name

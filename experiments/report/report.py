@@ -18,6 +18,7 @@ from knobwise.experiments.report import result_charts as drawn
 from knobwise.experiments.report.page import render_page
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.tables import print_lines, print_table
+from knobwise.experiments.report.training_charts import training_curves
 from knobwise.experiments.report.words import (
     LEARNED,
     MIX,
@@ -71,7 +72,7 @@ def write_report(run_folder: str | Path) -> Path:
         strongest_key=simple[0] if simple else "",
         shots=None if problem.averaged else shown_at(results),
         simple=SIMPLE,
-        curves=drawn.training_curves(results, folder / "metrics.csv"),
+        curves=training_curves(results, folder / "metrics.csv"),
         command=results.get("command") or f"knobwise train experiment={folder.parent.name}",
         version=__version__,
         duration=duration,
