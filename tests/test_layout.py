@@ -163,6 +163,30 @@ def test_no_folder_is_crowded_and_every_file_can_be_read_at_one_sitting() -> Non
     assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE}
 
 
+COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+
+
+def test_code_is_open() -> None:
+    """Few statements say several things at once; counted in 1,000 lines."""
+    counts = Counter[str]()
+    lines = 0
+    for path in (*SOURCES, *BENCHMARKS):
+        source = path.read_text()
+        lines += len(source.splitlines())
+        for node in ast.walk(ast.parse(source)):
+            match node:
+                case ast.Assign(targets=[ast.Tuple(), *_], value=ast.Tuple()):
+                    counts["tuple = tuple"] += 1
+                case ast.IfExp():
+                    counts["conditional expressions"] += 1
+                case ast.ListComp() | ast.DictComp() | ast.SetComp() | ast.GeneratorExp():
+                    inner = [child for child in ast.walk(node) if isinstance(child, COMPREHENSIONS)]
+                    counts["nested comprehensions"] += len(inner) > 1 or len(node.generators) > 1
+    most = {"tuple = tuple": 3, "conditional expressions": 9, "nested comprehensions": 0.5}
+    per_1000 = {name: 1000 * count / lines for name, count in counts.items()}
+    assert not {name: share for name, share in per_1000.items() if share > most[name]}
+
+
 def test_the_links_point_to_the_folders() -> None:
     for folder in FOLDERS:
         link = ROOT / "knobwise" / folder
