@@ -75,6 +75,7 @@ class Measured(NamedTuple):
             latency: [n, C], on any monotone scale; it decides among equal scores.
         """
         total = 0.0
+        # what the best score would have got at each budget
         for budget, score in zip(self.budgets_ms, scores, strict=True):
             chosen = torch.arange(len(score)), pick(score, latency, self.mask)
             in_time = share_in_time(self.measurements_ms[chosen], budget)
@@ -87,6 +88,7 @@ class Measured(NamedTuple):
         Each configuration counts five more cells with the average residual.
         """
         residuals = log_measured(self.measurements_ms) - log_latency.unsqueeze(-1)
+        # configurations with few cells are drawn towards the average
         squares = residuals.square().nanmean(-1).masked_fill(~self.mask, 0.0)
         overall = squares.sum() / self.mask.sum()
         return ((squares.sum(0) + 5 * overall) / (self.mask.sum(0) + 5)).sqrt().clamp_min(1e-3)
@@ -244,6 +246,7 @@ def fit_experts(
     folds = []
     for fit, hold in measured.folds:
         folds.append((fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
+    # those of all rows, for the final fit
     targets = Targets(table, rows, x)
     data = _Data(measured, x, x32, targets, folds, bool(normaliser.width), seed)
     fits = itertools.count(1)
@@ -303,6 +306,7 @@ def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
     measured = data.measured
     tried = _fit_folds(name, data, tick)
     count = measured.mask.shape[1]
+    # the first C columns are accuracies, the others log-latencies
     accuracy = _best(name, data, tried, slice(0, count), measured.accuracy)
     log_latency = log_measured(measured.latency_ms)
     latency = _best(name, data, tried, slice(count, 2 * count), log_latency)
@@ -332,6 +336,7 @@ def _fit_folds(name: str, data: _Data, tick: Callable[[str], None]) -> _Tried:
                 models += family.fit(data.x[fit], targets.values, settings, data.seed)
         return [model.rescaled(*targets.units) for model in models]
 
+    # the constant comes first, so that it wins where nothing is better
     held_out = torch.zeros(len(settings) + 1, *data.targets.values.shape)
     of_folds: list[list[Regressor]] = []
     fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
@@ -351,10 +356,12 @@ def _best(name: str, data: _Data, tried: _Tried, columns: slice, wanted: Tensor)
         wanted: what was measured, [n, C].
     """
     held_out = tried.held_out[..., columns]
+    # error out of fold, profiled cells only
     squares = (held_out - wanted).square().masked_fill(~data.measured.mask, 0.0)
     best = int(squares.sum((1, 2)).argmin())
     in_folds = [models[best].outputs(columns) for models in tried.of_folds]
     setting = tried.settings[best - 1] if best else "constant"
+    # trees are not refitted: their mean over the folds is better
     if isinstance(in_folds[0], Trees):
         return _Best(Trees.averaged(in_folds), held_out[best], str(setting), in_folds)
     # on all rows

@@ -162,6 +162,7 @@ def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Line
     """
     centre = x.mean(0)
     bias = y.mean(0)
+    # one decomposition serves every α
     u, s, vt = np.linalg.svd(x - centre, full_matrices=False)
     projected = u.T @ (y - bias)
     models: list[Linear] = []
@@ -183,6 +184,7 @@ def kernel_ridge(
         part = np.random.default_rng(seed).permutation(len(x))[:MOST_POINTS]
         x = x[part]
         y = y[part]
+    # squared distances between all pairs of samples
     norms = (x**2).sum(1)
     squares = (norms[:, None] + norms - 2 * x @ x.T).clip(0)
     off = squares[squares > 0]
@@ -218,6 +220,7 @@ def neighbours(
 
     If weighted, a feature's weight is the norm of its coefficients in a ridge regression.
     """
+    # features that matter to a linear fit count more in distances
     norms = ridge(x, y, [0.1], seed)[0].weight.norm(dim=1)
     models = []
     for k, weighted in settings:
@@ -262,7 +265,9 @@ def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Tre
     features_per_split = min(x.shape[1], max(8, x.shape[1] // 10))
     bias, components, residual = _principal(y)
     trees = []
+    # fewer trees are the beginning of more trees, so one fit serves all settings
     for _ in range(max(settings)):
+        # each tree sees 60 % of the samples
         part = draws.permutation(len(x))[: max(2, round(0.6 * len(x)))]
         tree = DecisionTreeRegressor(
             max_depth=4,
@@ -286,6 +291,7 @@ def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) 
     """Return scikit-learn's trees one after another in flat arrays."""
     parts = []
     for tree in trees:
+        # scikit-learn marks a leaf by children of −1
         itself = torch.arange(tree.node_count)
         left = torch.from_numpy(tree.children_left)
         right = torch.from_numpy(tree.children_right)

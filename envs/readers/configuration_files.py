@@ -67,6 +67,7 @@ def read_configurations(
     root = Path(directory)
     files = _find_files(root, kind, pattern, dataset)
     folder, matches = files
+    # a merged file replaces the files of its ranks
     ranks = _by_merge(matches)
     knobs = [knob for knob in pattern.groupindex if knob != "rank"]
     foreign = []
@@ -224,6 +225,7 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
         )
     content["summary"] = content.get("summary") or []
     content["config"] = content.get("config") or {}
+    # rows may stand under several names, or be missing beside a summary
     key = next((key for key in keys if key in content), "")
     if not key and not content["summary"]:
         raise InputError(f"{path}: has none of {', '.join(keys)}; it has {', '.join(content)}")
@@ -277,6 +279,7 @@ def _in_order(
     The first `num_samples` rows belong to the first summary, and so on. Raises InputError if the
     counts do not add up, or a summary's accuracy is not the mean score of its rows.
     """
+    # the counts of the summaries must add up to the rows
     counts = [n if type(n := record.get("num_samples")) is int else 0 for record in summary]
     fits = sum(counts) == len(rows)
     named: list[Record] = []

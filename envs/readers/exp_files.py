@@ -78,6 +78,7 @@ def read_exp5_exp6(
     else:
         datasets = list(dataset_name)
     notes: list[str] = []
+    # join the two kinds of files, one data set after another
     joined = []
     for dataset in datasets:
         times, means = _read_exp6(exp6_dir, dataset, latency, notes)

@@ -70,6 +70,7 @@ def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Fea
 
 def _features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
     """Check ids and blocks. Raises InputError with the name `source`."""
+    # ids first: they say how many rows a block must have
     arrays = {key: np.asarray(values) for key, values in content.items()}
     ids: dict[str, np.ndarray] = {}
     for name in ("dataset", "sample_id"):
@@ -134,6 +135,7 @@ def attach_features(table: ProfileTable, features: str | Path | Features) -> Pro
             raise InputError(
                 f"{source}: ids occur in several data sets of the {whose}; name them in `dataset`"
             )
+    # every sample needs a row; rows without a sample are left out
     row_of = {key: row for row, key in enumerate(known)}
     if missing := [" ".join(key) for key in keys if key not in row_of]:
         raise InputError(
@@ -187,6 +189,7 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
     """
     if "sample_ids" in content:
         content.setdefault("sample_id", content.pop("sample_ids"))
+    # a file keyed by sample holds a dict for each
     rows = list(content.values())
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         return content

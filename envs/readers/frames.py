@@ -45,6 +45,7 @@ def read_frame(path: Path) -> pl.DataFrame:
             content: bytes | Path = _unpacked(path)
         else:
             content = path
+        # the name without .gz decides the format
         if name.endswith(".csv"):
             _refuse_twice(
                 pl.read_csv(content, has_header=False, n_rows=1, infer_schema=False).row(0)
@@ -87,6 +88,7 @@ def _frame(rows: list[Any]) -> pl.DataFrame:
                 )
             if value is not None:
                 kinds[name].add(type(value))
+    # true is 1 to polars, and a fraction becomes text
     for name, types in kinds.items():
         if bool in types and len(types) > 1:
             raise ValueError(
@@ -204,6 +206,7 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
         )
     # each spelling is parsed once
     written = series.unique().to_list()
+    # text that spells numbers throughout is numbers
     read: list[KnobValue] = written
     if series.dtype == pl.String and all(NUMERAL.fullmatch(value) for value in written):
         read = [json.loads(value) for value in written]
@@ -212,6 +215,7 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
     read = [
         int(value) if isinstance(value, float) and value.is_integer() else value for value in read
     ]
+    # tiers have an order of their own, all else sorts
     values = tuple(sorted(set(read), key=TIERS.index if set(read) <= set(TIERS) else None))
     index = {value: i for i, value in enumerate(values)}
     # several spellings may have the same value, such as 1 and 1.0

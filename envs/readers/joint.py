@@ -37,6 +37,7 @@ def join_tables(
         raise InputError(
             f"profile {name!r}: tables with a first look or a further cost cannot be joined"
         )
+    # configurations of all tables, each once
     knobs = _joined_knobs(tables)
     codes = [_codes(table, knobs) for table in tables]
     configurations, columns = torch.cat(codes).unique(dim=0, return_inverse=True)
@@ -86,6 +87,7 @@ def _joined_cells(
     repeats_ms = None
     if num_repeats > 1:
         repeats_ms = torch.full((*shape, num_repeats), torch.nan)
+    # copy each table into its rows, column by column
     start = 0
     for table, columns in zip(tables, columns_of_tables, strict=True):
         rows = slice(start, start + table.num_samples)
@@ -150,6 +152,7 @@ def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
                 f"profile {table.name!r} is in {table.unit}, but {tables[0].name!r} is in "
                 f"{tables[0].unit}; profiles that are joined must be in the same unit"
             )
+    # the values of a knob are those of all tables
     knobs = []
     for name in names:
         values: set[KnobValue] = set()
@@ -201,6 +204,7 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
                 f"features: profile {table.name!r} has no block {', '.join(lacking)}, which "
                 "another has; give its features, or fill them in with missing_blocks=true"
             )
+    # one block after another, over all tables
     joined = {}
     for block, width in widths.items():
         missing = [torch.full((table.num_samples, width), torch.nan) for table in tables]

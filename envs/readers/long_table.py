@@ -143,6 +143,7 @@ def _without_budgets(
         InputError: features of a sample differ between its examples.
     """
     frame = frame.unnest(pl.selectors.struct()).rename(TRAINING_COLUMNS, strict=False)
+    # the features of a sample stand in each of its examples
     vectors = [name for name in ("image_features", "language_features") if name in frame.columns]
     features = None
     if vectors:
@@ -214,6 +215,7 @@ def _dense_table(
 ) -> ProfileTable:
     """Return the table with these columns as knobs, which may have been guessed."""
     frame, keys, measured, source, notes = rows
+    # each knob is coded by the index of its value
     knobs, codes = zip(*(knob_column(frame[column], source) for column in columns), strict=True)
     chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = chosen.unique().sort(chosen.columns)
@@ -229,6 +231,7 @@ def _dense_table(
         _refuse_repeated(measured, samples, configurations, knobs, source)
         _note_repeated(measured, times, notes)
     cells = _Cells(measured, cell, times, (len(samples), len(configurations)))
+    # from rows to the dense table
     accuracy, latency_ms, repeats_ms = _place_cells(cells)
     sample_names = _names(samples, notes)
     table = ProfileTable(
@@ -276,6 +279,7 @@ def long_frame(table: ProfileTable) -> pl.DataFrame:
         columns.append(pl.Series("repeat", repeat))
     columns.append(pl.Series("accuracy", table.accuracy.numpy()[row, column]))
     columns.append(pl.Series("latency_ms", table.measurements_ms.numpy()[row, column, repeat]))
+    # what only some profiles have
     further = {"first_look_ms": first_look_ms, f"{COST}{table.cost_name}": table.cost}
     for name, values in further.items():
         if values is not None:
@@ -313,12 +317,14 @@ def _profiled_rows(
             "latency: rename the columns, or give their names as accuracy=… and latency=… (on the "
             "command line profile.accuracy=… and profile.latency=…)"
         )
+    # every measurement as a number
     shares = as_share(number_column(frame[accuracy], source), accuracy_unit, source, notes)
     latencies = number_column(frame[latency], source, False)
     costs = [c for c in frame.columns if c.startswith(COST) and c not in (accuracy, latency)]
     measured = pl.DataFrame({"accuracy": shares, "latency": latencies}).with_columns(
         _optional_measurements(frame, latency, costs, source)
     )
+    # a row that lacks one of the two says nothing
     profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
     if not profiled.all():
         notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
@@ -381,6 +387,7 @@ def _place_cells(cells: _Cells) -> tuple[Tensor, Tensor, Tensor | None]:
         dense[:, cell] = measured["accuracy"].clip(0, 1), measured["latency"].clip(0)
         accuracy, latency_ms = torch.from_numpy(dense).view(2, *shape).unbind()
         return accuracy, latency_ms, None
+    # the mean accuracy of each cell
     total = np.bincount(cell, measured["accuracy"].clip(0, 1), times.size)
     mean = np.full(times.size, np.nan)
     np.divide(total, times, out=mean, where=times > 0)
@@ -501,11 +508,13 @@ def _find_knobs(rows: _Rows, measures: set[str]) -> list[str]:
     A lone column such as `configuration` is a knob if there are no others.
     """
     frame = rows.frame
+    # leave out keys, measurements and lists
     other = KEYS | MEASURES | measures
     columns = [c for c in frame.columns if c not in other and not c.endswith("_ms")]
     columns = [c for c in columns if not c.startswith(COST)]
     nested = [c for c in columns if frame[c].dtype.is_nested()]
     names = [c for c in columns if c not in nested]
+    # a column with one value for each sample is a property of the sample
     samples = rows.keys.hstack(frame.select(names)).group_by(rows.keys.columns)
     spread = samples.agg(pl.col(names).n_unique())
     fixed = []
@@ -520,6 +529,7 @@ def _find_knobs(rows: _Rows, measures: set[str]) -> list[str]:
         if frame.select(others).n_unique() == frame.select(names).n_unique():
             labels.append(label)
             names = others
+    # say what was left out, because the guess may be wrong
     reasons = {
         "hold lists": nested,
         "never vary inside a sample": fixed,
@@ -563,6 +573,7 @@ def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl
                 f"{source}: {column} must be the same in all rows of a sample; it differs {more} "
                 "times"
             )
+    # several spellings stand for the same part
     if "split" in samples.columns:
         splits = samples["split"].str.to_lowercase()
         if unknown := sorted(set(splits) - set(PARTS)):
