@@ -56,7 +56,6 @@ def test_a_third_of_the_limits_are_among_the_judged_ones_and_the_others_even_in_
     torch.testing.assert_close(shares, torch.full((10,), 0.1), atol=0.015, rtol=0)
 
 
-
 # -- requests --------------------------------------------------------------------------------------
 
 
