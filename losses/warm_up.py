@@ -105,9 +105,7 @@ class RCELoss(ActorLoss):
 class RegressionLoss(LossModule):
     """Minimise the errors of predicted outcomes of all configurations.
 
-    Accuracies have a cross-entropy, log-latencies a Gaussian likelihood. Where the predictor writes
-    `log_cost`, the further cost has a Poisson likelihood, in units of the mean cost: its minimum is
-    at the expected cost, and costs may be 0.
+    Accuracies have a cross-entropy, log-latencies a Gaussian likelihood.
 
     Args:
         predictor: a module that writes `accuracy_logits`, `log_latency` and `spread`, [*, C] each;
@@ -115,7 +113,7 @@ class RegressionLoss(LossModule):
         reduction: `mean`, `sum` or `none` over contexts, None for `mean`; the loss of a context is
             the mean over its profiled configurations.
 
-    Outputs: `loss_accuracy`, `loss_latency`, and `loss_cost` where it is predicted.
+    Outputs: `loss_accuracy` and `loss_latency`.
     """
 
     @dataclass
@@ -127,13 +125,11 @@ class RegressionLoss(LossModule):
             log_latency: float [*, C], measured, ln ms, NaN where not profiled.
             variance: float [*, C], of a cell's measured log-latencies, if `log_latency` is their
                 mean; may be left out.
-            cost: float [*, C], measured, NaN where not profiled; only where it is predicted.
         """
 
         accuracy: NestedKey = "accuracy_per_configuration"
         log_latency: NestedKey = "log_latency_per_configuration"
         variance: NestedKey = "log_latency_variance"
-        cost: NestedKey = "cost_per_configuration"
 
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
@@ -143,8 +139,6 @@ class RegressionLoss(LossModule):
         super().__init__()
         self.predictor = predictor
         self.reduction = reduction or "mean"
-        if "log_cost" in predictor.out_keys:
-            self.out_keys = [*self.out_keys, "loss_cost"]
         self._forward_value_estimator_keys()
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
@@ -176,17 +170,9 @@ class RegressionLoss(LossModule):
             predicted.get("spread"),
             variance,
         )
-        losses = [wrong, off]
-        if "log_cost" in self.predictor.out_keys:
-            cost = tensordict.get(self.tensor_keys.cost).nan_to_num()
-            log_cost = predicted.get("log_cost")
-            # the mean cost, so that the unit of the cost does not matter
-            scale = (cost.sum() / profiled.sum()).clamp_min(torch.finfo(cost.dtype).tiny)
-            losses.append(functional.poisson_nll_loss(log_cost, cost, reduction="none") / scale)
-        means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in losses]
+        means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off)]
         reduced = [self._reduce_loss(mean, tensordict) for mean in means]
         # not `out_keys`, which `select_out_keys` shortens
         return TensorDict(
-            dict(zip(("loss_accuracy", "loss_latency", "loss_cost"), reduced, strict=False)),
-            batch_size=[],
+            dict(zip(("loss_accuracy", "loss_latency"), reduced, strict=True)), batch_size=[]
         )

@@ -60,14 +60,6 @@ RUNS = {
     "sampled": ["policy=independent", "loss=sampled", "baselines=false", *TABLE, *SHORT, *SPLITS],
     "ppo": ["experiment=ppo", "baselines=false", *TABLE, *SHORT, "seeds=[0]"],
     "data_sets": ["policy=utility", "policy.members=2", *JOINT, *SHORT, "seeds=[0]"],
-    "weights": [
-        "experiment=weights",
-        "policy.members=2",
-        *TABLE[:1],
-        "profile.path=energy.csv",
-        *SHORT,
-        "seeds=[0]",
-    ],
     "mean": ["budget=mean", "policy=utility", "policy.members=2", *TABLE, *SHORT, "seeds=[0]"],
     "live": [
         *(
@@ -100,10 +92,6 @@ def write_measured(table: ProfileTable, path: str, features: str) -> None:
     write_features(table, features)
 
 
-def with_energy(table: ProfileTable) -> ProfileTable:
-    return replace(table, cost=60 / table.latency_ms, cost_name="energy_j")
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """Small runs of every kind, logged offline, by name."""
@@ -114,7 +102,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
         patch.delenv("WANDB_API_KEY", raising=False)
         patch.setenv("NETRC", str(home / "netrc"))
         write_measured(small_table(80), "measured.csv", "features.npz")
-        write_long_table(with_energy(small_table(80)), "energy.csv")
         small_table(80).save("one.safetensors")
         replace(small_table(80, seed=1), name="other").save("two.safetensors")
         small_beams(60)[0].save("beams.safetensors")
@@ -355,7 +342,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_exp5_exp6(long_frame(small_table(80)), "exp5", "exp6", "text_vqa")
     write_measured(small_table(80), "measured.csv", "features.npz")
     write_measured(small_table(80, seed=1), "other.csv", "other.npz")
-    write_long_table(with_energy(small_table(80)), "energy.csv")
     beams, _ = small_beams(30)
     write_rl_data(beams, "beams.json")
     np.savez("embeddings.npz", embeddings=beams.candidates.numpy())

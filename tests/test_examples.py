@@ -1,21 +1,15 @@
 """The scripts that people copy, each run as it stands there."""
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from PIL import Image
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import knobwise
 from knobwise.envs import builtin_profile
-from knobwise.profiling.elastic.adapter import ElasticRequests
-from knobwise.profiling.elastic.model import shipped_model
-from knobwise.profiling.elastic.settings import Configuration
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -41,31 +35,9 @@ def test_every_example_is_here() -> None:
         "deploy",
         "rewards",
         "advantages",
-        "further_cost",
         "ppo",
     }
     assert {path.stem for path in EXAMPLES} == names
-
-
-def test_operations_are_counted_for_every_answer() -> None:
-    """A cell's count is that of the model itself, also where it was taken over from a sample with
-    an image of another size but as many tokens."""
-    table, rows, columns = builtin_profile(), torch.arange(6), torch.tensor([0, 3, 60, 63])
-    cells = {
-        name: getattr(table, name)[rows][:, columns] for name in ("accuracy", "latency_ms", "mask")
-    }
-    cells |= {"configurations": table.configurations[columns], "repeats_ms": None, "features": {}}
-    small = replace(table, **cells, sample_ids=table.sample_ids[:6], datasets=())
-    counted = example("further_cost").counted(small)
-    assert counted.cost_name == "mflop"
-    model, requests = shipped_model(), ElasticRequests()
-    for row, column in ((0, 0), (5, 3), (4, 2), (5, 1)):
-        scene = requests.request(small.sample_ids[row])
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model.generate(
-                scene.image, scene.question, Configuration(**small.configuration(column))
-            )
-        assert float(counted.cost[row, column]) == pytest.approx(counter.get_total_flops() / 1e6)
 
 
 def test_step_by_hand(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

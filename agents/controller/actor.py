@@ -52,10 +52,10 @@ class _FromBlocks(nn.Module):
             if x is not None:
                 blocks[name] = x
         alike = any(x is not None and x.ndim == limit.ndim for x in others)
-        if controller.sense != "weights" and alike:
+        if alike:
             limit = limit.squeeze(-1)
         limit = limit.float()
-        x = controller.features(blocks, *controller.requests(limit))
+        x = controller.features(blocks, *limit.shape)
         return controller(x, limit, None if mask is None else mask.bool())
 
 
@@ -221,9 +221,9 @@ def make_actor(
     int64 [P, G] each, and `action_log_prob` [P, G].
 
     Args:
-        table: when given, the policy reads `row` and the limit (`budget_ms`, `worth_ms` or
-            `worths`), looks features up in this table, and keeps to what was profiled there. When
-            None it reads the limit, the feature blocks by name and, where there is one, a `mask`.
+        table: when given, the policy reads `row` and the limit (`budget_ms` or `worth_ms`),
+            looks features up in this table, and keeps to what was profiled there. When None it
+            reads the limit, the feature blocks by name and, where there is one, a `mask`.
         group_size: G, number of draws for each context; None for one without a group axis.
         action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the
             environment.

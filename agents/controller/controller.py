@@ -21,7 +21,7 @@ from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import BudgetEncoding, limits_seen, thinned
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 
-LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms", "weights": "worths"}
+LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms"}
 """The key of a request's limit, by the sense of the budget."""
 
 
@@ -35,8 +35,7 @@ class Controller(nn.Module):
         encoding: of the limit.
         config: the network; `config.members_trained` is M, how many there are.
         sense: of the budget. Under `deadline` a request has `budget_ms`; under `mean` it has
-            `worth_ms`, the milliseconds that a right answer is worth, 1/λ; under `weights` a pair
-            of worths, `worths`, in ms and in the unit of a further cost.
+            `worth_ms`, the milliseconds that a right answer is worth, 1/λ.
     """
 
     configurations: Tensor
@@ -77,12 +76,6 @@ class Controller(nn.Module):
         """The key of a request's limit."""
         return LIMIT_KEYS[self.sense]
 
-    def requests(self, limit: Tensor) -> torch.Size:
-        """Return the shape * of requests with limits [*], or pairs of worths [*, 2]."""
-        if self.sense == "weights":
-            return limit.shape[:-1]
-        return limit.shape
-
     def forward(
         self,
         features: Tensor,
@@ -94,11 +87,11 @@ class Controller(nn.Module):
 
         Args:
             features: normalised, float [*, width].
-            limit: float [*], or pairs [*, 2].
+            limit: float [*].
             mask: bool [*, C], None for everything.
             offset: of ln ms, float [*, C], None for no drift.
         """
-        shape = self.requests(limit)
+        shape = limit.shape
         n = math.prod(shape)
         inputs = []
         for values in (features, limit, mask, offset):
@@ -137,11 +130,7 @@ class Controller(nn.Module):
         state = plain["state"]
         config = PolicyConfig(**plain["policy"])
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]
-        if plain["sense"] == "weights":
-            seen = torch.ones(2, 1)
-        else:
-            seen = torch.ones(1)
-        encoding = BudgetEncoding(seen, config.budget_width)
+        encoding = BudgetEncoding(torch.ones(1), config.budget_width)
         normaliser = FeatureNormaliser.restored(plain)
         configurations = state["configurations"]
         controller = cls(knobs, configurations, normaliser, encoding, config, plain["sense"])

@@ -5,7 +5,7 @@ out. `OutcomeNetwork` is a teacher: it predicts accuracy and latency of every co
 which the best choice under any limit follows.
 
 A limit is the request's budget in ms, or under a mean budget the worth of a right answer in ms
-(1/λ), or under weights [*, 2] this worth and that in the unit of the further cost.
+(1/λ).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.policy.network import places_of
 from knobwise.agents.predictors.outcomes import Prediction
-from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, BudgetEncoding, log_measured
+from knobwise.envs.configurations.budgets import BudgetEncoding, log_measured
 
 WIDEST = 132
 """With more features no network is tried that also reads them in bins; so many had the widest
@@ -143,7 +143,7 @@ class KnobNetwork(nn.Module):
         members = config.members_trained
         # an input for each knob value: how much slower it is than the others, in ln ms
         self.register_buffer("values", drift_values(configurations, config.drift), persistent=False)
-        widths = [features + encoding.outputs + len(self.values)] + [config.hidden] * config.layers
+        widths = [features + encoding.width + len(self.values)] + [config.hidden] * config.layers
         self.layers = nn.ModuleList(
             MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths)
         )
@@ -176,17 +176,15 @@ class Outcomes(NamedTuple):
         accuracy_logits: of the accuracy.
         log_latency: the mean of ln ms.
         spread: the standard deviation of ln ms.
-        log_cost: ln of the expected further cost, under weights.
     """
 
     accuracy_logits: Tensor
     log_latency: Tensor
     spread: Tensor
-    log_cost: Tensor | None = None
 
     def take(self, index: Any) -> Outcomes:
         """Index all parts alike."""
-        return Outcomes._make(part if part is None else part[index] for part in self)
+        return Outcomes._make(part[index] for part in self)
 
     def predicted(self) -> Prediction:
         """Return the outcomes in the form of any predictor."""
@@ -194,7 +192,7 @@ class Outcomes(NamedTuple):
 
 
 class OutcomeNetwork(nn.Module):
-    """Predicts accuracy and log-latency of every configuration, and under weights a further cost.
+    """Predicts accuracy and log-latency of every configuration.
 
     The heads start at 0 on top of the table's means; a linear skip connects the inputs with all
     outputs but the spread. With `bins` it also reads every feature cut into bins, piecewise
@@ -204,37 +202,28 @@ class OutcomeNetwork(nn.Module):
 
     edges: Tensor
 
-    def __init__(
-        self, features: int, count: int, config: PolicyConfig, bins: bool, weighs: bool = False
-    ) -> None:
+    def __init__(self, features: int, count: int, config: PolicyConfig, bins: bool) -> None:
         super().__init__()
         members = config.members
         self.dropout = config.teacher_dropout
-        self.weighs = weighs
         self.register_buffer("edges", torch.zeros(BINS + 1, features if bins else 0))
         inputs = features * (1 + BINS * bins)
         widths = [inputs] + [config.teacher_hidden] * config.layers
         self.layers = nn.ModuleList(
             MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths)
         )
-        parts = 3 + weighs
-        self.outcome_head = MemberLinear(members, config.teacher_hidden, parts * count, zero=True)
-        self.skip = MemberLinear(members, inputs, (parts - 1) * count, zero=True)
+        self.outcome_head = MemberLinear(members, config.teacher_hidden, 3 * count, zero=True)
+        self.skip = MemberLinear(members, inputs, 2 * count, zero=True)
 
     @torch.no_grad()
     def start_from(
-        self,
-        x: Tensor,
-        accuracy: Tensor,
-        latency_ms: Tensor,
-        member_rows: Tensor,
-        cost: Tensor | None = None,
+        self, x: Tensor, accuracy: Tensor, latency_ms: Tensor, member_rows: Tensor
     ) -> None:
         """Begin at the means of a table.
 
         Args:
             x: features [n, d].
-            accuracy, latency_ms, cost: [n, C], NaN where not profiled; the cost under weights.
+            accuracy, latency_ms: [n, C], NaN where not profiled.
             member_rows: bool [M, n], which samples each member is fitted on.
         """
         shares = torch.linspace(0, 1, BINS + 1)
@@ -243,9 +232,7 @@ class OutcomeNetwork(nn.Module):
         log_latency = log_measured(latency_ms)
         # what was held out of a member must not be in what it starts from
         for member, mine in enumerate(member_rows):
-            start = [*_means(accuracy[mine], log_latency[mine])]
-            if cost is not None:
-                start.append(_log_mean(cost[mine]))
+            start = _means(accuracy[mine], log_latency[mine])
             self.outcome_head.bias[member, 0].copy_(torch.cat(start))
 
     def forward(self, x: Tensor) -> Outcomes:
@@ -257,15 +244,12 @@ class OutcomeNetwork(nn.Module):
             dropped = functional.dropout(hidden, self.dropout, self.training)
             hidden = hidden + functional.silu(layer(dropped))
         hidden = functional.dropout(hidden, self.dropout, self.training)
-        logits, log_latency, log_spread, *cost = self.outcome_head(hidden).chunk(
-            3 + self.weighs, -1
-        )
-        more_logits, more_latency, *more_cost = self.skip(x).chunk(2 + self.weighs, -1)
+        logits, log_latency, log_spread = self.outcome_head(hidden).chunk(3, -1)
+        more_logits, more_latency = self.skip(x).chunk(2, -1)
         return Outcomes(
             logits + more_logits,
             log_latency + more_latency,
             log_spread.clamp(-5.0, 1.5).exp(),
-            cost[0] + more_cost[0] if self.weighs else None,
         )
 
     @torch.no_grad()
@@ -295,13 +279,3 @@ def _means(accuracy: Tensor, log_latency: Tensor) -> tuple[Tensor, Tensor, Tenso
     square = (log_latency - centre).square().nan_to_num().sum(0)
     spread = ((square + square.sum() / count.sum()) / (count + 1)).sqrt().clamp_min(0.02)
     return mean.logit(), centre, spread.log()
-
-
-def _log_mean(cost: Tensor) -> Tensor:
-    """Return ln of the mean cost, [C], with one more cell of the average cost.
-
-    A millionth of the average counts as 0.
-    """
-    average = cost.nanmean()
-    mean = (cost.nansum(0) + average) / ((~cost.isnan()).sum(0) + 1)
-    return mean.clamp_min((1e-6 * average).clamp_min(LEAST_LATENCY_MS)).log()

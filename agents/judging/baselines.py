@@ -24,7 +24,7 @@ from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.reward import at_worths, expected_utility
+from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
@@ -41,12 +41,6 @@ def averages(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
     latency = table.latency_ms[rows].double().nanmean(0)
     seen = table.mask[rows].any(0)
     return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())
-
-
-def averages_with_cost(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `averages`, and the mean further cost of each configuration, float64 [C] each."""
-    cost = table.weighed_cost[rows].double().nanmean(0)
-    return *averages(table, rows), cost.nan_to_num(float(cost.nan_to_num().amax()))
 
 
 class FittedStatic(Static):
@@ -249,28 +243,6 @@ class Oracle:
         else:
             allowed = mask & self._mask
         return pick(utility.nan_to_num().numpy(), self._latency_ms, allowed)
-
-
-class BestAtWorths:
-    """Takes the best accuracy − latency/worth − cost/worth.
-
-    Args:
-        accuracy, latency_ms, cost: averages [C], which give every request the same choice; or the
-            requests' own outcomes [n, C], for which it can choose in their order only.
-    """
-
-    def __init__(self, accuracy: Tensor, latency_ms: Tensor, cost: Tensor) -> None:
-        self.accuracy = accuracy
-        self.latency_ms = latency_ms
-        self.cost = cost
-
-    def choose(
-        self, features: Mapping[str, Array], worths: Array, mask: Array | None = None
-    ) -> Array:
-        """Choose for pairs of worths [n, 2]: int64 [n]."""
-        pairs = torch.tensor(worths).to(self.accuracy)
-        scores = at_worths(self.accuracy, self.latency_ms, self.cost, pairs).numpy()
-        return pick(scores, self.latency_ms.numpy(), mask)
 
 
 def make_baselines(

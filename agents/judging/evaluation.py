@@ -109,11 +109,6 @@ def _moments(numbers: dict[str, Tensor]) -> dict[str, float]:
     return metrics
 
 
-def for_all(limit: Tensor, rows: Tensor) -> Tensor:
-    """Repeat a limit, [] or a pair [2], for each of these rows: [n] or [n, 2]."""
-    return limit.expand(len(rows), *limit.shape)
-
-
 def judge(
     policy: Policy,
     table: ProfileTable,
@@ -129,18 +124,17 @@ def judge(
 
     Args:
         rows: int64 [n].
-        budgets_ms: float [B]; under weights pairs of worths [B, 2], from which no cost is taken.
+        budgets_ms: float [B].
         rewards: defaults to those of training.
         cost_ms: float [B], the time of a decision.
     """
-    pairs = budgets_ms.ndim == 2
     left = budgets_ms.double()
-    if cost_ms is not None and not pairs:
+    if cost_ms is not None:
         left = (left - cost_ms).clamp_min(LEAST_LATENCY_MS)
     features, mask = requests_of(table, rows)
     chosen = []
     for limit in left.numpy():
-        limits = np.broadcast_to(limit, (len(rows), *limit.shape))
+        limits = np.full(len(rows), limit)
         chosen.append(torch.from_numpy(np.asarray(policy.choose(features, limits, mask))))
     reads = torch.from_numpy(reads_features(policy, left.numpy()))
     columns = torch.stack(chosen, 1)
@@ -165,15 +159,11 @@ def outcomes_of(
         rewards = RewardTable(table, TRAINING_REWARD)
     if reads is None:
         reads = torch.ones(len(budgets_ms), dtype=torch.bool)
-    limits = budgets_ms
-    if budgets_ms.ndim == 2:
-        budgets_ms = torch.full((len(limits),), torch.inf)
     if cost_ms is None:
         cost_ms = torch.zeros_like(budgets_ms)
     else:
         cost_ms = cost_ms.to(budgets_ms)
-    if limits.ndim == 1:
-        limits = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
+    limits = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
     parts = []
     for part, columns in zip(rows.split(AT_ONCE), chosen.split(AT_ONCE), strict=True):
         parts.append(_outcomes(table, part, columns, budgets_ms, limits, rewards, cost_ms, reads))
@@ -210,7 +200,7 @@ def _outcomes(
     for b, limit in enumerate(limits):
         known = rewards if reads[b] else unread
         column = chosen[:, b, None].to(device)
-        repeated = for_all(limit, rows).to(device)
+        repeated = limit.expand(len(rows)).to(device)
         rewarded.append(known.chosen(rows.to(device), column, repeated).cpu())
     return Judged(
         budgets_ms=budgets_ms,

@@ -128,7 +128,7 @@ class NumpyController:
 
     def _try(self) -> None:
         """Decide at each calibrated budget, so that arrays that do not fit together fail now."""
-        budgets = np.ones((1, 2) if self.header["limit"] == "worths" else 1)
+        budgets = np.ones(1)
         if self.calibrated is not None:
             budgets = self.calibrated.budgets_ms
         if self.header["limit"] == "budget_ms":
@@ -140,9 +140,8 @@ class NumpyController:
             for name, width in self.feature_sizes.items():
                 blocks[name] = np.full((len(budgets), width), value, np.float32)
             chosen = self.choose_expected(blocks, budgets, None, drift)[0].tolist()
-            if budgets.ndim == 1:
-                row = {name: block[0] for name, block in blocks.items()}
-                chosen += [self.decide_index(row, budget, drift) for budget in budgets.tolist()]
+            row = {name: block[0] for name, block in blocks.items()}
+            chosen += [self.decide_index(row, budget, drift) for budget in budgets.tolist()]
             for index in chosen:
                 self.configuration(index)
         if self.mean is not None:
@@ -162,7 +161,7 @@ class NumpyController:
         Raises:
             ValueError: a block is missing or has another shape, the budget is not positive and
                 finite, a mean budget is not calibrated, the drift has another shape, is not finite,
-                or is for a mean budget, or the controller is for pairs of worths.
+                or is for a mean budget.
         """
         return self.configuration(self.decide_index(features, budget_ms, drift))
 
@@ -255,8 +254,6 @@ class NumpyController:
 
     def _joined(self, features: Arrays, budget_ms: float) -> Array:
         """Return the features of one request, float32 [d]."""
-        if self.header["limit"] == "worths":
-            raise ValueError("a controller for pairs of worths decides many requests, by choose")
         if not 0 < budget_ms < MOST_MS:
             raise ValueError(f"a budget of {budget_ms}: must be positive and finite, in ms")
         blocks = [features[name] for name in self._names if name in features]
@@ -279,7 +276,7 @@ class NumpyController:
 
         Args:
             features: blocks [n, d] by name.
-            limits: budgets [n] in ms, or under weights pairs of worths [n, 2].
+            limits: budgets [n] in ms.
             mask: bool [n, C], what may be chosen; None for everything.
             drift: as in `decide`.
 
@@ -363,12 +360,8 @@ class NumpyController:
         """Return features float32 [n, d], limits float64 without the part that drift takes, and the
         mask, or raise a ValueError."""
         limits = np.asarray(limits, np.float64)
-        if self.header["limit"] == "worths":
-            wanted: tuple[int, ...] = (2,)
-        else:
-            wanted = ()
-        if limits.shape[1:] != wanted or limits.ndim == 0:
-            raise ValueError(f"budgets must have shape {('n', *wanted)}, got {limits.shape}")
+        if limits.ndim != 1:
+            raise ValueError(f"budgets must have shape ('n',), got {limits.shape}")
         wrong = limits[~((limits > 0) & (limits < MOST_MS))]
         if len(wrong):
             raise ValueError(f"a budget of {wrong[0]}: must be positive and finite, in ms")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from knobwise.envs.configurations.budgets import log_ms
-from knobwise.envs.configurations.reward import at_worths
 
 HOPELESS = 0.01
 """Where no configuration is more likely than this to be on time, the fastest is chosen."""
@@ -21,13 +20,11 @@ class Prediction(NamedTuple):
         accuracy: expected.
         log_latency: the mean of ln ms.
         spread: the standard deviation of ln ms, which may be [C].
-        log_cost: ln of the expected further cost, under weights.
     """
 
     accuracy: Tensor
     log_latency: Tensor
     spread: Tensor
-    log_cost: Tensor | None = None
 
     @property
     def latency_ms(self) -> Tensor:
@@ -43,16 +40,11 @@ class Prediction(NamedTuple):
         """Return the worth of every configuration under limits [*], [*, C].
 
         Under a deadline b it is the expected utility Â·Φ((ln b − μ)/σ): feasibility is soft,
-        without a cut-off. Under a mean budget it is Â − L̂/worth; under weights, where limits are
-        pairs [*, 2], Â − L̂/worth − K̂/worth (the preference of Abels et al. 2019, "Dynamic Weights
-        in Multi-Objective Deep Reinforcement Learning").
+        without a cut-off. Under a mean budget it is Â − L̂/worth.
         """
         accuracy = self.accuracy.clamp(1e-3, 1.0)
         if sense == "deadline":
             return accuracy * self.meets(limits)
-        if sense == "weights":
-            assert self.log_cost is not None
-            return at_worths(accuracy, self.latency_ms, self.log_cost.exp(), limits)
         return accuracy - self.latency_ms / limits.unsqueeze(-1)
 
 

@@ -92,8 +92,7 @@ class AdaptiveModel(FirstStages):
         header = getattr(controller, "header", {})  # any object that decides will do
         if header.get("limit", "budget_ms") != "budget_ms":
             raise InputError(
-                "runtime: the controller is for worths or a mean over requests (budget=weights "
-                "or mean), but every "
+                "runtime: the controller is for a mean over requests (budget=mean), but every "
                 "request here has a deadline; train one with budget=quantiles"
             )
         self.controller: NumpyController = controller

@@ -60,7 +60,6 @@ class KnobPolicy:
 
     Attributes:
         agent: the controller; `agent.choose` decides for arrays, and keeps to a mask.
-        cost: the name of the further cost that it weighs, "" for none.
         features: the widths of the feature blocks that it reads, by name; empty if it sees the
             budget only.
         datasets: the columns of the block `dataset` if that is an input, else []. In a request 1
@@ -80,10 +79,6 @@ class KnobPolicy:
                 "the worths for mean budgets are not calibrated yet; let the training finish"
             )
         network = loaded.network
-        if network.sense == "weights":
-            self.cost = "a further cost"
-        else:
-            self.cost = ""
         self.features = network.normaliser.sizes
         self.datasets = network.normaliser.datasets
         self.knobs = {knob.name: knob.values for knob in network.knobs}
@@ -116,8 +111,7 @@ class KnobPolicy:
                 its name, one without features None.
             budget_ms: the time that an answer may take, in ms, for all inputs or [n]; of a
                 controller for mean budgets the mean over all inputs, one that it was calibrated
-                for; under weights the worths of a right answer, in ms and in the unit of the
-                further cost, a pair or [n, 2].
+                for.
             explain: give an `Explanation`.
             drift: how latencies here differ from those predicted, as a `LatencyTracker` has it.
             between_ms: the budgets that an explanation looks for flips between; None for a tenth of
@@ -133,13 +127,9 @@ class KnobPolicy:
                 controller or for mean budgets.
         """
         arrays = self._blocks(features)
-        budgets, inputs = self._budgets(budget_ms)
-        if self.cost and (explain or drift is not None):
-            raise InputError(
-                "decide: explanations and drifts are for controllers without a further cost"
-            )
+        budgets = _budgets(budget_ms)
         # without any size everything is for a single input
-        sizes = {len(block) for block in arrays.values() if block.ndim == 2} | set(inputs)
+        sizes = {len(block) for block in arrays.values() if block.ndim == 2} | set(budgets.shape)
         if len(sizes) > 1:
             raise InputError(
                 f"decide: features and budgets must be for equally many inputs, not {sorted(sizes)}"
@@ -150,7 +140,7 @@ class KnobPolicy:
         blocks = {}
         for name, block in arrays.items():
             blocks[name] = np.broadcast_to(block, (n, block.shape[-1]))
-        limits = np.broadcast_to(budgets, (n, *budgets.shape[len(inputs) :]))
+        limits = np.broadcast_to(budgets, n)
         chosen = self._choose(blocks, limits, drift)
         results: list[Any] = [dict(self.configurations[index]) for index in chosen.tolist()]
         if explain:
@@ -164,23 +154,6 @@ class KnobPolicy:
             InputError: it cannot be written.
         """
         self.loaded.save(path)
-
-    def _budgets(self, budget_ms: Numbers) -> tuple[Array, tuple[int, ...]]:
-        """Return budgets [*], or pairs of worths [*, 2], checked; and *, which is () or (n,)."""
-        budgets = _numbers("budget_ms", budget_ms)
-        pair = (2,) if self.cost else ()
-        inputs = budgets.shape[: budgets.ndim - len(pair)]
-        shaped = len(inputs) <= 1 and budgets.shape == (*inputs, *pair)
-        if shaped and ((budgets > 0) & (budgets < np.inf)).all():
-            return budgets, inputs
-        if pair:
-            wanted = f"a pair of worths, in ms and of {self.cost}, or [n, 2]"
-        else:
-            wanted = "a number or [n]"
-        raise InputError(
-            f"budget_ms={budget_ms!r}: must be {wanted}, all positive and "
-            f"finite{', in ms' * (not pair)}"
-        )
 
     def _blocks(self, features: Any) -> dict[str, Array]:
         """Return blocks [d] or [n, d] by name, checked."""
@@ -339,6 +312,16 @@ class KnobPolicy:
             moments = moved
         budgets = torch.tensor(limits)
         return numbers | {"on_time": moments.meets(budgets), "utility": moments.score(budgets)}
+
+
+def _budgets(budget_ms: Numbers) -> Array:
+    """Return a budget, or budgets [n], checked."""
+    budgets = _numbers("budget_ms", budget_ms)
+    if budgets.ndim <= 1 and ((budgets > 0) & (budgets < np.inf)).all():
+        return budgets
+    raise InputError(
+        f"budget_ms={budget_ms!r}: must be a number or [n], all positive and finite, in ms"
+    )
 
 
 def _numbers(name: str, value: Any) -> Array:

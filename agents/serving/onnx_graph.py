@@ -32,7 +32,7 @@ class Deployed(nn.Module):
         configurations: their knob values.
 
     Raises:
-        InputError: a controller for mean budgets or weights, or missing packages.
+        InputError: a controller for mean budgets, or missing packages.
     """
 
     def __init__(self, agent: DeployedController) -> None:
@@ -45,8 +45,8 @@ class Deployed(nn.Module):
             raise InputError(f"onnx=true: {error}; pip install 'knobwise[onnx]'") from error
         if agent.sense != "deadline":
             raise InputError(
-                "onnx=true: the controller is for worths or a mean over requests; leave onnx=true "
-                "out, or train one with budget=quantiles"
+                "onnx=true: the controller is for a mean over requests; leave onnx=true out, or "
+                "train one with budget=quantiles"
             )
         self.controller = agent.controller.alone()
         self.sizes = agent.controller.normaliser.sizes

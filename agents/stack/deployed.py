@@ -30,7 +30,7 @@ ARRAYS = ("static", "latency", "mean")
 """Fields of `Settled` that hold arrays."""
 GUARDS = ("guard", "guard_if_free", "guard_of_teacher")
 """Fields of `Settled` that hold rows of plain values."""
-LIMITS = {"deadline": "budget_ms", "mean": "mean", "weights": "worths"}
+LIMITS = {"deadline": "budget_ms", "mean": "mean"}
 """The entry `limit` of an exported header, by the sense of the budget."""
 
 

@@ -116,7 +116,7 @@ class Teacher(nn.Module):
         self.sense = sense
         self.held_out_worth = held_out_worth
         # what was learned after training, see `knobwise update`, [C] each
-        count = network.outcome_head.bias.shape[-1] // (3 + network.weighs)
+        count = network.outcome_head.bias.shape[-1] // 3
         for name in LEARNED:
             self.register_buffer(name, torch.zeros(count))
 
@@ -138,11 +138,8 @@ class Teacher(nn.Module):
         rows = thinned(rows)
         x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
         bins = 0 < normaliser.width <= WIDEST
-        weighs = sense == "weights"
-        network = OutcomeNetwork(normaliser.width, table.num_configurations, config, bins, weighs)
-        cost = table.weighed_cost[rows] if weighs else None
-        measured = table.accuracy[rows], table.latency_ms[rows]
-        network.start_from(x, *measured, member_rows, cost)
+        network = OutcomeNetwork(normaliser.width, table.num_configurations, config, bins)
+        network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
         return cls(network, normaliser, sense=sense)
 
     @property
@@ -188,7 +185,7 @@ class Teacher(nn.Module):
 
         Args:
             x: normalised features [n, width].
-            limits: [n, V], or pairs [n, V, 2].
+            limits: [n, V].
             offsets: of ln ms, [n, V, C]; None for no drift.
 
         Returns:
@@ -211,7 +208,7 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def moments(self, x: Tensor) -> Prediction:
         """Predict the outcomes of every configuration from features [n, width]."""
-        parts = [self.mixture(part).moments()[:3] for part in x.split(AT_ONCE)]
+        parts = [self.mixture(part).moments() for part in x.split(AT_ONCE)]
         return Prediction(*map(torch.cat, zip(*parts, strict=True)))
 
     @torch.no_grad()
@@ -271,7 +268,7 @@ class Teacher(nn.Module):
         """Return the teacher that `plain` describes, in eval mode."""
         state = plain["network"]
         bins = state["edges"].shape[1] > 0
-        network = OutcomeNetwork(normaliser.width, count, config, bins, sense == "weights")
+        network = OutcomeNetwork(normaliser.width, count, config, bins)
         network.load_state_dict(state)
         experts = [Expert.restored(expert) for expert in plain["experts"]]
         worth = plain["held_out_worth"]
@@ -318,28 +315,21 @@ def fit_teacher(
         rows: int64 [n], what the network's members were fitted on in folds (`folds_of` with the
             same seed).
         network: a teacher without experts, of at least two members.
-        limits: float [B] that worth is averaged over, see `Controller`; under weights [B, 2].
+        limits: float [B] that worth is averaged over, see `Controller`.
         seed: of folds and trees.
         experts: fitted on the same rows and features, for the same limits, in as many folds; None
             fits those of `config`.
     """
     network.eval()  # in training it may come with dropout
     sense = network.sense
-    deadlines = sense == "deadline"
-    if network.normaliser.width and sense != "weights":
-        families = config.experts
-    else:
-        families = ()
-    budgets_ms = limits if deadlines else limits[:0]
+    families = config.experts if network.normaliser.width else ()
+    budgets_ms = limits if sense == "deadline" else limits[:0]
     if experts is None:
         settings = budgets_ms, families, seed, network.normaliser, network.members
         experts = Experts.fit(table, rows, *settings)
     fitted = experts.of_families(families)
     folds = [torch.from_numpy(hold) for _, hold in experts.measured.folds]
     alone = [_of_member(network, member) for member in range(network.members)]
-    if sense == "weights":
-        return Fitted(network, alone, rows, folds)
-
     unseen = _held_out(network, table, rows, folds)
     predictions = [unseen, *(family.out_of_fold for family in fitted)]
     known = _known(predictions, experts.measured, limits, sense)

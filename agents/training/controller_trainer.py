@@ -39,12 +39,7 @@ from knobwise.agents.training.regression import PredictedOutcomes
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
-from knobwise.envs.configurations.budgets import (
-    default_budgets,
-    judged_worths,
-    log_moments,
-    worth_pairs,
-)
+from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments
 from knobwise.envs.configurations.drift import drifted_copies, rows_of_copies
 from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
@@ -53,9 +48,6 @@ from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
 from knobwise.losses.functional import reward_weighted_cross_entropy
 from knobwise.losses.kl_control import weight_control
 from knobwise.losses.settings import LossConfig
-
-JUDGED_STEPS = 4
-"""Worths of each kind that validation under weights takes the pairs of."""
 
 # settings of the teacher's regression, as in `Stage`
 TEACHER_LR = 3e-3
@@ -70,9 +62,9 @@ class ControllerTrainer(JudgedTrainer):
     Args:
         split: fit on `train`, choose on `validation`, or both in folds (`policy.members`); `test`
             is not used.
-        reward: the reward; under a mean budget and weights it is always `priced`.
+        reward: the reward; under a mean budget it is always `priced`.
         budgets_ms: float [B], the budgets of validation; None for the default budgets. Under a
-            mean budget and weights, validation uses worths instead.
+            mean budget, validation uses worths instead.
         cost_ms: the time that a decision and its features take, which the reward charges.
         init_from: a checkpoint whose heads training starts from, with the statistics that its
             inputs are standardised by (`started_from`); None for fresh weights. Samples that it was
@@ -423,8 +415,6 @@ class ControllerTrainer(JudgedTrainer):
             "log_latency_per_configuration": self.log_latency[row],
             "log_latency_variance": self.variance[row],
         }
-        if self.env.rewards.cost is not None:
-            measured["cost_per_configuration"] = self.env.rewards.cost[row]
         return self.regression(TensorDict(measured, row.shape))
 
     def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
@@ -466,9 +456,7 @@ class ControllerTrainer(JudgedTrainer):
 
 
 def _judged_limits(table: ProfileTable, sense: str, budgets_ms: Tensor | None) -> Tensor:
-    """Return the limits of validation: budgets [B] in ms, worths [B], or pairs of worths [B, 2]."""
-    if sense == "weights":
-        return worth_pairs(table, JUDGED_STEPS)
+    """Return the limits of validation: budgets [B] in ms, or worths [B]."""
     if sense == "mean":
         return judged_worths(table)
     if budgets_ms is None:

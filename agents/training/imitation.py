@@ -32,7 +32,7 @@ class Lessons:
 
     Attributes:
         x: normalised features, float [M, R, width].
-        limits: [M, R, V], or pairs [M, R, V, 2].
+        limits: [M, R, V].
         worths: float [M, R, V, C], the expected worth of every configuration.
         offsets: offsets of ln ms under drift, [M, R, V, C]; None without drift.
     """
@@ -110,18 +110,17 @@ def drawn_limits(judged: Tensor, shape: tuple[int, ...], generator: torch.Genera
     """Draw limits evenly on a log scale, a third of them from the judged limits.
 
     Args:
-        judged: float [B], or pairs [B, 2].
-        shape: the shape of the result, before the axis of pairs.
+        judged: float [B].
+        shape: the shape of the result.
         generator: the source of the draws.
     """
     # evenly on a log scale, somewhat beyond the judged limits
-    low = (BEYOND[0] * judged.amin(0)).log()
-    high = (BEYOND[1] * judged.amax(0)).log()
-    pair = judged.shape[1:]
-    even = torch.lerp(low, high, torch.rand((*shape, *pair), generator=generator)).exp()
+    low = (BEYOND[0] * judged.amin()).log()
+    high = (BEYOND[1] * judged.amax()).log()
+    even = torch.lerp(low, high, torch.rand(shape, generator=generator)).exp()
     from_judged = judged[torch.randint(len(judged), shape, generator=generator)]
     third = torch.rand(shape, generator=generator) < 1 / 3
-    return torch.where(third.reshape(*shape, *(1 for _ in pair)), from_judged, even)
+    return torch.where(third, from_judged, even)
 
 
 def composed_of(

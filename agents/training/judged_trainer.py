@@ -18,7 +18,6 @@ from knobwise.agents.judging.evaluation import (
     LOGGED,
     Judged,
     drawn_metrics,
-    for_all,
     outcomes_of,
 )
 from knobwise.agents.predictors.folds import rows_of_members
@@ -48,7 +47,7 @@ class JudgedTrainer(Trainer):
         held_out: int64 [longest, M], the samples held out of each network; a shorter column repeats
             its last sample.
         places: int64 [n], the positions of `judged_rows` in `held_out`, flattened.
-        limits: [B], budgets in ms or worths; under weights pairs of worths [B, 2].
+        limits: [B], budgets in ms or worths.
         scores_now: scores of the latest evaluation.
         scores_kept: scores of the weights that are kept.
         scores_before: scores where GRPO begins.
@@ -147,7 +146,7 @@ class JudgedTrainer(Trainer):
             Float [n, C], in the order of `judged_rows`.
         """
         rows = self.held_out.flatten()
-        inputs = {"row": rows, self.agent.controller.limit_key: for_all(limit, rows)}
+        inputs = {"row": rows, self.agent.controller.limit_key: limit.expand(len(rows))}
         contexts = TensorDict(inputs, [len(rows)], device=self.device)
         return self.actor.get_dist(contexts).log_probs[self.places]
 
@@ -172,7 +171,7 @@ class JudgedTrainer(Trainer):
         """Rewards of held-out samples, [n, C] for each judged limit, 0 where not profiled."""
         rows = self.judged_rows.to(self.device)
         limits = self.limits.to(self.device)
-        rewards = [self.env.rewards.all(rows, for_all(limit, rows)) for limit in limits]
+        rewards = [self.env.rewards.all(rows, limit.expand(len(rows))) for limit in limits]
         return [reward.nan_to_num() for reward in rewards]
 
     @functools.cached_property

@@ -13,7 +13,7 @@ class PredictedOutcomes(TensorDictModuleBase):
     """A module that predicts the outcomes of samples by a teacher's network, for `RegressionLoss`.
 
     Reads `row` int64 [M, n], the rows of each member. Writes `accuracy_logits`, `log_latency` and
-    `spread` [M, n, C], and under weights also `log_cost`.
+    `spread` [M, n, C].
 
     Args:
         teacher: the teacher; only its network is read.
@@ -27,8 +27,6 @@ class PredictedOutcomes(TensorDictModuleBase):
         super().__init__()
         self.network = teacher.network
         self.features = features
-        if teacher.network.weighs:
-            self.out_keys = [*self.out_keys, "log_cost"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         outcomes = self.network(self.features[tensordict["row"]])

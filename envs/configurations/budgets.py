@@ -171,15 +171,12 @@ def limits_seen(table: ProfileTable, rows: Tensor, sense: str) -> Tensor:
     """Return the limits that a network's encoding of them is standardised by.
 
     They are the profiled latencies of these rows (int64), [n]; under a mean budget the least and
-    the greatest worth, [2]; under weights these of both worths, [2, 2].
+    the greatest worth, [2].
     """
     latencies_ms = table.latency_ms[rows][table.mask[rows]]
     if sense == "deadline":
         return latencies_ms
-    if sense == "mean":
-        return worths_range(latencies_ms)
-    costs = table.weighed_cost[rows][table.mask[rows]]
-    return torch.stack([worths_range(latencies_ms), worths_range(costs)])
+    return worths_range(latencies_ms)
 
 
 def judged_worths(table: ProfileTable) -> Tensor:
@@ -191,26 +188,10 @@ def judged_worths(table: ProfileTable) -> Tensor:
     return torch.linspace(low, high, 7)[1:-1].exp()
 
 
-def worth_pairs(table: ProfileTable, steps: int) -> Tensor:
-    """Return a grid of pairs of worths of a right answer, float32 [steps², 2].
-
-    The first of a pair is in ms, the second in the unit of the further cost. Each is evenly spaced
-    in logarithm over its `worths_range`.
-
-    Raises:
-        InputError: the table has no further cost.
-    """
-    axes = []
-    for values in (table.latency_ms, table.weighed_cost):
-        low, high = worths_range(values[table.mask]).log()
-        axes.append(torch.linspace(low, high, steps).exp())
-    return torch.cartesian_prod(*axes)
-
-
 class BudgetSampler:
     """Draw budgets for samples of a table.
 
-    Under `sense="mean"` it draws worths instead, under "weights" pairs of worths.
+    Under `sense="mean"` it draws worths instead.
 
     Args:
         table: the profile.
@@ -218,8 +199,7 @@ class BudgetSampler:
         rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
 
     Raises:
-        InputError: the strategy is unknown, or cannot use the numbers in the settings; or under
-            weights the table has no further cost.
+        InputError: the strategy is unknown, or cannot use the numbers in the settings.
     """
 
     STRATEGIES = ("relative", "quantiles", "uniform", "fixed")
@@ -231,13 +211,10 @@ class BudgetSampler:
         self.config = config
         rows = thinned(torch.arange(table.num_samples) if rows is None else rows)
         latencies = table.latency_ms[rows][table.mask[rows]]
-        one_of("budget.sense", config.sense, ("deadline", "mean", "weights"))
+        one_of("budget.sense", config.sense, ("deadline", "mean"))
         one_of("budget.strategy", config.strategy, self.STRATEGIES)
         if config.sense == "mean":
             self._numbers = worths_range(latencies).log()
-        elif config.sense == "weights":
-            costs = table.weighed_cost[rows][table.mask[rows]]
-            self._numbers = torch.stack([worths_range(latencies), worths_range(costs)]).log()
         elif config.strategy in ("relative", "fixed"):
             name = "factors" if config.strategy == "relative" else "values_ms"
             numbers: tuple[float, ...] = getattr(config, name)
@@ -259,14 +236,11 @@ class BudgetSampler:
             raise InputError(f"budget.strategy={self.config.strategy}: {needs} {value}")
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n].
-
-        Under weights a pair of worths, [n, 2].
-        """
+        """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
         n = len(rows)
         if self.config.sense != "deadline":
-            low, high = self._numbers.unbind(-1)
-            return torch.lerp(low, high, torch.rand(n, *low.shape, generator=generator)).exp()
+            low, high = self._numbers
+            return torch.lerp(low, high, torch.rand(n, generator=generator)).exp()
         if self.config.strategy in ("relative", "fixed"):
             drawn = self._numbers[torch.randint(len(self._numbers), (n,), generator=generator)]
             if self.config.strategy == "relative":
@@ -291,10 +265,11 @@ class BudgetEncoding(nn.Module):
     frequencies apart.
 
     Args:
-        latencies_ms: float [n], or [L, n] for limits of L numbers, each encoded by its own row.
+        latencies_ms: float [n].
+        width: the count of numbers that encode a budget.
 
     Shapes:
-        forward: [*] → [*, width], or [*, L] → [*, L·width].
+        forward: [*] → [*, width].
     """
 
     mean: Tensor
@@ -304,8 +279,8 @@ class BudgetEncoding(nn.Module):
     def __init__(self, latencies_ms: Tensor, width: int = 9) -> None:
         super().__init__()
         logs = log_measured(latencies_ms)
-        self.register_buffer("mean", logs.mean(-1))
-        self.register_buffer("scale", logs.std(-1, correction=0).clamp_min(1e-3))
+        self.register_buffer("mean", logs.mean())
+        self.register_buffer("scale", logs.std(correction=0).clamp_min(1e-3))
         count = width // 2
         if width % 2:
             step: float = 1
@@ -314,16 +289,8 @@ class BudgetEncoding(nn.Module):
         self.register_buffer("frequencies", math.pi / 4 * 2.0 ** (step * torch.arange(count)))
         self.width = width
 
-    @property
-    def outputs(self) -> int:
-        """The count of numbers that encode a limit."""
-        return self.width * self.mean.numel()
-
     def forward(self, budget_ms: Tensor) -> Tensor:
         z = ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4).unsqueeze(-1)
         angle = z * self.frequencies
         # an even width cuts z off
-        encoded = torch.cat([z, angle.sin(), angle.cos()], -1)[..., -self.width :]
-        if self.mean.ndim:
-            return encoded.flatten(-2)
-        return encoded
+        return torch.cat([z, angle.sin(), angle.cos()], -1)[..., -self.width :]

@@ -82,8 +82,6 @@ class ContextEnv(SingleStepEnv):
             # the other contexts go on
             wanted = wanted.reshape(-1)
             rows = rows.where(wanted, self.current["row"])
-            if limits.ndim == 2:
-                wanted = wanted.unsqueeze(1)
             limits = limits.where(wanted, self.current[self.limit_key])
         self.current = self._contexts(rows, limits)
         return self._context(self.current | self._described())

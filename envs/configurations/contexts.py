@@ -111,7 +111,7 @@ class ContextSampler:
                 drawn as ever.
 
         Returns:
-            rows int64 [count]; budgets float32 [count] in ms, under weights worths [count, 2].
+            rows int64 [count]; budgets float32 [count] in ms.
 
         Raises:
             InputError: a chosen row is not among those to draw from.
@@ -144,17 +144,16 @@ class ContextSampler:
 def limit_key(budget: BudgetConfig | None) -> str:
     """Return the key of the number that limits a request.
 
-    It is `budget_ms`; under a mean budget `worth_ms`, the worth of a right answer; under weights
-    `worths`, this worth in ms and in the unit of the further cost.
+    It is `budget_ms`; under a mean budget `worth_ms`, the worth of a right answer.
     """
     sense = budget.sense if budget else "deadline"
-    return {"deadline": "budget_ms", "mean": "worth_ms", "weights": "worths"}[sense]
+    return {"deadline": "budget_ms", "mean": "worth_ms"}[sense]
 
 
 def reward_under(budget: BudgetConfig | None, reward: RewardConfig | str | None) -> RewardConfig:
     """Return the settings of a reward that is given as such, by its kind, or not at all.
 
-    The default is the reward of training; under a mean budget and weights it is `priced`.
+    The default is the reward of training; under a mean budget it is `priced`.
 
     Raises:
         InputError: the reward does not go with the sense of the budget.
@@ -168,6 +167,6 @@ def reward_under(budget: BudgetConfig | None, reward: RewardConfig | str | None)
     if (reward.kind == "priced") != priced:
         raise InputError(
             f"reward.kind={reward.kind}: does not suit budget.sense={sense}; priced goes with "
-            "mean and weights only"
+            "mean only"
         )
     return reward

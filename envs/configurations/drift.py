@@ -105,12 +105,8 @@ def _repeated(table: ProfileTable, factors: Tensor) -> ProfileTable:
         changed[name] = values * copies if values else values
     if table.repeats_ms is not None:
         changed["repeats_ms"] = table.repeats_ms.repeat(copies, 1, 1) * factors.unsqueeze(-1)
-    for name in ("cost", "first_look_ms"):
-        values = getattr(table, name)
-        if values is None:
-            changed[name] = None
-        else:
-            changed[name] = values.repeat(copies, 1)
+    if table.first_look_ms is not None:
+        changed["first_look_ms"] = table.first_look_ms.repeat(copies, 1)
     return replace(table, **changed)
 
 

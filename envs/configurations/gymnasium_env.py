@@ -48,8 +48,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         A contextual bandit that replays a profile: no model runs, because every outcome was
         measured before. Under a mean budget (`BudgetConfig(sense="mean")`) a request has no budget
         of its own. It is limited by the worth of a right answer, in ms, and the reward is
-        accuracy − latency/worth. Under weights (`sense="weights"`) there is a second worth, in the
-        unit of the profile's further cost, and the reward is accuracy − latency/worth − cost/worth.
+        accuracy − latency/worth.
 
     Action space:
         `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its
@@ -61,28 +60,26 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         A `Dict` of one `Box` per feature block (`image_features`, `language_features`, …; a missing
         value is the column's median), `budget_ms`, a `Box` of shape (), and `mask`,
         `MultiBinary(C)`: the configurations that were profiled for the sample. Under a mean budget
-        there is `worth_ms` instead of `budget_ms`, under weights `worths`, of shape (2,).
+        there is `worth_ms` instead of `budget_ms`.
 
     Rewards:
         By default the reward that training uses, see `Replay`.
 
     Starting state:
         A random sample and a random budget or worth, unless `reset(options=…)` chooses them: `row`
-        or `sample_id` (with `dataset`, where data sets share ids), `budget_ms`, `worth_ms` or
-        `worths`.
+        or `sample_id` (with `dataset`, where data sets share ids), `budget_ms` or `worth_ms`.
 
     Episode end:
         After one step, always.
 
     Info:
-        After reset: `row` of the table, `sample_id`, `budget_ms`, `worth_ms` or `worths`, `mask`
-        (bool [C]), and `action_mask`, for `env.action_space.sample(info["action_mask"])` to draw a
-        profiled action (None if no mask of the knobs allows exactly the profiled configurations).
-        After a step also `accuracy`, `latency_ms`, `violation` (only under deadlines), `cost` where
-        the profile has a further one, `configuration` (the knob values that were replayed, by
-        name), and all these with the prefix `oracle_` for the best configuration (its median
-        latency, where it was measured repeatedly). With `numeric_infos` numbers alone, as in
-        `ConfigBanditVectorEnv`.
+        After reset: `row` of the table, `sample_id`, `budget_ms` or `worth_ms`, `mask` (bool [C]),
+        and `action_mask`, for `env.action_space.sample(info["action_mask"])` to draw a profiled
+        action (None if no mask of the knobs allows exactly the profiled configurations). After a
+        step also `accuracy`, `latency_ms`, `violation` (only under deadlines), `configuration` (the
+        knob values that were replayed, by name), and all these with the prefix `oracle_` for the
+        best configuration (its median latency, where it was measured repeatedly). With
+        `numeric_infos` numbers alone, as in `ConfigBanditVectorEnv`.
 
     Args:
         table: the profile; None for the built-in one.
@@ -165,9 +162,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
             question, picture = "", None
         else:
             question, picture = inputs(info["sample_id"])
-        view = View(
-            self.table.knobs, self.table.unit, info, reward, question, picture, self.table.cost_name
-        )
+        view = View(self.table.knobs, self.table.unit, info, reward, question, picture)
         if self.render_mode == "ansi":
             return view.words()
         return view.image()
@@ -268,7 +263,6 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self.limit_key = limit_key(budget)
         self._repeats = repeats
-        self._limit_shape: tuple[int, ...] = (2,) if self.limit_key == "worths" else ()
         self._replay = Replay(table, budget, reward, unprofiled, action, None, repeats, action_keys)
         self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=None)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
@@ -290,7 +284,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         """Return the space of one observation."""
         blocks: dict[str, Any] = {name: _box(block) for name, block in self._features.items()}
         most = float(np.finfo(np.float32).max)
-        limit = spaces.Box(0.0, most, self._limit_shape)
+        limit = spaces.Box(0.0, most, ())
         mask = spaces.MultiBinary(self.table.num_configurations)
         return spaces.Dict({**blocks, self.limit_key: limit, "mask": mask})
 
@@ -377,8 +371,6 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if renewed is not None and self._context is not None:
             new = torch.from_numpy(renewed)
             rows = rows.where(new, self._context[0])
-            if self._limit_shape:
-                new = new.unsqueeze(1)
             limits = limits.where(new, self._context[1])
         self._context = rows, limits
         self._over[... if renewed is None else renewed] = False
@@ -413,12 +405,9 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     def _outcome_info(self, prefix: str, choice: Tensor, outcome: tuple[Tensor, ...]) -> Info:
         """Return the infos about these choices, int64 [num_envs, 1], and their outcome."""
         assert self._context is not None
-        rows, limits = self._context
+        limits = self._context[1]
         accuracy, latency_ms = (cells.squeeze(1).numpy() for cells in outcome)
         info = {f"{prefix}accuracy": accuracy, f"{prefix}latency_ms": latency_ms}
-        if self._replay.rewards.cost is not None:
-            cost = self._replay.rewards.further_cost(rows, choice)
-            info[f"{prefix}cost"] = cost.squeeze(1).numpy()
         if self.limit_key == "budget_ms":
             info[f"{prefix}violation"] = latency_ms > limits.numpy()
         knobs = self.table.configurations.index_select(0, choice.squeeze(1))
@@ -464,13 +453,12 @@ def oracle(
     """Find the best profiled configuration of each sample, int64 [n].
 
     It has the highest utility, and of equal ones the lowest latency. If `priced`, it has the
-    highest accuracy − latency/worth (− cost/worth) instead.
+    highest accuracy − latency/worth instead.
 
     Args:
         table: the profile.
         rows: int64 [n], the samples.
-        limits: float [n], budgets in ms; if `priced`, the worth of a right answer in ms, or pairs
-            of worths [n, 2].
+        limits: float [n], budgets in ms; if `priced`, the worth of a right answer in ms.
         priced: whether limits are worths.
         repeats: `draw` for the mean over a cell's measurements, `median` for that of its median
             latency.
@@ -483,11 +471,9 @@ def oracle(
     else:
         measured = table.measurements_ms.index_select(0, rows)
     accuracy = table.accuracy.index_select(0, rows)
-    limits = limits.view(len(rows), -1)  # [n, 1] or [n, 2]
+    limits = limits.unsqueeze(1)
     if priced:
-        gain = accuracy.nan_to_num() - measured.nanmean(-1).nan_to_num(torch.inf) / limits[:, :1]
-        if limits.shape[1] == 2:
-            gain -= table.weighed_cost.index_select(0, rows).nan_to_num() / limits[:, 1:]
+        gain = accuracy.nan_to_num() - measured.nanmean(-1).nan_to_num(torch.inf) / limits
     else:
         gain = expected_utility(accuracy, measured, limits)
     return latency.masked_fill(gain < gain.amax(1, keepdim=True), torch.inf).argmin(1)

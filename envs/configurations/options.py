@@ -19,12 +19,11 @@ def chosen_context(
     """Read the options of `reset` for `count` contexts.
 
     The options are `row` or `sample_id` (with `dataset`, where data sets share ids), and
-    `budget_ms`, or under a mean budget `worth_ms`, under weights `worths`. A single row, budget or
-    worth holds for every context; else there is one for each.
+    `budget_ms`, or under a mean budget `worth_ms`. A single row, budget or worth holds for every
+    context; else there is one for each.
 
     Returns:
-        rows int64 [count], and limits float32 [count], in ms, or pairs of worths [count, 2]; None
-        for what is to be drawn.
+        rows int64 [count], and limits float32 [count] in ms; None for what is to be drawn.
 
     Raises:
         InputError: another option, an unknown sample, or a limit that is not positive and finite.
@@ -51,12 +50,10 @@ def chosen_context(
         ).long()
     if limits is not None:
         bounds = torch.finfo(torch.float32)
-        shape: tuple[int, ...] = (count,)
         needs = "must be a positive, finite number"
-        if limit_key == "worths":
-            shape = (count, 2)
-            needs = "must be a pair of positive, finite numbers"
-        limits = _numbers(limit_key, limits, shape, "iuf", bounds.tiny, bounds.max, needs).float()
+        limits = _numbers(
+            limit_key, limits, (count,), "iuf", bounds.tiny, bounds.max, needs
+        ).float()
     return rows, limits
 
 

@@ -42,8 +42,6 @@ class View:
     question: str = ""
     picture: Any = None
     """A PIL image, or an array [h, w] or [h, w, 3], uint8 or floats in 0–1."""
-    cost_name: str = ""
-    """The unit of the further cost."""
 
     def words(self) -> str:
         """Return the decision as text."""
@@ -60,12 +58,6 @@ class View:
         )
 
     def _limit(self) -> str:
-        if "worths" in self.info:
-            worth_ms, worth = self.info["worths"]
-            return (
-                f"a right answer is worth {worth_ms:.3g} {self.unit} or "
-                f"{worth:.3g} {self.cost_name}"
-            )
         if "worth_ms" in self.info:
             return f"a right answer is worth {self._amount('worth_ms')}"
         return f"budget {self._amount('budget_ms')}"

@@ -48,7 +48,7 @@ class Replay:
         table: the profile.
         budget: settings; None for deadlines.
         reward: settings, or the kind of a reward. The default is the reward of training, utility
-            with a cost of 0.2 for a late answer; under a mean budget and weights it is `priced`.
+            with a cost of 0.2 for a late answer; under a mean budget it is `priced`.
         unprofiled: what happens to an action that was never profiled for its sample. `nearest`
             replays the nearest profiled configuration of the sample, by steps of knob values; if
             several are equally near, the first in the table. `penalty` does so too, but the
@@ -111,7 +111,7 @@ class Replay:
         Args:
             rows: int64 [P].
             action: int64 [P, G, K], or under `action="configuration"` [P, G].
-            limits: float32 [P], in ms, or pairs of worths [P, 2].
+            limits: float32 [P], in ms.
             generator: draws a measurement for each decision, where cells have several.
 
         Raises:

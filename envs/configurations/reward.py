@@ -76,15 +76,6 @@ def reward(
     )
 
 
-def at_worths(accuracy: Tensor, latency_ms: Tensor, cost: Tensor, worths: Tensor) -> Tensor:
-    """Compute accuracy − latency/worth − cost/worth, [*, C] each → [*, C].
-
-    The worths, [*, 2], are in ms and in the unit of the cost.
-    """
-    worth_ms, worth = worths.unsqueeze(-2).unbind(-1)
-    return accuracy - latency_ms / worth_ms - cost / worth
-
-
 def complexity(table: ProfileTable) -> Tensor:
     """Compute for each configuration the mean over its knobs of value / largest value, float32 [C].
 
@@ -104,8 +95,7 @@ def complexity(table: ProfileTable) -> Tensor:
 class RewardTable:
     """The rewards of a table's configurations, computed on demand.
 
-    A cell that was measured repeatedly has a reward for each measurement. Under weights budgets are
-    pairs of worths [n, 2], and the further cost is subtracted.
+    A cell that was measured repeatedly has a reward for each measurement.
 
     Args:
         table: the profile.
@@ -131,7 +121,6 @@ class RewardTable:
             self.function = RewardFunction(config.function, table, device)
         self.accuracy = table.accuracy.to(device)
         self.latency_ms = table.latency_ms.to(device)
-        self.cost = None if table.cost is None else table.cost.to(device)
         self.repeats_ms: Tensor | None = None
         if table.repeats_ms is not None and repeats == "draw":
             self.repeats_ms = table.measurements_ms.to(device)
@@ -145,9 +134,6 @@ class RewardTable:
 
         Rewards are means over the measurements of a cell, and NaN where it was not profiled.
         """
-        if budgets_ms.ndim == 2:
-            paid = self.further_cost(rows, self.configurations) / budgets_ms[:, 1:]
-            return self.all(rows, budgets_ms[:, 0]) - paid
         accuracy = self.accuracy.index_select(0, rows)
         budgets_ms = budgets_ms.unsqueeze(-1)
         if self.repeats_ms is None:
@@ -187,13 +173,10 @@ class RewardTable:
         Args:
             rows: int64 [n].
             configurations: int64 [n, G].
-            budgets_ms: float [n], or pairs of worths [n, 2].
+            budgets_ms: float [n].
             repeats: int64 [n, G], the measurements, see `outcome`; None for the mean over all
                 measurements of each cell.
         """
-        if budgets_ms.ndim == 2:
-            paid = self.further_cost(rows, configurations) / budgets_ms[:, 1:]
-            return self.chosen(rows, configurations, budgets_ms[:, 0], repeats) - paid
         budgets_ms = budgets_ms.unsqueeze(-1)
         if repeats is None and self.repeats_ms is not None:
             cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
@@ -202,14 +185,6 @@ class RewardTable:
         return self._rewards(
             *self.outcome(rows, configurations, repeats), budgets_ms, configurations
         )
-
-    def further_cost(self, rows: Tensor, configurations: Tensor) -> Tensor:
-        """Return the further cost, which the table must have, of these choices.
-
-        Rows int64 [n], configurations int64 [n, G] or [G] → [n, G].
-        """
-        assert self.cost is not None
-        return self.cost[rows.unsqueeze(-1), configurations]
 
     def _mean(
         self, accuracy: Tensor, measured: Tensor, budgets_ms: Tensor, configurations: Tensor

@@ -29,9 +29,7 @@ class BudgetConfig:
     """`deadline`: every request has its own budget; `mean`: the average over the requests must not
     exceed it. A policy is then conditioned on the worth of a right answer, in ms (1/λ, λ the price
     of time), drawn evenly in logarithm, and rewarded by accuracy − latency/worth; the worth that
-    gives a mean latency is calibrated on held-out samples; `weights`: each request has two such
-    worths, in ms and in the unit of the profile's further cost, and the reward is accuracy −
-    latency/worth − cost/worth."""
+    gives a mean latency is calibrated on held-out samples."""
 
 
 @dataclass
@@ -54,8 +52,7 @@ class RewardConfig:
 
     kind: str = "shaped"
     """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else
-    −`miss`; `priced`: α·accuracy − latency/worth, under weights also − cost/worth; `function`: what
-    `function` returns."""
+    −`miss`; `priced`: α·accuracy − latency/worth; `function`: what `function` returns."""
     function: str | None = None
     """A Python function as module:name, of accuracy, latency_ms, budget_ms and knobs (see
     `knobwise.envs.configurations.reward_function`)."""

@@ -26,12 +26,11 @@ class ConfigBandit(ContextEnv):
     """Decide for P contexts at once: one decision for each, or a group of G.
 
     Observation: `row` int64 [P], the row of the table, and `budget_ms` float32 [P]; under a mean
-    budget `worth_ms` in its place, under weights `worths` [P, 2]. With `lean=True`, as in the
-    training loop, that is all. Otherwise there are also the feature blocks [P, d], `mask` bool
-    [P, C] (the configurations profiled for the sample), and of the actions `accuracy`, `latency_ms`
-    and, where the profile has one, the further `cost`, float32 [P, G], 0 before the step. With
-    `full_information=True` there is also `reward_per_configuration` float32 [P, C], means over
-    repeated measurements, NaN if not profiled.
+    budget `worth_ms` in its place. With `lean=True`, as in the training loop, that is all.
+    Otherwise there are also the feature blocks [P, d], `mask` bool [P, C] (the configurations
+    profiled for the sample), and of the actions `accuracy` and `latency_ms`, float32 [P, G], 0
+    before the step. With `full_information=True` there is also `reward_per_configuration` float32
+    [P, C], means over repeated measurements, NaN if not profiled.
 
     Action: `action` int64 [P, G, K], for each knob the index of its value. Under
     `action_keys="knobs"` each knob has a key of its own (`max_crops`, …), int64 [P, G], as
@@ -105,8 +104,6 @@ class ConfigBandit(ContextEnv):
         )
         self.rewards = self.replay.rewards
         self.outcomes = ["accuracy", "latency_ms"]
-        if table.cost is not None:
-            self.outcomes.append("cost")
         self.decisions = (batch_size, group_size or 1)
         self.outcome_shape: tuple[int, ...] = self.decisions
         if group_size is None:
@@ -131,8 +128,6 @@ class ConfigBandit(ContextEnv):
         c = self.table.num_configurations
         row = Categorical(self.table.num_samples, shape=(p,), dtype=torch.int64, device=self.device)
         specs = {"row": row, self.limit_key: floats(p)}
-        if self.limit_key == "worths":
-            specs[self.limit_key] = floats(p, 2)
         if self.full_information:
             specs["reward_per_configuration"] = floats(p, c)
         if not self.lean:
@@ -178,9 +173,7 @@ class ConfigBandit(ContextEnv):
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         changed = self._described()
         if not self.lean:
-            outcome = [*self.replay.outcome(rows, replayed)]
-            if self.rewards.cost is not None:
-                outcome.append(self.rewards.further_cost(rows, replayed.configuration))
+            outcome = self.replay.outcome(rows, replayed)
             for name, values in zip(self.outcomes, outcome, strict=True):
                 changed[name] = values.view(self.outcome_shape)
         return self._outcome(self.current, replayed.reward, changed)

@@ -33,10 +33,8 @@ def join_tables(
     """
     if not tables:
         raise InputError(f"profile {name!r}: no tables to join")
-    if any(table.first_look_ms is not None or table.cost is not None for table in tables):
-        raise InputError(
-            f"profile {name!r}: tables with a first look or a further cost cannot be joined"
-        )
+    if any(table.first_look_ms is not None for table in tables):
+        raise InputError(f"profile {name!r}: tables with a first look cannot be joined")
     knobs = _joined_knobs(tables)
     codes = [_codes(table, knobs) for table in tables]
     configurations, columns = torch.cat(codes).unique(dim=0, return_inverse=True)

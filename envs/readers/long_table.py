@@ -3,8 +3,8 @@
 This module reads and writes them.
 
 The columns are `sample_id`, one per knob, an accuracy and a latency; optionally `repeat`,
-`dataset`, `split`, `image_id`, `question_type`, and `cost.NAME`, a further cost. Measurements of
-any system come in this form, and all readers end in `table_from_frame`.
+`dataset`, `split`, `image_id` and `question_type`. Measurements of any system come in this form,
+and all readers end in `table_from_frame`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ TRAINING_COLUMNS = {
     "language_feature": "language_features",
 }
 """Other columns of training examples, with the names that we give them."""
-COST = "cost."
-"""The beginning of the name of a column with a further cost, such as `cost.energy_j`."""
 WORD_COLUMNS = {
     "datasets": "dataset",
     "sample_ids": "sample_id",
@@ -86,8 +84,7 @@ class _Rows(NamedTuple):
     keys: pl.DataFrame
     """`dataset`, if there is one, and `sample_id`, as text."""
     measured: pl.DataFrame
-    """Accuracy, latency, `repeat` (null without such a column), `first_look` (0 without one), and
-    the further cost, if any."""
+    """Accuracy, latency, `repeat` (null without such a column), `first_look` (0 without one)."""
     source: str
     """The name of the table in error messages."""
     notes: list[str]
@@ -183,8 +180,7 @@ def table_from_frame(
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a
             cost ≥ 0; optionally `repeat` (numbers that tell the measurements of a cell apart),
             `dataset`; `image_id`, `split`, `question_type`, constant inside a sample;
-            `first_look_ms`, what decisions by features cost on top; one
-            `cost.NAME` ≥ 0, in every row.
+            `first_look_ms`, what decisions by features cost on top.
         knobs: the columns that are knobs. By default every column that is neither a key nor a
             measurement (such as `*_ms`), nor constant inside each sample.
         accuracy_unit: `percent` for accuracies in [0, 100].
@@ -243,7 +239,7 @@ def _dense_table(
         repeats_ms=repeats_ms,
         **sample_names,
     )
-    return _with_means(table, cells)
+    return _with_first_look(table, cells)
 
 
 def _refuse_measurement(knobs: Sequence[Knob], configurations: int, rows: int, source: str) -> None:
@@ -276,10 +272,8 @@ def long_frame(table: ProfileTable) -> pl.DataFrame:
         columns.append(pl.Series("repeat", repeat))
     columns.append(pl.Series("accuracy", table.accuracy.numpy()[row, column]))
     columns.append(pl.Series("latency_ms", table.measurements_ms.numpy()[row, column, repeat]))
-    further = {"first_look_ms": first_look_ms, f"{COST}{table.cost_name}": table.cost}
-    for name, values in further.items():
-        if values is not None:
-            columns.append(pl.Series(name, values.numpy()[row, column]))
+    if first_look_ms is not None:
+        columns.append(pl.Series("first_look_ms", first_look_ms.numpy()[row, column]))
     return pl.DataFrame(columns)
 
 
@@ -315,9 +309,8 @@ def _profiled_rows(
         )
     shares = as_share(number_column(frame[accuracy], source), accuracy_unit, source, notes)
     latencies = number_column(frame[latency], source, False)
-    costs = [c for c in frame.columns if c.startswith(COST) and c not in (accuracy, latency)]
     measured = pl.DataFrame({"accuracy": shares, "latency": latencies}).with_columns(
-        _optional_measurements(frame, latency, costs, source)
+        _optional_measurements(frame, latency, source)
     )
     profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
     if not profiled.all():
@@ -330,14 +323,14 @@ def _profiled_rows(
         [name_column(frame[c], source) for c in ("dataset", "sample_id") if c in frame.columns]
     )
     rows = _Rows(frame, keys, measured, source, notes)
-    _check_ranges(rows, accuracy, latency, costs)
+    _check_ranges(rows, accuracy, latency)
     return rows
 
 
 def _optional_measurements(
-    frame: pl.DataFrame, latency: str, costs: Sequence[str], source: str
+    frame: pl.DataFrame, latency: str, source: str
 ) -> list[pl.Series | pl.Expr]:
-    """Return the further cost of each row, if any, `repeat` and `first_look`."""
+    """Return `repeat` and `first_look` of each row."""
     repeat: pl.Series | pl.Expr = pl.lit(None, pl.Float64)
     if "repeat" in frame.columns and not frame["repeat"].is_null().all():
         repeat = number_column(frame["repeat"], source, False).fill_null(0.0)
@@ -345,16 +338,10 @@ def _optional_measurements(
     # a first look is a time, so it cannot be added to another cost
     if latency == "latency_ms" and "first_look_ms" in frame.columns:
         first_look = number_column(frame["first_look_ms"], source, False).fill_null(0.0)
-    if len(costs) > 1:
-        raise InputError(
-            f"{source}: columns {', '.join(costs)}; a profile has one further cost: remove all "
-            "but one"
-        )
-    further = [number_column(frame[c], source, False) for c in costs]
-    return [*further, repeat.alias("repeat"), first_look.alias("first_look")]
+    return [repeat.alias("repeat"), first_look.alias("first_look")]
 
 
-def _check_ranges(rows: _Rows, accuracy: str, latency: str, costs: Sequence[str]) -> None:
+def _check_ranges(rows: _Rows, accuracy: str, latency: str) -> None:
     """Raise InputError if a measurement is out of its range."""
     measured = rows.measured
     shares = measured["accuracy"].is_between(-1e-6, 1 + 1e-6)
@@ -363,9 +350,6 @@ def _check_ranges(rows: _Rows, accuracy: str, latency: str, costs: Sequence[str]
     _refuse(times.not_(), f"{latency} negative, NaN or infinite", rows)
     looks = measured["first_look"].is_between(0, 3e38)
     _refuse(looks.not_(), "first_look_ms negative, NaN or infinite", rows)
-    for name in costs:
-        known = measured[name].is_between(0, 3e38).fill_null(False)
-        _refuse(known.not_(), f"{name} missing, negative, NaN or infinite", rows)
 
 
 def _place_cells(cells: _Cells) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -393,21 +377,11 @@ def _place_cells(cells: _Cells) -> tuple[Tensor, Tensor, Tensor | None]:
     return accuracy, median_of(repeats_ms), repeats_ms
 
 
-def _with_means(table: ProfileTable, cells: _Cells) -> ProfileTable:
-    """Return the table with the mean further cost and first look of each cell, if there are any.
-
-    The first look is added to the times.
-    """
+def _with_first_look(table: ProfileTable, cells: _Cells) -> ProfileTable:
+    """Return the table with the mean first look of each cell added to its times; 0 adds nothing."""
     measured, cell, times, shape = cells
-
-    def mean_of(column: str) -> Tensor:
-        total = np.bincount(cell, measured[column], times.size)
-        return torch.from_numpy(total / np.maximum(times, 1)).float().view(shape)
-
-    for column in (c for c in measured.columns if c.startswith(COST)):
-        cost = mean_of(column).masked_fill(~table.mask, torch.nan)
-        table = replace(table, cost=cost, cost_name=column.removeprefix(COST))
-    first_look_ms = mean_of("first_look")
+    total = np.bincount(cell, measured["first_look"], times.size)
+    first_look_ms = torch.from_numpy(total / np.maximum(times, 1)).float().view(shape)
     if not first_look_ms.any():
         return table
     repeats_ms = table.repeats_ms
@@ -503,7 +477,6 @@ def _find_knobs(rows: _Rows, measures: set[str]) -> list[str]:
     frame = rows.frame
     other = KEYS | MEASURES | measures
     columns = [c for c in frame.columns if c not in other and not c.endswith("_ms")]
-    columns = [c for c in columns if not c.startswith(COST)]
     nested = [c for c in columns if frame[c].dtype.is_nested()]
     names = [c for c in columns if c not in nested]
     samples = rows.keys.hstack(frame.select(names)).group_by(rows.keys.columns)

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
-from knobwise.envs.tables.repeats import check_repeats, median_of, weighed_cost_of
+from knobwise.envs.tables.repeats import check_repeats, median_of
 from knobwise.envs.tables.splits import Split, fingerprints_of, split_samples
 from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
@@ -56,7 +55,7 @@ class ProfileTable:
     """Fields with a name for each sample, which may be empty."""
     TENSORS: ClassVar = ("configurations", "accuracy", "latency_ms", "mask")
     """Tensors that every table has."""
-    OPTIONAL: ClassVar = {"repeats_ms": "NCR", "first_look_ms": "NC", "cost": "NC"}
+    OPTIONAL: ClassVar = {"repeats_ms": "NCR", "first_look_ms": "NC"}
     """Tensors that may be None, with a letter for each axis."""
     name: str
     """The profile's name in reports."""
@@ -99,10 +98,6 @@ class ProfileTable:
     first_look_ms: Tensor | None = None
     """float32 [N, C], 0 where not profiled, None for nothing: the part of `latency_ms` that reading
     a request for its features adds. It is 0 where the answer continues from that reading."""
-    cost: Tensor | None = None
-    """float32 [N, C], ≥ 0, NaN where not profiled: what an answer costs besides time."""
-    cost_name: str = ""
-    """The name of that cost, as `energy_j`."""
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -159,11 +154,6 @@ class ProfileTable:
         for piece in zip(*pieces, strict=True):
             for what, is_wrong in problems.items():
                 counts[what] += int(is_wrong(*piece).sum())
-        if self.cost is not None:
-            known = (self.cost >= 0) & self.cost.isfinite()
-            fits = torch.where(self.mask, known, self.cost.isnan())
-            what = "further cost that is negative, infinite, missing, or known where not profiled"
-            counts[what] = int((~fits).sum())
         return counts
 
     def __repr__(self) -> str:
@@ -262,15 +252,12 @@ class ProfileTable:
             text.append(self.question_types)
         if self.repeats_ms is not None:
             text.append(self.num_repeats)
-        if self.cost is not None:
-            text.append(self.cost_name)
         sha.update(json.dumps(text).encode())
         tensors = (self.configurations, self.mask, self.accuracy, self.latency_ms)
         for tensor in (*tensors, *self._optional().values(), *self.features.values()):
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
 
-    weighed_cost = property(weighed_cost_of)
     split = split_samples
     fingerprints = fingerprints_of
 
@@ -281,7 +268,6 @@ class ProfileTable:
             "name": self.name,
             "unit": self.unit,
             "features_ms": self.features_ms,
-            "cost_name": self.cost_name,
             "knobs": [[k.name, list(k.values)] for k in self.knobs],
             **{k: list(getattr(self, k)) for k in ("sample_ids", *self.WORDS, "notes")},
         }
@@ -309,7 +295,6 @@ class ProfileTable:
                 knobs=tuple(Knob(name, tuple(values)) for name, values in head["knobs"]),
                 features=with_prefix(tensors, "features."),
                 features_ms=float(head.get("features_ms", 0.0)),
-                cost_name=head.get("cost_name", ""),
                 **parts,
             )
 

@@ -81,7 +81,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "budget": {
         **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "fixed")},
         "uniform": BudgetConfig(strategy="uniform"),
-        **{sense: BudgetConfig(sense=sense) for sense in ("mean", "weights")},
+        "mean": BudgetConfig(sense="mean"),
     },
     "reward": {
         "utility": replace(TRAINING_REWARD),

@@ -7,7 +7,7 @@ import polars as pl
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import ComparedRun
 from knobwise.experiments.report import charts
-from knobwise.experiments.report.result_charts import Charts, fronts, numbers
+from knobwise.experiments.report.result_charts import Charts, numbers
 from knobwise.experiments.report.training_charts import (
     is_shown_first,
     logged_numbers,
@@ -15,7 +15,7 @@ from knobwise.experiments.report.training_charts import (
     title_of,
 )
 from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name
-from knobwise.experiments.results.problem import FEASIBLE, WEIGHTS
+from knobwise.experiments.results.problem import FEASIBLE
 
 COLOURED = 4
 """At most this many runs have a colour: the first one, and the best of the runs that are comparable
@@ -24,8 +24,6 @@ with it."""
 
 def comparison_charts(comparison: Comparison) -> Charts:
     """Draw all charts that the runs have numbers for."""
-    if comparison.problem is WEIGHTS:
-        return _fronts(comparison)
     problem = comparison.problem
     labels = order(comparison)
     unit = comparison.unit
@@ -63,17 +61,6 @@ def comparison_charts(comparison: Comparison) -> Charts:
     if training := _training(comparison):
         drawn[f"Training, on validation {problem.samples}"] = training
     return drawn
-
-
-def _fronts(comparison: Comparison) -> Charts:
-    """Draw the points of every run, and of the reference policies from the first run."""
-    named = [(run, run.policy, _line(comparison, run)["policy"]) for run in comparison.runs]
-    for policy in (WEIGHTS.low, WEIGHTS.high):
-        named.append((comparison.reference, policy, policy_name(policy)))
-    points = []
-    for run, policy, label in named:
-        points += [(label, run.row(policy, place)) for place in comparison.places]
-    return {"Fronts": fronts(points, comparison.reference.results)}
 
 
 def forest(comparison: Comparison) -> charts.Figure:

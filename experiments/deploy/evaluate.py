@@ -165,11 +165,6 @@ def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) 
 def _check_trained(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> None:
     """Refuse a controller that cannot decide on this profile. Raises InputError."""
     controller = loaded.controller
-    if controller.sense == "weights":
-        raise InputError(
-            f"{config.checkpoint}: was trained with budget=weights, which only its own run can "
-            "judge"
-        )
     if controller.sense == "mean" and not controller.settled.mean:
         raise InputError(
             f"{config.checkpoint}: its worths were not calibrated yet; let its training end"

@@ -23,7 +23,7 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text, written_whole
-from knobwise.envs.configurations.budgets import default_budgets, worth_pairs
+from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import check_fits
 from knobwise.experiments.report.tables import print_lines, print_table
@@ -34,8 +34,6 @@ from knobwise.experiments.train.controller import copy_policy
 
 CALLS = 300
 """Number of timed decisions."""
-PAIRS = 3
-"""Under weights: number of worths of each kind; decisions are timed at their pairs."""
 GRAPH = "controller.onnx"
 GRAPH_OF_8_BITS = "controller.int8.onnx"
 
@@ -112,10 +110,7 @@ def _print(summary: dict[str, Any], out: Path) -> None:
 
 
 def _budgets_of(agent: DeployedController, table: ProfileTable) -> Tensor:
-    """Return the budgets to time decisions at, float32 [B]: the default and the calibrated ones;
-    under weights pairs of worths [B, 2]."""
-    if agent.sense == "weights":
-        return worth_pairs(table, PAIRS)
+    """Return the budgets to time decisions at, float32 [B]: the default and the calibrated ones."""
     decider = agent.decider
     if decider.mean is not None:
         return torch.from_numpy(decider.mean.budgets_ms).float()
@@ -165,14 +160,10 @@ def _median_us(forms: dict[str, Any], table: ProfileTable, budgets_ms: Tensor) -
     for i in range(CALLS):
         sample = i % table.num_samples
         row = {name: block[sample].numpy() for name, block in table.features.items()}
-        alone = {name: block[None] for name, block in row.items()}
-        limit = limits[i % len(limits)]
+        limit = float(limits[i % len(limits)])
         for name, form in forms.items():
             start = time.perf_counter_ns()
-            if limits.ndim == 1:
-                form.decide_index(row, float(limit))
-            else:
-                form.choose(alone, limit[None])
+            form.decide_index(row, limit)
             micros[name].append((time.perf_counter_ns() - start) / 1e3)
     return {name: statistics.median(times) for name, times in micros.items()}
 

@@ -287,8 +287,8 @@ def _problem(loaded: Loaded, for_hardware: bool) -> str:
     agent = loaded.controller
     if agent.sense != "deadline":
         return (
-            "decides for mean budgets or weights, whose worths hold on one machine only; train "
-            "on a profile of the other machine"
+            "decides for mean budgets, whose worths hold on one machine only; train on a profile "
+            "of the other machine"
         )
     if agent.teacher is None:
         return (

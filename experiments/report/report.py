@@ -33,7 +33,6 @@ from knobwise.experiments.results.problem import (
     DEADLINE,
     DEMONSTRATIONS,
     MEAN_BUDGET,
-    WEIGHTS,
     problem_of,
     shown_at,
 )
@@ -202,6 +201,5 @@ _NUMBERS = {
     DEADLINE.name: _under_deadlines,
     MEAN_BUDGET.name: _under_mean_budgets,
     DEMONSTRATIONS.name: _of_selectors,
-    WEIGHTS.name: words.means_of,
 }
 """Kind of problem → the function that gathers the numbers for its sentences."""

@@ -26,7 +26,6 @@ from knobwise.experiments.results.problem import (
     FEASIBLE,
     LEARNED,
     UPPER,
-    WEIGHTS,
     Problem,
     problem_of,
     shown_at,
@@ -52,11 +51,7 @@ HUES_OF_KINDS |= {"grey": "control"}
 
 def result_charts(results: Mapping[str, Any]) -> Charts:
     """Draw all charts that the results have numbers for."""
-    problem = problem_of(results)
-    if problem is WEIGHTS:
-        named = [(policy_name(row["policy"]), row) for row in results["rows"]]
-        return {"Fronts": fronts(named, results)}
-    if problem.averaged:
+    if problem_of(results).averaged:
         return _over_budgets(results)
     return _over_shots(results)
 
@@ -190,37 +185,6 @@ def _gains_over_static(results: Mapping[str, Any], labels: list[str]) -> list[di
             line = {"policy": name, "name": name, "budget_ms": row["budget_ms"]}
             gains.append(line | {"gain": gain, "low": low, "high": high})
     return gains
-
-
-def fronts(
-    rows: Sequence[tuple[str, Mapping[str, Any]]], results: Mapping[str, Any]
-) -> charts.Figure:
-    """Draw accuracy against mean latency and against mean further cost, with a dot for each pair of
-    worths.
-
-    Args:
-        rows: the label of a policy or run, and a row of its results.
-        results: any results with these units.
-    """
-    keys = ("accuracy", "latency_ms_mean", "cost_mean", "worth_ms", "worth_cost")
-    points = []
-    for label, row in rows:
-        if row["weights"] is not None:
-            points.append({"policy": label} | {key: row[key] for key in keys})
-    titles = {
-        "latency_ms_mean": f"mean latency ({words.unit_of(results)})",
-        "cost_mean": f"mean {results['cost_name']}",
-    }
-    labels = list(dict.fromkeys(label for label, _ in rows))
-    y = alt.Y("accuracy:Q", title="mean accuracy")
-    dots = alt.Chart(pl.DataFrame(points)).mark_circle(size=42, opacity=0.85)
-    dots = dots.encode(
-        y.scale(charts.CLOSE),
-        charts.colour_of(labels),
-        tooltip=["policy:N", *(f"{k}:Q" for k in keys)],
-    )
-    xs = [alt.X(f"{key}:Q", title=title, scale=charts.CLOSE) for key, title in titles.items()]
-    return [charts.layered(dots.encode(x), height=340) for x in xs]
 
 
 def reliability(bins: Sequence[Mapping[str, float]]) -> alt.LayerChart:

@@ -22,7 +22,7 @@ class Table(NamedTuple):
     """The indices of the rows in bold."""
 
 
-NARROW = {"deadline": (0, 1, 3, 6, 8), "mean": (0, 1, 3, 5, 6), "weights": (0, 1, 4, 2)}
+NARROW = {"deadline": (0, 1, 3, 6, 8), "mean": (0, 1, 3, 5, 6)}
 """Kind of problem → the columns of `policies` that a terminal always has, the most important
 first."""
 NARROW_BY_DATASET = {"deadline": (0, 1, 2, 4, 7), "mean": (0, 1, 2, 4)}

@@ -80,8 +80,8 @@ def interval(ci95: Any, how: str) -> str:
 def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
     """Return the cell of a metric, with its interval; `unit` is that of latencies."""
     value = row.get(metric.key)
-    if metric.unit in ("ms", "µs", "cost"):
-        return quantity(value, {"ms": unit, "cost": ""}.get(metric.unit, metric.unit)).rstrip()
+    if metric.unit in ("ms", "µs"):
+        return quantity(value, {"ms": unit}.get(metric.unit, metric.unit)).rstrip()
     how = {"gap_closed": ".0%"}.get(metric.key, ".1%" if metric.unit == "%" else ".3f")
     sign = "+" * metric.key.startswith("over_")
     return number(value, sign + how) + interval(row.get(f"{metric.key}_ci95"), how)

@@ -47,8 +47,7 @@ is null where it is unknown or means nothing:
 
 - `split`: its number, counted from 0; null where there is only one (`split.repeats`).
 - `seed`: null where no seed changes the policy; `dataset`: null where there is only one.
-- `place`: the budget in ms, or the number of demonstrations, or under weights of the pair of
-  worths.
+- `place`: the budget in ms, or the number of demonstrations.
 - `choice`: the label of the configuration, null where a mixture of two decided (accuracy and
   latency are then expectations); or the bank rows of the demonstrations in the order shown, joined
   by blanks.

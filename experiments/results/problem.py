@@ -63,8 +63,8 @@ class Metric:
     name: str
     """The name in tables."""
     unit: str = ""
-    """`%` for a share, `ms`, `µs`, `cost`; empty for a score. Costs that are no times have the unit
-    of `results["unit"]`; the name of a further cost says its unit."""
+    """`%` for a share, `ms`, `µs`; empty for a score. Costs that are no times have the unit of
+    `results["unit"]`."""
 
 
 UTILITY = Metric("utility", "utility")
@@ -77,9 +77,6 @@ FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", "%")
 OVER_MIX = Metric("over_static_mix", "over static mix")
 OVER_SINGLE = Metric("over_best_single", "over best single")
 DECISION = Metric("decision_us_p50", "decision time", "µs")
-REWARD = Metric("reward", "mean reward")
-COST = Metric("cost_mean", "mean further cost", "cost")
-HYPERVOLUME = Metric("hypervolume", "hypervolume")
 
 
 @dataclass(frozen=True)
@@ -188,20 +185,6 @@ MEAN_BUDGET = Problem(
     usage=("controller", "static_mix", "oracle"),
     by_dataset=("controller", "static_mix", "best_single", "oracle"),
 )
-WEIGHTS = Problem(
-    name="weights",
-    agents="controllers under weights",
-    place="weights",
-    place_words=("pair of worths", "pairs of worths"),
-    samples="samples",
-    score="reward",
-    ranked_by="reward",
-    validation="Val/Reward_Mean",
-    metrics=(REWARD, HYPERVOLUME, OVER_MIX, GAP, ACCURACY, LATENCY, COST),
-    low="static_mix",
-    high="oracle",
-    trained=("controller",),
-)
 DEMONSTRATIONS = Problem(
     name="selector",
     agents="selectors",
@@ -223,7 +206,7 @@ def problem_of(results: Mapping[str, Any]) -> Problem:
     """Return the problem that the content of a `results.json` is about."""
     if results.get("system") == "selector":
         return DEMONSTRATIONS
-    return {"mean": MEAN_BUDGET, "weights": WEIGHTS}.get(results.get("sense", ""), DEADLINE)
+    return MEAN_BUDGET if results.get("sense") == "mean" else DEADLINE
 
 
 def shown_at(results: Mapping[str, Any]) -> int:

@@ -77,11 +77,9 @@ class TrainRun(Training):
     """Shares of the samples, and how many times they are split."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """The limit in training: a deadline for each request; with mean, a limit on the mean over
-    requests; with weights, what a right answer is worth in time and in the profile's further cost,
-    which each request may set anew."""
+    requests."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """The reward in training. Under budget=mean it is always accuracy − latency/worth;
-    budget=weights also subtracts cost/worth."""
+    """The reward in training. Under budget=mean it is always accuracy − latency/worth."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)

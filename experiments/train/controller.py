@@ -45,7 +45,6 @@ from knobwise.experiments.results.controllers import (
     over_splits,
 )
 from knobwise.experiments.results.explanation import Explained, explain_policy
-from knobwise.experiments.results.fronts import judge_fronts
 from knobwise.experiments.results.gains import gain_on_held_out
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import TrainRun
@@ -78,16 +77,12 @@ class ControllerExperiment(Experiment):
         self.split = divide(table, **asdict(config.split), number=number)
         self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean = config.budget.sense == "mean"
-        self.weighs = config.budget.sense == "weights"
-        if self.weighs and config.budgets_ms is not None:
-            problem = "is for budget=mean and deadlines; weights are judged at a grid of worths"
-            raise InputError(f"budgets_ms: {problem}")
-        if self.mean or self.weighs:
-            self._check_priced()
+        if self.mean:
+            self._check_mean()
             # so that config.yaml says what was trained on
             config.reward = RewardConfig(kind="priced")
         self.budgets_ms = self._choose_budgets()
-        if config.budgets_ms is None and not self.weighs:
+        if config.budgets_ms is None:
             self.notes += few_budgets(self.budgets_ms)
         self._choose_width(config)
         settings = self._trainer_settings()
@@ -103,32 +98,23 @@ class ControllerExperiment(Experiment):
         for other in self.others:
             self.notes += [note for note in other.notes if note not in self.notes]
 
-    def _check_priced(self) -> None:
-        """Refuse what mean budgets and weights do not have: a first look, several splits."""
+    def _check_mean(self) -> None:
+        """Refuse what mean budgets do not have: a first look, several splits."""
         split = self.config.split
-        sense = f"budget={self.config.budget.sense}"
         if self.table.first_look_ms is not None:
             raise InputError(
-                f"{sense}: profile {self.table.name!r} has a first look, which needs deadlines"
+                f"budget=mean: profile {self.table.name!r} has a first look, which needs deadlines"
             )
         if split.folds:
             option = "folds"
         else:
             option = "repeats"
         if getattr(split, option) > 1:
-            problem = f"is for deadlines; under {sense} there is one split"
-            raise InputError(f"split.{option}: {problem}")
+            raise InputError(f"split.{option}: is for deadlines; budget=mean has one split")
 
     def _choose_budgets(self) -> Tensor:
-        """Return the budgets to judge at, float [B]; under weights there are none, and neither
-        experts nor a guard."""
+        """Return the budgets to judge at, float [B]."""
         config = self.config
-        if self.weighs:
-            if config.policy.experts:
-                self.notes.append("budget=weights: the network teaches alone, without experts")
-            config.policy.experts = ()
-            config.policy.guard = False
-            return torch.zeros(0)
         if self.mean:
             return mean_budgets(self.table, self.fitted, config.budgets_ms)
         rows = budget_rows(self.table, self.split)
@@ -173,7 +159,7 @@ class ControllerExperiment(Experiment):
             return
         table = self.table
         inputs = FeatureNormaliser.fit(table, self.fitted, config.policy.project).width
-        if table.unit == "ms" and not self.weighs and len(self.budgets_ms):
+        if table.unit == "ms" and len(self.budgets_ms):
             budget_us = 1e3 * float(self.budgets_ms.min())
         else:
             budget_us = float("inf")
@@ -233,7 +219,7 @@ class ControllerExperiment(Experiment):
         kept = load_checkpoint(folder / "checkpoints" / "best.pt").controller
         kept.export(folder / "controller.npz")
         copy_policy(folder)
-        if not self.number and not self.weighs:
+        if not self.number:
             with threadpool_limits(self.config.threads):
                 explained = Explained(
                     self.table, self.fitted, self.split.test, kept, self.budgets_ms
@@ -282,15 +268,13 @@ class ControllerExperiment(Experiment):
         return results, decisions
 
     def _judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Judge the checkpoints under deadlines, mean budgets or weights."""
+        """Judge the checkpoints under deadlines or mean budgets."""
         config = self.config
         table = self.table
         budgets_ms = self.budgets_ms
         test = self.split.test
         controllers = [loaded.controller for loaded in best]
         judged = controllers, config.seeds
-        if self.weighs:
-            return judge_fronts(table, self.fitted, test, *judged, config.own_cost)
         baselines: list[Any] = []
         if self.mean:
             if config.baselines:

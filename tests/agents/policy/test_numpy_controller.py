@@ -701,26 +701,6 @@ def test_wrong_features_budgets_and_masks_are_refused_in_words() -> None:
             light.choose(many, *wrong)
 
 
-def test_pairs_of_worths_are_decided_for_many_requests_at_once() -> None:
-    table = small_table(30)
-    table = replace(table, cost=100 * table.latency_ms.square(), cost_name="energy_j")
-    controller = driven_apart(table, PolicyConfig(hidden=8), sense="weights")
-    light = DeployedController(controller, None, settled_for(table)).eval().decider
-    blocks = arrays(table)
-    pairs = torch.rand(30, 2, generator=torch.Generator().manual_seed(0)) * 90 + 1
-    x = controller.features(table.features, 30)
-    with torch.no_grad():
-        wanted = controller(x, pairs, table.mask).numpy()
-    chosen = light.choose(blocks, pairs.double().numpy(), table.mask.numpy())
-    assert (wanted[np.arange(30), chosen] >= wanted.max(1) - ROUNDING).all()
-    assert len(set(chosen.tolist())) > 1
-    with pytest.raises(ValueError, match=r"budgets must have shape \('n', 2\), got \(30,\)"):
-        light.choose(blocks, np.full(30, 9.0))
-    request = {name: block[0] for name, block in blocks.items()}
-    with pytest.raises(ValueError, match="pairs of worths decides many requests, by choose"):
-        light.decide(request, 9.0)
-
-
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("no archive")
     np.savez(tmp_path / "other.npz", header=np.zeros(3, np.uint8))

@@ -379,10 +379,6 @@ def test_scores_at_worths_by_hand() -> None:
     of_ms = torch.tensor([1.5, 3.5, 1.125]).exp() / 10
     wanted = torch.tensor([[0.5, 1.0, 0.001]]) - of_ms
     torch.testing.assert_close(BY_HAND.score(worth, "mean"), wanted)
-    costly = BY_HAND._replace(log_cost=torch.tensor([[0.0, math.log(4), math.log(2)]]))
-    pair = torch.tensor([[10.0, 2.0]])
-    paid = torch.tensor([[0.5, 2.0, 1.0]])
-    torch.testing.assert_close(costly.score(pair, "weights"), wanted - paid)
 
 
 def test_mean_latency_is_that_of_a_log_normal_variable() -> None:

@@ -86,12 +86,9 @@ def test_a_graph_holds_the_deployed_network_alone(tmp_path: Path) -> None:
 
 def test_what_has_no_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     table = small_table(60)
-    config = PolicyConfig(hidden=8)
-    for sense in ("mean", "weights"):
-        priced = replace(table, cost=table.latency_ms, cost_name="price")
-        agent = DeployedController(driven_apart(priced, config, sense=sense))
-        with pytest.raises(InputError, match="budget=quantiles"):
-            Deployed(agent)
+    agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8), sense="mean"))
+    with pytest.raises(InputError, match="budget=quantiles"):
+        Deployed(agent)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(InputError, match=r"onnxscript.*knobwise\[onnx\]"):
         Deployed(untrained(table))

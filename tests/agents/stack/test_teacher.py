@@ -445,23 +445,6 @@ def test_at_a_price_accuracy_minus_latency_over_worth_decides() -> None:
     assert chosen.tolist() == score.masked_fill(~table.mask, -torch.inf).argmax(1).tolist()
 
 
-def test_under_weights_the_network_teaches_alone() -> None:
-    table = small_table(60)
-    table = dataclasses.replace(table, cost=60 / table.latency_ms, cost_name="energy_j")
-    rows, config = torch.arange(50), config_of()
-    network = network_of(table, rows, config, "weights")
-    pairs = torch.tensor([[5.0, 2.0], [50.0, 9.0]])
-    teacher, of_folds, _, folds = fit_teacher(table, rows, network, config, pairs, 0)
-    assert len(teacher.experts) == 0
-    assert len(of_folds) == len(folds) == 3
-    x = normal(teacher, table, rows)
-    taught = teacher.teach(x, pairs.expand(50, 2, 2))
-    with torch.no_grad():
-        predicted = network.network(x.expand(3, -1, -1)).predicted()
-        wanted = predicted.score(pairs[1].expand(3, 50, 2), "weights").mean(0)
-    torch.testing.assert_close(taught[:, 1], wanted)
-
-
 @pytest.mark.parametrize("profiled", [1.0, 0.1])
 @torch.no_grad()
 def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
