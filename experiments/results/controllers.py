@@ -81,7 +81,7 @@ def judge_deadlines(
 
     # what only controllers have: the time of a decision, their score if it cost nothing, and the
     # probability of being on time that their teachers predict
-    if_free = judge_all(*problem, {"controller": [each.if_free for each in controllers]})
+    if_free = judge_all(*problem, {"controller": [each.if_free for each in controllers]}, {})
     further = []
     for i, controller in enumerate(controllers):
         left_ms = budgets_ms - spent["controller"][i]
@@ -287,7 +287,9 @@ def _results(
             samples = test[torch.from_numpy((names == dataset).to_numpy())]
             rows = _rows(problem, part, reference and reference.on(samples))
             facts = {"dataset": dataset, "samples": len(samples)}
-            results["by_dataset"] += [facts | row for row in _most_important(problem, rows)]
+            for row in _most_important(problem, rows):
+                del row["decision_us_p50"]  # no data set has times of its own
+                results["by_dataset"].append(facts | row)
     return results
 
 
@@ -420,13 +422,13 @@ def _usage(
     budgets: Sequence[float],
     reference: Reference | None,
 ) -> Rows:
-    """Return how often each policy of `problem.usage` set each knob to each value, under each
-    budget; for a mixture how often it is expected to."""
+    """Return how often the controller and both ends of the oracle gap set each knob to each value,
+    under each budget; for a mixture how often it is expected to."""
     labels = _labels(table)
     index = pl.col("choice").replace_strict(labels, range(len(labels)), default=None)
     indexed = decisions.select("policy", "seed", "place", index)
     rows = []
-    for policy in problem.usage:
+    for policy in (problem.trained[0], problem.low, problem.high):
         choices = array_of(indexed, policy, "choice")  # NaN where a mixture decided
         counts = [(choices == c).sum((0, 1)) for c in range(len(labels))]
         used = torch.tensor(np.stack(counts), dtype=torch.float64)  # [C, B]
