@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.judging.policy import Policy, reads_features, requests_of
+from knobwise.agents.judging.policy import Policy, choices_of, reads_features, requests_of
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.reward import RewardTable, share_in_time
@@ -37,9 +36,7 @@ LOGGED = {
 
 
 AT_ONCE = 1 << 17
-"""Samples that are judged together, so that many of them need little memory."""
-OUTCOMES = ("chosen", "accuracy", "latency_ms", "in_time", "utility", "reward", "feasible")
-"""The fields of `Judged` with a value for each sample and budget."""
+"""Samples that are looked up together, so that many of them need little memory."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,13 @@ class Judged:
     """float [n, B]."""
     latency_ms: Tensor
     """float [n, B], with the policy's own cost; of several measurements the median."""
-    in_time: Tensor | None
-    """float [n, B]: the share of the measurements that, with the policy's own cost, meet the
-    deadline; None under mean budgets."""
     utility: Tensor
     """float [n, B]: accuracy · in_time; under mean budgets the accuracy."""
-    reward: Tensor
-    """float [n, B]; NaN under mean budgets."""
+    in_time: Tensor | None = None
+    """float [n, B]: the share of the measurements that, with the policy's own cost, meet the
+    deadline; None under mean budgets."""
+    reward: Tensor | None = None
+    """float [n, B]; None under mean budgets."""
     feasible: Tensor | None = None
     """bool [n, B]: True if some profiled configuration meets the deadline; None under mean
     budgets."""
@@ -69,14 +66,14 @@ class Judged:
         """Return means over samples and deadlines, under the logged names (without `Val/`)."""
         assert self.feasible is not None
         assert self.in_time is not None
-        satisfaction = 1.0
-        if self.feasible.any():
-            satisfaction = float(self.in_time[self.feasible].mean())
+        assert self.reward is not None
+        # where no deadline can be met, all that can be are
+        satisfaction = self.in_time[self.feasible].mean().nan_to_num(1.0)
         numbers = {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
         return _moments(numbers) | {
             "Budget_Violation_Rate": 1 - float(self.in_time.mean()),
             "Utility": float(self.utility.mean()),
-            "Satisfaction_Feasible": satisfaction,
+            "Satisfaction_Feasible": float(satisfaction),
         }
 
 
@@ -115,7 +112,7 @@ def judge(
     rows: Tensor,
     budgets_ms: Tensor,
     rewards: RewardTable | None = None,
-    cost_ms: Tensor | None = None,
+    cost_ms: Tensor | float = 0.0,
 ) -> Judged:
     """Let a policy decide for every sample under every deadline, and look up the outcomes.
 
@@ -128,17 +125,11 @@ def judge(
         rewards: defaults to those of training.
         cost_ms: float [B], the time of a decision.
     """
-    left = budgets_ms.double()
-    if cost_ms is not None:
-        left = (left - cost_ms).clamp_min(LEAST_LATENCY_MS)
+    left = (budgets_ms.double() - cost_ms).clamp_min(LEAST_LATENCY_MS).numpy()
     features, mask = requests_of(table, rows)
-    chosen = []
-    for limit in left.numpy():
-        limits = np.full(len(rows), limit)
-        chosen.append(torch.from_numpy(np.asarray(policy.choose(features, limits, mask))))
-    reads = torch.from_numpy(reads_features(policy, left.numpy()))
-    columns = torch.stack(chosen, 1)
-    return outcomes_of(table, rows, columns, budgets_ms, rewards, cost_ms, reads)
+    chosen = choices_of(policy, features, left, mask)
+    reads = torch.from_numpy(reads_features(policy, left))
+    return outcomes_of(table, rows, chosen, budgets_ms, rewards, cost_ms, reads)
 
 
 def outcomes_of(
@@ -147,7 +138,7 @@ def outcomes_of(
     chosen: Tensor,
     budgets_ms: Tensor,
     rewards: RewardTable | None = None,
-    cost_ms: Tensor | None = None,
+    cost_ms: Tensor | float = 0.0,
     reads: Tensor | None = None,
 ) -> Judged:
     """Look up the outcomes of choices int64 [n, B].
@@ -159,58 +150,33 @@ def outcomes_of(
         rewards = RewardTable(table, TRAINING_REWARD)
     if reads is None:
         reads = torch.ones(len(budgets_ms), dtype=torch.bool)
-    if cost_ms is None:
-        cost_ms = torch.zeros_like(budgets_ms)
-    else:
-        cost_ms = cost_ms.to(budgets_ms)
-    limits = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
-    parts = []
-    for part, columns in zip(rows.split(AT_ONCE), chosen.split(AT_ONCE), strict=True):
-        parts.append(_outcomes(table, part, columns, budgets_ms, limits, rewards, cost_ms, reads))
-    outcomes = {}
-    for name in OUTCOMES:
-        outcomes[name] = torch.cat([getattr(judged, name) for judged in parts])
-    return Judged(budgets_ms=budgets_ms, **outcomes)
-
-
-def _outcomes(
-    table: ProfileTable,
-    rows: Tensor,
-    chosen: Tensor,
-    budgets_ms: Tensor,
-    limits: Tensor,
-    rewards: RewardTable,
-    cost_ms: Tensor,
-    reads: Tensor,
-) -> Judged:
-    """Look up the outcomes of some rows, see `outcomes_of`."""
     cells = rows.unsqueeze(1), chosen
     quick = table.without_first_look
-    added_ms = cost_ms.expand(chosen.shape)
+    added_ms = torch.as_tensor(cost_ms).to(budgets_ms).expand(chosen.shape)
+    limits = (budgets_ms - added_ms).clamp_min(LEAST_LATENCY_MS)
+    device = rewards.accuracy.device
+    # a request for each sample and deadline
+    requests = cells[0].expand_as(chosen).flatten(), chosen.reshape(-1, 1), limits.flatten()
+    asked = [values.to(device) for values in requests]
+    reward = rewards.chosen(*asked).cpu().view_as(chosen)
     if table.first_look_ms is not None:
+        unread = RewardTable(quick, rewards.config, device).chosen(*asked).cpu().view_as(chosen)
+        reward = reward.where(reads, unread)
         added_ms = added_ms - table.first_look_ms[cells] * ~reads
+    fastest = []
+    for part in rows.split(AT_ONCE):
+        fastest.append(quick.latency_ms[part].masked_fill(~table.mask[part], torch.inf).amin(1))
     accuracy = table.accuracy[cells]
     in_time = share_in_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
-    fastest = quick.latency_ms[rows].masked_fill(~table.mask[rows], torch.inf)
-    device = rewards.accuracy.device
-    unread = rewards
-    if quick is not table:
-        unread = RewardTable(quick, rewards.config, device)
-    rewarded = []
-    for b, limit in enumerate(limits):
-        known = rewards if reads[b] else unread
-        column = chosen[:, b, None].to(device)
-        repeated = limit.expand(len(rows)).to(device)
-        rewarded.append(known.chosen(rows.to(device), column, repeated).cpu())
     return Judged(
         budgets_ms=budgets_ms,
         chosen=chosen,
         accuracy=accuracy,
         latency_ms=table.latency_ms[cells] + added_ms,
-        in_time=in_time,
         utility=accuracy * in_time,
-        reward=torch.stack(rewarded).squeeze(-1).T,
-        feasible=fastest.amin(1, keepdim=True) <= budgets_ms,
+        in_time=in_time,
+        reward=reward,
+        feasible=torch.cat(fastest).unsqueeze(1) <= budgets_ms,
     )
 
 
@@ -220,19 +186,17 @@ def judge_all(
     budgets_ms: Tensor,
     rewards: RewardTable,
     policies: Mapping[str, Sequence[Policy]],
-    costs_ms: Mapping[str, Sequence[Tensor]] | None = None,
+    costs_ms: Mapping[str, Sequence[Tensor]],
 ) -> dict[str, list[Judged]]:
     """Judge policies by name, one for each seed where they were trained.
 
-    Arguments as in `judge`; the costs by name too, one for each policy.
+    Arguments as in `judge`; the costs by name too, one for each policy that has any.
     """
-    judged: dict[str, list[Judged]] = {}
-    count = sum(map(len, policies.values()))
+    judged: dict[str, list[Judged]] = {name: [] for name in policies}
     done = 0
-    with progress("judging", count, quiet_s=2) as tick:
+    with progress("judging", sum(map(len, policies.values())), quiet_s=2) as tick:
         for name, of_seeds in policies.items():
-            costs = (costs_ms or {}).get(name, [None] * len(of_seeds))
-            judged[name] = []
+            costs = costs_ms.get(name, [torch.tensor(0.0)] * len(of_seeds))
             for policy, cost_ms in zip(of_seeds, costs, strict=True):
                 judged[name].append(judge(policy, table, rows, budgets_ms, rewards, cost_ms))
                 done += 1

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -83,3 +84,15 @@ def requests_of(table: ProfileTable, rows: Tensor) -> tuple[dict[str, Array], Ar
     """Return the feature blocks [n, d] by name and the mask bool [n, C] of samples int64 [n]."""
     features = {name: block[rows].numpy() for name, block in table.features.items()}
     return features, table.mask[rows].numpy()
+
+
+def choices_of(policy: Policy, features: Mapping[str, Array], limits: Array, mask: Array) -> Tensor:
+    """Return the choices of a policy for n requests under each of B limits, int64 [n, B].
+
+    Args:
+        features: block name → float [n, d].
+        limits: float [B].
+        mask: bool [n, C].
+    """
+    columns = [policy.choose(features, np.full(len(mask), limit), mask) for limit in limits]
+    return torch.from_numpy(np.stack(columns, 1))

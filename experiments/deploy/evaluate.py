@@ -4,6 +4,7 @@ profile, a selector on the held-out queries of its own beams or on others."""
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -94,16 +95,11 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     from knobwise.profiling.models import load_model
 
     # the stream takes these from the evaluation, unless it sets its own
-    shared = {
-        name: getattr(config, name)
-        for name in ("json", "budgets_ms")
-        if getattr(config.stream, name) is None
-    }
+    json_path = config.stream.json or config.json
+    budgets_ms = config.stream.budgets_ms or config.budgets_ms
+    stream = replace(config.stream, json=json_path, budgets_ms=budgets_ms)
     table = read_profile(config.profile, loaded)
-    stream = replace(config.stream, **shared)
-    options: dict[str, Any] = {
-        name: getattr(config, name) for name in ("importance", "dtype", "device")
-    }
+    options = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
     model, requests = load_model(config.model, config.data, config.knobs, **options)
     return run_live(checkpoint, table, model, requests, stream)
 
@@ -112,36 +108,28 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """Judge a controller beside the baselines at every budget."""
     table = read_profile(config.profile, loaded)
     policy = loaded.controller
-    _check_trained(loaded, table, config)
+    check_fits(config.checkpoint, policy, table)
     split = _split_for(loaded, table, config)
     fitted = torch.cat([split.train, split.validation])
-    test = split.test
+    mean = policy.decider.mean
     with threadpool_limits(config.threads):
-        mean = policy.decider.mean
         if mean is not None:
             # a controller for mean budgets is judged at those that it was calibrated for
-            if config.budgets_ms is not None:
-                try:
-                    mean.groups(np.array(config.budgets_ms))
-                except ValueError as error:
-                    raise InputError(f"budgets_ms: {error}") from error
+            try:
+                mean.groups(np.array(config.budgets_ms or mean.budgets_ms))
+            except ValueError as error:
+                raise InputError(f"budgets_ms: {error}") from error
             budgets_ms = torch.from_numpy(mean.budgets_ms)
-            if config.baselines:
-                priced = make_priced_baselines(table, split, budgets_ms)
-            else:
-                priced = []
-            results, _ = judge_mean_budgets(
-                table, fitted, test, budgets_ms, [policy], [0], priced, config.own_cost
-            )
+            priced = make_priced_baselines(table, split, budgets_ms) if config.baselines else []
+            judged = table, fitted, split.test, budgets_ms, [policy], [0], priced
+            results, _ = judge_mean_budgets(*judged, config.own_cost)
         else:
             budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
-            rewards = RewardTable(table, config.reward)
-            baselines: list[Baseline] = [static_of(table, fitted), Oracle(table, test)]
+            baselines: list[Baseline] = [static_of(table, fitted), Oracle(table, split.test)]
             if config.baselines:
                 baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms)
-            results, _ = judge_deadlines(
-                table, test, budgets_ms, rewards, [policy], [0], baselines, config.own_cost
-            )
+            problem = table, split.test, budgets_ms, RewardTable(table, config.reward)
+            results, _ = judge_deadlines(*problem, [policy], [0], baselines, config.own_cost)
     results |= held_out_choices([loaded])
     if gain := gain_on_held_out([loaded]):
         results |= {"grpo_gain": gain}
@@ -150,7 +138,9 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
 
 def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) -> None:
     """Refuse a profile whose configurations or features are not those that a controller was trained
-    with. Raises InputError."""
+    with, and a controller without worths. Raises InputError."""
+    if agent.sense == "mean" and not agent.settled.mean:
+        raise InputError(f"{checkpoint}: its worths were not calibrated yet; let its training end")
     network = agent.controller
     if table.knobs != network.knobs or not torch.equal(
         table.configurations, network.configurations
@@ -162,23 +152,13 @@ def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) 
     network.features(table.features, table.num_samples)
 
 
-def _check_trained(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> None:
-    """Refuse a controller that cannot decide on this profile. Raises InputError."""
-    controller = loaded.controller
-    if controller.sense == "mean" and not controller.settled.mean:
-        raise InputError(
-            f"{config.checkpoint}: its worths were not calibrated yet; let its training end"
-        )
-    check_fits(config.checkpoint, controller, table)
+def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Split:
+    """Return the split of the training or, for another profile, a new split without test samples
+    that the controller has seen."""
     if "seen" not in loaded.extra:
         raise InputError(
             f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt"
         )
-
-
-def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Split:
-    """Return the split of the training or, for another profile, a new split without test samples
-    that the controller has seen."""
     split = divide(table, **asdict(config.split))
     if loaded.profile_digest == table.digest:
         return Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
@@ -211,22 +191,20 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
                 f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt"
             )
         seen = set(loaded.extra["fitted"])
-        rows = torch.tensor(
-            [row for row in range(data.test.num_queries) if data.test.query_ids[row] not in seen]
-        )
+        ids = enumerate(data.test.query_ids)
+        rows = torch.tensor([row for row, query in ids if query not in seen])
     if not len(rows):
         raise InputError(f"{config.checkpoint}: was trained on every query of {data.test.name!r}")
-    decided: dict[str, dict[int, Decided]] = {}
+    policy = loaded.extra.get("policy", selector.stage)
+    decided: dict[str, dict[int, Decided]] = defaultdict(dict)
     for shots in config.judged_shots:
-        chosen = decide_selectors([selector], embeddings, data.test, data.test_scorer, shots, rows)
-        decided.setdefault(loaded.extra.get("policy", selector.stage), {})[shots] = chosen
+        request = data.test, data.test_scorer, shots
+        decided[policy][shots] = decide_selectors([selector], embeddings, *request, rows)
         # the simple policies beside it
         if config.baselines:
-            simple = decide_simple(
-                data.test, data.test_scorer, shots, rows=rows, trusted=data.trusted
-            )
+            simple = decide_simple(*request, rows=rows, trusted=data.trusted)
             for name, outcome in simple.items():
-                decided.setdefault(name, {})[shots] = outcome
+                decided[name][shots] = outcome
     return selector_results(
         selector_decisions(decided, data.test, rows, [0]),
         data.test,

@@ -78,11 +78,8 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     drift = _drift(config.tracker, policy)
     features = {name: block[row] for name, block in table.features.items()}
     # the range of budgets in which the explanation looks for another decision
-    times = table.latency_ms[table.mask]
-    between_ms = (
-        max(float(times.min()), LEAST_LATENCY_MS),
-        max(float(times.max()), LEAST_LATENCY_MS),
-    )
+    low, high = table.latency_ms[table.mask].clamp_min(LEAST_LATENCY_MS).aminmax()
+    between_ms = float(low), float(high)
     decided = policy.decide(
         features, config.budget_ms, explain=True, drift=drift, between_ms=between_ms
     )
@@ -105,9 +102,7 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
 def _row_of(table: ProfileTable, sample: str) -> int:
     """Return the row of a sample, named ID or, where several data sets have it, DATASET/ID."""
     named = list(zip(table.dataset_names, table.sample_ids, strict=True))
-    rows = [
-        row for row, (dataset, name) in enumerate(named) if sample in (name, f"{dataset}/{name}")
-    ]
+    rows = [row for row, name in enumerate(named) if sample in (name[1], "/".join(name))]
     if not rows:
         raise InputError(
             f"sample={sample}: profile {table.name!r} does not hold it; it holds "
@@ -151,14 +146,12 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
     rows = []
     for row in listed:
         label = " ".join(f"{name}={value}" for name, value in row["configuration"].items())
-        measured = row["measured"] or {}
         cells = [label, marked.get(str(row["configuration"]), "")]
-        cells += [
-            quantity(row[key], unit) if key == "latency_ms" else number(row[key], ".3f")
-            for key in keys
-        ]
-        cells.append(number(measured.get("accuracy"), ".3f"))
-        cells.append(quantity(measured.get("latency_ms"), unit))
+        numbers = [(key, row[key]) for key in keys]
+        measured = row["measured"] or {}
+        numbers += [(key, measured.get(key)) for key in ("accuracy", "latency_ms")]
+        for key, value in numbers:
+            cells.append(quantity(value, unit) if key == "latency_ms" else number(value, ".3f"))
         rows.append(cells)
     titles = [key.replace("latency_ms", "latency").replace("_", " ") for key in keys]
     header = ["configuration", "", *titles, "measured accuracy", "measured latency"]

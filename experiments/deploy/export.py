@@ -21,7 +21,6 @@ from knobwise.agents.serving.export import agreement
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, quantise, write_onnx
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.checks import at_least
-from knobwise.common.errors import InputError
 from knobwise.common.files import write_text, written_whole
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -55,10 +54,6 @@ def run(config: ExportRun) -> Path:
     out = Path(config.out)
     table = read_profile(config.profile, loaded)
     check_fits(config.checkpoint, agent, table)
-    if agent.sense == "mean" and not agent.settled.mean:
-        raise InputError(
-            f"{config.checkpoint}: its worths were not calibrated yet; let its training end"
-        )
     budgets_ms = _budgets_of(agent, table)
     summary: dict[str, Any] = {
         "checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)},

@@ -18,7 +18,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,6 @@ anything is served."""
 class ServiceStopped(Exception):
     """Serving ended before the end of the stream."""
 
-    def __init__(self, sample_id: str, policy: str, error: BaseException) -> None:
-        if isinstance(error, InputError):
-            problem = str(error)
-        else:
-            problem = in_a_line(error)
-        super().__init__(f"serving request {sample_id!r} by {policy}: {problem}")
-
 
 def run_live(
     checkpoint: str | Path,
@@ -103,12 +96,11 @@ def run_live(
         check_features(model, table, stream)
         served = AdaptiveModel(model, controller, clock=config.clock)
         # some cells of the profile are timed first: budgets are scaled by the speed of this machine
-        choices = list[int]()
-        ratios = list[float]()
-        speed = 1.0
+        choices: list[int] = []
+        ratios: list[float] = []
         if stream.timed:
             choices, ratios = served.timed_cells(table, stream.timed, config.calibration)
-            speed = float(np.exp(np.nanmedian(ratios)))
+        speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = stream.scaled(speed)
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
         server = Server(served, static_of(table, fitted), fixed, stream, requests, config)
@@ -121,16 +113,13 @@ def run_live(
         if not len(stream.rows):
             raise InputError(f"{stopped}; no request was served before that") from stopped.__cause__
     results = live_results(table, stream, record, served.controller, speed)
-    results["model"] = model.name
-    results["tracker"] = served.tracker.factors()
-    results["ignored"] = served.tracker.ignored
-    results["repeats"] = record.served["choice"].shape[2]
-    results["clock"] = config.clock
+    repeats = record.served["choice"].shape[2]
+    results |= {"model": model.name, "clock": config.clock, "repeats": repeats}
+    results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
     _show(results, config)
     if stopped is not None:
         raise InputError(
-            f"{stopped}; results are of the {len(stream.rows)} requests × {results['repeats']} "
-            "before"
+            f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
         ) from stopped.__cause__
     return results
 
@@ -188,51 +177,46 @@ def draw_stream(
     rng = np.random.default_rng(config.seed)
     row_of = {sample_id: row for row, sample_id in enumerate(table.sample_ids)}
     if config.fresh:
-        fresh = (sample_id for sample_id in requests.ids() if sample_id not in row_of)
-        ids = np.array(
-            list(itertools.islice(fresh, config.skip, config.skip + config.requests)), object
+        fresh = (name for name in requests.ids() if name not in row_of)
+        ids = list(itertools.islice(fresh, config.skip, config.skip + config.requests))
+        problem = (
+            f"profile {table.name!r} holds every question after stream.skip={config.skip}; "
+            "stream.fresh=false serves its test samples"
         )
     else:
-        ids = np.array(
-            [name for row in test.tolist() if (name := table.sample_ids[row]) in requests], object
+        ids = [
+            name for name in (table.sample_ids[row] for row in test.tolist()) if name in requests
+        ]
+        problem = (
+            f"no question is a test sample of profile {table.name!r}; stream.fresh=true serves "
+            "others"
         )
-    if not len(ids):
-        if config.fresh:
-            raise InputError(
-                f"live: profile {table.name!r} holds every question after "
-                f"stream.skip={config.skip}; stream.fresh=false serves its test samples"
-            )
-        raise InputError(
-            f"live: no question is a test sample of profile {table.name!r}; stream.fresh=true "
-            "serves others"
-        )
+    if not ids:
+        raise InputError(f"live: {problem}")
     # each round serves every sample once, in an order of its own
     rounds = -(-config.requests // len(ids))
-    order = np.concatenate([rng.permutation(len(ids)) for _ in range(rounds)])[: config.requests]
+    order = np.concatenate([rng.permutation(len(ids)) for _ in range(rounds)])
+    ids = [ids[i] for i in order[: config.requests]]
     drawn = rng.choice(budgets_ms.double().numpy(), config.requests)
     # cells that are timed beforehand are of samples that the controller was fitted on
-    known = [row for row in fitted.tolist() if table.sample_ids[row] in requests]
+    known = rng.permutation([row for row in fitted.tolist() if table.sample_ids[row] in requests])
     timed = {
-        row: requests.request(table.sample_ids[row])
-        for row in rng.permutation(known)[: config.calibration]
+        row: requests.request(table.sample_ids[row]) for row in known[: config.calibration].tolist()
     }
-    samples = {name: requests.request(name) for name in dict.fromkeys(ids[order])}
-    rows = np.array([row_of.get(name, -1) for name in ids[order]])
-    return Stream(rows, drawn, ids[order].tolist(), samples, timed)
+    samples = {name: requests.request(name) for name in dict.fromkeys(ids)}
+    return Stream(np.array([row_of.get(name, -1) for name in ids]), drawn, ids, samples, timed)
 
 
 def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> None:
     """Raise an InputError if samples of the stream are not those of the table, by their
     features."""
-    rows = {
-        row: name for row, name in zip(stream.rows.tolist(), stream.ids, strict=True) if row >= 0
-    }
+    rows = dict(zip(stream.rows.tolist(), stream.ids, strict=True))
+    rows.pop(-1, None)  # the table does not hold it
     for row, name in itertools.islice(rows.items(), COMPARED):
         for block_name, block in model.first_stage(stream.requests[name]).features.items():
+            known = block[:0]
             if block_name in table.features:
                 known = table.features[block_name][row].numpy()
-            else:
-                known = block[:0]
             # other processors may round the last bit of a half otherwise
             if known.shape != block.shape or not np.allclose(block, known, atol=4e-3, rtol=4e-3):
                 raise InputError(
@@ -262,10 +246,7 @@ class Server:
         self.config = config
         self.score = requests.score
         self.frozen = AdaptiveModel(model.model, model.controller, clock=model.clock, tracker=False)
-        if model.clock == "cpu":
-            self.clock = time.thread_time
-        else:
-            self.clock = time.perf_counter
+        self.clock = time.thread_time if model.clock == "cpu" else time.perf_counter
         self.static = TrackedStatic(static, LatencyTracker(model.configurations, STATIC))
         # what a choice of static cost lately is taken off the next budget, as in the runtime
         self.latest: deque[float] = deque(maxlen=DECISIONS_KEPT)
@@ -276,17 +257,12 @@ class Server:
             STATIC: self.by_static,
             **{name: partial(self.by_configuration, choice) for name, choice in fixed.items()},
         }
-        # complete repeats, and requests of the next repeat, that every policy served
-        self._complete = 0, 0
-
-    @cached_property
-    def record(self) -> Record:
-        """Every request and what was served of it, 0 before that."""
-        shape = len(self.policies), len(self.stream.rows), self.config.repeats
-        fields = {
-            name: np.zeros(shape, object if name == "drift" else float) for name in Served._fields
-        }
-        return Record(list(self.policies), fields)
+        shape = len(self.policies), len(stream.rows), config.repeats
+        fields = {name: np.zeros(shape, float) for name in Served._fields}
+        fields["drift"] = np.full(shape, None)
+        self.record = Record(list(self.policies), fields)
+        # requests that every policy served, over all repeats
+        self.done = 0
 
     def by_controller(self, model: AdaptiveModel, i: int) -> Served:
         """Serve the i-th request by a controller, tracked or frozen."""
@@ -303,20 +279,15 @@ class Server:
     def by_static(self, i: int) -> Served:
         """Serve the i-th request by budget-aware static, which follows the drift."""
         static = self.static
-        budget = float(self.stream.budgets_ms[i])
-        if self.latest:
-            spent = statistics.median(self.latest)
-        else:
-            spent = 0.0
-        limit = max(budget - spent, LEAST_LATENCY_MS)
+        spent_ms = statistics.median(self.latest or [0.0])
+        limit = max(float(self.stream.budgets_ms[i]) - spent_ms, LEAST_LATENCY_MS)
         drift = static.tracker.drift
         start = self.clock()
         choice = static.decide(limit)
-        decided = self.clock()
+        decision_ms = max((self.clock() - start) * 1e3, 0.0)
         served = self.by_configuration(choice, i)
         answered = self.clock()
         static.update(choice, served.inference_ms)
-        decision_ms = max((decided - start) * 1e3, 0.0)
         overhead_ms = decision_ms + max((self.clock() - answered) * 1e3, 0.0)
         self.latest.append(overhead_ms)
         return served._replace(
@@ -330,8 +301,7 @@ class Server:
         with clocked_by(self.config.clock):
             stage = vlm.first_stage(self.stream.requests[name], features=False)
             (answer,) = vlm.answer([stage], self.model.configurations[choice])
-        score = self.score(name, answer.text)
-        return Served(choice, score, answer.total_ms, 0.0, np.nan, 0.0, np.nan, np.nan, None)
+        return Served(choice, self.score(name, answer.text), answer.total_ms)
 
     def serve(self) -> ServiceStopped | None:
         """Serve the stream by every policy; return what stopped it before the end, if anything.
@@ -346,13 +316,12 @@ class Server:
             for i, policy in itertools.product(range(self.config.warm_up), self.policies):
                 self._serve_request(policy, i % n)
             with progress("serving", n * repeats, 0) as tick:
-                for repeat in range(repeats):
-                    for first in range(0, n, IN_A_ROW):
-                        block = range(first, min(first + IN_A_ROW, n))
-                        for p in rng.permutation(len(self.policies)).tolist():
-                            self._serve_block(block, p, repeat)
-                        self._complete = repeat, block[-1] + 1
-                        tick(repeat * n + block[-1] + 1, "")
+                for repeat, first in itertools.product(range(repeats), range(0, n, IN_A_ROW)):
+                    block = range(first, min(first + IN_A_ROW, n))
+                    for p in rng.permutation(len(self.policies)).tolist():
+                        self._serve_block(block, p, repeat)
+                    self.done = repeat * n + block.stop
+                    tick(self.done, "")
         except ServiceStopped as stopped:
             return stopped
         return None
@@ -360,21 +329,20 @@ class Server:
     def finished(self) -> tuple[Stream, Record]:
         """Return what every policy served: all complete repeats or, if there is none, the beginning
         of the first."""
-        repeats, requests = self._complete
-        n = len(self.stream.rows)
-        if requests == n:
-            repeats += 1
-        elif not repeats:
-            repeats = 1
-            n = requests
-        served = {name: values[:, :n, :repeats] for name, values in self.record.served.items()}
+        repeats, n = divmod(self.done, len(self.stream.rows))
+        if repeats:
+            n = len(self.stream.rows)
+        fields = self.record.served.items()
+        served = {name: values[:, :n, : max(repeats, 1)] for name, values in fields}
         return self.stream.first(n), Record(self.record.policies, served)
 
     def _serve_request(self, policy: str, i: int) -> Served:
         try:
             return self.policies[policy](i)
         except Exception as error:
-            raise ServiceStopped(self.stream.ids[i], policy, error) from error
+            problem = str(error) if isinstance(error, InputError) else in_a_line(error)
+            request = f"serving request {self.stream.ids[i]!r} by {policy}"
+            raise ServiceStopped(f"{request}: {problem}") from error
 
     def _serve_block(self, block: range, p: int, repeat: int) -> None:
         """Serve a block of requests by policy p, and record it."""

@@ -8,13 +8,13 @@ Each update is a version on disk; which of them serves is a link, see
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
 from time import sleep
 from typing import Any, NoReturn
 
+import polars as pl
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -51,6 +51,15 @@ REQUESTS = 500
 POLL_S = 1.0
 """Seconds between two readings of a growing log."""
 UPDATE = "update.json"
+HEADER = (
+    "step",
+    "utility, new − old [95 %]",
+    "bound",
+    "model alone",
+    "weights alone",
+    "different",
+    "takes over",
+)
 STEPS = {
     "latencies": "offsets of latencies",
     "accuracies": "and of accuracies",
@@ -128,11 +137,7 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
         raise InputError(f"{config.checkpoint}: {problem}")
     digest = loaded.controller.decider.digest
     _check_serving(config, digest, serving(out))
-    learn: Callable[[UpdateRun, Loaded, str], tuple[Loaded, dict[str, Any]]]
-    if config.log is not None:
-        learn = _from_log
-    else:
-        learn = _from_cells
+    learn = _from_cells if config.log is None else _from_log
     updated, facts = learn(config, loaded, digest)
     with locked(out):
         current = serving(out)
@@ -236,50 +241,34 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         "factors": result.factors,
         "logits": result.logits,
     }
-    if result.better:
-        best = result.agent
-    else:
-        best = result.candidate
+    best = result.agent if result.better else result.candidate
     return loaded._replace(agent=best, extra=loaded.extra | {"versions": digests}), facts
 
 
 def _print_steps(steps: Mapping[str, Judgement]) -> None:
     """Print a table with a row for each step of an update."""
-    header = [
-        "step",
-        "utility, new − old [95 %]",
-        "bound",
-        "model alone",
-        "weights alone",
-        "different",
-        "takes over",
-    ]
-    rows = [_row(STEPS[name], judgement) for name, judgement in steps.items()]
-    print_table(Console(), header, rows, range(len(header)))
+    rows = []
+    for step, judgement in steps.items():
+        value, low, high = judgement.doubly_robust["difference"]
+        alone = judgement.direct["difference"], judgement.self_normalised["difference"]
+        rows.append(
+            [
+                STEPS[step],
+                f"{value:+.3f} [{low:+.3f}, {high:+.3f}]",
+                *(f"{number:+.3f}" for number in (judgement.bound, alone[0].value, alone[1].value)),
+                f"{judgement.different} of {judgement.requests}",
+                "yes" if judgement.better else "no",
+            ]
+        )
+    print_table(Console(), HEADER, rows, range(len(HEADER)))
 
 
-def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the on-time share, accuracy and utility of requests; None without labels."""
-    labelled = [row for row in rows if row["accuracy"] is not None]
-    return {
-        "On_Time": fmean(row["met"] for row in rows),
-        "Accuracy": fmean(row["accuracy"] for row in labelled) if labelled else None,
-        "Utility": fmean(row["accuracy"] * row["met"] for row in labelled) if labelled else None,
-    }
-
-
-def _row(step: str, judgement: Judgement) -> list[str]:
-    """Return the cells of a step of an update in the table."""
-    robust = judgement.doubly_robust["difference"]
-    return [
-        step,
-        f"{robust.value:+.3f} [{robust.low:+.3f}, {robust.high:+.3f}]",
-        f"{judgement.bound:+.3f}",
-        f"{judgement.direct['difference'].value:+.3f}",
-        f"{judgement.self_normalised['difference'].value:+.3f}",
-        f"{judgement.different} of {judgement.requests}",
-        "yes" if judgement.better else "no",
-    ]
+    met = pl.Series([row["met"] for row in rows], dtype=pl.Boolean)
+    accuracy = pl.Series([row["accuracy"] for row in rows], dtype=pl.Float64)
+    means = met.mean(), accuracy.mean(), (accuracy * met).mean()
+    return dict(zip(("On_Time", "Accuracy", "Utility"), means, strict=True))
 
 
 def _problem(loaded: Loaded, for_hardware: bool) -> str:
@@ -295,8 +284,7 @@ def _problem(loaded: Loaded, for_hardware: bool) -> str:
             "has no teacher whose expectations could be adapted; train with policy=auto or "
             "policy=utility, or let AdaptiveModel.calibrate scale the budgets"
         )
-    adapted_before = for_hardware and "adapted" in loaded.extra
-    if adapted_before:
+    if for_hardware and "adapted" in loaded.extra:
         return "was already adapted; give the controller as it was trained"
     return ""
 
@@ -304,15 +292,9 @@ def _problem(loaded: Loaded, for_hardware: bool) -> str:
 def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
     """Return the rows that the controller was fitted on (all if it does not say), int64 in random
     order."""
-    parts = [
-        loaded.extra[f"{part}_rows"]
-        for part in ("train", "validation")
-        if f"{part}_rows" in loaded.extra
-    ]
-    if parts:
-        rows = torch.cat(parts)
-    else:
-        rows = torch.arange(table.num_samples)
+    parts = [loaded.extra.get(f"{part}_rows") for part in ("train", "validation")]
+    known = [rows for rows in parts if rows is not None]
+    rows = torch.cat(known or [torch.arange(table.num_samples)])
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
 
@@ -336,9 +318,14 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     timed = read_profile(profile)
     chosen, ratios = log_ratios(table, timed)
     offsets = fit_offsets(table.configurations, chosen, ratios)
-    facts = {"timed": timed.name, "digest": timed.digest, "cells": len(chosen)}
-    facts |= {"factors": offsets.mean.exp().tolist(), "spread": offsets.variance.sqrt().tolist()}
-    facts["one_factor"] = float(ratios.median().exp())
+    facts = {
+        "timed": timed.name,
+        "digest": timed.digest,
+        "cells": len(chosen),
+        "factors": offsets.mean.exp().tolist(),
+        "spread": offsets.variance.sqrt().tolist(),
+        "one_factor": float(ratios.median().exp()),
+    }
     agent: Any = loaded.controller
     rows = _fitted(loaded, table)[:REQUESTS]
     x = agent.controller.features(

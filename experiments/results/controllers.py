@@ -7,7 +7,7 @@ run on several splits hold means over the splits too, and intervals over them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from knobwise.agents.stack.prices import MeanBudgetPolicy
 from knobwise.envs.configurations.reward import RewardTable, expected_utility
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.results.decisions import DecisionArrays, decision_rows
+from knobwise.experiments.results.decisions import SAMPLE, array_of, decision_rows, splits_of
 from knobwise.experiments.results.equal_latency import Reference
 from knobwise.experiments.results.gains import gain
 from knobwise.experiments.results.problem import DEADLINE, MEAN_BUDGET, Problem
@@ -36,18 +36,10 @@ COMPARED = {
     MEAN_BUDGET.name: ("over_static_mix", "over_static_mix_at_budget", "over_best_single"),
 }
 """Kind of problem → the keys of the differences in a row."""
+OUTCOMES = ("accuracy", "latency_ms", "in_time", "feasible", "reward")
+"""The columns of decisions that are fields of `Judged` of the same name."""
 Results = dict[str, Any]
 Rows = list[dict[str, Any]]
-Outcome = tuple[str, dict[str, np.ndarray], list[np.ndarray]]
-"""What is known about a policy:
-
-- its name;
-- its numbers at each budget, float [B] by key, NaN where unknown;
-- arrays by sample, float [S, n, B] or [n, B]: its score, the low and the high end of the oracle
-  gap, then the scores that it is compared with, in the order of `COMPARED`.
-"""
-Outcomes = Callable[[DecisionArrays, Tensor], Iterator[Outcome]]
-"""A function of decisions and of the rows of the table that they are about."""
 
 
 def judge_deadlines(
@@ -77,55 +69,41 @@ def judge_deadlines(
         charge: whether controllers pay for their decisions.
         before: the controllers as they were before GRPO, for what it added (`grpo_gain`).
     """
-    times, spent = _own_costs(table, test, budgets_ms, controllers, charge)
-    policies = _policies_of(controllers, baselines)
-    costs = {"controller": spent}
+    deciders = [controller.decider for controller in controllers]
+    costs = own_costs(deciders, table, test, budgets_ms)
+    spent = {"controller": [cost.charged_ms * charge for cost in costs]}
+    policies: dict[str, list[Any]] = {"controller": deciders}
+    if all(controller.teacher is not None for controller in controllers):
+        policies["teacher"] = [controller.guarded_teacher for controller in controllers]
+    policies |= {baseline.name: [baseline] for baseline in baselines}
     problem = table, test, budgets_ms, rewards
-    judged = judge_all(*problem, policies)
-    if any(cost.any() for cost in spent):
-        judged |= judge_all(*problem, {"controller": policies["controller"]}, costs)
+    judged = judge_all(*problem, policies, spent)
 
-    # the probabilities of being on time that the teachers predict
-    expected = []
-    for controller, outcome, cost_ms in zip(controllers, judged["controller"], spent, strict=True):
-        left_ms = budgets_ms - cost_ms
-        expected.append(expected_in_time(controller, table, test, outcome.chosen, left_ms))
-    uncharged = judge_all(
-        *problem, {"controller": [controller.if_free for controller in controllers]}
-    )
-    decisions = decision_frame(
-        table, test, judged, seeds, times, uncharged, {"controller": expected}
-    )
-    results = _results(DEADLINE, decisions, table, test, seeds, _under_deadlines)
+    # what only controllers have: the time of a decision, their score if it cost nothing, and the
+    # probability of being on time that their teachers predict
+    if_free = judge_all(*problem, {"controller": [each.if_free for each in controllers]}, {})
+    further = []
+    for i, controller in enumerate(controllers):
+        left_ms = budgets_ms - spent["controller"][i]
+        chosen = judged["controller"][i].chosen
+        further.append(
+            {
+                "decision_us": costs[i].decision_us,
+                "score_free": if_free["controller"][i].utility,
+                "expected_in_time": expected_in_time(controller, table, test, chosen, left_ms),
+            }
+        )
+    decisions = decision_frame(table, test, judged, seeds, further)
+    results = _results(DEADLINE, decisions, table, test, seeds)
 
-    known = [controller for controller in before if controller is not None]
-    if known and len(known) == len(controllers):
-        untrained = {"controller": [controller.decider for controller in known]}
-        started = judge_all(*problem, untrained, costs)["controller"]
-        results["grpo_gain"] = _utility_gained(started, judged["controller"])
+    # the gain in utility by GRPO over seeds and test samples
+    started = [controller.decider for controller in before if controller is not None]
+    if started and len(started) == len(controllers):
+        untrained = judge_all(*problem, {"controller": started}, spent)["controller"]
+        pairs = zip(untrained, judged["controller"], strict=True)
+        gains = torch.stack([after.utility - first.utility for first, after in pairs])
+        results["grpo_gain"] = gain("test", gains.mean(2).double().numpy())
     return results, decisions
-
-
-def _policies_of(
-    controllers: Sequence[DeployedController], baselines: Sequence[Baseline]
-) -> dict[str, list[Any]]:
-    """Return all that decide, by policy: controllers, their teachers, baselines."""
-    policies: dict[str, list[Any]] = {
-        "controller": [controller.decider for controller in controllers]
-    }
-    teachers = [
-        controller.guarded_teacher for controller in controllers if controller.teacher is not None
-    ]
-    if teachers:
-        policies["teacher"] = teachers
-    return policies | {baseline.name: [baseline] for baseline in baselines}
-
-
-def _utility_gained(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, Any]:
-    """Return the gain in utility over seeds and test samples, with its interval."""
-    pairs = zip(before, after, strict=True)
-    gains = torch.stack([second.utility - first.utility for first, second in pairs])
-    return gain("test", gains.mean(2).double().numpy())
 
 
 def over_splits(
@@ -150,7 +128,7 @@ def over_splits(
         numbered.append(frame.with_columns(split=pl.lit(split, pl.Int64)))
     together = pl.concat(numbered)
     test = torch.cat(list(tests))
-    return _results(DEADLINE, together, table, test, seeds, _under_deadlines), together
+    return _results(DEADLINE, together, table, test, seeds), together
 
 
 def judge_mean_budgets(
@@ -183,37 +161,23 @@ def judge_mean_budgets(
         charge: whether controllers pay for their decisions.
     """
     reference = Reference(table, fitted, test)
-    times, spent = _own_costs(table, test, budgets_ms, controllers, charge)
+    costs = own_costs([each.decider for each in controllers], table, test, budgets_ms)
     policies = [controller.under_mean_budgets() for controller in controllers]
+    spent = [cost.charged_ms * charge for cost in costs]
     judged = reference.judged(budgets_ms, policies, baselines, spent)
-    prices = {baseline.name: baseline.prices.unsqueeze(0) for baseline in baselines}
-    prices["controller"] = torch.stack([policy.prices for policy in policies])
-    decisions = decision_frame(table, test, judged, seeds, times)
+    further = [{"decision_us": cost.decision_us} for cost in costs]
+    decisions = decision_frame(table, test, judged, seeds, further)
 
-    def outcomes(arrays: DecisionArrays, rows: Tensor) -> Iterator[Outcome]:
-        return _under_mean_budgets(arrays, Reference(table, fitted, rows), prices)
-
-    results = _results(MEAN_BUDGET, decisions, table, test, seeds, outcomes, reference)
+    results = _results(MEAN_BUDGET, decisions, table, test, seeds, reference)
+    prices = {baseline.name: baseline.prices for baseline in baselines}
+    prices["controller"] = torch.stack([policy.prices for policy in policies]).mean(0)
     for row in (*results["rows"], *results.get("by_dataset", [])):
+        price = None
+        if row["budget_ms"] is not None and row["policy"] in prices:
+            price = float(prices[row["policy"]][results["budgets_ms"].index(row["budget_ms"])])
+        row |= {"price": price, "worth_ms": 1 / price if price else None}
         row |= {"accuracy": row["utility"], "accuracy_ci95": row["utility_ci95"]}
-        if row["budget_ms"] is None:
-            row |= {"price": None, "worth_ms": None}
     return results | {"sense": "mean", "static_hull": reference.hull()}, decisions
-
-
-def _own_costs(
-    table: ProfileTable,
-    rows: Tensor,
-    budgets_ms: Tensor,
-    controllers: Sequence[DeployedController],
-    charge: bool,
-) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-    """Return the median time of a decision in µs, by policy, and what a decision is charged in ms;
-    [B] for each controller."""
-    costs = own_costs([controller.decider for controller in controllers], table, rows, budgets_ms)
-    times = {"controller": [cost.decision_us for cost in costs]}
-    charged = [cost.charged_ms * charge for cost in costs]
-    return times, charged
 
 
 def held_out_choices(loaded: Sequence[Loaded]) -> Results:
@@ -258,9 +222,7 @@ def decision_frame(
     test: Tensor,
     judged: Mapping[str, Sequence[Judged]],
     seeds: Sequence[int],
-    times: Mapping[str, Sequence[Tensor]],
-    free: Mapping[str, Sequence[Judged]] | None = None,
-    expected: Mapping[str, Sequence[Tensor | None]] | None = None,
+    further: Sequence[Mapping[str, Any]],
 ) -> pl.DataFrame:
     """Return the content of `decisions.parquet`.
 
@@ -268,41 +230,20 @@ def decision_frame(
         test: int64 [n], the samples that were judged.
         judged: outcomes by policy, for each seed where there are several.
         seeds: of the trained policies.
-        times: by policy the median times of a decision in µs, float [B], where they are known.
-        free: by policy the outcomes without its cost, of those that are charged any.
-        expected: by policy the predicted probabilities of being on time, float [n, B].
+        further: more columns of the controller of each seed, float [n, B] or [B].
     """
-    if table.datasets:
-        datasets = [table.datasets[i] for i in test.tolist()]
-    else:
-        datasets = [None] * len(test)
-    ids = [table.sample_ids[i] for i in test.tolist()]
-    samples = pl.DataFrame(
-        {"sample_id": ids, "dataset": datasets}, schema_overrides={"dataset": pl.String}
-    )
+    names = pl.DataFrame({"sample_id": table.sample_ids, "dataset": table.datasets or None})
+    samples = names[test.numpy()]
     labels = pl.Series([*_labels(table), None], dtype=pl.String)  # the last one stands for −1
     frames = []
     for policy, outcomes in judged.items():
-        if policy in DEADLINE.trained:
-            of_seeds: Sequence[int | None] = seeds
-        else:
-            of_seeds = [None]
+        of_seeds = seeds if policy in DEADLINE.trained else [None]
         for i, (seed, outcome) in enumerate(zip(of_seeds, outcomes, strict=True)):
-            columns: dict[str, Any] = {
-                "choice": labels[outcome.chosen.flatten().numpy()],
-                "accuracy": outcome.accuracy,
-                "latency_ms": outcome.latency_ms,
-                "in_time": outcome.in_time,
-                "feasible": outcome.feasible,
-                "reward": outcome.reward,
-                "score": outcome.utility,
-            }
-            if expected and policy in expected:
-                columns["expected_in_time"] = expected[policy][i]
-            if free and policy in free:
-                columns["score_free"] = free[policy][i].utility
-            if policy in times:
-                columns["decision_us"] = times[policy][i].expand(len(test), -1)
+            columns: dict[str, Any] = {name: getattr(outcome, name) for name in OUTCOMES}
+            columns["choice"] = labels[outcome.chosen.flatten().numpy()]
+            columns["score"] = outcome.utility
+            if policy == "controller":
+                columns |= further[i]
             budgets = outcome.budgets_ms.tolist()
             frames.append(decision_rows(policy, seed, samples, budgets, columns))
     return pl.concat(frames)
@@ -321,54 +262,35 @@ def _results(
     table: ProfileTable,
     test: Tensor,
     seeds: Sequence[int],
-    outcomes: Outcomes,
     reference: Reference | None = None,
 ) -> Results:
     """Return the content of `results.json`, as far as both kinds of problem have it."""
-    arrays = DecisionArrays(decisions)
-    rows = _rows(problem, outcomes(arrays, test), arrays.splits, arrays.places)
-    _add_decision_times(rows, arrays)
+    budgets = decisions["place"].unique(maintain_order=True).to_list()
     results: Results = {
         "profile": profile_of(table),
         "split": "test",
         "test_samples": len(test),
         "seeds": list(seeds),
         "unit": table.unit,
-        "budgets_ms": arrays.places,
-        "rows": rows,
-        "configurations": _configurations(problem, table, test, arrays.places),
-        "knob_usage": _usage(problem, arrays, table, reference),
+        "budgets_ms": budgets,
+        "rows": _rows(problem, decisions, reference, budgets),
+        "configurations": _configurations(problem, table, test, budgets),
+        "knob_usage": _usage(problem, decisions, table, budgets, reference),
     }
     if bins := reliability(decisions):
         results["reliability"] = bins
-    names = arrays.samples["dataset"]
+    names = decisions.select(SAMPLE).unique(maintain_order=True)["dataset"]
     if names.n_unique() > 1:
         results["by_dataset"] = []
         for dataset in sorted(names.unique()):
-            part = DecisionArrays(decisions.filter(pl.col("dataset") == dataset))
+            part = decisions.filter(dataset=dataset)
             samples = test[torch.from_numpy((names == dataset).to_numpy())]
-            means = _most_important(problem, _rows(problem, outcomes(part, samples), part.splits))
-            for row in means:
-                row = {"dataset": dataset, "samples": len(samples), **row}
-                results["by_dataset"].append(row)
+            rows = _rows(problem, part, reference and reference.on(samples))
+            facts = {"dataset": dataset, "samples": len(samples)}
+            for row in _most_important(problem, rows):
+                del row["decision_us_p50"]  # no data set has times of its own
+                results["by_dataset"].append(facts | row)
     return results
-
-
-def _add_decision_times(rows: Rows, arrays: DecisionArrays) -> None:
-    """Add `decision_us_p50` to every row; None for a policy whose decisions are not timed."""
-    # all samples of a split have the same times: take one of each
-    if arrays.splits is None:
-        firsts: Any = [0]
-    else:
-        firsts = np.unique(arrays.splits[0], return_index=True)[1]
-    for row in rows:
-        times = arrays.array(row["policy"], "decision_us")[:, firsts].mean((0, 1))
-        if np.isnan(times[0]):
-            row["decision_us_p50"] = None
-        elif row["budget_ms"] is None:
-            row["decision_us_p50"] = float(times.mean())
-        else:
-            row["decision_us_p50"] = float(times[arrays.places.index(row["budget_ms"])])
 
 
 def _configurations(
@@ -376,21 +298,18 @@ def _configurations(
 ) -> Rows:
     """Return the means of every profiled configuration over the test samples, under deadlines with
     the mean utility over the budgets."""
-    accuracy = table.accuracy[test].nanmean(0).tolist()
-    latency = table.latency_ms[test].nanmean(0).tolist()
-    profiled = table.mask[test].any(0).tolist()
-    measured = table.accuracy[test], table.measurements_ms[test]
-    total = sum(expected_utility(*measured, torch.tensor(budget)) for budget in budgets)
-    served = torch.where(table.mask[test], total / len(budgets), torch.nan)
-    utility = served.nanmean(0).tolist()
+    cells = {"accuracy": table.accuracy[test], "latency_ms": table.latency_ms[test]}
+    if problem is DEADLINE:
+        # [n, C, B]; what was not profiled has no utility
+        measured = cells["accuracy"][..., None], table.measurements_ms[test][..., None, :]
+        utility = expected_utility(*measured, torch.tensor(budgets)).mean(-1)
+        cells["utility"] = utility.where(table.mask[test], torch.nan)
+    means = {name: values.nanmean(0).tolist() for name, values in cells.items()}
     rows = []
     for c, label in enumerate(_labels(table)):
-        if profiled[c]:
+        if table.mask[test, c].any():
             row = {"label": label, "knobs": table.configuration(c)}
-            row |= {"accuracy": accuracy[c], "latency_ms": latency[c]}
-            if problem is DEADLINE:
-                row["utility"] = utility[c]
-            rows.append(row)
+            rows.append(row | {name: values[c] for name, values in means.items()})
     return rows
 
 
@@ -404,138 +323,123 @@ def _most_important(problem: Problem, means: Rows) -> Rows:
     return [rows[policy] for policy in names if policy in rows]
 
 
+def _means(problem: Problem, decisions: pl.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Return the means of each policy over its seeds at each budget, by (policy, budget), and over
+    the budgets at which they are known, by (policy, None).
+
+    `infeasible` is the share of samples that no profiled configuration serves in time;
+    `satisfaction_feasible` is over all other samples, and None if there are none. A mixture has no
+    `latency_ms_p95`, since its latencies are expectations.
+    """
+    high = pl.quantile("latency_ms", 0.95, "linear")
+    numbers = {
+        "utility": pl.mean("score"),
+        "latency_ms_mean": pl.mean("latency_ms"),
+        "latency_ms_p95": pl.when(pl.col("choice").has_nulls()).then(np.nan).otherwise(high),
+        "decision_us_p50": pl.mean("decision_us"),
+    }
+    if problem is DEADLINE:
+        numbers |= {
+            "accuracy": pl.mean("accuracy"),
+            "satisfaction": pl.mean("in_time"),
+            "satisfaction_feasible": pl.col("in_time").filter("feasible").mean(),
+            "infeasible": 1 - pl.mean("feasible"),
+            "reward": pl.mean("reward"),
+            "utility_free": pl.mean("score_free"),
+        }
+    precise = decisions.with_columns(pl.col(pl.Float32).cast(pl.Float64))
+    of_seeds = precise.group_by("policy", "place", "seed").agg(**numbers)
+    at_budgets = of_seeds.group_by("policy", "place").agg(pl.col(*numbers).mean().fill_nan(None))
+    over_budgets = at_budgets.group_by("policy").agg(
+        pl.lit(None).alias("place"), pl.col(*numbers).mean()
+    )
+    everything = pl.concat([at_budgets, over_budgets], how="vertical_relaxed")
+    return everything.rows_by_key(["policy", "place"], named=True, unique=True)
+
+
 def _rows(
     problem: Problem,
-    outcomes: Iterable[Outcome],
-    splits: np.ndarray | None,
+    decisions: pl.DataFrame,
+    reference: Reference | None,
     budgets: Sequence[float] = (),
 ) -> Rows:
     """Return for each policy the mean over all budgets, then a row for each of `budgets`, with the
-    intervals of its score, of the oracle gap that it closes and of `COMPARED`.
-
-    Args:
-        splits: see `DecisionArrays.splits`.
-    """
+    intervals of its score, of the oracle gap that it closes and of `COMPARED`."""
     compared = COMPARED[problem.name]
+    splits = splits_of(decisions.select(SAMPLE).unique(maintain_order=True))
+    means = _means(problem, decisions)
     parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
     rows = []
     cases = []
-    for policy, numbers, scores in outcomes:
+    for policy, arrays in _scores(problem, decisions, reference):
         for budget, part in parts.items():
-            score, low, high, *rivals = (values[..., part].mean(-1) for values in scores)
+            score, low, high, *rivals = (values[..., part].mean(-1) for values in arrays)
             gains = [score - rival for rival in rivals]
-            row: dict[str, Any] = {"policy": policy, "budget_ms": budget}
-            row |= {key: _known_mean(values[part]) for key, values in numbers.items()}
+            row = {"policy": policy, "budget_ms": budget, **means[policy, budget]}
             row |= {key: float(gain.mean()) for key, gain in zip(compared, gains, strict=True)}
             gap = float(high.mean() - low.mean())
-            if gap > 1e-9:
-                row["gap_closed"] = float(score.mean() - low.mean()) / gap
-            else:
-                row["gap_closed"] = 0.0
+            row["gap_closed"] = float(score.mean() - low.mean()) / gap if gap > 1e-9 else 0.0
+            if problem is MEAN_BUDGET:
+                row["oracle_accuracy"] = float(high.mean())
             if policy in DEADLINE.trained:
                 row["utility_per_seed"] = score.mean(1).tolist()
             if splits is not None:
-                row["utility_per_split"] = [
-                    float(score[:, splits[0] == split].mean()) for split in np.unique(splits[0])
-                ]
+                of_splits = [score[:, splits[0] == split] for split in np.unique(splits[0])]
+                row["utility_per_split"] = [float(values.mean()) for values in of_splits]
             rows.append(row)
             cases.append([score, low, high, *gains])
 
     # all intervals at once: they share their draws
+    keys = [f"{key}_ci95" for key in ("utility", "gap_closed", *compared)]
     for row, intervals in zip(rows, score_intervals(cases, splits), strict=True):
-        row["utility_ci95"] = intervals["score_ci95"]
-        row["gap_closed_ci95"] = intervals["gap_closed_ci95"]
-        for key, interval in zip(compared, intervals["differences_ci95"], strict=True):
-            row[f"{key}_ci95"] = interval
+        row |= zip(keys, intervals, strict=True)
     return rows
 
 
-def _known_mean(values: np.ndarray) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
-
-
-def _under_deadlines(arrays: DecisionArrays, _: Tensor) -> Iterator[Outcome]:
-    """Yield what is known about each policy under deadlines.
-
-    `infeasible` is the share of samples that no profiled configuration serves in time;
-    `satisfaction_feasible` is over all other samples, and NaN if there are none.
-    """
-    low = arrays.array(DEADLINE.low, "score")[0]
-    high = arrays.array(DEADLINE.high, "score")[0]
-    for policy in arrays.policies:
-        latency = arrays.array(policy, "latency_ms")
-        in_time = arrays.array(policy, "in_time")
-        feasible = arrays.array(policy, "feasible")
-        score = arrays.array(policy, "score")
-        served = (in_time * feasible).sum((0, 1))
-        servable = feasible.sum((0, 1))
-        numbers = {
-            "accuracy": arrays.array(policy, "accuracy").mean((0, 1)),
-            "latency_ms_mean": latency.mean((0, 1)),
-            "latency_ms_p95": np.quantile(latency, 0.95, axis=1).mean(0),
-            "satisfaction": in_time.mean((0, 1)),
-            "satisfaction_feasible": served / np.where(servable, servable, np.nan),
-            "infeasible": 1 - feasible.mean((0, 1)),
-            "reward": arrays.array(policy, "reward").mean((0, 1)),
-            "utility": score.mean((0, 1)),
-            "utility_free": arrays.array(policy, "score_free").mean((0, 1)),
-        }
-        yield policy, numbers, [score, low, high, low]
-
-
-def _under_mean_budgets(
-    arrays: DecisionArrays, reference: Reference, prices: Mapping[str, Tensor]
-) -> Iterator[Outcome]:
-    """Yield what is known about each policy under mean budgets. The ends of the oracle gap are
-    those at equal mean latency.
-
-    Args:
-        prices: by policy, float64 [S, B].
-    """
-    at_budget = arrays.array(MEAN_BUDGET.low, "accuracy")[0]
-    for policy in arrays.policies:
-        accuracy = arrays.array(policy, "accuracy")
-        latency = arrays.array(policy, "latency_ms")
-        mixed = np.isnan(arrays.choices(policy, _labels(reference.table))).any((0, 1))
-        spent = torch.from_numpy(latency.mean((0, 1)))
+def _scores(
+    problem: Problem, decisions: pl.DataFrame, reference: Reference | None
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yield for each policy arrays [S, n, B] or [n, B] by sample: its score, the low and the high
+    end of the oracle gap, then the scores that it is compared with, in the order of `COMPARED`.
+    Under mean budgets the ends of the gap are those at equal mean latency."""
+    low = array_of(decisions, problem.low, "score")[0]
+    high = array_of(decisions, problem.high, "score")[0]
+    for policy in decisions["policy"].unique(maintain_order=True):
+        score = array_of(decisions, policy, "score")
+        if reference is None:
+            yield policy, [score, low, high, low]
+            continue
+        spent = torch.from_numpy(array_of(decisions, policy, "latency_ms").mean((0, 1)))
         mix = reference.static_mix(spent).numpy()
-        single = reference.best_single(spent).numpy()
         best = reference.oracle(spent * (1 + 1e-9)).accuracy.numpy()
-        if policy in prices:
-            price = prices[policy].mean(0).numpy()
-        else:
-            price = np.full(len(spent), np.nan)
-        numbers = {
-            "utility": accuracy.mean((0, 1)),
-            "latency_ms_mean": spent.numpy(),
-            "latency_ms_p95": np.where(mixed, np.nan, np.quantile(latency, 0.95, axis=1).mean(0)),
-            "price": price,
-            "worth_ms": 1 / np.where(price > 0, price, np.nan),
-            "oracle_accuracy": best.mean(0),
-        }
-        yield policy, numbers, [accuracy, mix, best, mix, at_budget, single]
+        yield policy, [score, mix, best, mix, low, reference.best_single(spent).numpy()]
 
 
 def _usage(
-    problem: Problem, arrays: DecisionArrays, table: ProfileTable, reference: Reference | None
+    problem: Problem,
+    decisions: pl.DataFrame,
+    table: ProfileTable,
+    budgets: Sequence[float],
+    reference: Reference | None,
 ) -> Rows:
-    """Return how often each policy of `problem.usage` set each knob to each value, under each
-    budget; for a mixture how often it is expected to."""
+    """Return how often the controller and both ends of the oracle gap set each knob to each value,
+    under each budget; for a mixture how often it is expected to."""
+    labels = _labels(table)
+    index = pl.col("choice").replace_strict(labels, range(len(labels)), default=None)
+    indexed = decisions.select("policy", "seed", "place", index)
     rows = []
-    for policy in problem.usage:
-        choices = arrays.choices(policy, _labels(table))
-        used = np.stack(
-            [(choices == c).sum((0, 1), dtype=float) for c in range(table.num_configurations)]
-        )  # [C, B]
+    for policy in (problem.trained[0], problem.low, problem.high):
+        choices = array_of(indexed, policy, "choice")  # NaN where a mixture decided
+        counts = [(choices == c).sum((0, 1)) for c in range(len(labels))]
+        used = torch.tensor(np.stack(counts), dtype=torch.float64)  # [C, B]
         if reference is not None:
-            budgets = torch.tensor(arrays.places, dtype=torch.float64)
-            used += reference.mixture_use(budgets, np.isnan(choices)).numpy()
+            limits = torch.tensor(budgets, dtype=torch.float64)
+            used += reference.mixture_use(limits, np.isnan(choices))
         shares = used / used.sum(0)
         for k, knob in enumerate(table.knobs):
-            values = table.configurations[:, k].numpy()
-            for b, budget in enumerate(arrays.places):
+            for b, budget in enumerate(budgets):
                 for v, value in enumerate(knob.values):
-                    row = {"policy": policy, "budget_ms": budget, "knob": knob.name, "value": value}
-                    rows.append(row | {"share": float(shares[values == v, b].sum())})
+                    share = float(shares[table.configurations[:, k] == v, b].sum())
+                    row = {"policy": policy, "budget_ms": budget, "knob": knob.name}
+                    rows.append(row | {"value": value, "share": share})
     return rows

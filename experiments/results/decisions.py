@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 from polars.exceptions import PolarsError
 
 from knobwise.common.errors import InputError
@@ -86,19 +87,16 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
         InputError: no such file, or not one that `write_decisions` wrote.
     """
     path = Path(folder) / FILE
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; run the experiment again")
-    try:
-        frame = read_parquet(path)
-        if set(SCHEMA) - set(frame.columns):
-            raise InputError(
-                f"{path}: does not hold the columns of decisions; run the experiment again"
-            )
-        return _complete(frame)
-    except InputError:
-        raise
-    except (PolarsError, OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
+    problem = "no such file"
+    if path.is_file():
+        try:
+            frame = read_parquet(path)
+            if set(SCHEMA) <= set(frame.columns):
+                return _complete(frame)
+            problem = "does not hold the columns of decisions"
+        except (PolarsError, OSError, ValueError) as error:
+            problem = f"cannot be read ({error})"
+    raise InputError(f"{path}: {problem}; run the experiment again")
 
 
 def decision_rows(
@@ -114,15 +112,15 @@ def decision_rows(
         seed: None if no seed changes it.
         samples: n rows: `sample_id`, and `dataset` if there are several.
         places: P budgets or numbers of demonstrations.
-        columns: by name an array [n, P], NaN where unknown, or a series of n·P values, or one value
-            for all rows, or None.
+        columns: by name an array that broadcasts to [n, P], NaN where unknown, or a series of n·P
+            values, or None.
     """
     rows = samples.join(pl.DataFrame({"place": places}), how="cross", maintain_order="left_right")
     known = []
     for name, value in columns.items():
         if value is not None:
             if not isinstance(value, pl.Series):
-                value = np.broadcast_to(np.ravel(value), len(rows))
+                value = np.broadcast_to(value, (len(samples), len(places))).ravel()
             known.append(pl.Series(name, value))
     return _complete(rows.with_columns(*known, policy=pl.lit(policy), seed=pl.lit(seed, pl.Int64)))
 
@@ -139,68 +137,30 @@ def _complete(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.select(columns)
 
 
-class DecisionArrays:
-    """The decisions of a run as arrays float64 [S, n, P] by policy and column, NaN where nothing is
-    known.
+def array_of(decisions: pl.DataFrame, policy: str, column: str) -> NDArray[np.float64]:
+    """Return a column of a policy's decisions as an array [S, n, P]: seeds, samples and places in
+    the order of the rows, NaN where a value is unknown.
 
-    Attributes:
-        policies: in the order of the rows.
-        places: P budgets or numbers of shots, in the order of the rows.
-        samples: n rows with the columns `SAMPLE`, in the order of the rows.
-        seeds: by policy its S seeds.
+    Args:
+        decisions: with every policy at every place, for the same samples.
     """
-
-    def __init__(self, decisions: pl.DataFrame) -> None:
-        self.policies: list[str] = decisions["policy"].unique(maintain_order=True).to_list()
-        self.places: list[float] = decisions["place"].unique(maintain_order=True).to_list()
-        self.samples = decisions.select(SAMPLE).unique(maintain_order=True)
-        self.seeds: dict[str, list[int | None]] = {}
-        self._decisions = decisions
-        self._rows: dict[str, np.ndarray] = {}
-        self._cells: dict[str, np.ndarray] = {}
-        # a cell is a sample at a place; a policy has it once for each seed
-        cell = _number(*SAMPLE) * len(self.places) + _number("place")
-        cells = (
-            decisions.select("policy", *SAMPLE, "place", "seed")
-            .with_row_index()
-            .with_columns(cell=cell)
-        )
-        for policy in self.policies:
-            part = cells.filter(pl.col("policy") == policy)
-            self.seeds[policy] = part["seed"].unique(maintain_order=True).to_list()
-            seed = part.select(_number("seed")).to_series()
-            offset = seed * len(self.samples) * len(self.places)
-            self._rows[policy] = part["index"].to_numpy()
-            self._cells[policy] = (offset + part["cell"]).to_numpy()
-
-    @property
-    def splits(self) -> np.ndarray | None:
-        """Split and number of each of the n samples, int64 [2, n]. A sample that several splits
-        judge has the same number in all of them. None where there is only one split."""
-        if self.samples["split"].has_nulls():
-            return None
-        numbers = self.samples.with_row_index().select(
-            "split", number=_number("dataset", "sample_id")
-        )
-        return numbers.to_numpy().T
-
-    def array(self, policy: str, column: str) -> np.ndarray:
-        """Return a column of numbers, float64 [S, n, P]."""
-        return self._spread(policy, self._decisions[column][self._rows[policy]])
-
-    def choices(self, policy: str, labels: Sequence[str]) -> np.ndarray:
-        """Return the index of the chosen configuration among `labels`, float64 [S, n, P], NaN where
-        a mixture decided."""
-        choice = self._decisions["choice"][self._rows[policy]]
-        return self._spread(policy, choice.replace_strict(labels, range(len(labels)), default=None))
-
-    def _spread(self, policy: str, values: pl.Series) -> np.ndarray:
-        cube = np.full((len(self.seeds[policy]), len(self.samples), len(self.places)), np.nan)
-        cube.reshape(-1)[self._cells[policy]] = values.cast(pl.Float64).fill_null(np.nan).to_numpy()
-        return cube
+    rows = decisions.select("policy", "seed", column).filter(policy=policy)
+    # the samples of one seed may be in several parts, one of each split
+    seeds = rows.partition_by("seed", maintain_order=True)
+    values = [seed[column].cast(pl.Float64).fill_null(np.nan).to_numpy() for seed in seeds]
+    return np.stack(values).reshape(len(seeds), -1, decisions["place"].n_unique())
 
 
-def _number(*keys: str) -> pl.Expr:
-    """Number the values of these columns from 0, in the order of their first rows, and return the
-    number of each row."""
-    return pl.col("index").first().over(keys).rank("dense").cast(pl.Int64) - 1
+def splits_of(samples: pl.DataFrame) -> NDArray[np.int64] | None:
+    """Return split and number of each of n samples, [2, n]; None where there is only one split. A
+    sample that several splits judge has the same number in all of them.
+
+    Args:
+        samples: n rows with the columns `SAMPLE`.
+    """
+    if samples["split"].has_nulls():
+        return None
+    # numbers go by the first row of a sample
+    first = pl.col("index").first().over("dataset", "sample_id")
+    number = first.rank("dense").cast(pl.Int64) - 1
+    return samples.with_row_index().select("split", number).to_numpy().T

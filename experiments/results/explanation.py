@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from knobwise.agents.judging.baselines import LookupTable, averages, static_of
+from knobwise.agents.judging.policy import choices_of
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -63,24 +64,19 @@ class Explained:
         self.table = table
         self.policy = policy
         self.budgets_ms = budgets_ms
+        self.limits = budgets_ms.double().numpy()
         drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(SEED))[:MOST]
         self.rows = test[drawn.sort().values]
-        limits = budgets_ms.double().numpy()
+        self.reads = torch.from_numpy(policy.reads_features(self.limits))
+        self.features = {name: block[self.rows] for name, block in table.features.items()}
+        self.mask = table.mask[self.rows].numpy()
+        self.chosen = self.decided(self.features)
         self.prices: Tensor | None = None
+        static: Any = static_of(table, fitted)
         if policy.sense == "mean":
             self.prices = 1 / torch.from_numpy(policy.settled.mean["worths"])
-        self.reads = torch.from_numpy(policy.reads_features(limits))
-        self.features = {name: block[self.rows] for name, block in table.features.items()}
-        self.mask = table.mask[self.rows]
-        self.chosen = self.decided(self.features)
-        static: Any = static_of(table, fitted)
-        if self.prices is not None:
             static = LookupTable(table, fitted, 0.0)
-        columns = []
-        for limit in limits:
-            budgets = np.full(len(self.rows), limit)
-            columns.append(torch.from_numpy(static.choose({}, budgets, self.mask.numpy())))
-        self.static = torch.stack(columns, 1)
+        self.static = choices_of(static, {}, self.limits, self.mask)
 
     def decided(self, features: Mapping[str, Tensor], repeats: int = 1) -> Tensor:
         """Return the configurations that the policy chooses, int64 [R·n, B].
@@ -89,13 +85,8 @@ class Explained:
             features: blocks [R·n, d], all samples `repeats` times.
             repeats: R.
         """
-        mask = self.mask.repeat(repeats, 1).numpy()
         blocks = {name: block.numpy() for name, block in features.items()}
-        columns = []
-        for limit in self.budgets_ms.double().tolist():
-            chosen = self.policy.choose(blocks, np.full(len(mask), limit), mask)
-            columns.append(torch.from_numpy(chosen))
-        return torch.stack(columns, 1)
+        return choices_of(self.policy, blocks, self.limits, np.tile(self.mask, (repeats, 1)))
 
     def worth(self, chosen: Tensor, reads: Tensor) -> Tensor:
         """Return the worth of choices, float64 [R·n, B].
@@ -199,31 +190,32 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
         row["setting"], row["setting_ci95"] = rank_correlation(x_setting, setting[:, b])
         at.append(row)
     result: dict[str, Any] = {"unanswered": int((~known).sum()), "at": at}
+    result |= {"groups": [], "points": [], "budget_ms": None}
     drawn = [b for b, row in enumerate(at) if row["setting"] is not None]
-    if not drawn:
-        return result | {"groups": [], "points": [], "budget_ms": None}
-    y = policy[:, drawn[-1]]
-    return result | {
-        "groups": _groups(x, y, static[:, drawn[-1]]),
-        "points": np.stack([x, y], 1).round(4).tolist(),
-        "budget_ms": at[drawn[-1]]["budget_ms"],
-    }
+    if drawn:
+        b = drawn[-1]
+        points = np.stack([x, policy[:, b], static[:, b]])
+        result |= {"groups": _groups(points), "points": points[:2].T.round(4).tolist()}
+        result["budget_ms"] = at[b]["budget_ms"]
+    return result
 
 
-def _groups(difficulty: np.ndarray, policy: np.ndarray, static: np.ndarray) -> Rows:
-    """Return the means of some ten groups of equally many samples, from easy to hard."""
-    deciles = np.unique(np.quantile(difficulty, np.arange(0.1, 1, 0.1)))
-    group_of = np.digitize(difficulty, deciles)
-    groups = []
+def _groups(points: np.ndarray) -> Rows:
+    """Return the means of some ten groups of equally many samples, from easy to hard.
+
+    Args:
+        points: difficulty, latency of the policy's choice and of static's, [3, n].
+    """
+    deciles = np.unique(np.quantile(points[0], np.arange(0.1, 1, 0.1)))
+    group_of = np.digitize(points[0], deciles)
+    rows = []
     for number in np.unique(group_of):
-        group = group_of == number
-        row: dict[str, Any] = {
-            "difficulty_ms": float(difficulty[group].mean()),
-            "policy_ms": float(policy[group].mean()),
-            "static_ms": float(static[group].mean()),
-        }
-        groups.append(row | {"ci95": mean_interval(policy[group])})
-    return groups
+        group = points[:, group_of == number]
+        means = zip(
+            ("difficulty_ms", "policy_ms", "static_ms"), group.mean(1).tolist(), strict=True
+        )
+        rows.append({**dict(means), "ci95": mean_interval(group[1])})
+    return rows
 
 
 # -- more time, better choices ---------------------------------------------------------------------
@@ -271,34 +263,31 @@ def importance(explained: Explained) -> Rows:
     """
     generator = torch.Generator().manual_seed(SEED)
     before = explained.worth(explained.chosen, explained.reads).mean(1)
+    n = len(before)
 
-    def lost(name: str, column: int | None, repeats: int = REPEATS) -> NDArray[np.float64]:
+    def lost(part: tuple[str, int | None], repeats: int = REPEATS) -> NDArray[np.float64]:
         """Return the loss of each sample, a mean over shuffles and budgets, [n]."""
+        name, column = part
+        order = [torch.randperm(n, generator=generator) for _ in range(repeats)]
         blocks = {key: block.repeat(repeats, 1) for key, block in explained.features.items()}
-        order = torch.cat(
-            [torch.randperm(len(before), generator=generator) for _ in range(repeats)]
-        )
-        if column is None:
-            columns: Any = slice(None)
-        else:
-            columns = [column]
-        blocks[name][:, columns] = explained.features[name][order][:, columns]
+        columns = slice(column, None if column is None else column + 1)
+        blocks[name][:, columns] = explained.features[name][torch.cat(order), columns]
         worth = explained.worth(explained.decided(blocks, repeats), explained.reads)
-        return (before - worth.view(repeats, len(before), -1).mean((0, 2))).numpy()
+        return (before - worth.view(repeats, n, -1).mean((0, 2))).numpy()
 
-    widths = {name: block.shape[1] for name, block in explained.features.items()}
-    columns: list[tuple[str, int]] = []
-    for name, width in widths.items():
-        if 1 < width <= NARROW:
-            columns += [(name, column) for column in range(width)]
+    parts: list[tuple[str, int | None]] = []
+    columns: list[tuple[str, int | None]] = []
+    for name, block in explained.features.items():
+        parts.append((name, None))
+        if 1 < block.shape[1] <= NARROW:
+            columns += [(name, column) for column in range(block.shape[1])]
     if len(columns) > TOP:
-        columns.sort(key=lambda part: -lost(part[0], part[1], 1).mean())
-    parts: list[tuple[str, int | None]] = [*((name, None) for name in widths), *columns[:TOP]]
-    losses = [lost(name, column) for name, column in parts]
-    rows = [
-        {"name": name, "column": column, "lost": float(loss.mean()), "ci95": ci95}
-        for (name, column), loss, ci95 in zip(parts, losses, mean_intervals(losses), strict=True)
-    ]
+        columns.sort(key=lambda part: -lost(part, 1).mean())
+    parts += columns[:TOP]
+    losses = [lost(part) for part in parts]
+    rows = []
+    for (name, column), loss, ci95 in zip(parts, losses, mean_intervals(losses), strict=True):
+        rows.append({"name": name, "column": column, "lost": float(loss.mean()), "ci95": ci95})
     return sorted(rows, key=lambda row: (row["column"] is not None, -row["lost"]))
 
 
@@ -340,10 +329,11 @@ def distilled(explained: Explained) -> dict[str, Any]:
     for name, block in explained.features.items():
         names += [f"{name}[{i}]" for i in range(block.shape[1])]
     shares = alike.mean(2).reshape(2, n, count).mean(2)
+    fidelity, by_budget_alone = shares.mean(1).tolist()
     return {
-        "fidelity": float(shares[0].mean()),
+        "fidelity": fidelity,
         "ci95": mean_interval(shares[0]),
-        "by_budget_alone": float(shares[1].mean()),
+        "by_budget_alone": by_budget_alone,
         "exact": float(alike[0].all(1).mean()),
         "rules": _rules(tree.fit(x, y), names, table, 0, {}),
     }
@@ -361,31 +351,22 @@ def _rules(
     if inner.children_left[node] >= 0:
         feature = names[inner.feature[node]]
         value = float(inner.threshold[node])
-        # a deeper bound on the same feature is the tighter one and replaces the other
-        left = {**when, (feature, "≤"): value}
-        right = {**when, (feature, ">"): value}
-        return [
-            *_rules(tree, names, table, inner.children_left[node], left),
-            *_rules(tree, names, table, inner.children_right[node], right),
-        ]
+        rules = []
+        for sign, children in (("≤", inner.children_left), (">", inner.children_right)):
+            # a deeper bound on the same feature is the tighter one and replaces the other
+            below = {**when, (feature, sign): value}
+            rules += _rules(tree, names, table, children[node], below)
+        return rules
     shares = inner.value[node]  # [knobs, values]
     classes = tree.classes_
     if len(shares) == 1:  # for a single knob scikit-learn gives its classes alone
         classes = [tree.classes_]
-    then = {
-        knob.name: knob.values[int(known[share.argmax()])]
-        for knob, known, share in zip(table.knobs, classes, shares, strict=True)
-    }
-    share = inner.n_node_samples[node] / inner.n_node_samples[0]
-    alike = float(shares.max(1).mean())
-    return [
-        {
-            "when": [[*key, v] for key, v in when.items()],
-            "then": then,
-            "share": float(share),
-            "alike": alike,
-        }
-    ]
+    then = {}
+    for knob, known, share in zip(table.knobs, classes, shares, strict=True):
+        then[knob.name] = knob.values[int(known[share.argmax()])]
+    rule = {"when": [[*key, value] for key, value in when.items()], "then": then}
+    rule["share"] = float(inner.n_node_samples[node] / inner.n_node_samples[0])
+    return [rule | {"alike": float(shares.max(1).mean())}]
 
 
 # -- single decisions ------------------------------------------------------------------------------
@@ -394,20 +375,18 @@ def _rules(
 def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> dict[str, Rows]:
     """Return the `best` and the `worst` decisions by the worth that they `gain` over static, at
     most one for each sample. Ties go to the samples that gain or lose most over all budgets."""
-    reads = explained.reads
-    policy = explained.worth(explained.chosen, reads)
-    static = explained.worth(explained.static, reads & False)  # static reads no features
+    policy = explained.worth(explained.chosen, explained.reads)
+    static = explained.worth(explained.static, explained.reads & False)  # it reads no features
     gains = (policy - static).numpy()
     lists = {}
     for name, sign in (("best", 1), ("worst", -1)):
-        budgets = (sign * gains).argmax(1)
-        most = (sign * gains).max(1)
-        first = np.lexsort((-sign * gains.mean(1), -most))[:TOP].tolist()
+        signed = sign * gains
+        most = signed.max(1)
         rows = []
-        for i in first:
+        for i in np.lexsort((-signed.mean(1), -most))[:TOP].tolist():
             if most[i] > 1e-9:
-                gain = sign * float(most[i])
-                rows.append(_decision(explained, questions, i, int(budgets[i]), gain))
+                b = int(signed[i].argmax())
+                rows.append(_decision(explained, questions, i, b, float(gains[i, b])))
         lists[name] = rows
     return lists
 

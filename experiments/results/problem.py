@@ -6,6 +6,7 @@ This module imports no torch, which is slow to load.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,25 +30,12 @@ matter."""
 TRAINED = (*LEARNED, *CONTROLS)
 """All selectors that were trained."""
 PAIRS = (
-    ("grpo_live", "rce"),
-    ("grpo_live", "sft"),
-    ("grpo_rounds", "rce"),
-    ("grpo_rounds", "sft"),
-    ("grpo_recorded", "rce"),
-    ("grpo_recorded", "sft"),
+    *itertools.product(GRPO, ("rce", "sft")),
     ("grpo_live", "grpo_rounds"),
     ("rce", "sft"),
-    ("sft", "random"),
-    ("sft", "similarity"),
-    ("sft", "part_similarity"),
-    ("shuffled_recorded", "sft"),
-    ("shuffled_recorded", "rce"),
-    ("shuffled_live", "sft"),
-    ("shuffled_live", "rce"),
-    ("shuffled_learned", "sft"),
-    ("shuffled_learned", "rce"),
-    ("hidden_rce", "hidden_sft"),
-    ("hidden_live", "hidden_sft"),
+    *itertools.product(("sft",), ("random", "similarity", "part_similarity")),
+    *itertools.product(CONTROLS[:3], ("sft", "rce")),
+    *itertools.product(("hidden_rce", "hidden_live"), ("hidden_sft",)),
 )
 """Selectors that are compared, as (policy, against). The best trained selector is also compared
 with every simple baseline."""
@@ -117,8 +105,6 @@ class Problem:
     """Whether rows with place None hold the mean over the places."""
     controls: tuple[str, ...] = ()
     """Trained policies that are expected to gain nothing, under `controls` in `results.json`."""
-    usage: tuple[str, ...] = ()
-    """Policies in `knob_usage`."""
     by_dataset: tuple[str, ...] = ()
     """Policies in `by_dataset`; the best of all other policies comes before the last of them."""
 
@@ -165,7 +151,6 @@ DEADLINE = Problem(
     low="budget_aware_static",
     high="oracle",
     trained=("controller", "teacher"),
-    usage=("controller", "budget_aware_static", "oracle"),
     by_dataset=("controller", "budget_aware_static", "static_per_dataset", "oracle"),
 )
 MEAN_BUDGET = Problem(
@@ -182,7 +167,6 @@ MEAN_BUDGET = Problem(
     low="static_mix",
     high="oracle",
     trained=("controller",),
-    usage=("controller", "static_mix", "oracle"),
     by_dataset=("controller", "static_mix", "best_single", "oracle"),
 )
 DEMONSTRATIONS = Problem(

@@ -45,16 +45,15 @@ def expected_in_time(
 
 
 def reliability(decisions: pl.DataFrame) -> list[dict[str, Any]]:
-    """The learned policy's decisions, all budgets and seeds together, in ten bins of equally many
-    and of rising probability: how many `decisions`, and the means of `expected_in_time` and
+    """Return the learned policy's decisions, all budgets and seeds together, in ten bins of equally
+    many and of rising probability: how many `decisions`, and the means of `expected_in_time` and
     `in_time`. [] if it predicts none."""
-    known = decisions.filter(pl.col("policy") == DEADLINE.trained[0]).drop_nulls("expected_in_time")
-    place = pl.int_range(pl.len()) * BINS // pl.len()
-    ordered = known.sort("expected_in_time", maintain_order=True).with_columns(bin=place)
-    means = [pl.col(name).cast(pl.Float64).mean() for name in ("expected_in_time", "in_time")]
-    return (
-        ordered.group_by("bin", maintain_order=True)
-        .agg(pl.len().alias("decisions"), *means)
-        .drop("bin")
-        .to_dicts()
+    known = decisions.filter(policy=DEADLINE.trained[0]).drop_nulls("expected_in_time")
+    number = pl.int_range(pl.len()) * BINS // pl.len()
+    means = pl.col("expected_in_time", "in_time").cast(pl.Float64).mean()
+    bins = (
+        known.sort("expected_in_time", maintain_order=True)
+        .group_by(number.alias("bin"), maintain_order=True)
+        .agg(pl.len().alias("decisions"), means)
     )
+    return bins.drop("bin").to_dicts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.results.controllers import profile_of
-from knobwise.experiments.results.decisions import DecisionArrays, decision_rows
+from knobwise.experiments.results.decisions import array_of, decision_rows
 from knobwise.experiments.results.problem import CONTROLS, LEARNED, PAIRS, TRAINED, UPPER
 from knobwise.experiments.results.statistics import mean_intervals
 
@@ -44,12 +45,13 @@ def selector_decisions(
             if policy == "random" or policy not in (*SIMPLE, *UPPER):
                 of_seeds = seeds[: len(outcome.correct)]
             for i, seed in enumerate(of_seeds):
-                columns: dict[str, Any] = {"accuracy": outcome.correct[i]}
-                columns |= {"score": outcome.correct[i], "decision_us": outcome.decision_us}
+                right = outcome.correct[i].unsqueeze(1)
+                columns: dict[str, Any] = {"accuracy": right, "score": right}
+                columns["decision_us"] = outcome.decision_us
                 if outcome.demonstrations is not None:
                     columns["choice"] = _joined(outcome.demonstrations[i])
                 if outcome.vote is not None:
-                    columns["vote"] = outcome.vote[i]
+                    columns["vote"] = outcome.vote[i].unsqueeze(1)
                 frames.append(decision_rows(policy, seed, samples, [shots], columns))
     return pl.concat(frames)
 
@@ -89,9 +91,8 @@ def selector_results(
         judged_by: see `knobwise.experiments.settings.beams.SelectorData`.
         hidden: the blocks of the embeddings that the controls `hidden_…` did not see.
     """
-    arrays = DecisionArrays(decisions)
-    rows, differences = _demonstration_rows(arrays, "accuracy")
-    votes, _ = _demonstration_rows(arrays, "vote")
+    rows, differences = _demonstration_rows(decisions, "accuracy")
+    votes, _ = _demonstration_rows(decisions, "vote")
     other_bank = {}
     if test is not None:
         other_bank = {"test_digest": test.digest, "test_candidates": len(test.candidates)}
@@ -99,7 +100,7 @@ def selector_results(
         "system": "selector",
         "profile": profile_of(table),
         "split": "test",
-        "test_queries": len(arrays.samples),
+        "test_queries": decisions["sample_id"].n_unique(),
         **other_bank,
         "seeds": list(seeds),
         "shots": sorted({row["shots"] for row in rows}),
@@ -113,7 +114,7 @@ def selector_results(
     }
 
 
-def _demonstration_rows(arrays: DecisionArrays, column: str) -> tuple[Rows, Rows]:
+def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Rows]:
     """Return rows, policy by policy, and differences, at every number of shots.
 
     Args:
@@ -121,44 +122,31 @@ def _demonstration_rows(arrays: DecisionArrays, column: str) -> tuple[Rows, Rows
     """
     rows: Rows = []
     differences: Rows = []
-    for place in np.argsort(arrays.places):
-        known = _on_common_queries(arrays, column, place)
-        if not known:
-            continue
-        shots = int(arrays.places[place])
-        intervals = mean_intervals(list(known.values()))
-        for (policy, right), interval in zip(known.items(), intervals, strict=True):
-            times = arrays.array(policy, "decision_us")[..., place]
-            timed = column == "accuracy" and not np.isnan(times).all()
+    known = pl.col(column).is_not_null()
+    ordered = decisions.sort("place", maintain_order=True)
+    for part in ordered.partition_by("place", maintain_order=True):
+        shots = int(part["place"][0])
+        # policies that anything is known about, and queries that are known to all of these
+        part = part.filter(known.any().over("policy")).filter(known.all().over("sample_id"))
+        policies = part["policy"].unique(maintain_order=True)
+        answers = {policy: array_of(part, policy, column)[..., 0] for policy in policies}
+        intervals = mean_intervals(list(answers.values()))
+        for (policy, right), interval in zip(answers.items(), intervals, strict=True):
+            times = part.filter(policy=policy)["decision_us"].cast(pl.Float64)
             row = {
                 "policy": policy,
                 "shots": shots,
                 "accuracy": float(right.mean()),
                 "accuracy_ci95": interval,
                 "queries": right.shape[1],
-                "decision_us_p50": float(np.nanmean(times)) if timed else None,
+                "decision_us_p50": times.mean() if column == "accuracy" else None,
             }
             if len(right) > 1:
                 row["accuracy_per_seed"] = right.mean(1).tolist()
             rows.append(row)
-        differences += _differences(known, shots)
-    return sorted(rows, key=lambda row: arrays.policies.index(row["policy"])), differences
-
-
-def _on_common_queries(arrays: DecisionArrays, column: str, place: int) -> dict[str, np.ndarray]:
-    """Return a column by policy, float [S, q], of the queries that are known for every policy about
-    which anything is known; {} without such queries."""
-    columns = {}
-    for policy in arrays.policies:
-        right = arrays.array(policy, column)[..., place]
-        if not np.isnan(right).all():
-            columns[policy] = right
-    if not columns:
-        return {}
-    common = ~np.isnan(np.concatenate(list(columns.values()))).any(0)
-    if not common.any():
-        return {}
-    return {policy: right[:, common] for policy, right in columns.items()}
+        differences += _differences(answers, shots)
+    order = decisions["policy"].unique(maintain_order=True).to_list()
+    return sorted(rows, key=lambda row: order.index(row["policy"])), differences
 
 
 def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
@@ -166,12 +154,10 @@ def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     are known."""
     wanted = list(PAIRS)
     learned = [policy for policy in LEARNED if policy in known]
-    if learned:
-        wanted += [(learned[0], simple) for simple in SIMPLE]
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
-    for policy in variants:
-        wanted += [(policy, "rce"), (policy, "sft")]
-    wanted += [(policy, variants[0]) for policy in variants[1:]]
+    wanted += itertools.product(learned[:1], SIMPLE)
+    wanted += itertools.product(variants, ("rce", "sft"))
+    wanted += itertools.product(variants[1:], variants[:1])
     pairs = [pair for pair in dict.fromkeys(wanted) if set(pair) <= set(known)]
     gains = [_paired(known, *pair) for pair in pairs]
     rows = []
@@ -188,7 +174,4 @@ def _paired(known: Mapping[str, np.ndarray], policy: str, against: str) -> np.nd
         len(known[name]) for name in (policy, against) if len(known[name]) > 1 or name in TRAINED
     ]
     common = min(seeds, default=1)
-    shape = common, known[policy].shape[1]
-    first = np.broadcast_to(known[policy][:common], shape)
-    second = np.broadcast_to(known[against][:common], shape)
-    return first - second
+    return known[policy][:common] - known[against][:common]

@@ -6,9 +6,9 @@ but torch is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -54,7 +54,7 @@ def resampled_means(
         seed: of the draws.
         other_seeds: keep the draws of samples and change those of seeds, for policies trained with
             other seeds.
-        splits: int [2, n], see `DecisionArrays.splits`; None for one split.
+        splits: int [2, n], see `splits_of`; None for one split.
 
     Returns:
         float64 [D, K].
@@ -67,16 +67,14 @@ def resampled_means(
         generator = np.random.default_rng([seed, 1])
     state = generator.bit_generator.state
     first_columns = np.cumsum([len(array) for array in arrays])[:-1]
-    shares: dict[int, np.ndarray] = {}
     means = []
     for array, part in zip(arrays, np.split(per_seed, first_columns, axis=1), strict=True):
+        # from the same state, so that other arrays do not change these draws
+        generator.bit_generator.state = state
         seeds = len(array)
-        if seeds not in shares:
-            # from the same state, so that other arrays do not change these draws
-            generator.bit_generator.state = state
-            shares[seeds] = generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
+        shares = generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
         # a rounded mean may lie outside of the values
-        means.append((part * shares[seeds]).sum(1).clip(array.min(), array.max()))
+        means.append((part * shares).sum(1).clip(array.min(), array.max()))
     return np.stack(means, 1)
 
 
@@ -93,20 +91,17 @@ def _over_samples(
     """
     n, width = columns.shape
     if splits is None:
-        distinct = n
-    else:
-        distinct = int(splits[1].max()) + 1
-        number = int(splits[0].max()) + 1
-        chances_of_splits = np.full(number, 1 / number)
-        times = np.random.default_rng([seed, 2]).multinomial(number, chances_of_splits, draws)
-    chances = np.full(distinct, 1 / distinct)
+        splits = np.stack([np.zeros(n, int), np.arange(n)])
+    number, distinct = splits.max(1) + 1
+    of_splits = np.random.default_rng([seed, 2])
+    times = of_splits.multinomial(number, np.full(number, 1 / number), draws)
     means = np.empty((draws, width))
     step = max(1, BLOCK // n)
     for start in range(0, draws, step):
         # counts of how often each sample is drawn make the means a matrix product
-        counts = generator.multinomial(distinct, chances, min(step, draws - start))
-        if splits is not None:
-            counts = counts[:, splits[1]] * times[start : start + step, splits[0]]
+        count = min(step, draws - start)
+        counts = generator.multinomial(distinct, np.full(distinct, 1 / distinct), count)
+        counts = counts[:, splits[1]] * times[start : start + step, splits[0]]
         total = counts.sum(1, keepdims=True)
         means[start : start + step] = (counts / np.where(total > 0, total, np.nan)) @ columns
     return means
@@ -118,7 +113,8 @@ def ends_of(drawn: np.ndarray) -> list[list[float]]:
     known = ~np.isnan(drawn).all(0)
     bounds = np.zeros((2, drawn.shape[1]))
     bounds[:, known] = np.nanquantile(drawn[:, known], [0.025, 0.975], axis=0)
-    return [[float(low), float(high)] for low, high in bounds.T]
+    intervals: list[list[float]] = bounds.T.tolist()
+    return intervals
 
 
 def mean_intervals(values: Sequence[ArrayLike]) -> list[list[float]]:
@@ -137,29 +133,21 @@ def mean_interval(values: ArrayLike) -> list[float]:
 
 def score_intervals(
     cases: Sequence[Sequence[ArrayLike]], splits: np.ndarray | None = None
-) -> list[dict[str, Any]]:
-    """Return for each policy the intervals `score_ci95`, `gap_closed_ci95` and the list
-    `differences_ci95`, all from the same draws. A draw in which nothing could be gained says
-    nothing about the gap.
+) -> list[list[list[float]]]:
+    """Return for each policy the intervals of its score, of the share of the oracle gap that it
+    closes and of its differences, all from the same draws. A draw in which nothing could be gained
+    says nothing about the gap.
 
     Args:
         cases: for each policy its score, float [S, n], those of the low and the high reference,
             float [n], and the same number of differences, float [S, n].
         splits: as in `resampled_means`.
     """
-    width = len(cases[0])
-    arrays: list[ArrayLike] = []
-    for case in cases:
-        arrays += case
-    drawn = resampled_means(arrays, splits=splits)
-    # a policy's arrays stand next to each other: every width-th column is of the same kind
-    score, low, high = (drawn[:, kind::width] for kind in range(3))
-    gaps = ends_of((score - low) / np.where(high - low > 1e-9, high - low, np.nan))
-    others = [ends_of(drawn[:, kind::width]) for kind in (0, *range(3, width))]
-    return [
-        {"score_ci95": score_ci95, "gap_closed_ci95": gap, "differences_ci95": list(differences)}
-        for gap, score_ci95, *differences in zip(gaps, *others, strict=True)
-    ]
+    drawn = resampled_means(list(itertools.chain(*cases)), splits=splits)
+    score, low, high, *differences = drawn.T.reshape(len(cases), -1, len(drawn)).swapaxes(0, 1)
+    gap = (score - low) / np.where(high - low > 1e-9, high - low, np.nan)
+    ends = [ends_of(draws.T) for draws in (score, gap, *differences)]
+    return [list(intervals) for intervals in zip(*ends, strict=True)]
 
 
 # -- differences -----------------------------------------------------------------------------------
@@ -200,14 +188,6 @@ class Difference:
             return 0
         return int(self.ci95[0] > 0) - int(self.ci95[1] < 0)
 
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any], place: str = "shots", run: str = "") -> Difference:
-        """Make it from a row of `differences` in `results.json`; `place` is the key of the place
-        in this row."""
-        low, high = row["ci95"]
-        names = (run, run, row["policy"], row["against"])
-        return cls(*names, row[place], row.get("samples", 0), row["difference"], (low, high))
-
 
 def paired(
     first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 0
@@ -233,20 +213,16 @@ def paired(
         same_seeds: whether the seeds are the same, in the same order.
         seed: of the draws.
     """
-    if same_seeds:
-        sides = [first - second]
-    else:
-        sides = [first, -second]
+    sides = [first - second] if same_seeds else [first, -second]
     draws = []
     for i, side in enumerate(sides):
-        columns = list(np.moveaxis(side, 2, 0))
-        draws.append(resampled_means(columns, seed=seed, other_seeds=i > 0))
+        draws.append(resampled_means(list(np.moveaxis(side, 2, 0)), seed=seed, other_seeds=i > 0))
     drawn = np.sum(draws, 0)  # [D, C]
     observed = np.sum([side.mean((0, 1)) for side in sides], 0)  # [C]
     wider, p = _for_seeds(sides, drawn, observed)
     bounds = observed + wider * (np.quantile(drawn, [0.025, 0.975], axis=0) - observed)
     p = np.maximum(p, _sign_flips(first.mean(0) - second.mean(0), np.random.default_rng(seed)))
-    return [tuple(map(float, column)) for column in zip(observed, *bounds, p, strict=True)]
+    return list(zip(*np.stack([observed, *bounds, p]).tolist(), strict=True))
 
 
 def _for_seeds(
@@ -313,5 +289,5 @@ def pareto_front(accuracy: np.ndarray, latency_ms: np.ndarray) -> np.ndarray:
     order = np.lexsort((-accuracy, latency_ms))
     best = np.maximum.accumulate(accuracy[order])
     front = np.zeros(len(order), dtype=bool)
-    front[order] = np.r_[True, best[1:] > best[:-1]]
+    front[order] = np.diff(best, prepend=-np.inf) > 0
     return front
