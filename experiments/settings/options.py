@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import MISSING
@@ -118,6 +118,21 @@ class TrainRun(Training):
                 f"reward=function: is for deadlines; budget={self.budget.sense} has a reward of "
                 "its own"
             )
+
+
+def resolve(config: TrainRun) -> TrainRun:
+    """Return the settings with what follows from the kind of budget.
+
+    Under a mean budget and under weights the reward is priced; under weights there are neither
+    experts nor a guard.
+    """
+    sense = config.budget.sense
+    if sense == "deadline":
+        return config
+    policy = config.policy
+    if sense == "weights":
+        policy = replace(policy, experts=(), guard=False)
+    return replace(config, reward=RewardConfig(kind="priced"), policy=policy)
 
 
 @dataclass
@@ -400,5 +415,3 @@ VERBS: dict[str, type[Any]] = {
     "workspace": WorkspaceRun,
 }
 """The settings of every verb. `train` has two, for controllers and for selectors."""
-EXPERIMENTS = {"train": "controller", "train_selector": "selector"}
-"""The experiment that runs when none is named."""
