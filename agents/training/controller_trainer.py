@@ -57,6 +57,9 @@ from knobwise.losses.settings import LossConfig
 JUDGED_STEPS = 4
 """Worths of each kind that validation under weights takes the pairs of."""
 
+VALUE_COEFF = 1.0
+"""Weight of the squared error of PPO's value network."""
+
 # settings of the teacher's regression, as in `Stage`
 TEACHER_LR = 3e-3
 TEACHER_DECAY = 0.05
@@ -305,7 +308,6 @@ class ControllerTrainer(JudgedTrainer):
             self._begin_grpo,
             kl_controls=controls,
             patience=settings.patience,
-            retreat=settings.retreat,
         )
 
     def _teacher_stages(
@@ -340,7 +342,7 @@ class ControllerTrainer(JudgedTrainer):
             self.critic,
             clip_epsilon=self.loss.clip_epsilon,
             entropy_coeff=self.loss.entropy_coeff,
-            critic_coeff=self.loss.value_coeff,
+            critic_coeff=VALUE_COEFF,
             loss_critic_type="l2",
             functional=False,
         )

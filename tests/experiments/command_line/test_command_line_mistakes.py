@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import gzip
 import io
+import json
 import os
 import subprocess
 import sys
@@ -40,14 +41,20 @@ WITH_TORCH = [
     ("split.train=0.9", "train=0.9"),
     ("budget=relative budget.factors=[-3]", "factors"),
     ("budgets_ms=[-1.0]", "budgets_ms"),
+    ("profile model=gpt", "elastic"),
+    ("evaluate", "runs/latest"),
 ]
 """Words of a training, and what the message names."""
 
 
 @pytest.mark.parametrize(("words", "key"), WITH_TORCH)
 def test_a_mistake_that_shows_when_data_are_read(words: str, key: str, capsys: Capture) -> None:
-    profile = [] if "profile=" in words else SIMULATED
-    assert key in refused(["train", *profile, *words.split()], capsys)
+    command = words.split()
+    if command[0] not in VERBS:
+        command = ["train", *command]
+        if "profile=" not in words:
+            command += SIMULATED
+    assert key in refused(command, capsys)
 
 
 @pytest.mark.parametrize(
@@ -162,32 +169,52 @@ MISTAKES = [
     ("train threads=0", "threads=0"),
     ("train device=tpu", "device=tpu"),
     ("profile knobs.samples=-1", "samples"),
-    ("profile model=gpt", "elastic"),
-    ("evaluate", "runs/latest"),
     ("evaluate split.seed=-1", "split.seed=-1"),
     ("evaluate stream.seed=-1", "stream.seed=-1"),
     ("evaluate beams=files beams.path=b.json beams.split_seed=-1", "beams.split_seed=-1"),
     ("evaluate judged_shots=1,2", "judged_shots=1,2"),
 ]
-NEEDS_TORCH = ("profile model=gpt", "evaluate")
+
+
+HELP = [f"{verb} --help" for verb in VERBS if not verb.startswith("train_")]
+ANSWER = """
+import contextlib, io, json, sys
+from knobwise.__main__ import main
+answers = {}
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        answers[words] = main(words.split()), err.getvalue()
+print(json.dumps([answers, "torch" in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """The exit status and what is printed on stderr, by words, from a process without torch."""
+    words = json.dumps([*HELP, *(words for words, _ in MISTAKES)])
+    folder = tmp_path_factory.mktemp("empty")
+    command = [sys.executable, "-c", ANSWER, words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr[-500:]
+    printed, has_torch = json.loads(done.stdout)
+    assert not has_torch
+    assert not list(folder.iterdir())
+    return printed
 
 
 @pytest.mark.parametrize(("words", "key"), MISTAKES)
-def test_a_mistake_is_a_line_that_names_it(words: str, key: str, capsys: Capture) -> None:
-    assert key in refused(words.split(), capsys)
+def test_a_mistake_is_a_line_that_names_it_and_needs_no_torch(
+    words: str, key: str, answers: dict[str, tuple[int, str]]
+) -> None:
+    status, printed = answers[words]
+    assert status == 2
+    assert key in printed
+    assert printed.startswith("knobwise: ")
+    assert printed.count("\n") == 1
 
 
-def test_help_and_mistakes_are_answered_without_torch() -> None:
-    commands = [f"{verb} --help" for verb in VERBS if not verb.startswith("train_")]
-    commands += [words for words, _ in MISTAKES if words not in NEEDS_TORCH]
-    script = f"""
-import sys
-from knobwise.__main__ import main
-status = {{main(words.split()) for words in {commands!r}}}
-sys.exit(0 if status == {{0, 2}} and "torch" not in sys.modules else 1)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-500:]
+def test_help_needs_no_torch(answers: dict[str, tuple[int, str]]) -> None:
+    assert all(answers[words] == [0, ""] for words in HELP)
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["profile", "-h"]])
