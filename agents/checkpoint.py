@@ -26,8 +26,6 @@ OUTSIDE_THE_NETWORK = (
     "dropout",
     "guard",
     "level",
-    "level_cost",
-    "confidence",
     "sharpness",
     "teacher",
     "experts",

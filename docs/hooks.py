@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 
 from knobwise.experiments.command_line import compose
 from knobwise.experiments.command_line.help import help_lines
-from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
+from knobwise.experiments.settings.options import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = {
@@ -28,7 +28,7 @@ PROJECT = {
 }
 PROJECT |= {"CODE_OF_CONDUCT.md": "conduct.md"}
 PACKAGES = ("knobwise", "knobwise.envs", "knobwise.agents", "knobwise.losses")
-WORDS = {"True": "true", "False": "false", "${policy}": "as policy"}
+WORDS = {"True": "true", "False": "false"}
 """Defaults as they are typed."""
 PROFILING = ("AdaptiveVLM", "FirstStage", "Request", "Answer")
 
@@ -119,9 +119,9 @@ def sections(verb: str) -> Iterator[str]:
             # outside code nothing is Markdown but code
             meaning = re.sub(r"(`[^`]*`)|([|<*_])", lambda m: m[1] or f"\\{m[2]}", option.meaning)
             yield f"| `{option.key}` | `{default}` | {meaning} |\n"
-    if verb in EXPERIMENTS:
+    if verb.startswith("train"):
         yield "\n## Experiments\n\n| experiment | question |\n| --- | --- |\n"
-        for name in compose.experiments():
+        for name in compose.choices_of("experiment"):
             if compose.schema_of("train", [f"experiment={name}"]) == verb:
                 yield f"| `{name}` | {compose.question_of(name)} |\n"
 

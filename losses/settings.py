@@ -77,13 +77,10 @@ class LossConfig(GRPOConfig):
     `ppo`: TorchRL's ClipPPOLoss on as many draws, with the advantage reward − V, where V is what a
     value network expected of the context before. With advantage=zscore these are standardised over
     the draws of a step."""
-    value_coeff: float = 1.0
-    """Weight of the value network's squared error, for `ppo`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("loss.objective", self.objective, ("exact", "sampled", "ppo"))
-        positive("loss.value_coeff", self.value_coeff)
         if self.objective == "ppo":
             one_of("loss.advantage", self.advantage, ("centred", "zscore"))
             if self.kl_to_ref_coeff:

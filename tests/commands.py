@@ -27,6 +27,7 @@ from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.training.loop import Trainer
 from knobwise.envs.readers.long_table import write_features, write_long_table
+from knobwise.experiments.command_line.compose import run_hydra, schema_of
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -82,6 +83,13 @@ def write_table(samples: int = 60, seed: int = 0, holes: float = 0.0, prefix: st
     table = small_table(samples, seed, holes)
     write_long_table(table, f"{prefix}t.parquet")
     write_features(table, f"{prefix}f.npz")
+
+
+def jobs_of(words: list[str]) -> list[Any]:
+    """The settings of every job of a sweep with these words."""
+    jobs: list[Any] = []
+    run_hydra(schema_of("train", words), ["-m", *words], lambda job, _: jobs.append(job))
+    return jobs
 
 
 def mistake(words: list[str], capsys: Capture) -> str:

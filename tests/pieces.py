@@ -3,14 +3,7 @@ load for seconds."""
 
 from __future__ import annotations
 
-import os
-import time
-from pathlib import Path
-
-from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-
-LONG_S = 60
 
 
 def work(number: int) -> int:
@@ -18,17 +11,3 @@ def work(number: int) -> int:
         for done in range(1, 4):
             tick(done, f"note {number}")
     return number
-
-
-def do_piece(folder: Path, what: str) -> str:
-    """Leaves a file with its process's number, and does what its name says."""
-    (folder / what).write_text(str(os.getpid()))
-    if what == "wrong":
-        raise InputError("something wrong")
-    if what.startswith("long"):
-        try:
-            time.sleep(LONG_S)
-        except KeyboardInterrupt as stop:
-            stop.add_note(f"{what} was saved")
-            raise
-    return f"{what} done"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from commands import jobs_of
 from helpers import few_demonstrations, small_beams, small_table
 from PIL import Image
 from tiny_models import tiny_model
@@ -24,8 +25,6 @@ from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.command_line.compose import read_settings, schema_of
-from knobwise.experiments.command_line.sweep import jobs_of
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.tracking.wandb_run import THROUGHPUT
@@ -396,8 +395,7 @@ def test_every_command_of_a_guide_and_then_every_snippet(
             "-m" in words
             # every combination trained would take minutes: that all of them are understood is enough
         ):
-            schema = schema_of("train", words[1:])
-            assert all(read_settings(schema, job) for job in jobs_of(schema, words[1:]))
+            assert jobs_of([word for word in words[1:] if not word.startswith(("-m", "hydra"))])
             continue
         # README commands on the built-in profile stand in for themselves elsewhere; here a small
         # table is enough

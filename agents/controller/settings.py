@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from knobwise.common.checks import at_least, one_of, positive, share
+from knobwise.common.checks import at_least, one_of, positive
 from knobwise.common.errors import InputError
 
 EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
@@ -31,11 +31,6 @@ class PolicyConfig:
     under a mean budget the static mix."""
     level: float = 0.95
     """Share of the feasible requests whose budget the guard keeps."""
-    level_cost: float = 0.1
-    """Share of the gain over budget-aware static that keeping the level may cost; if it costs more,
-    the level is not enforced and the report says so. 1 keeps the level at any cost."""
-    confidence: float = 0.8
-    """One-sided confidence that the guard requires for the policy to be better than static."""
     hidden: int = 256
     """Width of the hidden layers; 0 chooses it by the smallest budget, so that a decision takes
     little of it."""
@@ -89,10 +84,8 @@ class PolicyConfig:
                 f"policy.members={self.members}: policy.teacher=true needs at least 2, so that the "
                 "teacher is judged on samples that it was not fitted on"
             )
-        for name in ("level", "confidence"):
-            if not 0 < getattr(self, name) < 1:
-                raise InputError(f"policy.{name}={getattr(self, name)}: must be between 0 and 1")
-        share("policy.level_cost", self.level_cost)
+        if not 0 < self.level < 1:
+            raise InputError(f"policy.level={self.level}: must be between 0 and 1")
         for name in ("members", "layers", "teacher_hidden", "budget_width"):
             at_least(f"policy.{name}", getattr(self, name), 1)
         for name in ("hidden", "project"):

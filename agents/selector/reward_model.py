@@ -29,6 +29,10 @@ LR = 2e-3
 """Learning rate of AdamW, which falls linearly to 0 in each fit."""
 DROPOUT = 0.2
 """Dropout on the tokens, in a fit only."""
+KAPPA = 1.0
+"""κ: the reward is the mean of the members' probabilities − κ · their standard deviation."""
+REFIT_EPOCHS = 2
+"""Passes over all answered sequences after each round of true calls."""
 REWARD = DemonstrationRewardConfig("legacy", information="vqa_correct")
 """The reward of the environment: the predicted `vqa_correct` as it is."""
 
@@ -221,7 +225,7 @@ class RewardModel:
         With `table` bound, this is a scorer for the environment.
         """
         probabilities = self.probabilities(table, rows, sequences)
-        return {"vqa_correct": penalised(probabilities, self.config.kappa)}
+        return {"vqa_correct": penalised(probabilities, KAPPA)}
 
     def correct(
         self, table: BeamTable, rows: Tensor, drawn: Tensor, scorer: Scorer
@@ -246,7 +250,7 @@ class RewardModel:
         most_disputed = torch.arange(queries), predicted.std(0, correction=0).argmax(1)
         sequences = drawn[most_disputed]
         right = scorer(rows, sequences)["vqa_correct"].float().cpu()
-        loss = self.learn(table, Answered(rows, sequences, right), self.config.refit_epochs)
+        loss = self.learn(table, Answered(rows, sequences, right), REFIT_EPOCHS)
         expected = predicted.mean(0)[most_disputed].mean()
         return {
             "Asked_Right": float(right.mean()),

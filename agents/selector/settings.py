@@ -79,8 +79,6 @@ class RewardModelConfig:
 
     calls: int = 0
     """True calls of the answering model that correct it, spread evenly over the epochs of GRPO."""
-    kappa: float = 1.0
-    """κ: the reward is the mean of the members' probabilities − κ · their standard deviation."""
     recorded: str = "without_beams"
     """The recorded sequences that it learns from first: all, without_beams (none that was found
     with the answer in view), own (the policy's draws) or beams."""
@@ -90,12 +88,9 @@ class RewardModelConfig:
     """Width of each network."""
     epochs: int = 6
     """Passes over the recorded sequences before GRPO."""
-    refit_epochs: int = 2
-    """Passes over all answered sequences after each round of true calls."""
 
     def __post_init__(self) -> None:
-        for name in ("calls", "kappa"):
-            at_least(f"reward_model.{name}", getattr(self, name), 0)
-        for name in ("members", "width", "epochs", "refit_epochs"):
+        at_least("reward_model.calls", self.calls, 0)
+        for name in ("members", "width", "epochs"):
             at_least(f"reward_model.{name}", getattr(self, name), 1)
         one_of("reward_model.recorded", self.recorded, tuple(GROUPS))

@@ -50,14 +50,16 @@ fitted on."""
 
 
 class GuardSettings(NamedTuple):
-    """Settings of the guard, see `PolicyConfig`.
-
-    With a `level_cost` of 1 static is deployed where only it keeps the level.
-    """
+    """Settings of the guard."""
 
     level: float = 0.95
+    """Share of the feasible requests whose budget the guard keeps."""
     confidence: float = 0.8
+    """One-sided confidence that it requires for the policy to be better than static."""
     level_cost: float = 0.1
+    """Share of the gain over budget-aware static that keeping the level may cost; if it costs more,
+    the level is not enforced and the report says so. 1 keeps the level at any cost: static is
+    deployed where only it keeps the level."""
 
 
 def calibrate(

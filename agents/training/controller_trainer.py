@@ -49,6 +49,9 @@ from knobwise.losses.functional import reward_weighted_cross_entropy
 from knobwise.losses.kl_control import weight_control
 from knobwise.losses.settings import LossConfig
 
+VALUE_COEFF = 1.0
+"""Weight of the squared error of PPO's value network."""
+
 # settings of the teacher's regression, as in `Stage`
 TEACHER_LR = 3e-3
 TEACHER_DECAY = 0.05
@@ -297,7 +300,6 @@ class ControllerTrainer(JudgedTrainer):
             self._begin_grpo,
             kl_controls=controls,
             patience=settings.patience,
-            retreat=settings.retreat,
         )
 
     def _teacher_stages(
@@ -332,7 +334,7 @@ class ControllerTrainer(JudgedTrainer):
             self.critic,
             clip_epsilon=self.loss.clip_epsilon,
             entropy_coeff=self.loss.entropy_coeff,
-            critic_coeff=self.loss.value_coeff,
+            critic_coeff=VALUE_COEFF,
             loss_critic_type="l2",
             functional=False,
         )

@@ -101,8 +101,6 @@ class Trainer(ABC):
         # the logged metrics by iteration, so that `metrics.csv` can be written again
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.scores = list[tuple[int, float]]()  # iteration and score of every evaluation
-        self.below = 0  # evaluations in a row below the best
-        self.slower = 1.0  # factor on the learning rate, halved by each retreat
         self._held = Held()
         # actions and seconds since the last log, for the logged speed
         self.actions = 0
@@ -216,7 +214,7 @@ class Trainer(ABC):
 
     def _learning_rate(self) -> float:
         """Return the learning rate of the present iteration."""
-        return learning_rate(self.stage.lr * self.slower, self._share(), self.settings)
+        return learning_rate(self.stage.lr, self._share(), self.settings)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -282,19 +280,12 @@ class Trainer(ABC):
             self._save(judged=False)
             self._held.check()
         stage = self.stage
-        begins = self._share() == 0
-        # a new stage begins, or this one goes back to its best weights
-        if begins or self.below >= stage.retreat > 0:
-            if begins:
-                stage.begin()
-            else:
-                self.agent.load_state_dict(self.best["state"])
+        if self._share() == 0:
+            stage.begin()
             decay = stage.weight_decay
             if decay is None:
                 decay = self.settings.weight_decay
             self.optimiser = adamw(self.learned, decay)
-            self.below = 0
-            self.slower = 1.0 if begins else self.slower / 2
         return True
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
@@ -345,7 +336,6 @@ class Trainer(ABC):
         # a resumed training repeats its last evaluation, which counts once
         if not self.scores or self.scores[-1][0] < self.iteration:
             self.scores.append((self.iteration, score))
-            self.below = 0 if better else self.below + 1
         if better:
             state = {
                 name: value.detach().clone() for name, value in self.agent.state_dict().items()
@@ -429,7 +419,7 @@ class Trainer(ABC):
             "reference": self.reference.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "coefficients": [float(control.coefficient) for control in self.kl_controls],
-            "evaluated": (self.scores, self.below, self.slower),
+            "evaluated": (self.scores,),
             "logged": self.logged,
             "contexts": self.env.contexts.before,
             "random": random_state(self.device),
@@ -456,7 +446,7 @@ class Trainer(ABC):
         self.optimiser.load_state_dict(state["optimiser"])
         for control, value in zip(self.kl_controls, state.get("coefficients", ()), strict=False):
             control.coefficient.fill_(value)
-        self.scores, self.below, self.slower = state["evaluated"]
+        self.scores = state["evaluated"][0]
         self.env.contexts.set_back(state["contexts"])
         self.collector.reset()
         self._random = state["random"]

@@ -46,9 +46,6 @@ class OptimiserConfig:
     patience: int = 8
     """Patience: evaluations without a better validation utility that end GRPO; 0 never ends it
     early."""
-    retreat: int = 0
-    """After this many evaluations in a row below the best validation utility, GRPO goes back to the
-    best weights and halves the learning rate; 0 never goes back."""
 
     def __post_init__(self) -> None:
         one_of("optimiser.schedule", self.schedule, ("cosine", "constant"))
@@ -60,7 +57,6 @@ class OptimiserConfig:
             "warmup_patience",
             "iterations",
             "patience",
-            "retreat",
         ):
             at_least(f"optimiser.{name}", getattr(self, name), 0)
         for name in ("lr", "warmup_lr", "weight_decay"):
@@ -114,6 +110,5 @@ class StageConfig:
             minibatch=min(self.queries, collected),
             evaluate_every=iterations_per_epoch,
             patience=0,
-            retreat=0,
             **{name: getattr(self, name) for name in ("lr", "rise", "weight_decay", "clip_grad")},
         )

@@ -55,7 +55,7 @@ def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tens
     """Calibrate the guards on held-out samples, and keep the static policy that they fall back
     to."""
     policy = trainer.policy
-    settings = GuardSettings(policy.level, policy.confidence, policy.level_cost)
+    settings = GuardSettings(policy.level)
     measured, static_choice = _held_out(trainer, budgets_ms)
     looks = trainer.table.first_look_ms
     if looks is not None:
@@ -168,7 +168,7 @@ def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_m
             mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
         accuracy = table.accuracy[rows].double().gather(1, chosen)
         spent = table.latency_ms[rows].double().gather(1, chosen) + cost_ms
-        confidence = trainer.policy.confidence
+        confidence = GuardSettings().confidence
         settled.guard = compared(accuracy, spent, torch.cat(mixed), budgets_ms, confidence)
         mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
         # the mix that is deployed is fitted on all samples

@@ -42,9 +42,6 @@ class Stage:
     step."""
     patience: int = 0
     """The stage ends this many evaluations after its best score; 0 never ends it early."""
-    retreat: int = 0
-    """After this many evaluations in a row below the best, training goes back to the best weights
-    at half the learning rate; 0 never goes back."""
     weight_decay: float | None = None
     """Weight decay of AdamW; None for that of the settings."""
     clip_grad: float | None = None

@@ -1,5 +1,5 @@
-"""The settings that `key=value` arguments stand for. Hydra composes them from config groups. Each
-mistake becomes one line that says what is wrong and what is probably meant."""
+"""The settings that `key=value` arguments stand for, which Hydra composes from `experiments/conf`
+and from the dataclasses of every verb."""
 
 from __future__ import annotations
 
@@ -8,43 +8,28 @@ import inspect
 import itertools
 import os
 import re
+import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import (
-    MISSING,
-    BooleanNode,
-    DictConfig,
-    FloatNode,
-    IntegerNode,
-    ListConfig,
-    OmegaConf,
-)
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    ValidationError,
-)
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.utils import get_original_cwd
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
-from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
-from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
+from knobwise.common.processes import end_with
+from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import PROFILES, of_run, profile_of_run
 from knobwise.experiments.settings.selector_options import (
     BeamFiles,
@@ -52,92 +37,15 @@ from knobwise.experiments.settings.selector_options import (
     ClipLora,
     StoredEncoder,
 )
-from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.losses.settings import LossConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-ABOUT_HYDRA = r"[+~]*hydra[./]"
-"""The start of an argument that sets an option of Hydra itself, such as the launcher of a sweep."""
-MULTIRUN = ("-m", "--multirun")
-"""The flags that start a sweep."""
-
-_POLICY = PolicyConfig(teacher=True, members=5, hidden=0, dropout=0.0, drift=0.3)
-_OPTIMISER: dict[str, Any] = {
-    "warmup_iterations": 600,
-    "warmup_lr": 3e-3,
-    "iterations": 400,
-    "lr": 3e-4,
-    "patience": 10,
-    "contexts": 256,
-    "minibatch": 128,
-    "epochs": 2,
-}
-
-GROUPS: dict[str, dict[str, Any]] = {
+READERS: dict[str, dict[str, type[Any]]] = {
     "profile": PROFILES,
     "trained_on": PROFILES,
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
     "encoder": {"stored": StoredEncoder, "clip": ClipLora},
-    "budget": {
-        **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "fixed")},
-        "uniform": BudgetConfig(strategy="uniform"),
-        "mean": BudgetConfig(sense="mean"),
-    },
-    "reward": {
-        "utility": replace(TRAINING_REWARD),
-        "shaped": RewardConfig(kind="shaped"),
-        "function": RewardConfig(kind="function", function=MISSING),
-    },
-    "policy": {
-        "auto": replace(_POLICY, experts=EXPERTS),
-        "utility": _POLICY,
-        "independent": PolicyConfig(guard=False),
-    },
-    "loss": {
-        name: LossConfig(objective=name, group_size=16) for name in ("exact", "sampled", "ppo")
-    },
-    # what suits each policy, under its name
-    "optimiser": {
-        **{name: OptimiserConfig(**_OPTIMISER) for name in ("auto", "utility")},
-        "independent": OptimiserConfig(),
-    },
-    "tracking": {
-        name: TrackingSettings(mode=name) for name in ("auto", "offline", "online", "disabled")
-    },
 }
-_DEFAULTS = {
-    "profile": "builtin",
-    "budget": "quantiles",
-    "reward": "utility",
-    "policy": "auto",
-    "loss": "sampled",
-}
-_DEFAULTS |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin"}
-_DEFAULTS |= {"trained_on": "builtin", "encoder": "stored"}
-GROUPS_OF = {
-    "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
-    "train_selector": ("beams", "encoder", "tracking"),
-    "inspect": ("profile",),
-    "evaluate": ("profile", "reward", "beams", "encoder"),
-    "explain": ("profile",),
-    "profile": (),
-    "export": ("profile",),
-    "update": ("profile", "trained_on", "tracking"),
-    "compare": (),
-    "workspace": (),
-}
-"""The groups in the settings of each verb."""
-
-# a run has its own folder and config.yaml, so Hydra writes none
-HYDRA = {
-    "run": {"dir": "."},
-    "sweep": {"dir": "${runs}/multirun", "subdir": "."},
-    "sweeper": {"params": {}},
-    "output_subdir": None,
-    "job": {"chdir": False},
-}
-SWEEP = "sweep"
-"""The config that Hydra launches the jobs of a sweep with; each job is one value of `job`."""
+"""The groups whose choices have options of their own; all other groups are folders of `CONF`."""
 
 
 def schema_of(verb: str, arguments: Sequence[str]) -> str:
@@ -153,37 +61,35 @@ def schema_of(verb: str, arguments: Sequence[str]) -> str:
 
 @cache
 def register() -> None:
-    """Tell Hydra the groups and the verbs."""
+    """Tell Hydra the readers of files and the settings of every verb."""
     store = ConfigStore.instance()
-    for group, options in GROUPS.items():
-        for name, node in options.items():
+    for group, readers in READERS.items():
+        for name, node in readers.items():
             store.store(group=group, name=name, node=node)
     for verb, node in VERBS.items():
-        # a group whose field is None may be left out
-        choices = {
-            group: None if getattr(node, group, "") is None else _DEFAULTS[group]
-            for group in GROUPS_OF[verb]
-        }
-        defaults: list[Any] = [{group: choice} for group, choice in choices.items()]
-        if verb in EXPERIMENTS:
-            defaults.append({"experiment": EXPERIMENTS[verb]})
         store.store(name=f"{verb}_schema", node=node)
-        store.store(
-            name=verb, node={"defaults": [f"{verb}_schema", *defaults, "_self_"], "hydra": HYDRA}
-        )
-    store.store(name=SWEEP, node={"runs": "runs", "job": 0, "hydra": HYDRA})
 
 
-def experiments() -> list[str]:
-    """Return the names of all experiment files."""
-    return sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+def choices_of(group: str) -> list[str]:
+    """Return the names of all choices of a config group, such as the experiments."""
+    return sorted(READERS.get(group) or (path.stem for path in (CONF / group).glob("*.yaml")))
+
+
+@cache
+def groups_of(verb: str) -> dict[str, str | None]:
+    """Return the groups in the settings of a verb with their default choices."""
+    choices = composed(verb, [], return_hydra_config=True).hydra.runtime.choices
+    return {group: choice for group, choice in choices.items() if "/" not in group}
 
 
 def question_of(experiment: str) -> str:
     """Return the question that an experiment answers, from the comment below the first line of its
-    file."""
-    text = (CONF / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8")
-    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()[1:])
+    file; "" without such a file."""
+    path = CONF / "experiment" / f"{experiment}.yaml"
+    if not path.exists():
+        return ""
+    lines = path.read_text(encoding="utf-8").splitlines()[1:]
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
@@ -197,26 +103,11 @@ def read_settings(verb: str, arguments: Sequence[str]) -> Any:
     baselines.
 
     Raises:
-        InputError: an unknown key or group, a value of the wrong type or a missing one, an option
-            of sweeps.
+        InputError: an unknown key or group, a value of the wrong type or a missing one.
     """
-    for argument in arguments:
-        if re.match(ABOUT_HYDRA, argument):
-            raise InputError(
-                f"{argument}: launchers and Hydra's other options are for sweeps; add -m (knobwise "
-                "train -m …)"
-            )
-    check_flags(verb, arguments)
-    try:
-        settings: Any = OmegaConf.to_object(composed(verb, arguments))
-    except MissingMandatoryValue as error:
-        raise InputError(f"{error.full_key} must be given") from error
-    except OmegaConfBaseException as error:
-        raise InputError(f"{error.full_key}: {_first_line(error)}") from error
-    except ValueError as error:  # a dataclass refuses a value
-        raise InputError(str(error)) from error
+    settings = settings_of(composed(verb, arguments))
     if hasattr(settings, "checkpoint"):
-        for group in {"profile", "trained_on"} & {*GROUPS_OF[verb]}:
+        for group in {"profile", "trained_on"} & groups_of(verb).keys():
             default = getattr(settings, group)
             is_named = any(re.match(rf"{group}[=.]", argument) for argument in arguments)
             if default is not None and not is_named:
@@ -226,33 +117,65 @@ def read_settings(verb: str, arguments: Sequence[str]) -> Any:
     return settings
 
 
-def composed(verb: str, arguments: Sequence[str], with_hydra: bool = False) -> DictConfig:
-    """Return the config that Hydra composes, unchecked; with Hydra's own options if `with_hydra`.
+def composed(verb: str, arguments: Sequence[str], **options: Any) -> DictConfig:
+    """Return the config that Hydra composes for a verb, unchecked. `options` are those of
+    `hydra.compose`.
 
     Raises:
         InputError: an unknown key or group, a value of the wrong type.
     """
-    with _explaining(verb, arguments):
-        return compose(verb, with_variants(arguments), return_hydra_config=with_hydra)
-
-
-def parsed(arguments: Sequence[str]) -> list[Override]:
-    """Return `key=value` arguments as Hydra reads them. Raises InputError for one that it cannot
-    read."""
-    with _explaining("train", arguments):
-        loader = GlobalHydra.instance().config_loader()  # knows what `glob` stands for
-        return list(OverridesParser.create(loader).parse_overrides(list(arguments)))
-
-
-@contextmanager
-def _explaining(verb: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Run a block in which Hydra knows all settings, and turn its errors into an InputError."""
     register()
+    # a value of another kind, such as profile=[1], makes Hydra fail by itself
+    mistakes = explained(verb, arguments, TypeError, ValueError)
+    with mistakes, initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(verb, with_variants(arguments), **options)
+
+
+def settings_of(config: DictConfig) -> Any:
+    """Return a composed config as an instance of its dataclass.
+
+    Raises:
+        InputError: a value that is missing, or that the dataclass refuses.
+    """
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            yield
-    except (HydraException, OmegaConfBaseException, OSError, TypeError, ValueError) as error:
-        raise InputError(_explained(verb, arguments, error)) from error
+        return OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise InputError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def with_variants(arguments: Iterable[str]) -> list[str]:
+    """Mark arguments whose keys the user chooses, since Hydra does not know these keys: variants,
+    and weights by shots."""
+    return [re.sub(r"^(variants|reward\.by_shots)([.=])", r"++\1\2", word) for word in arguments]
+
+
+def run_hydra(
+    verb: str, arguments: Sequence[str], task: Callable[[Any, list[str]], object]
+) -> None:
+    """Have Hydra run the jobs of a sweep (`-m`), by the launcher that the arguments name, or answer
+    the shell's tab completion (`-sc`).
+
+    Args:
+        task: called for each job, in the process that the launcher chose, with its settings and
+            the words of its command.
+
+    Raises:
+        InputError: arguments that Hydra refuses, before the first job starts; or, once all jobs
+            are done, the mistake in one of them. Other errors of a job are raised then as well.
+    """
+
+    launched_by = os.getpid()
+
+    def job(config: DictConfig) -> None:
+        end_with(launched_by)
+        os.chdir(get_original_cwd())  # relative paths refer to it, but workers start elsewhere
+        task(settings_of(config), list(HydraConfig.get().overrides.task))
+
+    register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
+    sys.argv = ["knobwise", *with_variants(arguments)]
+    with explained(verb, arguments):
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()
 
 
 def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:
@@ -267,19 +190,46 @@ def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:
         print(*(name for name in verbs if name.startswith(verb)))
         return
     os.environ["COMP_LINE"] = f"knobwise {rest}"
-    with _explaining("train", ()):
-        GlobalHydra.instance().hydra.shell_completion(
-            schema_of(verb, rest.split()), list(arguments)
-        )
+    schema = schema_of(verb or "train", rest.split())
+    run_hydra(schema, ["-sc", *arguments], lambda *_: None)
 
 
-def with_variants(arguments: Sequence[str]) -> list[str]:
-    """Mark arguments whose keys the user chooses, since Hydra does not know these keys: variants,
-    and weights by shots."""
-    return [
-        f"++{argument}" if re.match(r"(variants|reward\.by_shots)[.=]", argument) else argument
-        for argument in arguments
-    ]
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> Iterator[None]:
+    """Turn what Hydra refuses in the arguments of a verb, or these errors, into an InputError: the
+    message, and what is probably meant."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, *errors) as error:
+        message = f"{error}\n{error.__cause__ or ''}"
+        # lines about our dataclasses and where Hydra looks for files help nobody
+        technical = re.compile(r"\s*(full_key|\w+_type|Config search path|provider)\b")
+        lines = [line for line in message.splitlines() if not technical.match(line)]
+        raise InputError("\n".join(lines) + _suggestion(verb, arguments)) from error
+
+
+def _suggestion(verb: str, arguments: Sequence[str]) -> str:
+    """Return `; did you mean …?` for the first argument with an unknown key or choice, or ""."""
+    if not arguments:
+        return ""
+    groups = {**groups_of(verb), "experiment": None}
+    keys = [option.key for option in options_in(VERBS[verb](), groups)]
+    # an option is known by its whole key and by the last part of it
+    names = {key.rpartition(".")[2]: key for key in reversed(keys)} | dict(
+        zip(keys, keys, strict=True)
+    )
+    for argument in arguments:
+        key, _, value = argument.lstrip("+~-").partition("=")
+        if key in groups:
+            close = [f"{key}={name}" for name in get_close_matches(value, choices_of(key), 2)]
+        else:
+            close = [f"{names[name]}={value}" for name in get_close_matches(key, names, 2)]
+        if close and argument not in close and "," not in value:
+            return f"; did you mean {' or '.join(dict.fromkeys(close))}?"
+    return ""
 
 
 # -- every option ----------------------------------------------------------------------------------
@@ -306,212 +256,28 @@ def field_docs(node: type[Any]) -> dict[str, str]:
     return docs
 
 
-def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> Iterator[Option]:
-    """Yield every option in an instance of a settings dataclass, with its value as the default."""
+def options_in(
+    settings: Any, groups: Mapping[str, str | None], prefix: str = ""
+) -> Iterator[Option]:
+    """Yield every option in an instance of a settings dataclass, with its value as the default;
+    for a group the default is its choice in `groups`."""
     docs = field_docs(type(settings))
     for f in fields(settings):
         value = getattr(settings, f.name)
         key = f"{prefix}{f.name}"
-        if f.name in groups:
-            docs[f.name] = f"Group: {', '.join(GROUPS[f.name])}. {docs[f.name]}"
-        if f.name in groups and f.name in ("profile", "trained_on", "beams", "encoder"):
-            # each choice has options of its own
-            yield Option(key, "none" if value is None else _DEFAULTS[f.name], docs[f.name])
-            for name, node in GROUPS[f.name].items():
-                for option in options_in(node(), prefix=f"{key}."):
-                    if option.key != f"{key}.format":
-                        yield option._replace(choice=f"{key}={name}")
-        elif is_dataclass(value):
-            if f.name in groups:
-                default = _DEFAULTS[f.name].replace("${policy}", "that of policy")
-            else:
-                default = ""
-            yield Option(key, default, docs[f.name])
-            yield from options_in(value, prefix=f"{key}.")
-        else:
-            default = {MISSING: "must be given", "None": "none"}.get(str(value), str(value))
-            yield Option(key, default, docs[f.name])
-
-
-@cache
-def schema_options(verb: str) -> dict[str, Option]:
-    """Return every option of a verb by its key, with the defaults before groups and experiments are
-    applied."""
-    options: dict[str, Option] = {}
-    for option in options_in(VERBS[verb](), GROUPS_OF[verb]):
-        earlier = options.get(option.key)
-        if earlier:
-            choice = f"{earlier.choice} or {option.choice}"
-        else:
-            choice = option.choice
-        options[option.key] = option._replace(choice=choice)
-    return options
-
-
-# -- mistakes --------------------------------------------------------------------------------------
-
-
-def check_flags(verb: str, arguments: Sequence[str], allowed: Sequence[str] = ()) -> None:
-    """Refuse `--key value`, `+key=value` and the like. Raises InputError, which suggests key=value
-    where the key is known."""
-    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
-        if (
-            not argument.startswith(("-", "+", "~"))
-            or argument in allowed
-            or re.match(r"[+~]+(hydra|variants)[./]", argument)
-        ):
-            continue
-        key, equals, value = argument.lstrip("-+~").partition("=")
-        if not equals:
-            if "=" in following or following.startswith("-"):
-                value = "true"
-            else:
-                value = following
-        if argument.startswith("-") and len(key) > 1:
-            known = list(schema_options(verb))
-        else:
-            known = []
-        same = [f"{name}={value}" for name in _nearest(key.replace("-", "_"), known)]
-        if same:
-            hint = f": try {' or '.join(same)}"
-        else:
-            hint = f" {_listed_by(verb)}"
-        if argument in MULTIRUN:
-            hint = "; only knobwise train has sweeps"
-        raise InputError(f"{argument}: options are key=value, not --flags{hint}")
-
-
-def _explained(verb: str, arguments: Sequence[str], error: Exception) -> str:
-    """Return one line for what Hydra or OmegaConf refuse in the arguments of a command."""
-    if isinstance(error, OverrideParseException):
-        return _unreadable(str(error.override).removeprefix("++"))
-    overrides = OverridesParser.create().parse_overrides(list(arguments))
-    options = schema_options(verb)
-    # mistakes that an argument shows by itself
-    for override in overrides:
-        if problem := _problem(verb, override):
-            return problem
-    # else the error says which key or group it is about
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        return _no_such_choice(group, choice, error.options or ())
-    cause = error.__cause__ or error
-    full_key = str(getattr(cause, "full_key", "") or "").split("[")[0]
-    argument = next(
-        (str(o.input_line).lstrip("+") for o in reversed(overrides) if o.key_or_group == full_key),
-        full_key,
-    )
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and full_key in options:
-        return f"{argument}: is an option of {options[full_key].choice}; give that too"
-    if isinstance(cause, ValidationError):
-        return _wrong_type(argument, cause)
-    return _first_line(cause)
-
-
-def _problem(verb: str, override: Override) -> str:
-    """Return the mistake that one argument shows by itself, or ""."""
-    argument = str(override.input_line)
-    key = override.key_or_group
-    value = argument.partition("=")[2]
-    if not key:
-        return _unreadable(argument)
-    if override.is_sweep_override():
-        return _several_values(verb, key, value)
-    if key == "experiment" or key in GROUPS_OF[verb]:
-        choices: Iterable[str] = experiments() if key == "experiment" else GROUPS[key]
-        choice = value.strip("'\"")
-        return "" if choice in choices else _no_such_choice(key, choice, choices)
-    options = schema_options(verb)
-    if key in options or re.match(r"hydra[./]|variants[.]", key):
-        return ""
-    suggestions = [f"{name}={value}" for name in _nearest(key, list(options))]
-    hint = _did_you_mean(suggestions, f" {_listed_by(verb)}")
-    return f"{argument}: there is no such option{hint}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0]
-
-
-def _listed_by(verb: str) -> str:
-    command = verb.replace("_", " experiment=")
-    return f"(`knobwise {command} --help` lists every option)"
-
-
-def _nearest(key: str, keys: Sequence[str]) -> list[str]:
-    """Return keys that a mistyped one may stand for: spelt almost alike, else with the same last
-    part (`optimiser.lr` for `lr`), else spelt somewhat alike."""
-    section, dot, _ = key.partition(".")
-    last = key.split(".")[-1]
-    same_end = [name for name in keys if "." in name and name.split(".")[-1] == last]
-    # a key of a section is compared with that section alone: `loss.baseline` is not `baselines`
-    if dot:
-        keys = [name for name in keys if name.startswith(f"{section}.")] or keys
-    alike = get_close_matches(key, keys, n=1, cutoff=0.8)
-    return alike or same_end[:3] or get_close_matches(key, keys, n=1)
-
-
-def _did_you_mean(suggestions: Iterable[str], end: str) -> str:
-    """Return `; did you mean a or b?`, or `end` where there is nothing to suggest."""
-    text = " or ".join(suggestions)
-    return f"; did you mean {text}?" if text else end
-
-
-def _unreadable(argument: str) -> str:
-    """Return what is wrong with an argument that Hydra's grammar cannot read."""
-    tables = (".csv", ".parquet", ".jsonl", ".ndjson", ".gz", ".safetensors")
-    if "=" not in argument and Path(argument).suffix in tables:
-        hint = f"did you mean profile=table profile.path={argument}?"
-        return f"{argument}: options are key=value; {hint}"
-    if not re.match(r"[+~]*[\w./@-]+=", argument):
-        return f"{argument!r}: is not of the form key=value, such as policy.hidden=48"
-    return (
-        f"{argument!r}: this value cannot be read; quote a value with blanks or "
-        "brackets twice: 'key=\"a (1)\"'"
-    )
-
-
-def _several_values(verb: str, key: str, values: str) -> str:
-    """Return what is wrong with `key=a,b` outside a sweep."""
-    if verb.startswith("train"):
-        sweep = f"; -m makes a run for each: knobwise train -m {key}={values}"
-    else:
-        sweep = ""
-    if key in schema_options(verb) and schema_options(verb)[key].default.startswith(("[", "(")):
-        return f"{key}={values}: a list is {key}=[{values}]{sweep}"
-    return (
-        f"{key}={values}: takes one value{sweep}; quote a comma inside "
-        f"a text twice: '{key}=\"a,b\"'"
-    )
-
-
-def _no_such_choice(group: str, choice: str, choices: Iterable[str]) -> str:
-    """Return what is wrong with `group=choice`; where it is a file, suggest the reader of files."""
-    reader = {"profile": "table", "trained_on": "table", "beams": "files"}.get(group)
-    if reader is not None and (Path(choice).suffix or "/" in choice):
-        return f"{group}={choice}: is a file; did you mean {group}={reader} {group}.path={choice}?"
-    names = list(choices)
-    suggestions = [f"{group}={name}" for name in get_close_matches(choice, names, n=1)]
-    if suggestions:
-        problem = f"does not exist{_did_you_mean(suggestions, '')}"
-    else:
-        problem = f"must be one of {', '.join(names)}"
-    return f"{group}={choice}: {problem}"
-
-
-def _wrong_type(argument: str, cause: ValidationError) -> str:
-    """Return what is wrong with `key=value`, by the node of OmegaConf that it was meant for."""
-    key, _, value = argument.partition("=")
-    node = cause.child_node
-    if cause.value is None:
-        return f"{key}=null: must have a value"
-    if isinstance(node, DictConfig):
-        return f"{argument}: {key} is a section; its options are {key}.…"
-    # a list that is null has no node
-    if isinstance(node, ListConfig) or "ListConfig" in _first_line(cause):
-        return f"{argument}: must be a list, {key}=[{value or '…'}]"
-    kinds = {BooleanNode: "true or false", IntegerNode: "a whole number", FloatNode: "a number"}
-    kind = next((name for kind, name in kinds.items() if isinstance(node, kind)), None)
-    if kind:
-        return f"{argument}: must be {kind}"
-    return f"{argument}: {_first_line(cause)}"
+        meaning = docs[f.name]
+        default = {MISSING: "must be given", "None": "none"}.get(str(value), str(value))
+        nested = {}
+        if is_dataclass(value):
+            default = ""
+            nested[""] = value
+        if f.name in groups and f.name != "experiment":
+            default = groups[f.name] or "none"
+            meaning = f"Group: {', '.join(choices_of(f.name))}. {meaning}"
+            for name, reader in READERS.get(f.name, {}).items():
+                nested[f"{key}={name}"] = reader()
+        yield Option(key, default, meaning)
+        for choice, part in nested.items():
+            for option in options_in(part, {}, f"{key}."):
+                if option.key != f"{key}.format":
+                    yield option._replace(choice=choice)

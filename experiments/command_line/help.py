@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 
 from omegaconf import MISSING
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from knobwise.experiments.command_line import compose
 from knobwise.experiments.command_line.compose import Option
-from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
+from knobwise.experiments.settings.options import VERBS
 
 TEXTS = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
 COMMON: dict[str, str] = TEXTS["common"]
@@ -24,16 +23,13 @@ COMMON: dict[str, str] = TEXTS["common"]
 
 def help_lines(verb: str) -> list[Option]:
     """Return every option of a verb, with the default that holds when nothing else is set."""
-    # options without a default get any value, so that the settings can be composed
-    needed = [
-        f.name
-        for f in fields(VERBS[verb])
-        if f.default is MISSING and f.name not in compose.GROUPS_OF[verb]
-    ]
-    settings = compose.read_settings(verb, [f"{key}=[]" for key in needed])
-    for key in needed:
-        setattr(settings, key, MISSING)
-    return list(compose.options_in(settings, compose.GROUPS_OF[verb]))
+    if verb == "compare":
+        # its runs have no default, so they get any value to be composed
+        settings = compose.read_settings(verb, ["runs=[]"])
+        settings.runs = MISSING
+    else:
+        settings = compose.read_settings(verb, [])
+    return list(compose.options_in(settings, compose.groups_of(verb)))
 
 
 def show_help(verb: str) -> None:
@@ -45,25 +41,28 @@ def show_help(verb: str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     _print_options(console, [first[key] for key in common if key in first])
     sections: dict[str, list[Option]] = {"others": []}
-    # an option without a default is a section
-    titles = {line.key: f"{line.key}: {line.meaning}" for line in lines if not line.default}
+    titles = {}
     for line in lines:
-        if line.default and first.get(line.key) != line:
+        if not line.default:  # a section
+            titles[line.key] = f"{line.key}: {line.meaning}"
+        elif first.get(line.key) != line:
             section = line.choice or line.key.rpartition(".")[0] or "others"
             sections.setdefault(section, []).append(line)
     for section, options in sections.items():
         if options:
             print(f"\n{titles.get(section, section)}")
             _print_options(console, options)
-    if verb in EXPERIMENTS:
+    if verb.startswith("train"):
         print(f"\n{TEXTS['sweeps']}\n\nExperiments and their questions\n")
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for name in compose.experiments():
-            table.add_row(f"experiment={name}", compose.question_of(name).partition("?")[0] + "?")
-        console.print(table)
+        experiments = []
+        for name in compose.choices_of("experiment"):
+            question = compose.question_of(name).partition("?")[0]
+            experiments.append(Option(f"experiment={name}", "", f"{question}?"))
+        _print_options(console, experiments)
 
 
 def _print_options(console: Console, options: Iterable[Option]) -> None:
+    """Print a table of options with their defaults and meanings."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for width in (34, 22, None):
         table.add_column(overflow="fold", min_width=width)

@@ -20,7 +20,7 @@ from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.progress import say
 
 VERBS = {
-    "train": "command_line.sweep_jobs:train",
+    "train": "command_line.train:run",
     "evaluate": "deploy.evaluate:run",
     "explain": "deploy.explain:run",
     "compare": "compare.compare:compare",
@@ -159,26 +159,26 @@ def _run(arguments: list[str]) -> int:
             hint = f"did you mean knobwise {nearest[0]}?"
         raise InputError(f"there is no verb {verb!r}; {hint}")
     # imported here, since Hydra takes long to import
-    from knobwise.experiments.command_line.compose import MULTIRUN, read_settings, schema_of
+    from knobwise.experiments.command_line import compose
     from knobwise.experiments.command_line.help import show_help
 
-    schema = schema_of(verb, arguments)
+    schema = compose.schema_of(verb, arguments)
     if not {"-h", "--help"}.isdisjoint(arguments):
         show_help(schema)
         return 0
-    if verb == "train" and not set(MULTIRUN).isdisjoint(arguments):
-        from knobwise.experiments.command_line.sweep import run_sweep
+    if verb == "train" and not {"-m", "--multirun"}.isdisjoint(arguments):
+        from knobwise.experiments.command_line.train import train_job
 
-        return run_sweep(schema, arguments, check_written)
+        compose.run_hydra(schema, arguments, train_job)
+        return 0
     if verb == "compare":
         arguments = _with_runs(arguments)
-    config = read_settings(schema, arguments)
+    config = compose.read_settings(schema, arguments)
     check_written(config)
     module, _, name = VERBS[verb].partition(":")
     run = getattr(import_module(f"knobwise.experiments.{module}"), name)
     if verb == "train":
-        _mention_variants(schema, arguments)
-        run(config, arguments)
+        run(schema, config, arguments)
     else:
         run(config)
     return 0
@@ -186,27 +186,10 @@ def _run(arguments: list[str]) -> int:
 
 def _with_runs(arguments: list[str]) -> list[str]:
     """Return the arguments of `compare`, with the folders as its option `runs`."""
-    from knobwise.experiments.command_line.compose import check_flags
-
-    check_flags("compare", arguments)
     folders = [argument for argument in arguments if "=" not in argument or Path(argument).is_dir()]
-    if not folders and any(argument.startswith("runs=") for argument in arguments):
+    if not folders:
         return arguments
     return [f"runs={folders}", *(argument for argument in arguments if argument not in folders)]
-
-
-def _mention_variants(schema: str, arguments: list[str]) -> None:
-    """Say that an experiment's file lists several jobs, where a run without -m does one."""
-    experiment = next(
-        (argument for argument in reversed(arguments) if argument.startswith("experiment=")), None
-    )
-    if experiment is not None:
-        from knobwise.experiments.command_line.sweep import jobs_of
-
-        if (count := len(jobs_of(schema, arguments))) > 1:
-            say(
-                f"{experiment}: one run with the defaults of its file; -m runs its {count} variants"
-            )
 
 
 def check_written(config: Any) -> None:

@@ -20,7 +20,6 @@ from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import FILE, read_decisions
 from knobwise.experiments.results.problem import Problem, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
-from knobwise.experiments.results.sweep_folder import read_outcome
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")
 """Settings that say where a run is kept and logged, not what it does."""
@@ -104,9 +103,8 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Return the finished runs among these folders or below them, in the order given, and the names
     of the unfinished ones.
 
-    The runs in a folder are sorted by name, with numbers by size. The folder of a sweep
-    (`runs/multirun/…`) stands for the runs of its jobs. The link `latest` in a folder of runs is
-    not followed.
+    The runs in a folder are sorted by name, with numbers by size. The link `latest` in a folder of
+    runs is not followed.
 
     Raises:
         InputError: if there is no such folder, or no run in it.
@@ -119,12 +117,8 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
             raise InputError(
                 f"{name}: no such folder; give the folders of finished runs, or a folder of runs"
             )
-        sweep = (folder / "jobs.yaml").is_file()
-        if sweep:
-            runs = _runs_of_sweep(folder, unfinished)
-        else:
-            runs = _runs_below(folder, DEEPEST)
-        if not runs and not sweep:
+        runs = _runs_below(folder, DEEPEST)
+        if not runs:
             raise InputError(
                 f"{name}: holds no run; the folder of a run holds config.yaml and results.json"
             )
@@ -134,18 +128,6 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
             elif str(run) not in unfinished:
                 unfinished.append(str(run))
     return list(finished.values()), unfinished
-
-
-def _runs_of_sweep(folder: Path, unfinished: list[str]) -> list[Path]:
-    """Return the runs of the finished jobs, and add the names of the other jobs to `unfinished`."""
-    runs = []
-    for job in range(1, len(OmegaConf.load(folder / "jobs.yaml")) + 1):
-        outcome = read_outcome(folder, job)
-        if outcome is not None and outcome.folder is not None and Path(outcome.folder).is_dir():
-            runs.append(Path(outcome.folder))
-        else:
-            unfinished.append(f"job {job} of {folder}")
-    return runs
 
 
 def _runs_below(folder: Path, levels: int) -> list[Path]:

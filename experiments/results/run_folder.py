@@ -201,18 +201,19 @@ def command_of(overrides: list[str]) -> str:
     return shlex.join(["knobwise", "train", *overrides])
 
 
-def finished_run(config: Any, overrides: list[str], since: float) -> Path | None:
-    """Return a run of these words that has finished after a time (in seconds since 1970), None if
-    there is no such run."""
-    for folder in _candidates(_preferred(config, overrides)):
-        if not folder.exists():
-            return None
+def finished_run(config: Any, overrides: list[str], digest: str) -> Path | None:
+    """Return the finished run of these settings on the data with this digest, None if there is
+    none."""
+    settings = OmegaConf.to_yaml(asdict(config))
+    for folder in itertools.takewhile(Path.exists, _candidates(_preferred(config, overrides))):
         results = folder / "results.json"
-        finished = not (folder / UNFINISHED).exists() and results.exists()
-        if finished and results.stat().st_mtime >= since:
-            with contextlib.suppress(ValueError):  # it is damaged
-                if json.loads(results.read_bytes()).get("command") == command_of(overrides):
-                    return folder
+        if (folder / UNFINISHED).exists() or not results.exists():
+            continue
+        # damaged files are those of another run
+        with contextlib.suppress(OSError, ValueError):
+            is_same = (folder / "config.yaml").read_text(encoding="utf-8") == settings
+            if is_same and json.loads(results.read_bytes())["profile"]["digest"] == digest:
+                return folder
     return None
 
 

@@ -12,6 +12,7 @@ from knobwise.experiments.settings.selector_options import (
     BuiltinBeams,
     ClipLora,
     StoredEncoder,
+    recorded_lengths,
 )
 
 # readers import torch, which the command line does without until there is something to read
@@ -211,10 +212,8 @@ def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
     for shots in judged_shots:
         at_least("judged_shots", shots, 1)
     if data.test_scorer is None:
-        test = data.test.select(data.test_rows)
-        lengths = set(test.lengths[test.beam_mask].tolist())
-        if not lengths & set(judged_shots):
+        lengths = recorded_lengths(data.test.select(data.test_rows))
+        if not set(lengths) & set(judged_shots):
             raise InputError(
-                f"judged_shots={judged_shots}: recorded test sequences have {sorted(lengths)} "
-                "shots only"
+                f"judged_shots={judged_shots}: recorded test sequences have {lengths} shots only"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import MISSING
@@ -116,6 +116,14 @@ class TrainRun(Training):
                 f"reward=function: is for deadlines; budget={self.budget.sense} has a reward of "
                 "its own"
             )
+
+
+def resolve(config: TrainRun) -> TrainRun:
+    """Return the settings with what follows from the kind of budget: under a mean budget the reward
+    is priced."""
+    if config.budget.sense == "deadline":
+        return config
+    return replace(config, reward=RewardConfig(kind="priced"))
 
 
 @dataclass
@@ -398,5 +406,3 @@ VERBS: dict[str, type[Any]] = {
     "workspace": WorkspaceRun,
 }
 """The settings of every verb. `train` has two, for controllers and for selectors."""
-EXPERIMENTS = {"train": "controller", "train_selector": "selector"}
-"""The experiment that runs when none is named."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,6 +15,9 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import GROUPS, DemonstrationRewardConfig
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import SelectorLossConfig
+
+if TYPE_CHECKING:
+    from knobwise.envs.demonstrations.beam_table import BeamTable
 
 T = TypeVar("T")
 
@@ -202,6 +205,20 @@ class SelectorRun(Training):
             return plan
         learned = changed(self.reward_model, variant.reward_model, f"{section}.reward_model")
         return plan._replace(reward_model=learned)
+
+
+def recorded_lengths(table: BeamTable) -> list[int]:
+    """Return the numbers of demonstrations that recorded sequences have, in order."""
+    return sorted(set(table.lengths[table.beam_mask].tolist()))
+
+
+def resolve(config: SelectorRun, table: BeamTable) -> SelectorRun:
+    """Return the settings with the reward's mode and the number of shots that follow from the
+    beams."""
+    lengths = recorded_lengths(table)
+    usual = 2 if 2 in lengths else lengths[-1]
+    reward = config.reward.resolved(table.fields)
+    return replace(config, reward=reward, shots=config.shots or usual)
 
 
 class Plan(NamedTuple):

@@ -42,6 +42,28 @@ class StudyConfig:
     """Further words for every training, such as optimiser.iterations=50."""
 
 
+def sections_of(study: str) -> dict[str, list[str]]:
+    """Return the commands of each section of a study, by the name of the section.
+
+    A section is a list of commands, or it has the commands `train`, and the names of `profiles` in
+    the file that these are run `on`. Then it becomes a section for each profile, such as
+    lean_builtin, whose runs have the name of the profile.
+    """
+    if not Path(study).is_file():
+        raise InputError(f"study={study}: no such file")
+    content: Any = OmegaConf.to_container(OmegaConf.load(study))
+    sections = {}
+    for name, section in content["sections"].items():
+        if isinstance(section, list):
+            sections[name] = section
+            continue
+        for profile in section["on"]:
+            words = content["profiles"][profile].replace("${name}", profile)
+            commands = [f"{command} name={profile} {words}" for command in section["train"]]
+            sections[f"{name}_{profile}"] = commands
+    return sections
+
+
 def run(config: StudyConfig) -> list[str]:
     """Train what is not finished, write the pages, and return a line for each failure.
 
@@ -51,10 +73,7 @@ def run(config: StudyConfig) -> list[str]:
     """
     if not config.seeds:
         raise InputError("seeds=[]: at least one is needed")
-    if not Path(config.study).is_file():
-        raise InputError(f"study={config.study}: no such file")
-    known: Any = OmegaConf.to_container(OmegaConf.load(config.study))
-    sections = known["sections"]
+    sections = sections_of(config.study)
     if unknown := [name for name in config.sections if name not in sections]:
         raise InputError(f"sections={unknown}: must be some of {', '.join(sections)}")
     names = config.sections or list(sections)
@@ -66,14 +85,13 @@ def run(config: StudyConfig) -> list[str]:
     return failures
 
 
-def run_section(config: StudyConfig, name: str, section: dict[str, Any]) -> list[str]:
+def run_section(config: StudyConfig, name: str, commands: Sequence[str]) -> list[str]:
     """Train and compare the runs of a section; return a line for each command that failed."""
-    folders = []
+    folders: list[str] = []
     failures = []
-    for command in section["train"]:
+    for command in commands:
         words = shlex.split(command)
         folder = folder_of(words, config.runs)
-        folders.append(str(folder))
         finished = (folder / "results.json").exists()
         if finished and read_settings_of(folder)["seeds"] != config.seeds:
             raise InputError(f"{folder}: was trained with other seeds; give another runs=…")
@@ -82,7 +100,11 @@ def run_section(config: StudyConfig, name: str, section: dict[str, Any]) -> list
             seeds = f"seeds=[{','.join(map(str, config.seeds))}]"
             words += [seeds, f"runs={config.runs}", *config.words]
             failures += knobwise("train", *words)
-    if "-m" in words or len(folders) > 1:
+        if "-m" in words:  # its jobs are called name, name-2 and so on
+            folders += map(str, sorted(folder.parent.glob(f"{folder.name}*")))
+        else:
+            folders.append(str(folder))
+    if len(folders) > 1:
         page = Path(config.out) / f"{name}.html"
         page.parent.mkdir(parents=True, exist_ok=True)
         failures += knobwise("compare", *folders, f"html={page}")
@@ -90,10 +112,9 @@ def run_section(config: StudyConfig, name: str, section: dict[str, Any]) -> list
 
 
 def folder_of(words: Sequence[str], runs: str) -> Path:
-    """Return where `knobwise train` keeps a run, or a sweep, with these words."""
+    """Return where `knobwise train` keeps a run with these words, or the first of a sweep."""
     settings = dict(word.split("=", 1) for word in words if "=" in word)
-    parts = ["multirun"] if "-m" in words else []
-    return Path(runs, *parts, settings["experiment"], settings["name"])
+    return Path(runs, settings["experiment"], settings["name"])
 
 
 def knobwise(*words: str) -> list[str]:
@@ -118,9 +139,8 @@ def main(arguments: Sequence[str]) -> int:
         )
         failures = run(OmegaConf.to_object(merged))  # type: ignore[arg-type]
     except (InputError, OmegaConfBaseException) as error:
-        key = getattr(error, "full_key", None)
-        reason = str(error).splitlines()[0]
-        print(f"study: {key}: {reason}" if key else f"study: {reason}", file=sys.stderr)
+        key = getattr(error, "full_key", "settings")
+        print(f"study: {key}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("study: stopped; repeat the command to resume", file=sys.stderr)

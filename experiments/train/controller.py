@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import few_budgets, judged_budgets
-from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import budget_rows, divide
@@ -47,7 +46,7 @@ from knobwise.experiments.results.controllers import (
 from knobwise.experiments.results.explanation import Explained, explain_policy
 from knobwise.experiments.results.gains import gain_on_held_out
 from knobwise.experiments.results.run_folder import checkpoint_at
-from knobwise.experiments.settings.options import TrainRun
+from knobwise.experiments.settings.options import TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train.run import Experiment, keep_best, train_seeds
@@ -66,7 +65,7 @@ class ControllerExperiment(Experiment):
     def __init__(
         self, config: TrainRun, table: ProfileTable | None = None, number: int = 0
     ) -> None:
-        super().__init__(config, config.threads)
+        super().__init__(resolve(config), config.threads)
         if table is None:
             table = read_profile(config.profile)
         if config.policy.dataset_input and not number:
@@ -79,46 +78,42 @@ class ControllerExperiment(Experiment):
         self.mean = config.budget.sense == "mean"
         if self.mean:
             self._check_mean()
-            # so that config.yaml says what was trained on
-            config.reward = RewardConfig(kind="priced")
         self.budgets_ms = self._choose_budgets()
         if config.budgets_ms is None:
             self.notes += few_budgets(self.budgets_ms)
-        self._choose_width(config)
+        policy = replace(self.config.policy, hidden=config.policy.hidden or self._width())
+        self.config = replace(self.config, policy=policy)
         settings = self._trainer_settings()
         self.trainers = [
             ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds
         ]
         # the first split makes the experiments on the others
-        if number:
-            splits = 1
-        else:
-            splits = max(config.split.repeats, config.split.folds)
-        self.others = [self._on_split(other) for other in range(1, splits)]
+        splits = max(config.split.repeats, config.split.folds)
+        self.others = [self._on_split(other) for other in range(1, splits) if not number]
         for other in self.others:
             self.notes += [note for note in other.notes if note not in self.notes]
 
     def _check_mean(self) -> None:
         """Refuse what mean budgets do not have: a first look, several splits."""
-        split = self.config.split
         if self.table.first_look_ms is not None:
             raise InputError(
                 f"budget=mean: profile {self.table.name!r} has a first look, which needs deadlines"
             )
-        if split.folds:
-            option = "folds"
-        else:
-            option = "repeats"
-        if getattr(split, option) > 1:
-            raise InputError(f"split.{option}: is for deadlines; budget=mean has one split")
+        for option in ("folds", "repeats"):
+            if getattr(self.config.split, option) > 1:
+                raise InputError(f"split.{option}: is for deadlines; budget=mean has one split")
 
     def _choose_budgets(self) -> Tensor:
         """Return the budgets to judge at, float [B]."""
-        config = self.config
         if self.mean:
-            return mean_budgets(self.table, self.fitted, config.budgets_ms)
+            return mean_budgets(self.table, self.fitted, self.config.budgets_ms)
         rows = budget_rows(self.table, self.split)
-        return judged_budgets(self.table, config.budgets_ms, rows)
+        return judged_budgets(self.table, self.config.budgets_ms, rows)
+
+    @property
+    def fold_seed(self) -> int:
+        """The seed of the folds, which differ from split to split."""
+        return self.config.seeds[0] + self.number
 
     def _trainer_settings(self) -> dict[str, Any]:
         """Return the arguments of the trainers that all seeds share."""
@@ -129,7 +124,7 @@ class ControllerExperiment(Experiment):
             "budgets_ms": self.budgets_ms,
             "init_from": config.init_from and checkpoint_at(config.init_from),
             "cost_ms": expected_cost_ms(self.table) if config.own_cost else 0.0,
-            "fold_seed": config.seeds[0] + self.number,
+            "fold_seed": self.fold_seed,
         }
         if not config.policy.project:  # experts read all features
             settings["experts"] = lambda: self.experts
@@ -138,9 +133,8 @@ class ControllerExperiment(Experiment):
     def _on_split(self, number: int) -> ControllerExperiment:
         """Return the experiment on another split, at the same budgets, so that rows can be
         averaged."""
-        config = copy.deepcopy(self.config)
-        config.budgets_ms = self.budgets_ms.tolist()
-        config.tracking = TrackingSettings(mode="disabled", tensorboard=False)
+        tracking = TrackingSettings(mode="disabled", tensorboard=False)
+        config = replace(self.config, budgets_ms=self.budgets_ms.tolist(), tracking=tracking)
         return ControllerExperiment(config, self.table, number)
 
     def train(self, folder: Path) -> None:
@@ -153,17 +147,14 @@ class ControllerExperiment(Experiment):
         for other in self.others:
             other.train(folder / f"split{other.number}")
 
-    def _choose_width(self, config: TrainRun) -> None:
-        """Choose the width of the layers by the smallest budget, and write it into the config."""
-        if config.policy.hidden:
-            return
+    def _width(self) -> int:
+        """Return the width of the layers that suits the smallest budget."""
         table = self.table
-        inputs = FeatureNormaliser.fit(table, self.fitted, config.policy.project).width
+        inputs = FeatureNormaliser.fit(table, self.fitted, self.config.policy.project).width
+        budget_us = float("inf")
         if table.unit == "ms" and len(self.budgets_ms):
             budget_us = 1e3 * float(self.budgets_ms.min())
-        else:
-            budget_us = float("inf")
-        config.policy.hidden = hidden_for(inputs, table.num_configurations, budget_us)
+        return hidden_for(inputs, table.num_configurations, budget_us)
 
     def complete(self, trainer: ControllerTrainer, checkpoints: Path) -> None:
         """Settle what a seed deploys, and save it as `best.pt`."""
@@ -176,21 +167,13 @@ class ControllerExperiment(Experiment):
     def experts(self) -> Experts:
         """The experts that the seeds and the baselines share. Folds and trees are those of the
         first seed of the split."""
-        config = self.config
-        if self.mean:
-            budgets_ms = self.budgets_ms[:0]
-        else:
-            budgets_ms = self.budgets_ms
-        if config.baselines:
-            families = tuple(FAMILIES)
-        else:
-            families = config.policy.experts
-        seed = config.seeds[0] + self.number
-        if config.policy.teacher:
-            folds = config.policy.members
-        else:
-            folds = FOLDS
-        return Experts.fit(self.table, self.fitted, budgets_ms, families, seed, None, folds)
+        policy = self.config.policy
+        budgets_ms = self.budgets_ms[:0] if self.mean else self.budgets_ms
+        families = tuple(FAMILIES) if self.config.baselines else policy.experts
+        folds = policy.members if policy.teacher else FOLDS
+        return Experts.fit(
+            self.table, self.fitted, budgets_ms, families, self.fold_seed, None, folds
+        )
 
     def completed(self, trainer: ControllerTrainer) -> Loaded:
         """Return the controller that a finished training deploys, settled on held-out samples."""
@@ -202,10 +185,7 @@ class ControllerExperiment(Experiment):
         extra["before_grpo"] = None
         if extra["grpo"]:
             # where the kept weights are from before GRPO, it added nothing
-            if trainer.kept_is_of_grpo:
-                before = trainer.reference
-            else:
-                before = agent.controller
+            before = trainer.reference if trainer.kept_is_of_grpo else agent.controller
             extra["before_grpo"] = before.state_dict()
         return Loaded(agent, self.table.name, self.table.digest, extra)
 
@@ -251,19 +231,20 @@ class ControllerExperiment(Experiment):
         scores = [float(loaded.extra["validation_utility"]) for loaded in best]
         with threadpool_limits(config.threads):
             results, decisions = self._judged(best)
-        results |= held_out_choices(best)
-        gain = results.pop("grpo_gain", {}) | gain_on_held_out(best)
-        if gain:
+        if gain := results.pop("grpo_gain", {}) | gain_on_held_out(best):
             results["grpo_gain"] = gain
-        results["validation_utility"] = scores
-        results["best_seed"] = config.seeds[scores.index(max(scores))]
         first = self.trainers[0]
         iterations = config.optimiser.iterations
-        results["training"] = {
+        training = {
             "warmup_iterations": first.total - iterations,
             "iterations": iterations,
             "method": first.stages[-1].name,
             "hidden": config.policy.hidden,
+        }
+        results |= held_out_choices(best) | {
+            "validation_utility": scores,
+            "best_seed": config.seeds[scores.index(max(scores))],
+            "training": training,
         }
         return results, decisions
 
@@ -285,8 +266,7 @@ class ControllerExperiment(Experiment):
             )
         baselines = [static_of(table, self.fitted), Oracle(table, test)]
         if config.baselines:
-            seed = config.seeds[0] + self.number
-            baselines = make_baselines(table, self.split, seed, budgets_ms, self.experts)
+            baselines = make_baselines(table, self.split, self.fold_seed, budgets_ms, self.experts)
             if len(rows_by_dataset(table, test)) > 1:
                 baselines.insert(1, StaticPerDataset(table, self.fitted, test))
         rewards = self.trainers[0].free_rewards

@@ -27,7 +27,7 @@ from knobwise.experiments.report.report import print_results, result_images, wri
 from knobwise.experiments.report.words import write_results
 from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import write_decisions
-from knobwise.experiments.results.run_folder import claim, command_of
+from knobwise.experiments.results.run_folder import claim, command_of, finished_run
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import Tracker, code_digest, git_commit, wandb_mode
@@ -66,13 +66,14 @@ class Experiment(ABC):
         """Judge all policies on held-out data: the contents of `results.json` and of
         `decisions.parquet`."""
 
-    def run(self, overrides: list[str]) -> Path:
+    def run(self, overrides: list[str], once: bool = False) -> Path:
         """Train, judge and report; return the run's folder.
 
         Repeat it with the same settings to resume an interrupted run.
 
         Args:
             overrides: the `key=value` words of the command line.
+            once: whether a finished run of the same settings and data is left as it is.
 
         Raises:
             InputError: the folder cannot be used.
@@ -81,6 +82,10 @@ class Experiment(ABC):
         code = {"commit": git_commit(), "code": code_digest()}
         for note in self.notes:
             say(note)
+        finished = finished_run(self.config, overrides, self.table.digest) if once else None
+        if finished is not None:
+            say(f"finished before and not run again: {finished}")
+            return finished
         with claim(self.config, overrides) as folder:
             say(f"run: {folder}")
             self.train(folder)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import torch
+from joblib import Parallel, delayed
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, started_from
 from knobwise.agents.selector import evaluation
@@ -24,7 +26,8 @@ from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.common.processes import in_processes
+from knobwise.common.processes import end_with
+from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import AUTO, USUAL, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
@@ -38,7 +41,11 @@ from knobwise.experiments.settings.beams import (
     read_data,
     stored_embeddings,
 )
-from knobwise.experiments.settings.selector_options import SelectorRun
+from knobwise.experiments.settings.selector_options import (
+    SelectorRun,
+    recorded_lengths,
+    resolve,
+)
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.tracker import in_stage
 from knobwise.experiments.train.reward_models import learned_rewards
@@ -66,28 +73,32 @@ class SelectorExperiment(Experiment):
     """The stages of all seeds, and the data that they are judged on."""
 
     def __init__(self, config: SelectorRun) -> None:
-        super().__init__(config)
-        wanted = config.reward.mode
-        self.data = _checked(config)
+        at_least("jobs", config.jobs, 1)
+        at_least("shots", config.shots, 0)
+        self.data = read_data(config.beams, config.encoder)
         self.table = self.data.table
+        super().__init__(resolve(config, self.table))
+        check(self.config, self.data)
         notes = dict.fromkeys([*self.table.notes, *self.data.test.notes])
         self.notes = [f"{self.table.name}: {note}" for note in notes]
-        resolved = config.reward.mode
-        if wanted == AUTO and resolved != USUAL:
+        mode = self.config.reward.mode
+        if config.reward.mode == AUTO and mode != USUAL:
             self.notes.append(
-                f"reward.mode={resolved}: {self.table.name} has beam scores, but no column of "
+                f"reward.mode={mode}: {self.table.name} has beam scores, but no column of "
                 "right answers"
             )
 
     def train(self, folder: Path) -> None:
         """Train every stage of every seed that is not finished, several seeds at the same time."""
-        config = self.config
-        pieces = [(config, seed, folder) for seed in config.seeds]
-        if config.jobs > 1 and len(pieces) > 1:
-            in_processes("seeds", train_seed, pieces, config.jobs)
-            return
-        for piece in pieces:
-            train_seed(*piece)
+        seeds = self.config.seeds
+        jobs = min(self.config.jobs, len(seeds))
+        # with one job joblib calls the function in this process
+        parallel = Parallel(jobs, backend="loky", return_as="generator_unordered")
+        train = delayed(train_seed)
+        trained = parallel(train(self.config, seed, folder, os.getpid()) for seed in seeds)
+        with progress("seeds", len(seeds)) as tick:
+            for done, _ in enumerate(trained, 1):
+                tick(done, "")
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
         """Judge every policy on the same held-out queries, and keep the best on validation.
@@ -112,35 +123,19 @@ class SelectorExperiment(Experiment):
         return results, decisions
 
 
-def _checked(config: SelectorRun) -> SelectorData:
-    """Read the data, and refuse settings that cannot work before anything is written."""
-    at_least("jobs", config.jobs, 1)
-    at_least("shots", config.shots, 0)
-    data = read_data(config.beams, config.encoder)
-    # reward and shots are settled here, so that config.yaml says what is trained on
-    config.reward = config.reward.resolved(data.table.fields)
+def check(config: SelectorRun, data: SelectorData) -> None:
+    """Refuse settings that cannot work with these beams, before anything is written.
+
+    Mistakes in the variants come first, then what the beams lack.
+    """
     check_judged(data, config.judged_shots)
-    lengths = sorted(set(data.table.lengths[data.table.beam_mask].tolist()))
-    if config.shots == 0:
-        config.shots = 2 if 2 in lengths else lengths[-1]
+    lengths = recorded_lengths(data.table)
     if data.scorer is None and config.shots not in lengths:
         raise InputError(
             f"shots={config.shots}: recorded sequences have {lengths} demonstrations only"
         )
-    # mistakes in the variants come first, then what the beams lack
-    _check_variants(config, data)
-    _check_trainable(config, data)
-    if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
-        raise InputError(
-            "variants: those with hidden blocks share hidden_sft, so all must hide the same blocks"
-        )
-    return data
-
-
-def _check_variants(config: SelectorRun, data: SelectorData) -> None:
-    """Refuse names that are taken, and draws that need a scorer where there is none."""
-    for name in config.variants:
-        variant = config.plan(name).variant
+    plans = {name: config.plan(name) for name in config.variants}
+    for name, (variant, *_) in plans.items():
         if name in TAKEN:
             raise InputError(f"variants.{name}: the name is taken; choose another")
         if data.scorer is None and (variant.live or variant.rounds > 1):
@@ -149,15 +144,10 @@ def _check_variants(config: SelectorRun, data: SelectorData) -> None:
                 f"not have; leave it out by variants.{name}=null, or train with "
                 "experiment=selector_replay"
             )
-
-
-def _check_trainable(config: SelectorRun, data: SelectorData) -> None:
-    """Refuse stages and variants that cannot be trained on these beams."""
     stages = SelectorStages(config, data, config.seeds[0], None)
     stages.check("rce", config.reward)
     stages.check("sft", config.reward, GroupConfig("beams"))
-    for name in config.variants:
-        variant, _, reward, _, learned = config.plan(name)
+    for name, (variant, _, reward, _, learned) in plans.items():
         if data.items is not None and (variant.hidden or learned is not None):
             raise InputError(
                 f"variants.{name}: hidden and reward_model are for stored embeddings; "
@@ -171,19 +161,23 @@ def _check_trainable(config: SelectorRun, data: SelectorData) -> None:
             try:
                 recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
             except InputError as error:
-                raise InputError(
-                    f"{error}; variants.{name}.groups=all takes every sequence"
-                ) from error
+                problem = f"{error}; variants.{name}.groups=all takes every sequence"
+                raise InputError(problem) from error
+    if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
+        raise InputError(
+            "variants: those with hidden blocks share hidden_sft, so all must hide the same blocks"
+        )
 
 
 # -- training --------------------------------------------------------------------------------------
 
 
-def train_seed(config: SelectorRun, seed: int, folder: Path) -> str:
-    """Train all unfinished stages of one seed. Returns "", since there is nothing to report."""
+def train_seed(config: SelectorRun, seed: int, folder: Path, launched_by: int) -> None:
+    """Train all unfinished stages of one seed; `launched_by` is the id of the process of the
+    run."""
+    end_with(launched_by)
     set_up_torch()
     SelectorStages(config, read_data(config.beams, config.encoder), seed, folder).all()
-    return ""
 
 
 class SelectorStages:

@@ -38,6 +38,9 @@ from knobwise.profiling.ocr.settings import OCRProfileConfig
 _Dicts = list[dict[str, Any]]
 _STRAIGHT = 3
 """Configurations under which a scene is answered straight through."""
+STRAIGHT_EVERY = 20
+"""One scene in this many is answered straight through as well, to check the composed times and
+answers."""
 
 
 def profile_ocr(out_dir: str | Path, config: OCRProfileConfig | None = None) -> Path:
@@ -76,7 +79,7 @@ def profile_ocr(out_dir: str | Path, config: OCRProfileConfig | None = None) -> 
             ) from error
         missing = [row for row in range(config.samples) if row not in lines]
         with progress("measuring", config.samples, config.samples - len(missing)) as tick:
-            for line in _measured(model, grid, missing, config.straight_every):
+            for line in _measured(model, grid, missing):
                 log.write(
                     orjson.dumps(
                         line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
@@ -96,9 +99,7 @@ def profile_ocr(out_dir: str | Path, config: OCRProfileConfig | None = None) -> 
     return out
 
 
-def _measured(
-    model: RapidOCRModel, grid: _Dicts, rows: list[int], straight_every: int
-) -> Iterator[dict[str, Any]]:
+def _measured(model: RapidOCRModel, grid: _Dicts, rows: list[int]) -> Iterator[dict[str, Any]]:
     """What is written down of each of these scenes. Configurations come in random order."""
     scenes = Scenes()
     warm_up = [model.first_stage(scenes.request(str(row))) for row in rows[:1]]
@@ -113,7 +114,7 @@ def _measured(
             with model.set_knobs(grid[c]):
                 answers[c] = model.answer_from(stage.kept)
         straight = []
-        for c in order[:_STRAIGHT] if row % straight_every == 0 else ():
+        for c in order[:_STRAIGHT] if row % STRAIGHT_EVERY == 0 else ():
             (answer,) = model.answer([model.first_stage(stage.request)], grid[c])
             same = answer.text == answers[c].text
             straight.append(

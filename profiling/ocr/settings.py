@@ -29,13 +29,9 @@ class OCRProfileConfig:
     (boxes that were read with a low score are read again upside down)."""
     clock: str = "cpu"
     """cpu: CPU time of the thread. wall: the time that passes."""
-    straight_every: int = 20
-    """One scene in this many is also answered straight through with some configurations, to check
-    the composed times and answers."""
 
     def __post_init__(self) -> None:
         at_least("ocr.samples", self.samples, 1)
-        at_least("ocr.straight_every", self.straight_every, 1)
         one_of("ocr.clock", self.clock, CLOCKS)
         for name in ("side", "boxes", "passes"):
             values = tuple(getattr(self, name))

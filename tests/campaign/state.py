@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 State = dict[str, dict[str, str]]
 """By path below the folder: the values in the file, each by its place there."""
-UNSEEN = re.compile(r"(^|/)(tensorboard|wandb|multirun/.*\.log)(/|$)")
+UNSEEN = re.compile(r"(^|/)(tensorboard|wandb|multirun)(/|$)")
 """Not compared: their names and bytes hold times and process numbers."""
 DATE = re.compile(r"\d{4}-\d\d-\d\d([/_T ]\d\d[-:]\d\d[-:]\d\d)?")
 TIMES = re.compile(

@@ -31,7 +31,6 @@ from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs import builtin_profile
-from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -138,43 +137,24 @@ def test_a_decision_is_the_callers_own() -> None:
 
 
 GOOD = {"image_features": [0.0] * 4, "language_features": [0.0] * 4}
-READS = r"reads image_features \[4\] or \[n, 4\], language_features \[4\] or \[n, 4\]; got "
 MISTAKES: list[tuple[str, Any, Any]] = [
-    (
-        READS + r"image_features \[3\], language_features \[4\]",
-        GOOD | {"image_features": [0.0] * 3},
-        9.0,
-    ),
-    (READS + r"image_features \[4\]$", {"image_features": [0.0] * 4}, 9.0),
-    (READS + r".*other \[4\]", GOOD | {"other": [0.0] * 4}, 9.0),
-    (READS + r"without a name \[4\]", [0.0] * 4, 9.0),
-    (READS + "none", None, 9.0),
-    (READS + r"image_features \[\]", GOOD | {"image_features": 1.0}, 9.0),
-    ("image_features: not an array of numbers", GOOD | {"image_features": ["a"] * 4}, 9.0),
-    ("image_features: not an array of numbers", GOOD | {"image_features": [[0.0] * 4, [0.0]]}, 9.0),
-    (
-        "features: image_features hold infinite values",
-        GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]},
-        9.0,
-    ),
-    *(
-        (r"budget_ms=.*: must be a number or \[n\], all positive", GOOD, b)
-        for b in (float("nan"), 0, -1.0, [9, np.inf])
-    ),
-    (r"budget_ms=.*: must be a number or \[n\],", GOOD, [[9.0]]),
-    ("budget_ms: not an array of numbers", GOOD, "soon"),
-    (
-        r"for equally many inputs, not \[2, 3\]",
-        GOOD | {"image_features": np.zeros((3, 4))},
-        [9.0, 9.0],
-    ),
+    (r"image_features \[3\]", GOOD | {"image_features": [0.0] * 3}, 9.0),
+    (r"image_features \[4\]$", {"image_features": [0.0] * 4}, 9.0),
+    (r"other \[4\]", GOOD | {"other": [0.0] * 4}, 9.0),
+    (r"without a name \[4\]", [0.0] * 4, 9.0),
+    ("none", None, 9.0),
+    (r"image_features \[\]", GOOD | {"image_features": 1.0}, 9.0),
+    ("image_features: not an array", GOOD | {"image_features": ["a"] * 4}, 9.0),
+    ("image_features: not an array", GOOD | {"image_features": [[0.0] * 4, [0.0]]}, 9.0),
+    ("infinite", GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]}, 9.0),
+    *(("budget_ms=", GOOD, budget) for budget in (float("nan"), 0, -1.0, [9, np.inf], [[9.0]])),
+    ("budget_ms: not an array", GOOD, "soon"),
+    (r"\[2, 3\]", GOOD | {"image_features": np.zeros((3, 4))}, [9.0, 9.0]),
 ]
 
 
 @pytest.mark.parametrize(("message", "features", "budget_ms"), MISTAKES)
-def test_a_mistake_is_told_with_what_is_expected(
-    message: str, features: Any, budget_ms: Any
-) -> None:
+def test_a_mistake_is_named(message: str, features: Any, budget_ms: Any) -> None:
     with pytest.raises(InputError, match=message):
         policy_of("taught").decide(features, budget_ms)
 
@@ -182,98 +162,6 @@ def test_a_mistake_is_told_with_what_is_expected(
 def test_a_mean_budget_that_is_not_calibrated_is_refused() -> None:
     with pytest.raises(InputError, match=r"7.*calibrated for 12 only"):
         policy_of("mean").decide(GOOD, 7.0)
-
-
-# -- explain ---------------------------------------------------------------------------------------
-
-
-def column(explanation: api.Explanation, name: str, table: ProfileTable) -> list[float]:
-    """A number of each configuration, in the table's order."""
-    place = {str(row["configuration"]): row[name] for row in explanation.expected}
-    return [place[str(table.configuration(c))] for c in range(table.num_configurations)]
-
-
-PROBABLE = "the policy's most probable choice"
-
-
-def test_a_taught_policy_explains_by_its_probabilities_beside_what_its_teacher_expects() -> None:
-    (table, agent), limits = case("taught"), budgets_of("taught", 40)
-    explanations = policy_of("taught").decide(table.features, limits, explain=True)
-    assert agent.teacher is not None
-    probabilities = np.exp(agent.decider.log_probs(arrays(table), limits.double().numpy()))
-    moments = agent.teacher.moments(agent.controller.features(table.features, 40))
-    on_time = torch.special.ndtr((limits.log()[:, None] - moments.log_latency) / moments.spread)
-    utility = moments.accuracy * on_time
-    expected = {
-        "accuracy": moments.accuracy,
-        "latency_ms": moments.latency_ms,
-        "on_time": on_time,
-        "utility": utility,
-    }
-    for i, explanation in enumerate(explanations):
-        assert column(explanation, "probability", table) == pytest.approx(
-            probabilities[i].tolist(), rel=1e-5
-        )
-        for name, values in expected.items():
-            assert column(explanation, name, table) == pytest.approx(
-                values[i].tolist(), rel=1e-5, abs=1e-7
-            )
-        chances = [row["probability"] for row in explanation.expected]
-        assert chances == sorted(chances, reverse=True)
-        best, *others = explanation.expected
-        followed = explanation.decision == best["configuration"]
-        assert followed or "guard" in explanation.reason
-        assert explanation.runner_up == (others[0] if followed else best)
-    decided = [explanation.decision for explanation in explanations]
-    assert decided == policy_of("taught").decide(table.features, limits)
-
-
-def test_a_policy_without_a_guard_takes_the_first_and_says_where_its_teacher_would_not() -> None:
-    table, _ = case("unguarded")
-    explanations = policy_of("unguarded").decide(
-        table.features, budgets_of("unguarded", 40), explain=True
-    )
-    reasons = set()
-    for explanation in explanations:
-        first, *others = explanation.expected
-        assert explanation.decision == first["configuration"]
-        more = any(other["utility"] > first["utility"] + 1e-6 for other in others)
-        assert (
-            explanation.reason == PROBABLE + ", though its teacher expects more of another" * more
-        )
-        reasons.add(explanation.reason)
-    assert len(reasons) == 2
-
-
-def test_the_guard_says_when_it_is_the_one_that_decides() -> None:
-    table, agent = case("taught")
-    other = DeployedController.restored(agent.plain())
-    other.settled.guard = [row | {"deployed": False} for row in other.settled.guard]
-    limits = default_budgets(table)[2].expand(40)
-    explanations = KnobPolicy(Loaded(other, "t", "", {})).decide(
-        table.features, limits, explain=True
-    )
-    assert len({str(explanation.decision) for explanation in explanations}) == 1
-    reason = "the guard lets budget-aware static decide, which treats all inputs alike"
-    assert {explanation.reason for explanation in explanations} == {reason}
-    assert not any(explanation.guard["deployed"] for explanation in explanations)
-
-
-def test_a_head_explains_by_its_probabilities_and_a_mean_budget_by_accuracy_and_cost() -> None:
-    (table, _), policy = case("heads"), policy_of("heads")
-    features = {name: block[1] for name, block in table.features.items()}
-    explanation = policy.decide(features, MEAN_MS, explain=True)
-    assert [set(row) for row in explanation.expected] == [{"configuration", "probability"}] * 12
-    assert sum(row["probability"] for row in explanation.expected) == pytest.approx(1)
-    assert explanation.decision == explanation.expected[0]["configuration"]
-    assert explanation.reason == PROBABLE
-    explanation = policy_of("mean").decide(GOOD, 12, explain=True)
-    (worth,) = case("mean")[1].settled.mean["worths"]
-    for row in explanation.expected:
-        assert set(row) == {"configuration", "probability", "accuracy", "latency_ms", "utility"}
-        assert row["utility"] == pytest.approx(
-            row["accuracy"] - row["latency_ms"] / worth, rel=1e-5, abs=1e-5
-        )
 
 
 # -- fit -------------------------------------------------------------------------------------------
@@ -392,12 +280,7 @@ def test_a_data_frame_is_read_as_the_file_is(
     assert int((~wanted.mask).sum()) == 1
     assert wanted.features["image_features"].equal(table.features["image_features"])
     assert knobwise.read(form(frame), features).digest == wanted.digest
-    assert (
-        knobwise.read(
-            form(frame), features, name="mine", knobs=["top_k", "max_crops", "num_active_blocks"]
-        ).name
-        == "mine"
-    )
+    assert knobwise.read(form(frame), features, name="mine").name == "mine"
 
 
 def test_read_takes_saved_profiles_and_folders(home: Path) -> None:
@@ -411,14 +294,15 @@ def test_read_takes_saved_profiles_and_folders(home: Path) -> None:
     assert (folder.name, folder.digest) == ("measured", table.digest)
     lone = {"sample_id": list(table.sample_ids), "x": np.ones(12)}
     assert set(knobwise.read("measured", lone).features) == {"x"}
-    with pytest.raises(InputError, match=r"nothing\.csv: no such file"):
-        knobwise.read("nothing.csv")
-    with pytest.raises(InputError, match="need sample_id"):
-        knobwise.read("measured", np.ones((12, 2)))
-    with pytest.raises(InputError, match="features: cannot be read"):
-        knobwise.read("measured", {"sample_id": table.sample_ids, "x": [[1.0], [1.0, 2.0]]})
-    with pytest.raises(InputError, match="features: no features for 1 of 12 samples"):
-        knobwise.read("measured", {"sample_id": table.sample_ids[1:], "x": np.ones(11)})
+    ids = table.sample_ids
+    for message, path, features in (
+        ("nothing.csv", "nothing.csv", None),
+        ("sample_id", "measured", np.ones((12, 2))),
+        ("features", "measured", {"sample_id": ids, "x": [[1.0], [1.0, 2.0]]}),
+        ("1 of 12", "measured", {"sample_id": ids[1:], "x": np.ones(11)}),
+    ):
+        with pytest.raises(InputError, match=message):
+            knobwise.read(path, features)
 
 
 def test_features_of_a_profile_are_in_its_order() -> None:
@@ -434,19 +318,18 @@ def test_features_of_a_profile_are_in_its_order() -> None:
         knobwise.fit(bare, block[1:], **TINY)
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
-    table = small_table(20)
-    for message, options in (
-        ("policy=huge: must be one of auto, utility", {"policy": "huge"}),
-        (
-            "optimiser.iteration=3: there is no such option; did you mean optimiser.iterations=3",
-            {"optimiser": {"iteration": 3}},
-        ),
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("policy/huge", {"policy": "huge"}),
+        ("optimiser.iterations=3", {"optimiser": {"iteration": 3}}),
         ("seeds", {"seed": -1}),
-        ("leave a part of its 20 samples", {"split": {"train": 0.9, "validation": 0.1}}),
-    ):
-        with pytest.raises(InputError, match=message):
-            knobwise.fit(table, **options)
+        ("20 samples", {"split": {"train": 0.9, "validation": 0.1}}),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=message):
+        knobwise.fit(small_table(20), **options)
 
 
 # -- load ------------------------------------------------------------------------------------------
@@ -460,7 +343,7 @@ def test_load_takes_a_finished_run(home: Path) -> None:
         knobwise.load(run / "checkpoints" / "best.pt"), table
     )
     (run / ".unfinished").touch()
-    with pytest.raises(InputError, match="default: the run is not finished; repeat its command"):
+    with pytest.raises(InputError, match="not finished"):
         knobwise.load(run)
 
 
@@ -472,10 +355,10 @@ def test_what_holds_no_policy_is_refused(home: Path) -> None:
     save_checkpoint("half.pt", half, small_table(20), {})
     Path("empty").mkdir()
     for message, path in (
-        ("runs/latest: no such checkpoint", "runs/latest"),
-        (r"empty/checkpoints/best\.pt: no such checkpoint", "empty"),
-        ("holds a selector trained on 'small beams'; give that of a controller", "s.pt"),
-        ("the worths for mean budgets are not calibrated yet", "half.pt"),
+        ("runs/latest", "runs/latest"),
+        ("empty/checkpoints", "empty"),
+        ("selector", "s.pt"),
+        ("not calibrated", "half.pt"),
     ):
         with pytest.raises(InputError, match=message):
             knobwise.load(path)

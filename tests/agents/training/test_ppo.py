@@ -51,7 +51,7 @@ def collected(student: ControllerTrainer) -> TensorDict:
 def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(
     members: int, advantage: str
 ) -> None:
-    loss = dataclasses.replace(PPO, value_coeff=0.7, entropy_coeff=0.01, advantage=advantage)
+    loss = dataclasses.replace(PPO, entropy_coeff=0.01, advantage=advantage)
     student = trainer(policy=dataclasses.replace(POLICY, members=members), loss=loss)
     assert student.critic is not None
     data = collected(student)
@@ -75,7 +75,7 @@ def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(
     assert (ratio > 1.2).any()
     assert float(out["loss_objective"]) == pytest.approx(-float(surrogate.mean()), rel=1e-4)
     error = (now - reward.mean(-1, keepdim=True)).square().mean()
-    assert float(out["loss_critic"]) == pytest.approx(0.7 * float(error), rel=1e-4)
+    assert float(out["loss_critic"]) == pytest.approx(float(error), rel=1e-4)
     assert float(out["loss_entropy"]) == pytest.approx(
         -0.01 * float(dist.entropy().mean()), rel=1e-4
     )
@@ -172,7 +172,6 @@ def test_a_stopped_training_ends_as_without_the_stop(tmp_path: Path, stopped: in
             {"advantage": "unnormalised"},
             r"loss\.advantage='unnormalised': must be one of centred, zscore",
         ),
-        ({"value_coeff": 0.0}, r"loss\.value_coeff"),
     ],
 )
 def test_what_ppo_does_not_have_is_refused(settings: dict[str, Any], message: str) -> None:

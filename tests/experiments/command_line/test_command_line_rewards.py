@@ -81,53 +81,24 @@ def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys: Capture) -> N
     capsys.readouterr()
 
 
+MISTAKES = {
+    "reward.function=my_rewards:raises": "KeyError: 'max_crop'",
+    "reward.function=my_rewards:undefined": "nan",
+    # 60 samples, and four copies of each under drift
+    "reward.function=my_rewards:in_pairs": "[300, 6]",
+    "reward.function=my_rewards:reads": "weight.txt",
+    "reward.function=my_rewards:slowest": "slowest",
+    "reward.function=your_rewards:fastest": "your_rewards",
+    "reward.function=math:pi": "pi",
+    "reward.function=fastest": "module:name",
+    "": "reward.function=module:name",
+    "reward=utility reward.function=my_rewards:fastest": "reward.function=module:name",
+    "reward.function=my_rewards:fastest policy=auto": "experts",
+    "reward.function=my_rewards:fastest budget=mean": "deadlines",
+}
+
+
 @pytest.mark.usefixtures("_folder")
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["reward.function=my_rewards:raises"],
-            "reward.function=my_rewards:raises: raises KeyError: 'max_crop'",
-        ),
-        (["reward.function=my_rewards:undefined"], "my_rewards:undefined: returns nan in "),
-        # 60 samples, and four copies of each under drift
-        (
-            ["reward.function=my_rewards:in_pairs"],
-            "my_rewards:in_pairs: returns shape [300, 6]; must be that of",
-        ),
-        (
-            ["reward.function=my_rewards:reads"],
-            "my_rewards:reads: raises PermissionError: opens weight.txt",
-        ),
-        (["reward.function=my_rewards:slowest"], "my_rewards.py has no function slowest"),
-        (["reward.function=your_rewards:fastest"], "there is no module your_rewards, neither in "),
-        (["reward.function=math:pi"], " has no function pi"),
-        (
-            ["reward.function=my_rewards.py:fastest"],
-            "there is no module my_rewards.py, neither in ",
-        ),
-        (["reward.function=fastest"], "reward.function=fastest: must be module:name"),
-        ([], "reward=function and reward.function=module:name go together; give both or neither"),
-        (
-            ["reward=utility", "reward.function=my_rewards:fastest"],
-            "go together; give both or neither",
-        ),
-        (
-            ["reward.function=my_rewards:fastest", "policy=auto"],
-            "experts learn the reward utility only",
-        ),
-        (
-            ["reward.function=my_rewards:fastest", "budget=mean"],
-            "reward=function: is for deadlines",
-        ),
-    ],
-)
-def test_a_mistake_is_a_line_and_nothing_is_written(
-    words: list[str], message: str, capsys: Capture
-) -> None:
-    kept = [
-        word
-        for word in TRAIN
-        if word.partition("=")[0] not in {each.partition("=")[0] for each in words}
-    ]
-    assert message in refused([*kept, *words], capsys)
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_a_line_and_nothing_is_written(words: str, capsys: Capture) -> None:
+    assert MISTAKES[words] in refused([*TRAIN, *words.split()], capsys)

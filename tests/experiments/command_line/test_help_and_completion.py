@@ -9,7 +9,7 @@ import pytest
 from commands import Capture, Patch
 
 from knobwise.__main__ import main
-from knobwise.experiments.command_line.compose import composed, schema_of, schema_options
+from knobwise.experiments.command_line.compose import choices_of, composed, groups_of
 from knobwise.experiments.settings.options import VERBS
 
 
@@ -19,29 +19,22 @@ def shown(capsys: Capture, *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_every_name_in_help_can_be_given(capsys: Capture) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_choice_in_help_can_be_given(verb: str, capsys: Capture) -> None:
+    groups = groups_of(verb).keys() - {"experiment"}
+    printed = shown(capsys, *verb.replace("_", " experiment=").split(), "--help")
+    words = []
+    for group in groups:
+        choices = choices_of(group)
+        assert f"Group: {', '.join(choices)}." in " ".join(printed.split())
+        words.append([f"{group}={choice}" for choice in choices])
+    for row in itertools.zip_longest(*words):  # one of each group at a time
+        composed(verb, list(filter(None, row)))
+
+
+def test_the_summary_lists_the_readers_of_profiles(capsys: Capture) -> None:
     (listed,) = re.findall(r"profile=([\w |]+),", shown(capsys, "--help"))
-    words = {"train": {f"profile={name}" for name in listed.split(" | ")}}
-    for schema in VERBS:
-        for line in schema_options(schema).values():
-            if names := re.match(r"Group: ([\w, ]+)\.", line.meaning):
-                words.setdefault(schema, set()).update(
-                    f"{line.key}={name}" for name in names[1].split(", ")
-                )
-    for word in re.findall(r"^experiment=[a-z]\w*", shown(capsys, "train", "--help"), re.MULTILINE):
-        words[schema_of("train", [word])].add(word)
-    assert {"profile=simulated", "reward=shaped", "experiment=seeds", "tracking=offline"} <= words[
-        "train"
-    ]
-    assert {"beams=files", "experiment=selector_seeds"} <= words["train_selector"]
-    tried: set[str] = set()
-    for schema, choices in words.items():
-        by_group: dict[str, list[str]] = {}
-        for word in sorted(choices - tried):  # a group has the same choices in every verb
-            by_group.setdefault(word.partition("=")[0], []).append(word)
-        tried |= choices
-        for row in itertools.zip_longest(*by_group.values()):  # one of each group at a time
-            composed(schema, list(filter(None, row)))
+    assert sorted(listed.split(" | ")) == choices_of("profile")
 
 
 @pytest.mark.parametrize(
@@ -58,9 +51,6 @@ def test_tab_completion(line: str, wanted: list[str], capsys: Capture, monkeypat
     assert shown(capsys, "-sc", "query=bash").split() == wanted
 
 
-def test_the_function_that_completes_is_for_the_command(
-    capsys: Capture, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["/some/folder/knobwise"])
+def test_the_function_that_completes_is_for_the_command(capsys: Capture) -> None:
     assert shown(capsys, "-sc", "install=bash").endswith("hydra_bash_completion knobwise\n")
     assert main(["-sc"]) == 2

@@ -55,18 +55,6 @@ def test_unfinished_runs_are_told_apart(tmp_path: Path) -> None:
     assert find_runs([str(tmp_path)]) == ([done], [str(stopped), str(judged)])
 
 
-def test_a_sweep_is_found_by_its_own_folder_in_the_order_of_its_jobs(tmp_path: Path) -> None:
-    first, second = write_run(tmp_path / "b"), write_run(tmp_path / "a")
-    sweep = tmp_path / "multirun" / "lean"
-    sweep.mkdir(parents=True)
-    OmegaConf.save(OmegaConf.create([{"words": []}] * 3), sweep / "jobs.yaml")
-    for number, folder in ((1, first), (2, second)):
-        (sweep / f"{number}.json").write_text(
-            json.dumps({"state": "finished", "folder": str(folder)})
-        )
-    assert find_runs([str(sweep)]) == ([first, second], [f"job 3 of {sweep}"])
-
-
 @pytest.mark.parametrize("name", ["missing", "empty"])
 def test_folders_without_runs_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +13,28 @@ from helpers import small_beams, small_table
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.experiments.command_line.compose import GROUPS, field_docs, read_settings
+from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.experiments.command_line.compose import READERS, field_docs, read_settings
 from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.settings.beams import hide, read_data
-from knobwise.experiments.settings.options import VERBS, TrainRun
+from knobwise.experiments.settings.options import VERBS, resolve
 from knobwise.experiments.settings.profiles import BuiltinProfile, TableProfile, read_profile
 from knobwise.experiments.settings.selector_options import BeamFiles
 
 
 def every_config() -> list[type[Any]]:
-    """The dataclasses of the verbs and of all choices, with those that their fields hold by
+    """The dataclasses of the verbs and of all readers, with those that their fields hold by
     default."""
     configs: dict[type[Any], None] = {}
-    waiting = [*VERBS.values(), *(option for group in GROUPS.values() for option in group.values())]
+    waiting = [*VERBS.values()]
+    for readers in READERS.values():
+        waiting += readers.values()
     while waiting:
-        option = waiting.pop()
-        node = option if isinstance(option, type) else type(option)
-        configs[node] = None
-        defaults = [
-            f.default_factory() if callable(f.default_factory) else f.default for f in fields(node)
-        ]
-        waiting += [
-            default
-            for default in defaults
-            if is_dataclass(default) and type(default) not in configs
-        ]
+        node = waiting.pop()
+        if node not in configs:
+            configs[node] = None
+            values = [f.default_factory() for f in fields(node) if callable(f.default_factory)]
+            waiting += [type(value) for value in values if is_dataclass(value)]
     return list(configs)
 
 
@@ -46,28 +44,22 @@ def test_every_field_of_every_config_has_a_docstring(node: type[Any]) -> None:
     assert all(len(text) > 10 for text in field_docs(node).values())
 
 
+def chosen(settings: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The settings that are `wanted`, by their keys."""
+    return {key: attrgetter(key)(settings) for key in wanted}
+
+
 def test_the_settings_of_the_original_system() -> None:
+    wanted = {
+        **{"optimiser.contexts": 64, "optimiser.lr": 1e-4, "loss.group_size": 8},
+        **{"split.train": 0.8, "reward.kind": "shaped", "reward.alpha": 1, "reward.beta": 0.5},
+        **{"reward.gamma": 10, "reward.delta": 0.1, "reward.epsilon": 0.05},
+        **{"budget.strategy": "relative", "policy.teacher": False, "policy.members": 1},
+        **{"policy.guard": False, "policy.hidden": 256, "loss.objective": "sampled"},
+    }
     settings = read_settings("train", ["experiment=seeds"])
-    assert (settings.optimiser.contexts, settings.optimiser.lr, settings.loss.group_size) == (
-        64,
-        1e-4,
-        8,
-    )
-    assert settings.split.train == 0.8
-    r = settings.reward
-    assert (r.kind, r.alpha, r.beta, r.gamma, r.delta, r.epsilon) == (
-        "shaped",
-        1,
-        0.5,
-        10,
-        0.1,
-        0.05,
-    )
-    assert settings.budget.strategy == "relative"
+    assert chosen(settings, wanted) == wanted
     assert list(settings.budget.factors) == [0.8, 1.0, 1.2]
-    policy = settings.policy
-    assert (policy.teacher, policy.members, policy.guard, policy.hidden) == (False, 1, False, 256)
-    assert settings.loss.objective == "sampled"
 
 
 def test_the_small_original_has_half_a_million_parameters_and_nothing_else_is_different() -> None:
@@ -103,68 +95,48 @@ def test_the_small_original_has_half_a_million_parameters_and_nothing_else_is_di
 
 
 def test_the_settings_of_the_original_selector() -> None:
+    wanted = {
+        **{"selector.projection": "linear", "selector.update": "convex", "selector.dropout": 0.5},
+        **{"selector.width": 256, "selector.layers": 1, "selector.temperature": 0.1},
+        **{"sft.epochs": 20, "sft.lr": 1e-4, "rce.lr": 1e-5, "grpo.epochs": 5},
+        **{"loss.clip_epsilon": 0.2, "loss.advantage": "zscore", "reward.mode": "auto"},
+    }
     settings = read_settings("train_selector", ["experiment=selector_seeds"])
-    network = settings.selector
-    assert (network.projection, network.update, network.dropout) == ("linear", "convex", 0.5)
-    assert (network.width, network.layers, network.temperature) == (256, 1, 0.1)
-    sft = settings.sft
-    assert (sft.epochs, sft.lr, sft.weight_decay, sft.rise) == (20, 1e-4, 1e-3, 0.05)
-    assert settings.rce.lr == sft.lr / 10
-    assert 2 <= settings.grpo.epochs <= 5
-    loss = settings.loss
-    assert (loss.clip_epsilon, loss.advantage, loss.advantage_std_floor, loss.advantage_clip) == (
-        0.2,
-        "zscore",
-        0.1,
-        5,
-    )
-    assert (loss.temperature_start, loss.temperature_end) == (2.0, 0.5)
+    assert chosen(settings, wanted) == wanted
     (name,) = settings.variants
-    variant = settings.plan(name).variant
-    assert (variant.live, variant.groups, variant.own_draws, variant.warmup) == (
-        False,
-        "all",
-        0,
-        True,
-    )
-    assert settings.reward.mode == "auto"
+    variant = {"live": False, "groups": "all", "own_draws": 0, "warmup": True}
+    assert chosen(settings.plan(name).variant, variant) == variant
 
 
 def test_defaults_and_overrides() -> None:
     settings = read_settings("train", [])
-    assert isinstance(settings, TrainRun)
-    assert isinstance(settings.profile, BuiltinProfile)
-    assert len(settings.seeds) >= 3
-    assert settings.policy.teacher
-    assert settings.policy.guard
-    assert settings.policy.members > 1
-    assert set(settings.policy.experts) == set(FAMILIES)
-    assert (settings.loss.objective, settings.loss.group_size) == ("sampled", 16)
-    assert min(settings.optimiser.warmup_iterations, settings.optimiser.iterations) > 0
-    assert asdict(read_settings("train", ["policy=utility"]).policy) == asdict(settings.policy) | {
-        "experts": []
+    wanted = {
+        **{"policy.teacher": True, "policy.guard": True, "policy.members": 5, "policy.drift": 0.3},
+        **{"loss.objective": "sampled", "loss.group_size": 16, "reward.kind": "utility"},
+        **{"reward.miss": 0.2, "optimiser.warmup_iterations": 600, "optimiser.iterations": 400},
     }
+    assert isinstance(settings.profile, BuiltinProfile)
+    assert chosen(settings, wanted) == wanted
+    assert set(settings.policy.experts) == set(FAMILIES)
+    utility = read_settings("train", ["policy=utility"])
+    assert asdict(utility.policy) == asdict(settings.policy) | {"experts": []}
+    assert utility.optimiser == settings.optimiser
     changed = read_settings(
         "train", ["profile=table", "profile.path=a.csv", "policy=independent", "policy.hidden=8"]
     )
     assert isinstance(changed.profile, TableProfile)
     assert (changed.policy.teacher, changed.policy.hidden) == (False, 8)
-    in_help = {line.key: line.default for line in help_lines("train")}
-    assert (in_help["reward.kind"], in_help["profile"]) == ("utility", "builtin")
-    assert (in_help["policy"], in_help["optimiser"], in_help["loss"]) == (
-        "auto",
-        "that of policy",
-        "sampled",
+    assert changed.optimiser == OptimiserConfig()
+
+
+def test_what_follows_from_the_kind_of_budget_is_settled_beside_the_settings() -> None:
+    settings = read_settings("train", ["budget=weights"])
+    resolved = resolve(settings)
+    assert settings.policy.experts
+    assert (resolved.reward.kind, resolved.policy.experts, resolved.policy.guard) == (
+        *("priced", (), False),
     )
-
-
-def test_help_says_what_every_policy_is() -> None:
-    meanings = {line.key: line.meaning for line in help_lines("train")}
-    choices, about = meanings["policy"].split(". ", 1)
-    assert choices == "Group: auto, utility, independent"
-    for choice in ("auto", "utility", "independent"):
-        assert f"{choice}: " in about
-    assert meanings["optimiser"].startswith("Group: auto, utility, independent. ")
+    assert resolve(read_settings("train", [])) == read_settings("train", [])
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from commands import SIMULATED
-from omegaconf import OmegaConf
 
-from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.command_line.compose import read_settings, schema_of
 from knobwise.experiments.studies import study
 
 TINY = [
@@ -30,35 +29,30 @@ SHIPPED = sorted(Path(study.__file__).parent.glob("*.yaml"))
 def test_a_small_study_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sections = {
-        "lean": {"train": ["experiment=lean name=a", "experiment=lean name=b policy.layers=1"]},
-        "alone": {"train": ["experiment=lean name=b policy.layers=1"]},
-        "swept": {"train": ["-m experiment=lean name=c policy.layers=1,2"]},
+    study_file = {
+        "profiles": {"a": "policy.layers=1"},
+        "sections": {
+            "lean": ["experiment=lean name=a", "experiment=lean name=b policy.layers=1"],
+            "alone": {"on": ["a"], "train": ["experiment=lean"]},
+            "swept": ["-m experiment=lean name=c policy.layers=1,2"],
+        },
     }
     path = tmp_path / "few.yaml"
-    path.write_text(json.dumps({"sections": sections}))
+    path.write_text(json.dumps(study_file))
     runs = tmp_path / "runs"
     out = tmp_path / "pages"
     extra = f"words={json.dumps(['tracking=disabled', *TINY])}"
     words = [f"study={path}", f"runs={runs}", f"out={out}", "seeds=[0]", extra]
-    runs.mkdir()
-    (runs / "multirun").write_text("in the way")
-    # what fails does not stop the others
-    assert study.main(words) == 1
-    assert capsys.readouterr().err.count("failed with status") == 2
-    finished = {
-        path.parent.name: path.stat().st_mtime_ns for path in runs.glob("lean/*/results.json")
-    }
-    assert set(finished) == {"a", "b"}
-    assert [page.name for page in out.iterdir()] == ["lean.html"]
-
-    (runs / "multirun").unlink()
-    assert study.main([*words, "sections=[swept,alone]"]) == 0
+    assert study.main([*words, "sections=[lean,alone_a,swept]"]) == 0
+    written = {run.parent.name: run.stat().st_mtime_ns for run in runs.glob("lean/*/results.json")}
+    assert set(written) == {"a", "b", "c", "c-2"}
     assert {page.name for page in out.iterdir()} == {"lean.html", "swept.html"}
-    for name, written in finished.items():
-        assert (runs / "lean" / name / "results.json").stat().st_mtime_ns == written
+    # what is finished is kept
+    assert study.main([*words, "sections=[swept,alone_a]"]) == 0
+    for name, time in written.items():
+        assert (runs / "lean" / name / "results.json").stat().st_mtime_ns == time
     # what was trained with other seeds is not passed off as this
-    assert study.main([*words, "seeds=[0,2]"]) == 2
+    assert study.main([*words, "sections=[lean]", "seeds=[0,2]"]) == 2
     assert "seeds" in capsys.readouterr().err
 
 
@@ -75,11 +69,9 @@ def test_a_wrong_word_is_named_before_anything_is_run(
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_command_of_our_studies_is_understood(path: Path) -> None:
-    for name, section in OmegaConf.load(path).sections.items():
-        assert section.title, name
-        for command in section.train:
+    for commands in study.sections_of(str(path)).values():
+        for command in commands:
             words = [word for word in command.split() if word != "-m"]
-            verb = "train_selector" if "experiment=selector" in command else "train"
-            settings = read_settings(verb, words)
+            settings = read_settings(schema_of("train", words), words)
             folder = study.folder_of(words, "runs")
             assert folder == Path("runs", settings.experiment, settings.name)

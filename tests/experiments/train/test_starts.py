@@ -269,12 +269,11 @@ def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*TRAIN, START, "policy.hidden=8"], "policy.hidden is 16 in the checkpoint and 8"),
-        ([*TRAIN, "init_from=nowhere/none.pt"], "nowhere/none.pt: no such checkpoint"),
-        ([*TRAIN, START, "split.seed=5"], "of the test samples of profile"),
+        ([*TRAIN, START, "policy.hidden=8"], "policy.hidden is 16"),
+        ([*TRAIN, "init_from=nowhere/none.pt"], "nowhere/none.pt"),
+        ([*TRAIN, START, "split.seed=5"], "test samples"),
         ([*REPLAY, START], "holds a controller"),
-        ([*REPLAY, "init_from=nowhere/none.pt"], "nowhere/none.pt: no such checkpoint"),
-        ([*REPLAY, f"init_from={SFT}", "beams.split_seed=3"], "that this run holds out"),
+        ([*REPLAY, f"init_from={SFT}", "beams.split_seed=3"], "holds out"),
     ],
 )
 def test_what_differs_is_one_line_and_nothing_is_written(

@@ -8,11 +8,9 @@ import multiprocessing
 import os
 import pty
 import re
-import signal
 import struct
 import sys
 import termios
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -21,13 +19,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
-from commands import Capture, Patch, visible, wait_for
-from pieces import LONG_S, do_piece, work
+from commands import Capture, Patch, visible
+from pieces import work
 
 from knobwise.common import progress as module
-from knobwise.common.errors import InputError
-from knobwise.common.interruption import stopped_by_signals
-from knobwise.common.processes import in_processes
 from knobwise.common.progress import progress
 
 
@@ -271,48 +266,3 @@ def test_another_process_writes_plain_lines(terminal: Terminal, capfd: Capture) 
         r"^worker 4: 3/3, done in \d+ s · note 4$", capfd.readouterr().err, re.MULTILINE
     )
     assert terminal.visible() == ""
-
-
-# -- work in several processes: what comes back, and how it ends when it is stopped ----------------
-
-
-def test_each_piece_is_done_once_by_another_process(tmp_path: Path, capsys: Capture) -> None:
-    in_processes("pieces", do_piece, [(tmp_path, name) for name in ("a", "b", "c")], 2, done=4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
-    assert str(os.getpid()) not in {path.read_text() for path in tmp_path.iterdir()}
-    assert "pieces: 7/7" in capsys.readouterr().err
-    in_processes("pieces", do_piece, [], 2, done=4)  # nothing to do starts no process
-
-
-@pytest.mark.usefixtures("_signals_arrive")
-@pytest.mark.parametrize(
-    ("number", "to_a_worker"), [(signal.SIGINT, False), (signal.SIGTERM, True)]
-)
-def test_a_signal_to_this_process_or_a_worker_stops_all_and_what_waits_is_not_begun(
-    number: int, to_a_worker: bool, tmp_path: Path
-) -> None:
-    def press() -> None:
-        wait_for(lambda: len([path for path in tmp_path.iterdir() if path.read_text()]) >= 2)
-        time.sleep(0.1)
-        os.kill(int((tmp_path / "long 0").read_text()) if to_a_worker else os.getpid(), number)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt) as stop, stopped_by_signals():
-        in_processes("pieces", do_piece, [(tmp_path, f"long {index}") for index in range(4)], 2)
-    thread.join()
-    assert time.monotonic() - start < LONG_S
-    assert stop.value.args == (number,)
-    begun = sorted(path.name for path in tmp_path.iterdir())
-    assert len(begun) < 4
-    stopped = ["long 0"] if to_a_worker else begun[:2]
-    assert {f"{name} was saved" for name in stopped} <= set(stop.value.__notes__)
-
-
-@pytest.mark.usefixtures("_signals_arrive")
-def test_an_error_stops_the_others(tmp_path: Path) -> None:
-    start = time.monotonic()
-    with pytest.raises(InputError, match="something wrong"):
-        in_processes("pieces", do_piece, [(tmp_path, "long 0"), (tmp_path, "wrong")], 2)
-    assert time.monotonic() - start < LONG_S

@@ -16,6 +16,7 @@ from commands import OPTIMISER, Capture, main, mistake
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.builtin import ocr_profile
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.profiling.ocr import profile
 from knobwise.profiling.ocr.profile import profile_ocr
 from knobwise.profiling.ocr.settings import OCRProfileConfig
 
@@ -23,12 +24,14 @@ SMALL: dict[str, Any] = {
     "side": (288, 416),
     "boxes": (2,),
     "passes": ("plain",),
-    "straight_every": 2,
 }
 LOG = Path("state") / "measured.jsonl"
 
 
-def test_a_kill_costs_no_scene_that_was_measured(tmp_path: Path) -> None:
+def test_a_kill_costs_no_scene_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "STRAIGHT_EVERY", 2)
     profile_ocr(tmp_path, OCRProfileConfig(samples=1, **SMALL))
     first = (tmp_path / LOG).read_bytes()
     (tmp_path / LOG).write_bytes(first + b'{"scene":1,"kind":"pri')  # what a kill leaves

@@ -1,0 +1,50 @@
+"""`knobwise train`: a run, or with -m a sweep of runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from knobwise.common.progress import has_terminal, say
+from knobwise.experiments.command_line.compose import composed, question_of
+from knobwise.experiments.settings.selector_options import SelectorRun
+
+
+def train(config: Any, words: list[str], once: bool = False) -> Path:
+    """Train a controller or a selector, and return the folder of the run.
+
+    Args:
+        words: the `key=value` words of the command.
+        once: whether a finished run of the same settings on the same data is left as it is.
+
+    Raises:
+        InputError: settings or files that cannot be used; nothing has been written then.
+    """
+    experiment: Any
+    question = question_of(config.experiment)
+    tracking = replace(config.tracking, notes=config.tracking.notes or question)
+    if has_terminal():  # where somebody waits for the next line, which takes seconds
+        say(
+            f"{config.experiment}: {question}\ntraining with seeds={config.seeds}; loading "
+            "PyTorch and the data …"
+        )
+    if isinstance(config, SelectorRun):
+        from knobwise.experiments.train.selector import SelectorExperiment as experiment
+    else:
+        from knobwise.experiments.train.controller import ControllerExperiment as experiment
+    return experiment(replace(config, tracking=tracking)).run(words, once)
+
+
+def train_job(config: Any, words: list[str]) -> None:
+    """Train a job of a sweep, unless it is finished."""
+    train(config, words, once=True)
+
+
+def run(schema: str, config: Any, arguments: list[str]) -> None:
+    """Train one run, and mention the sweep that the experiment's file has."""
+    sweeper = composed(schema, arguments, return_hydra_config=True).hydra.sweeper
+    if sweeper.params:
+        variants = " ".join(f"{key}={values}" for key, values in sweeper.params.items())
+        say(f"{config.experiment}: one run with the defaults of its file; -m runs {variants}")
+    train(config, arguments)
