@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
+DAMAGED = "is damaged (its checksum does not match); export it again"
 LEAST_MS = 1e-9
 """Lower bound that budgets are raised to before their logarithm is taken."""
 MOST_MS = 1e30
@@ -45,7 +46,7 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
     # opened here, since np.load leaves a damaged file open
     with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         if file.zip.testzip() is not None:
-            raise ValueError("is damaged (its checksum does not match); export it again")
+            raise ValueError(DAMAGED)
         return {name: file[name] for name in file.files}
 
 

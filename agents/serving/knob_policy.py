@@ -80,10 +80,7 @@ class KnobPolicy:
                 "the worths for mean budgets are not calibrated yet; let the training finish"
             )
         network = loaded.network
-        if network.sense == "weights":
-            self.cost = "a further cost"
-        else:
-            self.cost = ""
+        self.cost = "a further cost" if network.sense == "weights" else ""
         self.features = network.normaliser.sizes
         self.datasets = network.normaliser.datasets
         self.knobs = {knob.name: knob.values for knob in network.knobs}
@@ -91,13 +88,11 @@ class KnobPolicy:
         self.judged: dict[str, Any] | None = loaded.extra.get("judged")
 
     def __repr__(self) -> str:
-        blocks = (
-            ", ".join(f"{name} [{width}]" for name, width in self.features.items()) or "no features"
+        reads = ", ".join(f"{name} [{width}]" for name, width in self.features.items())
+        return (
+            f"<KnobPolicy: {type(self.agent).__name__}, {reads or 'no features'} and a budget → "
+            f"{len(self.configurations)} configurations of {', '.join(self.knobs)}>"
         )
-        kind = type(self.agent).__name__
-        count = len(self.configurations)
-        knobs = ", ".join(self.knobs)
-        return f"<KnobPolicy: {kind}, {blocks} and a budget → {count} configurations of {knobs}>"
 
     def decide(
         self,
@@ -173,39 +168,32 @@ class KnobPolicy:
         shaped = len(inputs) <= 1 and budgets.shape == (*inputs, *pair)
         if shaped and ((budgets > 0) & (budgets < np.inf)).all():
             return budgets, inputs
+        wanted = "a number in ms, or [n]"
         if pair:
             wanted = f"a pair of worths, in ms and of {self.cost}, or [n, 2]"
-        else:
-            wanted = "a number or [n]"
-        raise InputError(
-            f"budget_ms={budget_ms!r}: must be {wanted}, all positive and "
-            f"finite{', in ms' * (not pair)}"
-        )
+        raise InputError(f"budget_ms={budget_ms!r}: must be {wanted}, all positive and finite")
 
     def _blocks(self, features: Any) -> dict[str, Array]:
         """Return blocks [d] or [n, d] by name, checked."""
         if features is not None and not isinstance(features, Mapping):
-            if len(self.features) == 1:
-                name = next(iter(self.features))
-            else:
-                name = "without a name"
+            # a policy that reads one block takes it without its name
+            name = next(iter(self.features)) if len(self.features) == 1 else "without a name"
             features = {name: features}
         blocks = {}
-        fits = []
         for name, values in (features or {}).items():
-            block = _numbers(f"features: {name}", values)
-            fits.append(block.ndim in (1, 2) and block.shape[-1] == self.features.get(name))
-            blocks[name] = block
-        if blocks.keys() != self.features.keys() or not all(fits):
-            wanted = ", ".join(
-                f"{name} [{width}] or [n, {width}]" for name, width in self.features.items()
-            )
-            got = ", ".join(f"{name} {list(block.shape)}" for name, block in blocks.items())
-            raise InputError(f"features: this policy reads {wanted or 'none'}; got {got or 'none'}")
-        if infinite := [name for name, block in blocks.items() if np.isinf(block).any()]:
+            blocks[name] = _numbers(f"features: {name}", values)
+            if np.isinf(blocks[name]).any():
+                raise InputError(
+                    f"features: {name} holds infinite values; write NaN for what is missing"
+                )
+        shapes = {name: block.shape for name, block in blocks.items()}
+        fits = shapes.keys() == self.features.keys()
+        for name, shape in shapes.items():
+            fits &= len(shape) in (1, 2) and shape[-1] == self.features.get(name)
+        if not fits:
             raise InputError(
-                f"features: {', '.join(infinite)} hold infinite values; write NaN for what is "
-                "missing"
+                f"features: this policy reads {self.features or 'none'}, for one input or n; got "
+                f"{shapes or 'none'}"
             )
         return blocks
 
