@@ -168,7 +168,7 @@ class KnobPolicy:
         shaped = len(inputs) <= 1 and budgets.shape == (*inputs, *pair)
         if shaped and ((budgets > 0) & (budgets < np.inf)).all():
             return budgets, inputs
-        wanted = "a number in ms, or [n]"
+        wanted = "a number or [n]"
         if pair:
             wanted = f"a pair of worths, in ms and of {self.cost}, or [n, 2]"
         raise InputError(f"budget_ms={budget_ms!r}: must be {wanted}, all positive and finite")
@@ -184,16 +184,18 @@ class KnobPolicy:
             blocks[name] = _numbers(f"features: {name}", values)
             if np.isinf(blocks[name]).any():
                 raise InputError(
-                    f"features: {name} holds infinite values; write NaN for what is missing"
+                    f"features: {name} hold infinite values; write NaN for what is missing"
                 )
         shapes = {name: block.shape for name, block in blocks.items()}
         fits = shapes.keys() == self.features.keys()
         for name, shape in shapes.items():
             fits &= len(shape) in (1, 2) and shape[-1] == self.features.get(name)
         if not fits:
+            wanted = [f"{name} [{width}] or [n, {width}]" for name, width in self.features.items()]
+            got = [f"{name} {list(shape)}" for name, shape in shapes.items()]
             raise InputError(
-                f"features: this policy reads {self.features or 'none'}, for one input or n; got "
-                f"{shapes or 'none'}"
+                f"features: this policy reads {', '.join(wanted) or 'none'}; "
+                f"got {', '.join(got) or 'none'}"
             )
         return blocks
 
