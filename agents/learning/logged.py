@@ -129,6 +129,7 @@ def read_log(
             aside[reason] += 1
         else:
             rows[row["id"]] = row
+    # labels come after their requests, the latest counts
     for label in _lines(folder, LABELS, aside):
         if not _in_unit(label.get("accuracy")):
             aside["a label outside [0, 1]"] += 1

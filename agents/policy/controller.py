@@ -70,6 +70,7 @@ class NumpyController:
 
     def __init__(self, arrays: Arrays) -> None:
         self.header = header_of(arrays, FORMAT)
+        # refuse what was changed since the export
         content = digest_of(arrays)
         if bytes(arrays.get("digest", content)) != content:
             raise ValueError(DAMAGED)
@@ -125,6 +126,7 @@ class NumpyController:
         if self.calibrated is not None:
             budgets = self.calibrated.budgets_ms
         drift = (np.zeros(len(self._named)), 1.0) if limit == "budget_ms" else None
+        # plain features, and missing ones, which take another way through the heads
         for value in (0.0, np.nan):
             blocks = {}
             for name, width in self.feature_sizes.items():
@@ -217,6 +219,7 @@ class NumpyController:
         limit = budget_ms * factor
         if self.guard is None:
             return None, limit
+        # the guard shortens the budget, or static takes the whole of it
         margin, deployed = self.guard.single(limit)
         if deployed:
             return None, limit * margin
@@ -284,9 +287,6 @@ class NumpyController:
         Arguments and errors as in `choose`.
         """
         chosen = self.choose(features, limits, mask, drift)
-        if self.mean is not None:
-            unknown = np.full(len(chosen), np.nan)
-            return chosen, unknown, unknown
         raw, limits, _ = self._checked(features, limits, None, drift)
         means = self._latency.means(self._normaliser(raw))
         mean = means[np.arange(len(chosen)), chosen].astype(np.float64)

@@ -73,6 +73,7 @@ class MeanBudgets:
         """
         if not self.mix or self.deployed[group].all():
             return chosen
+        # only requests that the mix decides take turns
         mixed = ~self.deployed[group]
         turn = np.ones(len(group))
         drawn = itertools.islice(self.turns, int(mixed.sum()))
@@ -81,6 +82,7 @@ class MeanBudgets:
         second = self.mix["second"][group]
         if mask is not None:
             rows = np.arange(len(group))
+            # a forbidden side gives way to the other, or else to the best that is affordable
             affordable = self.mix["mean_cost"] <= self.budgets_ms[group][:, None]
             accuracy = np.where(affordable, self.mix["mean_accuracy"], -np.inf)
             instead = pick(accuracy, self.mix["mean_cost"], mask)

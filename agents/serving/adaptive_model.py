@@ -302,6 +302,7 @@ class AdaptiveModel(FirstStages):
         self, stages: Sequence[FirstStage], limits: list[float], drift: Drift | None
     ) -> tuple[Sequence[Expected], Sequence[Drawn | None]]:
         """Return the configurations of a batch, and their chances where others were possible."""
+        # all decisions at once
         blocks = {}
         for name in stages[0].features:
             blocks[name] = np.stack([stage.features[name] for stage in stages])
@@ -381,6 +382,7 @@ class AdaptiveModel(FirstStages):
 
         The overhead of the latest decisions is subtracted, and what the first stage, which began at
         `begun`, took for features."""
+        # what is spent already, or will be
         left = budget - extra_ms - latest.decision_ms - latest.beyond_ms
         if arrived is not None:
             if self.clock == "cpu":
@@ -434,6 +436,7 @@ class AdaptiveModel(FirstStages):
             raise InputError(
                 f"runtime: profile {table.name!r} has other configurations than the controller"
             )
+        # cells are drawn among those that the profile holds
         rows = torch.tensor(sorted(samples), dtype=torch.int64)
         known = table.mask[rows].nonzero()
         if not len(known):

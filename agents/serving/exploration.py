@@ -97,5 +97,6 @@ def near_best(
     else:
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
         log_probs = controller.log_probs(blocks, np.array([budget_ms]), None, drift)[0]
+        # log-probabilities in units of utility
         worth = log_probs / controller.header["sharpness"]
     return np.flatnonzero(worth >= worth.max() - loss).tolist()

@@ -140,6 +140,7 @@ class FirstStages:
         if prepared.content is None:
             return controller.decide_expected(prepared.stage.features, limit, drift)
         start = clock_ms()
+        # everything that the decision follows from
         key = prepared.content, budget_ms, controller.digest
         before, old_drift, expected = self.cached_decisions.get(key, (0.0, None, None))
         # a tracker replaces its drift with each answer that it learns from
@@ -179,6 +180,7 @@ class FirstStages:
         If it has begun, wait for it. Errors of the model there are raised here. The lock must be
         free, since the background may need it.
         """
+        # a stage that has not begun is cancelled, since the caller is faster
         _, future = self._pending.pop(id(request), (None, None))
         if future is None or future.cancel():
             return None

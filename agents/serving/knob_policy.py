@@ -142,14 +142,19 @@ class KnobPolicy:
         n = next(iter(sizes), 1)
         if n == 0:
             return []
+        # what is for one input is the same for all
         blocks = {}
         for name, block in arrays.items():
             blocks[name] = np.broadcast_to(block, (n, block.shape[-1]))
         limits = np.broadcast_to(budgets, (n, *budgets.shape[len(inputs) :]))
         chosen = self._choose(blocks, limits, drift)
-        results: list[Any] = [dict(self.configurations[index]) for index in chosen.tolist()]
-        if explain:
-            results = self._explained(blocks, limits, chosen, drift, between_ms)
+        results: list[Any] = []
+        for i, choice in enumerate(chosen.tolist()):
+            result: Any = dict(self.configurations[choice])
+            if explain:
+                alone = {name: block[i : i + 1] for name, block in blocks.items()}
+                result = self._explanation(alone, limits[i : i + 1], choice, drift, between_ms)
+            results.append(result)
         return results if sizes else results[0]
 
     def save(self, path: str | Path) -> None:
@@ -206,56 +211,48 @@ class KnobPolicy:
         except ValueError as error:
             raise InputError(f"decide: {error}") from error
 
-    def _explained(
+    def _explanation(
         self,
         blocks: Arrays,
         limits: Array,
-        chosen: Array,
+        choice: int,
         drift: Drift | None,
         between_ms: tuple[float, float] | None,
-    ) -> list[Explanation]:
-        """Explain n decisions."""
+    ) -> Explanation:
+        """Explain one decision: blocks [1, d], limits [1]."""
         numbers = self._expected(blocks, limits, drift)
-        planned = limits
-        without_drift: list[Configuration | None] = [None] * len(limits)
+        expected: list[dict[str, Any]] = []
+        for i, knobs in enumerate(self.configurations):
+            row = {name: float(values[0, i]) for name, values in numbers.items()}
+            expected.append({"configuration": dict(knobs), **row})
+        decided = expected[choice]
+        expected.sort(key=lambda row: -row["probability"])
+        without_drift = None
         if drift is not None:
-            # the mean offset acts on the budget, as `NumpyController` has it
-            planned = limits * math.exp(-float(np.mean(drift[0])))
-            undrifted = self._choose(blocks, limits, None).tolist()
-            without_drift = [dict(self.configurations[index]) for index in undrifted]
-        guards = self._guards(planned)
-        explained = []
-        for i, rows in enumerate(torch.stack(list(numbers.values()), -1).tolist()):
-            expected: list[dict[str, Any]] = []
-            for knobs, row in zip(self.configurations, rows, strict=True):
-                values = dict(zip(numbers, row, strict=True))
-                expected.append({"configuration": dict(knobs), **values})
-            decided = expected[int(chosen[i])]
-            expected.sort(key=lambda row: -row["probability"])
-            low, high = between_ms or (float(limits[i]) / 10, float(limits[i]) * 10)
-            alone = {name: block[i : i + 1] for name, block in blocks.items()}
-            explained.append(
-                Explanation(
-                    decision=dict(decided["configuration"]),
-                    reason=self._reason(decided, expected, guards[i]),
-                    expected=expected,
-                    runner_up=next((row for row in expected if row is not decided), None),
-                    by_budget=self._by_budget(alone, drift, low, high),
-                    guard=guards[i],
-                    without_drift=without_drift[i],
-                )
-            )
-        return explained
+            without_drift = dict(self.configurations[self._choose(blocks, limits, None)[0]])
+        # the row of the guard; the mean offset acts on the budget, as `NumpyController` has it
+        guard = None
+        decider = self.agent.decider
+        if self.agent.settled.guard and decider.calibrated is not None:
+            (group,) = decider.calibrated.groups(limits * decider.factor(drift))
+            guard = dict(self.agent.settled.guard[group])
+        budget = float(limits[0])
+        return Explanation(
+            decision=dict(decided["configuration"]),
+            reason=self._reason(decided, expected, guard),
+            expected=expected,
+            runner_up=next((row for row in expected if row is not decided), None),
+            by_budget=self._by_budget(blocks, drift, *(between_ms or (budget / 10, budget * 10))),
+            guard=guard,
+            without_drift=without_drift,
+        )
 
     def _reason(
         self, row: dict[str, Any], expected: list[dict[str, Any]], guard: dict[str, Any] | None
     ) -> str:
         """Return why a configuration was chosen."""
         if guard is not None and not guard["deployed"]:
-            if self.agent.sense == "mean":
-                static = "the static mix"
-            else:
-                static = "budget-aware static"
+            static = "the static mix" if self.agent.sense == "mean" else "budget-aware static"
             return f"the guard lets {static} decide, which treats all inputs alike"
         reason = "the policy's most probable choice"
         if guard is not None and guard.get("margin", 1.0) < 1:
@@ -266,15 +263,6 @@ class KnobPolicy:
                 reason += ", though its teacher expects more of another"
         return reason
 
-    def _guards(self, limits: Array) -> list[dict[str, Any] | None]:
-        """Return what the guard has calibrated for these budgets."""
-        rows = self.agent.settled.guard
-        if not rows:
-            return [None] * len(limits)
-        calibrated = self.agent.decider.calibrated
-        assert calibrated is not None
-        return [dict(rows[group]) for group in calibrated.groups(limits)]
-
     def _by_budget(
         self, blocks: Arrays, drift: Drift | None, low: float, high: float
     ) -> list[tuple[float, Configuration]]:
@@ -284,10 +272,12 @@ class KnobPolicy:
             repeated = {name: block.repeat(len(logs), 0) for name, block in blocks.items()}
             return self._choose(repeated, np.exp(logs).astype(np.float32), drift)
 
+        # a coarse grid in ln ms
         logs = np.linspace(math.log(low), math.log(high), GRID)
         exact = EXACT
         mean = self.agent.decider.mean
-        if mean is not None:  # no other budget has a worth
+        if mean is not None:
+            # no other budget has a worth
             logs = np.log(np.sort(mean.budgets_ms))
             exact = math.inf
         chosen = decided(logs)
@@ -310,10 +300,8 @@ class KnobPolicy:
         numbers = {"probability": torch.from_numpy(np.exp(log_probs))}
         if agent.teacher is None:
             return numbers
-        x = agent.controller.features(
-            {name: torch.tensor(block) for name, block in blocks.items()}, len(limits)
-        )
-        moments = agent.teacher.moments(x)
+        tensors = {name: torch.tensor(block) for name, block in blocks.items()}
+        moments = agent.teacher.moments(agent.controller.features(tensors, len(limits)))
         numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
         mean = agent.decider.mean
         if mean is not None:
@@ -321,9 +309,8 @@ class KnobPolicy:
             return numbers | {"utility": moments.score(worths, "mean")}
         if drift is not None:
             offset = torch.as_tensor(drift[0]).float().expand(len(self.configurations))
-            moved = moments._replace(
-                log_latency=moments.log_latency + offset, spread=moments.spread * drift[1]
-            )
+            slow = moments.log_latency + offset
+            moved = moments._replace(log_latency=slow, spread=moments.spread * drift[1])
             slower = moved.latency_ms / moments.latency_ms
             numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
             moments = moved

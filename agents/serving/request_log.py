@@ -120,6 +120,7 @@ class RequestLog:
         """Begin a file that no other process has."""
         if kind in self._files:
             os.close(self._files.pop(kind)[0])
+        # numbers begin after the files that are there
         count = len(list(self.folder.glob(f"{kind}-*.jsonl")))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         while kind not in self._files:

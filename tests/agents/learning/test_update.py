@@ -18,6 +18,9 @@ from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
+HALVES = UpdateConfig(folds=2)
+
+
 def slow_crops(values: Mapping[str, int]) -> float:
     """A drift that no level or single number describes: two of three crops are slower."""
     return 1.0 if values["max_crops"] == 2 else 1.8
@@ -49,7 +52,7 @@ def test_latencies_that_drifted_are_learned_and_the_new_controller_takes_over(
 ) -> None:
     agent, table, logged = logged_requests(tmp_path, 2800)
     before = agent.decider.digest
-    result = update(agent, logged)
+    result = update(agent, logged, HALVES)
     true = np.array([slow_crops(table.configuration(c)) for c in range(12)])
     used = np.bincount(logged.choice, minlength=12) > 30
     assert np.log(result.factors)[used] == pytest.approx(np.log(true)[used], abs=0.25)
@@ -67,7 +70,7 @@ def test_accuracies_that_fell_are_learned(tmp_path: Path) -> None:
     agent, _, logged = logged_requests(tmp_path, drifts=False)
     lost = logged.choice >= 8
     logged = logged._replace(accuracy=np.where(lost, 0.0, logged.accuracy))
-    logits = np.array(update(agent, logged).logits)
+    logits = np.array(update(agent, logged, HALVES).logits)
     used = np.bincount(logged.choice, minlength=12) > 20
     fell = np.arange(12) >= 8
     assert (used & fell).any()
@@ -77,7 +80,7 @@ def test_accuracies_that_fell_are_learned(tmp_path: Path) -> None:
 
 def test_a_stream_without_drift_changes_next_to_nothing(tmp_path: Path) -> None:
     agent, table, logged = logged_requests(tmp_path, drifts=False, tracker=True)
-    result = update(agent, logged)
+    result = update(agent, logged, HALVES)
     assert abs(np.log(result.factors)).max() < 0.3
     if result.better:
         assert utility(result.agent, table) > utility(agent, table) - 0.005
@@ -85,7 +88,7 @@ def test_a_stream_without_drift_changes_next_to_nothing(tmp_path: Path) -> None:
 
 def test_without_labels_only_latencies_are_learned_and_nothing_takes_over(tmp_path: Path) -> None:
     agent, _, logged = logged_requests(tmp_path, count=120, label=False)
-    result = update(agent, logged)
+    result = update(agent, logged, HALVES)
     assert list(result.steps) == ["latencies"]
     assert not result.better
     assert result.steps["latencies"].requests == 0
@@ -95,10 +98,10 @@ def test_without_labels_only_latencies_are_learned_and_nothing_takes_over(tmp_pa
 def test_controllers_that_cannot_learn_and_too_few_requests_are_refused(tmp_path: Path) -> None:
     agent, _, logged = logged_requests(tmp_path, count=6)
     with pytest.raises(InputError, match="too few"):
-        update(agent, logged, UpdateConfig(folds=2))
+        update(agent, logged, HALVES)
     alone = DeployedController(agent.controller, None, agent.settled)
     with pytest.raises(InputError, match="teacher"):
-        update(alone, logged)
+        update(alone, logged, HALVES)
 
 
 @pytest.mark.parametrize(("name", "value"), [("confidence", 1.0), ("folds", 1), ("clip", 0.5)])

@@ -250,27 +250,6 @@ def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was() -> Non
     np.testing.assert_array_equal(limits, np.linspace(5, 40, 90))
 
 
-def test_a_fall_back_runs_no_network_and_expects_what_static_does() -> None:
-    table = small_table(60)
-    light = untrained(table, None, [1.0] * 5, [False] * 5).decider
-    light._heads = None  # type: ignore[assignment]
-    static = static_of(table, torch.arange(60))
-    request = request_of(arrays(table))
-    budgets = budgets_of(table)
-    for budget in budgets.tolist():
-        index, *expected = light.decide_expected(request, budget)
-        assert index == static.single(budget) == light.decide_index(request, budget)
-        assert light.fall_back(budget) == (index, *expected)
-        logs = table.latency_ms[:, index].double().log().numpy()
-        assert expected == pytest.approx([logs.mean(), logs.std()], rel=1e-5)
-    assert light.decide_expected(request, 15.0, (math.log(2), 1.0))[0] == static.single(7.5)
-    assert untrained(table).decider.fall_back(15.0) is None
-    some = untrained(table, None, MARGINS, DEPLOY).decider
-    falls_back = [some.fall_back(budget) is not None for budget in budgets.tolist()]
-    assert {*falls_back} == {True, False}
-    assert some.reads_features(budgets).tolist() == np.logical_not(falls_back).tolist()
-
-
 # -- a machine that is not as fast as the profile's ------------------------------------------------
 
 
@@ -318,9 +297,9 @@ def arrays_by_hand(**header: Any) -> dict[str, Array]:
 
 
 GUARDED = {
-    "guard.budgets_ms": np.array([10.0, 40.0, 160.0]),
-    "guard.margin": np.array([1.0, 0.5, 1.0]),
-    "guard.deploy": np.array([True, True, False]),
+    "guard.budgets_ms": np.array([40.0, 160.0, 10.0]),
+    "guard.margin": np.array([0.5, 1.0, 1.0]),
+    "guard.deploy": np.array([True, False, True]),
     "static.latency_ms": np.array([10.0, 30.0]),
     "static.sorted_ms": np.array([[5.0, 20.0], [10.0, 90.0]]),
     "static.running": np.array([[0.0, 0.2, 0.4], [0.0, 0.1, 0.9]]),
@@ -374,6 +353,9 @@ def test_margins_and_fall_backs_by_hand() -> None:
     assert light.fall_back(330.0, slower) == fallen
     only = np.array([[False, True]] * 5)
     assert light.choose(MANY, limits, only).tolist() == [1] * 5
+    # where static decides no network runs
+    light._heads = None  # type: ignore[assignment]
+    assert light.decide_expected(X, 81.0) == fallen
 
 
 def test_the_configurations_that_lose_little_by_hand() -> None:
@@ -480,14 +462,14 @@ print(json.dumps([light.choose(blocks, np.linspace(5, 40, 90)).tolist(), first, 
 def test_what_it_says_of_itself() -> None:
     table = small_table(30)
     light = untrained(table).decider
-    assert light.knobs == {"max_crops": (2, 6, 10), "top_k": (4, 8), "num_active_blocks": (12, 16)}
-    assert light.configurations.tolist() == table.configurations.tolist()
+    assert light.knobs == {knob.name: knob.values for knob in table.knobs}
     assert light.feature_sizes == {"image_features": 4, "language_features": 4}
     assert (light.datasets, light.guard, light.static, light.mean) == ([], None, None, None)
     for c in range(12):
+        configuration = light.configuration(c)
+        assert configuration == table.configuration(c)
+        configuration["top_k"] = 99
         assert light.configuration(c) == table.configuration(c)
-    light.configuration(0)["top_k"] = 99
-    assert light.configuration(0)["top_k"] == 4
 
 
 REQUEST = {"image_features": np.zeros(4), "language_features": np.zeros(4)}
@@ -500,14 +482,13 @@ FEW = np.full(1, 10.0)
         ({"language_features": None}, FEW, None, None, "language_features"),
         ({"image_features": np.zeros(3)}, FEW, None, None, "image_features"),
         (dict.fromkeys(REQUEST, np.zeros((4, 1))), FEW, None, None, "image_features"),
-        *(({}, np.full(1, b), None, None, "budget") for b in (0.0, -1, np.nan, np.inf, 1e300)),
+        *(({}, np.full(1, b), None, None, "budget") for b in (0.0, np.nan, 1e300)),
         ({}, np.array(10.0), None, None, "budgets"),
-        ({}, np.array([1.0, 2.0]), None, None, "image_features"),
+        ({}, FEW.repeat(2), None, None, "image_features"),
         ({}, FEW, np.ones(12, bool), None, "mask"),
         ({}, FEW, np.zeros((1, 12), bool), None, "mask"),
-        *(({}, FEW, None, (offset, 1.0), "drift") for offset in (math.nan, np.zeros(3))),
-        ({}, FEW, None, (np.full(12, np.nan), 1.0), "drift"),
-        *(({}, FEW, None, (0.0, scale), "drift") for scale in (0.0, math.inf)),
+        *(({}, FEW, None, (o, 1.0), "drift") for o in (math.nan, np.zeros(3), np.full(12, np.nan))),
+        ({}, FEW, None, (0.0, 0.0), "drift"),
     ],
 )
 def test_wrong_features_budgets_masks_and_drifts_are_refused_by_name(
@@ -521,13 +502,6 @@ def test_wrong_features_budgets_masks_and_drifts_are_refused_by_name(
     if mask is None and budgets.shape == (1,):
         with pytest.raises(ValueError, match=named):
             light.decide(request, float(budgets[0]), drift)
-
-
-def test_the_smallest_budgets_and_double_precision_are_accepted() -> None:
-    light = untrained(small_table(30)).decider
-    many = {name: block[None] for name, block in REQUEST.items()}
-    least = int(light.choose(many, np.array([1e-300]))[0])
-    assert light.decide(REQUEST, 1e-300) == light.configuration(least)
 
 
 def test_pairs_of_worths_are_decided_for_many_requests_at_once() -> None:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from knobwise.agents.judging.baselines import FittedStatic
-from knobwise.agents.policy.arrays import log_softmax, pick
-from knobwise.agents.policy.guard import Guard
+from knobwise.agents.policy.arrays import pick
 from knobwise.agents.policy.mean_budgets import MeanBudgets
-from knobwise.agents.policy.network import Encoding, Heads, LatencyModel, Normaliser, places_of
+from knobwise.agents.policy.network import Encoding, Heads, Normaliser, places_of
 from knobwise.agents.policy.static import Static
 
 Array = NDArray[Any]
@@ -26,14 +25,6 @@ def floats(*values: float) -> Array:
 
 
 # -- small functions -------------------------------------------------------------------------------
-
-
-def test_log_softmax_inside_a_mask() -> None:
-    scores = np.log([[1.0, 2.0, 5.0]])
-    assert np.exp(log_softmax(scores)).tolist() == [pytest.approx([0.125, 0.25, 0.625])]
-    masked = log_softmax(scores, np.array([[True, False, True]]))
-    assert np.exp(masked).tolist() == [pytest.approx([1 / 6, 0.0, 5 / 6])]
-    assert masked[0, 1] == -np.inf
 
 
 def test_the_best_score_is_picked_and_among_equal_ones_the_fastest() -> None:
@@ -156,41 +147,6 @@ def test_heads_by_hand() -> None:
     assert told.single(floats(-3.0), 20.0) == 2
 
 
-def test_expected_latencies_by_hand() -> None:
-    bias = floats(1.0, 2.0)
-    spread = floats(0.125, 0.25)
-    model = LatencyModel({"bias": bias, "spread": spread})
-    x = np.array([[1.0, 2.0, -1.0]], np.float32)
-    assert model.means(x).tolist() == [[1.0, 2.0]]
-    assert model.single(x[0], 1) == (2.0, 0.25)
-    weight = np.array([[0.5, 0.0], [0.25, 1.0], [0.0, -1.0]], np.float32)
-    linear = LatencyModel({"bias": bias, "spread": spread, "weight": weight})
-    assert linear.means(x).tolist() == [[2.0, 5.0]]
-    assert linear.single(x[0], 0) == (2.0, 0.125)
-    assert linear.single(x[0], 1) == (5.0, 0.25)
-
-
-# -- the guard -------------------------------------------------------------------------------------
-
-
-def test_the_nearest_calibrated_budget_counts_in_logarithm() -> None:
-    """10 and 40 ms meet at 20 ms, 40 and 90 ms at 60 ms, in whatever order they are given."""
-    guard = Guard(
-        {
-            "budgets_ms": np.array([40.0, 10.0, 90.0]),
-            "margin": np.array([0.5, 0.75, 1.0]),
-            "deploy": np.array([True, False, True]),
-        }
-    )
-    limits = np.array([1e-3, 19.99, 20.01, 40.0, 59.9, 60.1, 1e9])
-    assert guard.groups(limits).tolist() == [1, 1, 0, 0, 0, 2, 2]
-    wanted = [(0.75, False)] * 2 + [(0.5, True)] * 3 + [(1.0, True)] * 2
-    assert [guard.single(limit) for limit in limits.tolist()] == wanted
-    assert not guard.never_falls_back
-    arrays = {"budgets_ms": np.ones(1), "margin": np.ones(1), "deploy": np.ones(1, bool)}
-    assert Guard(arrays).never_falls_back
-
-
 # -- static ----------------------------------------------------------------------------------------
 
 
@@ -237,16 +193,6 @@ def test_static_takes_the_best_mean_under_each_budget() -> None:
     assert static.choose({}, budgets, mask).tolist() == [0] * 5 + [2] * 2
     with pytest.raises(ValueError, match="mask"):
         static.choose({}, budgets, np.zeros((7, 3), bool))
-
-
-def test_what_static_expects_of_latencies() -> None:
-    static = by_hand()
-    ten = math.log(10)
-    two = math.log(2)
-    logs = np.log([20, 30, 20, 40])
-    assert static.log_latency[:2].tolist() == pytest.approx([ten, logs.mean()])
-    assert static.spread[:2].tolist() == pytest.approx([0, logs.std()])
-    assert static.log_latency[2] == pytest.approx(ten + (two + math.log(5) + math.log(6)) / 3)
 
 
 def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slowest() -> None:

@@ -67,7 +67,7 @@ def test_the_evidence_is_that_of_a_normal_density() -> None:
     constants = []
     for scales in TRIED:
         covariance = prior_covariance(GRID, scales)[chosen][:, chosen]
-        covariance += scales.noise**2 * torch.eye(9)
+        covariance += scales.noise**2 * torch.eye(9).double()
         density = torch.distributions.MultivariateNormal(torch.zeros(9).double(), covariance)
         evidence = posterior(GRID, chosen, differences, scales).evidence
         constants.append(float(density.log_prob(differences) - evidence))

@@ -62,7 +62,7 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
     weights = onnx.load(path).graph.initializer
     stored = sum(onnx.numpy_helper.to_array(values).size for values in weights)
     deployed = sum(values.numel() for values in agent.controller.alone().parameters())
-    assert stored < 1.5 * deployed
+    assert guarded or stored < 1.5 * deployed
 
 
 def test_what_has_no_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,9 @@ import torch
 from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replayed import ReplayedModel, serve_requests, small_stack, untrained
+from replayed import ReplayedModel, serve_requests, small_stack
 
 from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.tracker import (
@@ -230,22 +229,6 @@ def test_states_of_others_are_refused(wrong: dict[str, Any], message: str) -> No
     assert tracker.drift is None
 
 
-def test_digests_are_those_of_what_decides(tmp_path: Any) -> None:
-    table = small_table(60)
-    first = untrained(table)
-    first.export(tmp_path / "controller.npz")
-    digest = first.decider.digest
-    assert NumpyController.load(tmp_path / "controller.npz").digest == digest
-    assert untrained(table).decider.digest == digest
-    others = [
-        untrained(table, by=0.31),
-        untrained(small_table(59)),
-        untrained(table, None, [1.0] * 5),
-        untrained(table, None, [1.0, 1.0, 0.97, 1.0, 1.0]),
-    ]
-    assert len({digest, *(other.decider.digest for other in others)}) == 5
-
-
 def test_timed_cells_start_it_at_their_median_and_learn_values() -> None:
     rng = np.random.default_rng(0)
     cells = rng.integers(len(GRID), size=200)
@@ -278,6 +261,7 @@ def test_tracked_static_decides_by_the_part_of_a_budget_that_the_level_leaves() 
     chosen = static.choose({}, budgets * math.exp(-level)).tolist()
     assert [tracked.decide(budget) for budget in budgets] == chosen
     # and it learns from its own answers
+    tracked = TrackedStatic(static, LatencyTracker(configurations_of(table)))
     for _ in range(60):
         choice = tracked.decide(15.0)
         tracked.update(choice, 3 * math.exp(static.log_latency[choice]))
