@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -148,7 +148,7 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
         InputError: other configurations, ambiguous ids, too few such cells.
     """
     # samples by id, and by data set if both tables name it
-    ids = [zip(table.sample_ids, strict=True) for table in (old, new)]
+    ids: list[Any] = [old.sample_ids, new.sample_ids]
     if old.datasets and new.datasets:
         ids = [zip(table.sample_ids, table.datasets, strict=True) for table in (old, new)]
     row_of = {key: row for row, key in enumerate(ids[0])}

@@ -131,12 +131,11 @@ class NumpyController:
             blocks = {}
             for name, width in self.feature_sizes.items():
                 blocks[name] = np.full((len(budgets), width), value, np.float32)
-            chosen = self.choose_expected(blocks, budgets, None, drift)[0].tolist()
-            if limit != "worths":
-                row = {name: block[0] for name, block in blocks.items()}
-                chosen += [self.decide_index(row, budget, drift) for budget in budgets.tolist()]
-            for index in chosen:
+            for row, index in enumerate(self.choose_expected(blocks, budgets, None, drift)[0]):
                 self.configuration(index)
+                if limit != "worths":
+                    request = {name: block[row] for name, block in blocks.items()}
+                    self.decide(request, float(budgets[row]), drift)
         if self.mean is not None:
             self.mean.turns = itertools.count(1)
 
@@ -248,7 +247,7 @@ class NumpyController:
         """Return the features of one request, float32 [d]."""
         blocks = [features[name] for name in self.feature_sizes if name in features]
         if tuple(map(len, blocks)) == self._widths and 0 < budget_ms < MOST_MS:
-            raw = np.concatenate(blocks or [()], dtype=np.float32)
+            raw = np.concatenate(blocks or [self._even[:0]], dtype=np.float32)
             if raw.ndim == 1 and self.header["limit"] != "worths":
                 return raw
         # a request that does not fit is refused in words, as one of many

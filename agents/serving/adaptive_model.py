@@ -271,10 +271,10 @@ class AdaptiveModel(FirstStages):
         stages = [item.stage for item in prepared]
         start = self._now()
         limits = []
-        for stage, *times in zip(stages, budgets, moments, strict=True):
+        for stage, budget, moment in zip(stages, budgets, moments, strict=True):
             # when it would have begun had it come alone
             begun = start - stage.total_ms / 1e3
-            limits.append(self._limit(self._decided, stage.extra_ms, *times, begun))
+            limits.append(self._limit(self._decided, stage.extra_ms, budget, moment, begun))
         drift = self.tracker.drift
         expected, drawn = self._decide_all(stages, limits, drift)
         decision_ms = _positive((self._now() - start) * 1e3)

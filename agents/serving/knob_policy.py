@@ -23,10 +23,8 @@ from knobwise.common.errors import InputError
 Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
 Configuration = dict[str, Any]
-GRID = 96
-"""Number of budgets at which a change of the decision is first looked for."""
 EXACT = 1e-3
-"""How exactly a change of the decision is then located, in ln ms."""
+"""How exactly a change of the decision is located, in ln ms."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,7 @@ class Explanation:
     by_budget: list[tuple[float, Configuration]]
     """The decisions for this input over the budgets: the budget in ms from which on a decision
     holds, and its knob values. The choice changes at each but the first, exact to a thousandth. A
-    choice that changes and changes back between two of 96 budgets may be missed. A controller for
-    mean budgets knows only the budgets that it was calibrated for."""
+    controller for mean budgets knows only the budgets that it was calibrated for."""
     guard: dict[str, Any] | None
     """The row of the calibrated budget nearest to this one, see `Guard.rows`; None without a
     guard."""
@@ -267,30 +264,19 @@ class KnobPolicy:
         self, blocks: Arrays, drift: Drift | None, low: float, high: float
     ) -> list[tuple[float, Configuration]]:
         """Return decisions for one input [1, d], each with the budget from which on it holds."""
-
-        def decided(logs: Array) -> Array:
-            repeated = {name: block.repeat(len(logs), 0) for name, block in blocks.items()}
-            return self._choose(repeated, np.exp(logs).astype(np.float32), drift)
-
-        # a coarse grid in ln ms
-        logs = np.linspace(math.log(low), math.log(high), GRID)
-        exact = EXACT
         mean = self.agent.decider.mean
-        if mean is not None:
+        if mean is None:
+            count = math.ceil(math.log(high / low) / EXACT)
+            budgets = np.geomspace(low, high, count + 2)
+        else:
             # no other budget has a worth
-            logs = np.log(np.sort(mean.budgets_ms))
-            exact = math.inf
-        chosen = decided(logs)
-        # halve the intervals in which the choice changes until all of them are short
-        while (wide := (chosen[1:] != chosen[:-1]) & (np.diff(logs) > exact)).any():
-            middle = (logs[1:] + logs[:-1])[wide] / 2
-            logs = np.r_[logs, middle]
-            chosen = np.r_[chosen, decided(middle)]
-            order = logs.argsort()
-            logs = logs[order]
-            chosen = chosen[order]
+            budgets = np.sort(mean.budgets_ms)
+        repeated = {}
+        for name, block in blocks.items():
+            repeated[name] = np.broadcast_to(block, (len(budgets), block.shape[1]))
+        chosen = self._choose(repeated, budgets.astype(np.float32), drift)
         starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
-        return [(float(np.exp(logs[i])), dict(self.configurations[chosen[i]])) for i in starts]
+        return [(float(budgets[i]), dict(self.configurations[chosen[i]])) for i in starts]
 
     @torch.no_grad()
     def _expected(self, blocks: Arrays, limits: Array, drift: Drift | None) -> dict[str, Tensor]:

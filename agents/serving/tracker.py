@@ -253,17 +253,14 @@ class LatencyTracker:
         try:
             if state["format"] != FORMAT:
                 raise ValueError(f"format {state['format']}, expected {FORMAT}")
-            if state["controller"] != self.digest or state["names"] != self.names:
-                raise InputError(
-                    "tracker: the state belongs to another controller; start without it"
-                )
+            if [state["controller"], state["names"]] != [self.digest, self.names]:
+                raise ValueError("the state belongs to another controller; start without it")
             # [2, 1 + values]: means and variances of level and values
             moments = np.array([state["mean"], state["variance"]], np.float64)
-            if moments.shape != (2, len(self.names)):
-                raise ValueError("wrong sizes")
             valid = (np.abs(moments) < LARGEST).all() and (moments[1] >= 0).all()
+            valid &= moments.shape == (2, len(self.names))
             if not (valid and SCALES[0] <= state["scale"] <= SCALES[1]):
-                raise ValueError("numbers out of range")
+                raise ValueError("wrong sizes, or numbers out of range")
             scale = float(state["scale"])
             run = int(state["run"])
             answers = int(state["answers"])

@@ -17,7 +17,6 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
 
-
 HALVES = UpdateConfig(folds=2)
 
 
