@@ -311,18 +311,3 @@ def doubly_robust(
     weight = (1 / probability).clamp_max(clip).unsqueeze(1)
     error = reward.unsqueeze(1) - expected.gather(1, column)
     return expected.scatter_add(1, column, weight * error)
-
-
-def self_normalised(reward: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate the value of a policy from importance weights w = π(a)/p alone: Σ w·r / Σ w.
-
-    Swaminathan and Joachims 2015, "The Self-Normalized Estimator for Counterfactual Learning",
-    equation 6.
-
-    Returns:
-        the value, [], NaN if all weights are 0; and the influence of each context on it, [n], of
-        mean 0. The standard error of their mean is that of the value (the delta method).
-    """
-    mean = weight.mean()
-    value = (weight * reward).mean() / mean
-    return value, weight * (reward - value) / mean

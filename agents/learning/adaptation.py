@@ -60,8 +60,8 @@ class Offsets(NamedTuple):
     """Posterior mean, float64 [C]."""
     variance: Tensor
     """Posterior variance, float64 [C]."""
-    evidence: float
-    """ln of the marginal likelihood of the timed cells, up to a constant."""
+    evidence: Tensor
+    """ln of the marginal likelihood of the timed cells, up to a constant, float64 []."""
 
 
 def prior_covariance(configurations: Tensor, scales: Scales, free: float = FREE) -> Tensor:
@@ -72,9 +72,8 @@ def prior_covariance(configurations: Tensor, scales: Scales, free: float = FREE)
         scales: prior standard deviations of the terms.
         free: prior standard deviation of β₀.
     """
-    covariance = free**2 + scales.configuration**2 * torch.eye(
-        len(configurations), dtype=torch.float64
-    )
+    identity = torch.eye(len(configurations), dtype=torch.float64)
+    covariance = free**2 + scales.configuration**2 * identity
     for values in configurations.T:
         covariance += scales.knob**2 * (values.unsqueeze(1) == values)
     return covariance
@@ -96,18 +95,17 @@ def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offse
     # fit, leave out stalls, fit again
     for _ in range(3):
         fits = [posterior(configurations, chosen[kept], ratios[kept], scales) for scales in TRIED]
-        means = torch.stack([fit.mean for fit in fits])
-        variances = torch.stack([fit.variance for fit in fits])
-        evidence = torch.tensor([fit.evidence for fit in fits], dtype=torch.float64)
+        means, variances, evidence = map(torch.stack, zip(*fits, strict=True))
         share = evidence.softmax(0)
         mean = share @ means
         residuals = (ratios - mean[chosen]).abs()
-        spread = 1.4826 * float(residuals.median())  # the standard deviation, if it is normal
+        # the standard deviation, if it is normal
+        spread = 1.4826 * float(residuals.median())
         kept = residuals <= OUTLYING * max(spread, LEAST_NOISE)
     # the variance of the mixture of all scales, and the scatter of the cells
     jitter = residuals[kept].square().sum() / max(int(kept.sum()), 1)
     variance = share @ (variances + means.square()) - mean.square() + jitter
-    return Offsets(mean, variance, float(evidence.logsumexp(0)))
+    return Offsets(mean, variance, evidence.logsumexp(0))
 
 
 def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Scales) -> Offsets:
@@ -134,7 +132,7 @@ def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Sc
     between = torch.linalg.solve_triangular(factor, mean.unsqueeze(1), upper=False).square().sum()
     volume = factor.diagonal().log().sum() + (len(chosen) - len(timed)) * math.log(scales.noise)
     variance = (prior.diagonal() - (gain * prior[timed]).sum(0)).clamp_min(0)
-    return Offsets(gain.T @ mean, variance, float(-0.5 * (within + between) - volume))
+    return Offsets(gain.T @ mean, variance, -0.5 * (within + between) - volume)
 
 
 def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
@@ -149,8 +147,28 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     Raises:
         InputError: other configurations, ambiguous ids, too few such cells.
     """
-    rows = _matching_rows(old, new)
-    columns = _matching_columns(old, new)
+    # samples by id, and by data set if both tables name it
+    ids: list[Any] = [old.sample_ids, new.sample_ids]
+    if old.datasets and new.datasets:
+        ids = [zip(table.sample_ids, table.datasets, strict=True) for table in (old, new)]
+    row_of = {key: row for row, key in enumerate(ids[0])}
+    if len(row_of) < old.num_samples:
+        raise InputError(
+            f"profile {new.name!r}: add a column `dataset`, since ids of {old.name!r} occur "
+            "several times"
+        )
+    rows = torch.tensor([row_of.get(key, -1) for key in ids[1]])
+    # configurations by knob values
+    column_of = {frozenset(c.items()): i for i, c in enumerate(configurations_of(old))}
+    values = [frozenset(c.items()) for c in configurations_of(new)]
+    columns = torch.tensor([column_of.get(key, -1) for key in values])
+    if len(others := (columns < 0).nonzero()):
+        raise InputError(
+            f"profile {new.name!r}: {len(others)} of its configurations are not in {old.name!r}, "
+            f"such as {new.label(int(others[0]))}; time the configurations that the controller "
+            "chooses from"
+        )
+    # the cells that both hold
     i, j = (new.mask & (rows >= 0).unsqueeze(1) & old.mask[rows][:, columns]).nonzero().T
     if len(i) < LEAST_CELLS:
         raise InputError(
@@ -161,39 +179,6 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     before = log_measured(old.latency_ms)[rows[i], columns[j]]
     after = log_measured(new.latency_ms)[i, j]
     return columns[j], after.double() - before.double()
-
-
-def _matching_rows(old: ProfileTable, new: ProfileTable) -> Tensor:
-    """Return the row in `old` of every sample of `new`, int64, −1 where there is none."""
-    keys: list[list[Any]] = []
-    for table in (old, new):
-        if old.datasets and new.datasets:
-            keys.append([*zip(table.datasets, table.sample_ids, strict=True)])
-        else:
-            keys.append([*table.sample_ids])
-    row_of = {key: row for row, key in enumerate(keys[0])}
-    if len(row_of) < len(keys[0]):
-        raise InputError(
-            f"profile {new.name!r}: add a column `dataset`, since ids of {old.name!r} occur "
-            "several times"
-        )
-    return torch.tensor([row_of.get(key, -1) for key in keys[1]])
-
-
-def _matching_columns(old: ProfileTable, new: ProfileTable) -> Tensor:
-    """Return the column in `old` of every configuration of `new`, int64."""
-    column_of = {}
-    for column, values in enumerate(configurations_of(old)):
-        column_of[tuple(sorted(values.items()))] = column
-    keys = [tuple(sorted(values.items())) for values in configurations_of(new)]
-    columns = torch.tensor([column_of.get(key, -1) for key in keys])
-    if len(others := (columns < 0).nonzero()):
-        raise InputError(
-            f"profile {new.name!r}: {len(others)} of its configurations are not in {old.name!r}, "
-            f"such as {new.label(int(others[0]))}; time the configurations that the controller "
-            "chooses from"
-        )
-    return columns
 
 
 def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedController:
@@ -231,17 +216,15 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     bias = latency["bias"] + offsets.mean.numpy()
     variance = latency["spread"] ** 2
     variance = np.maximum(variance + offsets.variance.numpy(), NARROWEST**2 * variance)
-    moved = {"bias": bias, "spread": np.sqrt(variance)}
-    settled.latency = latency | {name: v.astype(np.float32) for name, v in moved.items()}
+    latency |= {"bias": bias.astype("f4"), "spread": np.sqrt(variance).astype("f4")}
     teach_again(agent, before, x)
     return agent
 
 
 def copied(agent: DeployedController) -> DeployedController:
     """Return a deep copy of a controller, in eval mode."""
-    settled = copy.deepcopy(agent.settled)
-    parts = copy.deepcopy(agent.controller), copy.deepcopy(agent.teacher)
-    return DeployedController(*parts, settled).eval()
+    parts = copy.deepcopy((agent.controller, agent.teacher, agent.settled))
+    return DeployedController(*parts).eval()
 
 
 # when heads are taught again
@@ -293,6 +276,7 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
     heads = controller.alone().requires_grad_(True)
     parameters = list(heads.network.parameters())
     for divergence in (_cross_entropy, _divergence_to):
+        # each part has a schedule of its own
         optimiser = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
         for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Compare two controllers by the log of a third: off-policy estimates.
+"""Compare two controllers by the log of a third: a doubly robust off-policy estimate.
 
 Both controllers decide anew for every logged request, under its budget and drift. Some choices
 could not have been drawn when the log was written, so the log holds no evidence about them. There
@@ -14,16 +14,16 @@ and the model is good. That says little about the other requests, which have an 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from knobwise.agents.learning.logged import Array, Logged
 from knobwise.agents.policy.controller import NumpyController
-from knobwise.agents.serving.request_log import Logged
-from knobwise.losses.functional import doubly_robust, effective_sample_size, self_normalised
+from knobwise.losses.functional import doubly_robust
 
 LEAST_DIFFERENT = 10
 """Fewest requests with different decisions, as far as the log can tell, that can show a gain."""
@@ -33,32 +33,10 @@ COUNTS = 10
 """The number of requests that `RESIDUAL_SQUARE` counts for."""
 
 
-class Estimate(NamedTuple):
-    """A mean utility, or a difference of two, with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of_mean(cls, values: Tensor, model: Tensor, noise: Tensor, around: float = 0.0) -> Estimate:
-        """Return the estimate of `around` plus the mean of n independent values.
-
-        Args:
-            values: [n], each a model's value plus a correction.
-            model: [n], the model's values alone.
-            noise: [n], the second moments of the corrections.
-            around: a constant to add.
-        """
-        value = around + _mean(values)
-        error = _standard_error(values, model, noise)
-        return cls(value, value - 1.96 * error, value + 1.96 * error)
-
-
 class Judgement(NamedTuple):
     """A comparison of a new and an old controller on labelled requests that neither was fitted on.
 
-    Estimates are given for `old`, for `new`, and for their paired `difference`, new − old.
+    Estimates are a mean utility and the ends of its 95 % interval.
     """
 
     requests: int
@@ -67,51 +45,37 @@ class Judgement(NamedTuple):
     """Requests that the two decide differently, as far as the log can tell them apart."""
     unsupported: int
     """Requests where the new controller's different choice has no evidence in the log."""
-    doubly_robust: dict[str, Estimate]
-    """Estimates by the model, corrected by importance weights."""
-    direct: dict[str, Estimate]
-    """Estimates by the model alone; the intervals do not cover errors of the model."""
-    self_normalised: dict[str, Estimate]
-    """Estimates by importance weights alone."""
-    effective_requests: dict[str, float]
-    """Effective number of requests under the importance weights, (Σw)²/Σw²."""
-    clip: float
-    """The largest importance weight."""
+    doubly_robust: dict[str, tuple[float, float, float]]
+    """Estimates for `old`, for `new`, and for their paired `difference`, new − old."""
     clipped: int
-    """Requests whose weight was clipped."""
-    confidence: float
-    """Confidence of the bound."""
+    """Requests whose importance weight was clipped."""
     bound: float
-    """The one-sided lower bound of the doubly robust difference."""
+    """The one-sided lower bound of the difference."""
     better: bool
     """True if the bound is above 0 and enough requests differ."""
 
     def plain(self) -> dict[str, Any]:
         """Return plain values for JSON, with None for numbers that are not finite."""
-        plain = self._asdict()
-        for name in ("doubly_robust", "direct", "self_normalised"):
-            estimates = plain[name].items()
-            plain[name] = {key: list(map(_finite, estimate)) for key, estimate in estimates}
-        return plain | {"bound": _finite(self.bound)}
+        estimates = {name: [*map(_finite, side)] for name, side in self.doubly_robust.items()}
+        return self._asdict() | {"doubly_robust": estimates, "bound": _finite(self.bound)}
 
 
-def decisions(controller: NumpyController, logged: Logged) -> NDArray[np.int64]:
+def decisions(controller: NumpyController, logged: Logged) -> Array:
     """Return a controller's choices for logged requests, under their budgets and drift: int64
     [n]."""
-    chosen = np.empty(len(logged.ids), np.int64)
+    chosen = np.empty(len(logged.choice), np.int64)
     for row, limit in enumerate(logged.limit_ms.tolist()):
         features = {name: block[row] for name, block in logged.features.items()}
-        chosen[row] = controller.decide_index(
-            features, limit, (logged.offset[row], float(logged.scale[row]))
-        )
+        drift = logged.offset[row], float(logged.scale[row])
+        chosen[row] = controller.decide_index(features, limit, drift)
     return chosen
 
 
 def judge(
     logged: Logged,
     expected: Tensor,
-    old: NDArray[np.int64],
-    new: NDArray[np.int64],
+    old: Array,
+    new: Array,
     clip: float = 200.0,
     confidence: float = 0.95,
 ) -> Judgement:
@@ -132,126 +96,60 @@ def judge(
     unsupported = int(((old != new) & ~supported).sum())
     new = np.where(supported, new, old)
     differs = torch.from_numpy(old != new)
-    expected = expected.double()
-    before = _Side.of_choices(logged, old, differs, expected, clip)
-    after = _Side.of_choices(logged, new, differs, expected, clip)
-    difference = before.difference_to(after, differs)
-    sides = {"old": before, "new": after, "difference": difference}
-    zero = torch.zeros(len(old), dtype=torch.float64)
-    robust = {}
-    direct = {}
-    normalised = {}
-    for name, side in sides.items():
-        robust[name] = Estimate.of_mean(side.robust, side.model, side.noise)
-        direct[name] = Estimate.of_mean(side.model, side.model, zero)
-        normalised[name] = Estimate.of_mean(side.influence, zero, side.ratio_noise, side.ratio)
-    # the one-sided bound of the gain
+    different = int(differs.sum())
+    # robust values [n], the model's values [n], and second moments [n] of what is between them
+    values = {}
+    for name, choices in (("old", old), ("new", new)):
+        values[name] = _values(logged, choices, differs, expected.double(), clip)
+    gains = values["new"] - values["old"]
+    gains[2] = differs * (values["new"][2] + values["old"][2])
+    estimates = {}
+    for name, side in {**values, "difference": gains}.items():
+        mean = float(side[0].mean())
+        error = 1.96 * _standard_error(*side)
+        estimates[name] = mean, mean - error, mean + error
     z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
-    error = _standard_error(difference.robust, difference.model, difference.noise)
-    bound = _mean(difference.robust) - z * error
+    bound = float(gains[0].mean()) - z * _standard_error(*gains)
     return Judgement(
         requests=len(old),
-        different=int(differs.sum()),
+        different=different,
         unsupported=unsupported,
-        doubly_robust=robust,
-        direct=direct,
-        self_normalised=normalised,
-        effective_requests={"old": before.effective, "new": after.effective},
-        clip=clip,
+        doubly_robust=estimates,
         clipped=int((logged.probability * clip < 1).sum()),
-        confidence=confidence,
         bound=bound,
-        better=int(differs.sum()) >= LEAST_DIFFERENT and bound > 0,
+        better=different >= LEAST_DIFFERENT and bound > 0,
     )
 
 
-class _Side(NamedTuple):
-    """The evidence of n logged requests about one policy, or about the difference of two."""
+def _values(
+    logged: Logged, choices: Array, differs: Tensor, expected: Tensor, clip: float
+) -> Tensor:
+    """Return the evidence of n logged requests about a policy, float64 [3, n].
 
-    robust: Tensor
-    """Doubly robust values [n]."""
-    model: Tensor
-    """The model's values [n]."""
-    noise: Tensor
-    """Second moments [n] of the corrections, robust − model."""
-    ratio: float
-    """The mean by importance weights alone."""
-    influence: Tensor
-    """The influence [n] of each request on `ratio`."""
-    ratio_noise: Tensor
-    """Second moments [n] of the influences."""
-    effective: float
-    """Effective number of requests; NaN for a difference."""
+    Its rows are the doubly robust values, the values of the model alone, and the second moments of
+    the corrections, robust − model.
 
-    @classmethod
-    def of_choices(
-        cls,
-        logged: Logged,
-        choices: NDArray[np.int64],
-        differs: Tensor,
-        expected: Tensor,
-        clip: float,
-    ) -> _Side:
-        """Return the evidence about a policy.
-
-        Args:
-            logged: n requests.
-            choices: [n], the policy's choices.
-            differs: bool [n], True where the two compared policies differ.
-            expected: [n, C], the utilities that a model expects.
-            clip: the largest importance weight.
-        """
-        chosen = torch.from_numpy(logged.choice)
-        probability = torch.from_numpy(logged.probability)
-        reward = torch.from_numpy(logged.accuracy * logged.met)
-        choice = torch.from_numpy(choices).unsqueeze(1)
-        chance = torch.from_numpy(logged.propensity).gather(1, choice).squeeze(1)
-        drawn = choice.squeeze(1) == chosen
-        weight = (1 / probability).clamp_max(clip) * drawn
-        value, influence = self_normalised(reward, weight)
-        model = expected.gather(1, choice).squeeze(1)
-        robust = doubly_robust(expected, chosen, reward, probability, clip)
-        # p·w², where p is the probability that the logging policy draws this choice
-        moment = chance * (1 / chance.clamp_min(1e-12)).clamp_max(clip).square()
-        effective = 0.0
-        if drawn.any():
-            effective = len(choices) * float(effective_sample_size(weight.log()))
-        return cls(
-            robust=robust.gather(1, choice).squeeze(1),
-            model=model,
-            noise=moment * _mean_squares(reward - model, drawn, differs),
-            ratio=float(value),
-            influence=influence,
-            ratio_noise=moment * _mean_squares(reward - value, drawn, differs),
-            effective=effective,
-        )
-
-    def difference_to(self, other: _Side, differs: Tensor) -> _Side:
-        """Return the evidence about another policy minus this one, which differ where bool [n]."""
-        return _Side(
-            robust=other.robust - self.robust,
-            model=other.model - self.model,
-            noise=differs * (other.noise + self.noise),
-            ratio=other.ratio - self.ratio,
-            influence=other.influence - self.influence,
-            ratio_noise=differs * (other.ratio_noise + self.ratio_noise),
-            effective=float("nan"),
-        )
-
-
-def _mean_squares(residual: Tensor, drawn: Tensor, differs: Tensor) -> Tensor:
-    """Return the shrunk E ρ² of each of n requests.
-
-    It is the mean over the requests whose choice was drawn, separately for those where the two
-    policies differ and for the others.
+    Args:
+        logged: n requests.
+        choices: [n], the policy's choices.
+        differs: bool [n], True where the two compared policies differ.
+        expected: [n, C], the utilities that a model expects.
+        clip: the largest importance weight.
     """
+    chosen = torch.from_numpy(logged.choice)
+    reward = torch.from_numpy(logged.accuracy * logged.met)
+    choice = torch.from_numpy(choices).unsqueeze(1)
+    every = doubly_robust(expected, chosen, reward, torch.from_numpy(logged.probability), clip)
+    robust, model = (values.gather(1, choice).squeeze(1) for values in (every, expected))
+    # E ρ², shrunk, over the requests whose choice was drawn: where the policies differ, and not
+    drawn = choice.squeeze(1) == chosen
     groups = torch.stack([drawn & ~differs, drawn & differs]).double()
-    squares = (groups @ residual.square() + COUNTS * RESIDUAL_SQUARE) / (groups.sum(1) + COUNTS)
-    return squares[differs.long()]
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.mean())
+    squares = groups @ (reward - model).square() + COUNTS * RESIDUAL_SQUARE
+    squares /= groups.sum(1) + COUNTS
+    # p·w², where p is the probability that the logging policy draws this choice
+    chance = torch.from_numpy(logged.propensity).gather(1, choice).squeeze(1)
+    moment = chance * (1 / chance.clamp_min(1e-12)).clamp_max(clip).square()
+    return torch.stack([robust, model, moment * squares[differs.long()]])
 
 
 def _standard_error(values: Tensor, model: Tensor, noise: Tensor) -> float:
@@ -260,11 +158,12 @@ def _standard_error(values: Tensor, model: Tensor, noise: Tensor) -> float:
     It is the larger of two: from the sample, or from the variance of the model and the moments of
     the corrections.
     """
-    n = len(values)
-    if n < 2:
-        return float("nan")
-    return float(torch.maximum(values.var(), model.var() + noise.mean()) / n) ** 0.5
+    if len(values) < 2:
+        return math.nan
+    variance = torch.maximum(values.var(), model.var() + noise.mean())
+    return float(variance / len(values)) ** 0.5
 
 
 def _finite(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None
+    """Return the value, or None for what JSON cannot hold."""
+    return value if math.isfinite(value) else None

@@ -9,20 +9,15 @@ fold judges a controller that learned from the others (cross-fitting, Chernozhuk
 "Double/debiased machine learning", section 3), so every labelled request counts. The controller
 that may take over learned from the whole log. A step takes over if its gain is above 0 with the
 stated confidence. The next step builds on it even if it did not take over, since a small gain may
-show only together with others. An update makes up to three comparisons, two steps and a trial, so a
-useless update takes over with at most three times the chance of a single comparison.
-
-With little exploration, these comparisons take many requests. A candidate on trial instead decides
-a share of the requests itself, so that its choices are likely to be drawn. It was fitted before
-these requests, which can therefore judge it without folds. If the candidates on trial were better
-than the controller that served, the latest takes over.
+show only together with others. An update makes two comparisons, so a useless update takes over with
+at most twice the chance of a single comparison.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,18 +36,17 @@ from knobwise.agents.learning.adaptation import (
     prior_covariance,
     teach_again,
 )
-from knobwise.agents.learning.off_policy import LEAST_DIFFERENT, Judgement, decisions, judge
+from knobwise.agents.learning.logged import Array, Logged
+from knobwise.agents.learning.off_policy import Judgement, decisions, judge
 from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.predictors.outcomes import Prediction
-from knobwise.agents.serving.request_log import Array, Logged
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST
 from knobwise.common.errors import InputError
 
 Agent = DeployedController
-ACCURACY_SCALES = [
-    Scales(*scales, 0.0) for scales in itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))
-]
+_GRID = itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))
+ACCURACY_SCALES = [Scales(*scales, 0.0) for scales in _GRID]
 """Prior standard deviations that offsets of logits are averaged over."""
 FREE_LOGIT = 1.0
 """Prior standard deviation of the offset of logits that all configurations share."""
@@ -64,66 +58,15 @@ class Update(NamedTuple):
     """The result of an update."""
 
     agent: Any
-    """The controller to serve: after the last step that took over, or else the old controller."""
-    candidate: Any
-    """The controller after the last step, which may go on trial."""
+    """The controller after the last step that took over; if none did, after the last step."""
     better: bool
-    """True if `agent` is a new controller."""
-    promising: bool
-    """True if the candidate is worth a trial: it is expected to gain, and no trial has shown that
-    it loses."""
+    """True if a step took over, so that the controller is to serve."""
     steps: dict[str, Judgement]
-    """Comparisons of each step with the best before it, in order; the last one, `trial`, compares
-    the candidates on trial with the controller that served."""
+    """Comparisons of each step with the best before it, in order."""
     factors: list[float]
     """The first step's factors on the expected latency of each configuration."""
     logits: list[float]
     """The second step's offsets of the logit of each expected accuracy."""
-
-
-class Contexts(NamedTuple):
-    """Logged requests as tensors; see `Logged` for what is not explained here."""
-
-    x: Tensor
-    """Normalised features [n, width]."""
-    limit: Tensor
-    offset: Tensor
-    scale: Tensor
-    choice: Tensor
-
-    @classmethod
-    def of_log(cls, agent: Agent, logged: Logged) -> Contexts:
-        """Return the requests of a log, with features as a controller reads them."""
-        blocks = {name: torch.from_numpy(block) for name, block in logged.features.items()}
-        return cls(
-            x=agent.controller.features(blocks, len(logged.ids)),
-            limit=_single(logged.limit_ms),
-            offset=_single(logged.offset),
-            scale=_single(logged.scale),
-            choice=torch.from_numpy(logged.choice),
-        )
-
-
-def _single(values: Array) -> Tensor:
-    """Return an array as a tensor, in single precision if it is float64."""
-    tensor = torch.from_numpy(values)
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-
-class Learned(NamedTuple):
-    """The controllers after each step, and what the steps learned."""
-
-    after: dict[str, Any]
-    """The controller after each step, by the step's name, in order."""
-    offsets: Offsets
-    """Offsets of ln ms."""
-    logits: Tensor
-    """Offsets of the accuracies' logits, float64 [C]."""
-
-    @property
-    def last(self) -> Any:
-        """The controller after the last step."""
-        return self.after[next(reversed(self.after))]
 
 
 def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Update:
@@ -142,66 +85,50 @@ def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Up
         raise InputError(
             "update: needs a controller for deadlines with a teacher, from policy=auto or utility"
         )
-    if len(logged.ids) < LEAST_CELLS * config.folds:
-        raise InputError(
-            f"update: {len(logged.ids)} requests are too few; let the controller serve more"
-        )
-    learned = learn(agent, logged)
-    test, expected, choices = _judged(agent, logged, config, list(learned.after))
-
-    def compare(old: Array, new: Array) -> Judgement:
-        return judge(test, expected, old, new, config.clip, config.confidence)
-
+    n = len(logged.choice)
+    if n < LEAST_CELLS * config.folds:
+        raise InputError(f"update: {n} requests are too few; let the controller serve more")
+    after, offsets, logits = learn(agent, logged)
+    test, expected, choices = _judged(agent, logged, config.folds, after)
     # each step against the best before it
     best = choices[""]
-    last = choices[next(reversed(learned.after))]
-    serving = agent
+    serving = None
     steps = {}
-    for name, after in learned.after.items():
-        steps[name] = compare(best, choices[name])
+    for name, controller in after.items():
+        sides = best, choices[name]
+        steps[name] = judge(test, expected, *sides, config.clip, config.confidence)
         if steps[name].better:
             best = choices[name]
-            serving = after
-    # the gain that is expected of the last step
-    rows = np.arange(len(best))
-    gain = expected[rows, last] - expected[rows, best]
-    promising = int((best != last).sum()) >= LEAST_DIFFERENT and float(gain.mean()) > 0
-    # candidates on trial against what served; the promise holds while the upper bound is above 0
-    if (tried := test.tried >= 0).any():
-        on_trial = test.take(tried)
-        verdict = judge(
-            on_trial, expected[tried], on_trial.best, on_trial.tried, config.clip, config.confidence
-        )
-        steps["trial"] = verdict
-        if verdict.better:
-            serving = learned.last
-        promising &= 2 * verdict.doubly_robust["difference"].value > verdict.bound
+            serving = controller
     return Update(
-        serving,
-        learned.last,
-        better=serving is not agent,
-        promising=promising and serving is not learned.last,
+        serving or controller,
+        better=serving is not None,
         steps=steps,
-        factors=learned.offsets.mean.exp().tolist(),
-        logits=learned.logits.tolist(),
+        factors=offsets.mean.exp().tolist(),
+        logits=logits.tolist(),
     )
 
 
-def learn(agent: Any, logged: Logged) -> Learned:
-    """Let a controller learn from a log, and return it after each step that the log allows."""
+def learn(agent: Any, logged: Logged) -> tuple[dict[str, Any], Offsets, Tensor]:
+    """Let a controller learn from a log.
+
+    Returns:
+        The controller after each step that the log allows, by the step's name in order; the offsets
+        of ln ms; and those of the accuracies' logits, float64 [C].
+    """
     offsets = _latency_offsets(agent, logged)
-    candidate = adapted(agent, offsets, Contexts.of_log(agent, logged).x)
+    candidate = adapted(agent, offsets, _features(agent, logged))
     after = {"latencies": candidate}
     logits = torch.zeros(len(agent.configurations), dtype=torch.float64)
-    lessons = logged.take(logged.seen & ~np.isnan(logged.accuracy))
-    if len(lessons.ids):
+    lessons = logged.take(logged.seen & logged.labelled)
+    if len(lessons.choice):
         logits = _accuracy_offsets(candidate, lessons)
         after["accuracies"] = _with_logits(candidate, logits, lessons)
-    return Learned(after, offsets, logits)
+    return after, offsets, logits
 
 
 def _judged(
-    agent: Agent, logged: Logged, config: UpdateConfig, steps: Sequence[str]
+    agent: Agent, logged: Logged, folds: int, steps: Collection[str]
 ) -> tuple[Logged, Tensor, dict[str, Array]]:
     """Let the controller learn without each fold in turn, and decide the fold's labelled requests.
 
@@ -213,17 +140,17 @@ def _judged(
     parts = []
     expected = []
     choices: dict[str, list[Array]] = {name: [] for name in ("", *steps)}
-    fold_of = np.arange(len(logged.ids)) % config.folds
-    for fold in range(config.folds):
-        test = logged.take((fold_of == fold) & ~np.isnan(logged.accuracy))
-        learned = learn(agent, logged.take(fold_of != fold))
-        expected.append(_expected_utility(learned.last, test))
+    fold_of = np.arange(len(logged.choice)) % folds
+    for fold in range(folds):
+        test = logged.take((fold_of == fold) & logged.labelled)
+        after, _, _ = learn(agent, logged.take(fold_of != fold))
         parts.append(test)
         # a step that this fold's log does not allow leaves the controller as it was
         last = agent
         for name in choices:
-            last = learned.after.get(name, last)
+            last = after.get(name, last)
             choices[name].append(decisions(last.decider, test))
+        expected.append(_expected_utility(last, test))
     joined = {name: np.concatenate(of_folds) for name, of_folds in choices.items()}
     return Logged.joined(parts), torch.cat(expected), joined
 
@@ -231,19 +158,25 @@ def _judged(
 # -- the steps -------------------------------------------------------------------------------------
 
 
-def _predictions(agent: Agent, x: Tensor) -> Prediction:
+def _features(agent: Agent, logged: Logged) -> Tensor:
+    """Return the normalised features of logged requests, [n, width]."""
+    blocks = {name: torch.from_numpy(block) for name, block in logged.features.items()}
+    return agent.controller.features(blocks, len(logged.choice))
+
+
+def _predictions(agent: Agent, logged: Logged) -> Prediction:
     """Return the outcomes that a controller's teacher expects of every configuration."""
     assert agent.teacher is not None
-    return agent.teacher.moments(x)
+    return agent.teacher.moments(_features(agent, logged))
 
 
 @torch.no_grad()
 def _expected_utility(agent: Agent, logged: Logged) -> Tensor:
     """Return the expected utility of every configuration for logged requests, float [n, C]."""
-    contexts = Contexts.of_log(agent, logged)
-    accuracy, log_latency, spread = _predictions(agent, contexts.x)
-    late = log_latency + contexts.offset - contexts.limit.log().unsqueeze(1)
-    return accuracy * torch.special.ndtr(-late / (spread * contexts.scale.unsqueeze(1)))
+    accuracy, log_latency, spread = _predictions(agent, logged)
+    limit, scale = torch.from_numpy(np.stack([logged.limit_ms, logged.scale])).float().unsqueeze(2)
+    late = log_latency + torch.from_numpy(logged.offset) - limit.log()
+    return accuracy * torch.special.ndtr(-late / (spread * scale))
 
 
 @torch.no_grad()
@@ -253,21 +186,22 @@ def _latency_offsets(agent: Agent, logged: Logged) -> Offsets:
     The variance is what the predicted spreads lack, or negative if they are too wide. It follows
     from the median of the residuals, on which a stall has little influence.
     """
-    contexts = Contexts.of_log(agent, logged)
-    lessons = _predictions(agent, contexts.x)
-    cell = torch.arange(len(contexts.x)), contexts.choice
+    lessons = _predictions(agent, logged)
+    choice = torch.from_numpy(logged.choice)
+    cell = torch.arange(len(choice)), choice
     seen = torch.from_numpy(logged.seen)
     # where the features were not seen, the prediction is the logged one
     predicted = lessons.log_latency[cell].double()
     predicted = predicted.where(seen, torch.from_numpy(logged.log_latency))
-    residual = torch.from_numpy(np.log(logged.answer_ms)) - predicted - contexts.offset[cell]
-    offsets = fit_offsets(agent.configurations, contexts.choice, residual)
+    measured = torch.from_numpy(np.log(logged.answer_ms))
+    residual = measured - predicted - torch.from_numpy(logged.offset)[cell]
+    offsets = fit_offsets(agent.configurations, choice, residual)
     # residuals in predicted standard deviations
-    z = (residual - offsets.mean[contexts.choice]) / (lessons.spread[cell] * contexts.scale)
+    factor = torch.ones(())
     if seen.any():
+        spread = lessons.spread[cell] * torch.from_numpy(logged.scale).float()
+        z = (residual - offsets.mean[choice]) / spread
         factor = 1.4826 * z[seen].abs().median()
-    else:
-        factor = torch.ones(())
     missing = factor.clamp(*SPREADS).square() - 1
     return offsets._replace(variance=missing * lessons.spread.square().mean(0).double())
 
@@ -279,9 +213,8 @@ def _accuracy_offsets(agent: Agent, logged: Logged) -> Tensor:
     They are additive over the knobs and shrunk like those of latencies, and averaged over prior
     scales by their evidence.
     """
-    contexts = Contexts.of_log(agent, logged)
-    choice = contexts.choice
-    expected = _predictions(agent, contexts.x).accuracy[torch.arange(len(choice)), choice]
+    choice = torch.from_numpy(logged.choice)
+    expected = _predictions(agent, logged).accuracy[torch.arange(len(choice)), choice]
     predicted = expected.double().clamp(0.01, 0.99).logit()
     label = torch.from_numpy(logged.accuracy).float().double()
     modes = []
@@ -291,12 +224,12 @@ def _accuracy_offsets(agent: Agent, logged: Logged) -> Tensor:
         mode, log_evidence = _laplace(prior, predicted, choice, label)
         modes.append(mode)
         evidence.append(log_evidence)
-    return torch.tensor(evidence, dtype=torch.float64).softmax(0) @ torch.stack(modes)
+    return torch.stack(evidence).softmax(0) @ torch.stack(modes)
 
 
 def _laplace(
     prior: Tensor, predicted: Tensor, choice: Tensor, label: Tensor
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, Tensor]:
     """Return the most probable offsets of logits, by Newton steps, and their log-evidence.
 
     This is Laplace's approximation (Rasmussen and Williams 2006, "Gaussian Processes for Machine
@@ -313,9 +246,11 @@ def _laplace(
     """
     mode = torch.zeros(len(prior), dtype=torch.float64)
     for _ in range(12):
+        # slope and curvature of the log-likelihood
         p = (predicted + mode[choice]).sigmoid()
         slope = torch.zeros_like(mode).index_add_(0, choice, label - p)
         curvature = torch.zeros_like(mode).index_add_(0, choice, p * (1 - p))
+        # the algorithm's B, b and a
         root = curvature.sqrt()
         identity = torch.eye(len(prior), dtype=prior.dtype)
         factor = torch.linalg.cholesky(identity + root.outer(root) * prior)
@@ -323,9 +258,8 @@ def _laplace(
         solved = torch.cholesky_solve((root * (prior @ target)).unsqueeze(1), factor).squeeze(1)
         weight = target - root * solved
         mode = prior @ weight
-    logits = predicted + mode[choice]
-    log_likelihood = -binary_cross_entropy_with_logits(logits, label, reduction="sum")
-    return mode, float(log_likelihood - 0.5 * weight @ mode - factor.diagonal().log().sum())
+    loss = binary_cross_entropy_with_logits(predicted + mode[choice], label, reduction="sum")
+    return mode, -loss - 0.5 * weight @ mode - factor.diagonal().log().sum()
 
 
 def _with_logits(agent: Agent, logits: Tensor, logged: Logged) -> Agent:
@@ -336,7 +270,7 @@ def _with_logits(agent: Agent, logits: Tensor, logged: Logged) -> Agent:
     """
     agent = copied(agent)
     assert agent.teacher is not None
-    x = Contexts.of_log(agent, logged).x
+    x = _features(agent, logged)
     before = copy.deepcopy(agent.teacher)
     agent.teacher.accuracy_logits += logits.float()
     effect = agent.teacher.moments(x).accuracy.mean(0) / before.moments(x).accuracy.mean(0)

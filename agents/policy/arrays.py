@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
+DAMAGED = "is damaged (its checksum does not match); export it again"
 LEAST_MS = 1e-9
 """Lower bound that budgets are raised to before their logarithm is taken."""
 MOST_MS = 1e30
@@ -45,7 +46,7 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
     # opened here, since np.load leaves a damaged file open
     with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         if file.zip.testzip() is not None:
-            raise ValueError("is damaged (its checksum does not match); export it again")
+            raise ValueError(DAMAGED)
         return {name: file[name] for name in file.files}
 
 
@@ -55,6 +56,7 @@ def header_of(arrays: Arrays, form: str) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it is of another form.
     """
+    # whatever is wrong with the header, it is none
     with suppress(KeyError, TypeError, ValueError):
         header: dict[str, Any] = json.loads(bytes(arrays["header"]).decode())
         if header["format"] == form:
@@ -85,6 +87,7 @@ def log_softmax(scores: Array, mask: Array | None = None) -> Array:
     """Return log-probabilities [*, C] of scores [*, C]; −inf where the mask is False."""
     if mask is not None:
         scores = np.where(mask, scores, -np.inf)
+    # the largest score becomes 0, so that no exponential overflows
     shifted = scores - scores.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
@@ -105,5 +108,6 @@ def pick(scores: Array, slow: Array, mask: Array | None) -> Array:
             raise ValueError("the mask leaves a request without any configuration")
         scores = np.where(mask, scores, -np.inf)
         slow = np.where(mask, slow, np.inf)
+    # all best scores, of which the fastest is taken
     best = scores == scores.max(1, keepdims=True)
     return np.where(best, slow, np.inf).argmin(1)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import (
+    DAMAGED,
     MOST_MS,
     Array,
     Arrays,
@@ -63,11 +64,16 @@ class NumpyController:
         ValueError: `knobwise export` did not write the arrays, or they have changed since.
     """
 
+    guard: Guard | None = None
+    static: Static | None = None
+    mean: MeanBudgets | None = None
+
     def __init__(self, arrays: Arrays) -> None:
         self.header = header_of(arrays, FORMAT)
+        # refuse what was changed since the export
         content = digest_of(arrays)
         if bytes(arrays.get("digest", content)) != content:
-            raise ValueError("is damaged (its checksum does not match); export it again")
+            raise ValueError(DAMAGED)
         for name, array in arrays.items():
             if array.dtype.kind == "f" and np.isnan(array).any():
                 raise ValueError(f"{name} holds NaN; train again")
@@ -78,34 +84,20 @@ class NumpyController:
         self.datasets: list[str] = self.header["datasets"]
         self._named = named_values(self.knobs, self.configurations)
         self._even = np.full(len(self._named), 1 / len(self._named), np.float32)  # for fast means
-        self._names = tuple(self.feature_sizes)
         self._widths = tuple(self.feature_sizes.values())
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
-        if self.header["heads"] == "knobs":
-            places = places_of(self.configurations)
-        else:
-            places = None
-        network = below(arrays, "network.")
-        self._heads = Heads(network, self.header, self._normaliser, places)
+        by_knobs = self.header["heads"] == "knobs"
+        places = places_of(self.configurations) if by_knobs else None
+        self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, places)
         self._values = arrays.get("values")
         self._latency = LatencyModel(below(arrays, "latency."))
-        guarded = self.header["guard"]
-        if guarded:
-            self.guard: Guard | None = Guard(below(arrays, "guard."))
-        else:
-            self.guard = None
-        if guarded:
-            self.static: Static | None = Static.restored(below(arrays, "static."))
-        else:
-            self.static = None
+        # what was calibrated on held-out samples
+        if self.header["guard"]:
+            self.guard = Guard(below(arrays, "guard."))
+            self.static = Static.restored(below(arrays, "static."))
         if self.header["limit"] == "mean":
-            self.mean: MeanBudgets | None = MeanBudgets(below(arrays, "mean."))
-        else:
-            self.mean = None
-        if self.mean is None:
-            self.calibrated: Guard | MeanBudgets | None = self.guard
-        else:
-            self.calibrated = self.mean
+            self.mean = MeanBudgets(below(arrays, "mean."))
+        self.calibrated = self.mean or self.guard
         self._try()
 
     @classmethod
@@ -119,7 +111,8 @@ class NumpyController:
         try:
             return cls(read_arrays(path))
         except Exception as error:
-            if isinstance(error, OSError) and error.filename is not None:  # zipfile's name no file
+            # errors of zipfile name no file
+            if isinstance(error, OSError) and error.filename is not None:
                 raise
             reason = f"is damaged ({error!r})"
             if isinstance(error, ValueError):
@@ -128,22 +121,20 @@ class NumpyController:
 
     def _try(self) -> None:
         """Decide at each calibrated budget, so that arrays that do not fit together fail now."""
+        limit = self.header["limit"]
         budgets = np.ones(1)
         if self.calibrated is not None:
             budgets = self.calibrated.budgets_ms
-        if self.header["limit"] == "budget_ms":
-            drift = (np.zeros(len(self._named)), 1.0)
-        else:
-            drift = None
+        drift = (np.zeros(len(self._named)), 1.0) if limit == "budget_ms" else None
+        # plain features, and missing ones, which take another way through the heads
         for value in (0.0, np.nan):
             blocks = {}
             for name, width in self.feature_sizes.items():
                 blocks[name] = np.full((len(budgets), width), value, np.float32)
-            chosen = self.choose_expected(blocks, budgets, None, drift)[0].tolist()
-            row = {name: block[0] for name, block in blocks.items()}
-            chosen += [self.decide_index(row, budget, drift) for budget in budgets.tolist()]
-            for index in chosen:
+            for row, index in enumerate(self.choose_expected(blocks, budgets, None, drift)[0]):
                 self.configuration(index)
+                request = {name: block[row] for name, block in blocks.items()}
+                self.decide(request, float(budgets[row]), drift)
         if self.mean is not None:
             self.mean.turns = itertools.count(1)
 
@@ -226,6 +217,7 @@ class NumpyController:
         limit = budget_ms * factor
         if self.guard is None:
             return None, limit
+        # the guard shortens the budget, or static takes the whole of it
         margin, deployed = self.guard.single(limit)
         if deployed:
             return None, limit * margin
@@ -237,13 +229,11 @@ class NumpyController:
         if drift is None:
             return 1.0
         offset, scale = drift
-        if getattr(offset, "ndim", 0):
-            if offset.shape == self._even.shape:
-                mean = float(offset.dot(self._even))
-            else:
-                mean = math.nan
-        else:
+        mean = math.nan
+        if not getattr(offset, "ndim", 0):
             mean = float(offset)
+        elif offset.shape == self._even.shape:
+            mean = float(offset.dot(self._even))
         deadlines = self.header["limit"] == "budget_ms"
         if not (deadlines and math.isfinite(mean) and 0 < scale < math.inf):
             raise ValueError(
@@ -254,18 +244,14 @@ class NumpyController:
 
     def _joined(self, features: Arrays, budget_ms: float) -> Array:
         """Return the features of one request, float32 [d]."""
-        if not 0 < budget_ms < MOST_MS:
-            raise ValueError(f"a budget of {budget_ms}: must be positive and finite, in ms")
-        blocks = [features[name] for name in self._names if name in features]
-        if tuple(map(len, blocks)) != self._widths:
-            raise ValueError(self._wrong(features))
-        if blocks:
-            raw = np.concatenate(blocks, dtype=np.float32)
-        else:
-            raw = np.zeros(0, np.float32)
-        if raw.ndim != 1:
-            raise ValueError(self._wrong(features))
-        return raw
+        blocks = [features[name] for name in self.feature_sizes if name in features]
+        if tuple(map(len, blocks)) == self._widths and 0 < budget_ms < MOST_MS:
+            raw = np.concatenate(blocks or [self._even[:0]], dtype=np.float32)
+            if raw.ndim == 1:
+                return raw
+        # a request that does not fit is refused in words, as one of many
+        many = {name: np.asarray(block)[None] for name, block in features.items()}
+        return self._checked(many, np.array([budget_ms]), None, None)[0][0]
 
     # -- many requests -----------------------------------------------------------------------------
 
@@ -299,9 +285,6 @@ class NumpyController:
         Arguments and errors as in `choose`.
         """
         chosen = self.choose(features, limits, mask, drift)
-        if self.mean is not None:
-            unknown = np.full(len(chosen), np.nan)
-            return chosen, unknown, unknown
         raw, limits, _ = self._checked(features, limits, None, drift)
         means = self._latency.means(self._normaliser(raw))
         mean = means[np.arange(len(chosen)), chosen].astype(np.float64)
@@ -366,36 +349,21 @@ class NumpyController:
         if len(wrong):
             raise ValueError(f"a budget of {wrong[0]}: must be positive and finite, in ms")
         n = len(limits)
-        blocks = [
-            np.asarray(features[name], np.float32) for name in self._names if name in features
-        ]
-        if [block.shape for block in blocks] != [(n, width) for width in self._widths]:
-            raise ValueError(self._wrong(features, n))
-        if blocks:
-            raw = np.concatenate(blocks, 1)
-        else:
-            raw = np.zeros((n, 0), np.float32)
+        blocks = [np.zeros((n, 0), np.float32)]
+        for name, width in self.feature_sizes.items():
+            block = np.asarray(features.get(name, np.nan), np.float32)
+            if block.shape != (n, width):
+                raise ValueError(
+                    f"features: block {name!r} must have shape {(n, width)}, got "
+                    f"{block.shape if name in features else 'nothing'}; the controller reads "
+                    f"{self.feature_sizes}"
+                )
+            blocks.append(block)
         if mask is not None:
             mask = np.asarray(mask, bool)
-            if mask.shape != (n, len(self._named)):
-                shape = (n, len(self._named))
+            shape = (n, len(self._named))
+            if mask.shape != shape:
                 raise ValueError(f"the mask must have shape {shape}, got {mask.shape}")
             if not mask.any(1).all():
                 raise ValueError("the mask leaves a request without any configuration")
-        return raw, limits * self.factor(drift), mask
-
-    def _wrong(self, features: Arrays, n: int | None = None) -> str:
-        """Say which block is wrong."""
-        requests = () if n is None else (n,)
-        wanted = {name: (*requests, size) for name, size in self.feature_sizes.items()}
-        for name, shape in wanted.items():
-            if name in features:
-                got: Any = np.shape(features[name])
-            else:
-                got = "nothing"
-            if got != shape:
-                break
-        return (
-            f"features: block {name!r} must have shape {shape}, got {got}; "
-            f"the controller reads {wanted}"
-        )
+        return np.concatenate(blocks, 1), limits * self.factor(drift), mask

@@ -24,6 +24,7 @@ class Guard:
         self.deployed = arrays["deploy"].astype(bool)
         self.never_falls_back = bool(self.deployed.all())
         self._logs = log_ms(self.budgets_ms)
+        # for one limit: budgets in order, and the geometric means between neighbours
         order = np.argsort(self._logs, kind="stable")
         self._few = list(
             zip(self.margin[order].tolist(), self.deployed[order].tolist(), strict=True)

@@ -30,7 +30,7 @@ class MeanBudgets:
         self.worths = arrays["worths"].astype(np.float64)
         self.deployed = arrays["deployed"].astype(bool)
         self.mix = below(arrays, "mix.")
-        self._few = self.budgets_ms.tolist()
+        self._group_of = {budget: i for i, budget in enumerate(self.budgets_ms.tolist())}
         self.turns = itertools.count(1)
 
     def groups(self, budgets_ms: Array) -> Array:
@@ -42,7 +42,7 @@ class MeanBudgets:
         group = np.abs(budgets_ms[:, None] - self.budgets_ms).argmin(1)
         far = np.abs(budgets_ms - self.budgets_ms[group]) > 1e-3 * self.budgets_ms[group]
         if far.any():
-            known = ", ".join(f"{budget:.4g}" for budget in self._few)
+            known = ", ".join(f"{budget:.4g}" for budget in self._group_of)
             raise ValueError(
                 f"a mean budget of {budgets_ms[far][0]:.4g}: the policy was calibrated for {known} "
                 "only; train with the budgets_ms you need"
@@ -51,10 +51,10 @@ class MeanBudgets:
 
     def single(self, budget_ms: float) -> int:
         """Return the index of one budget; a ValueError as in `groups`."""
-        group = min(range(len(self._few)), key=lambda i: abs(budget_ms - self._few[i]))
-        if abs(budget_ms - self._few[group]) <= 1e-3 * self._few[group]:
-            return group
-        return int(self.groups(np.array([budget_ms]))[0])
+        group = self._group_of.get(budget_ms)
+        if group is None:
+            return int(self.groups(np.array([budget_ms]))[0])
+        return group
 
     def fall_back(self, budget_ms: float) -> int | None:
         """Return the static mix's configuration where it decides, else None."""
@@ -62,10 +62,7 @@ class MeanBudgets:
         if not self.mix or self.deployed[group]:
             return None
         turn = next(self.turns) * GOLDEN % 1
-        if turn < self.mix["share"][group]:
-            side = "second"
-        else:
-            side = "first"
+        side = "second" if turn < self.mix["share"][group] else "first"
         return int(self.mix[side][group])
 
     def or_mix(self, chosen: Array, group: Array, mask: Array | None) -> Array:
@@ -76,6 +73,7 @@ class MeanBudgets:
         """
         if not self.mix or self.deployed[group].all():
             return chosen
+        # only requests that the mix decides take turns
         mixed = ~self.deployed[group]
         turn = np.ones(len(group))
         drawn = itertools.islice(self.turns, int(mixed.sum()))
@@ -84,6 +82,7 @@ class MeanBudgets:
         second = self.mix["second"][group]
         if mask is not None:
             rows = np.arange(len(group))
+            # a forbidden side gives way to the other, or else to the best that is affordable
             affordable = self.mix["mean_cost"] <= self.budgets_ms[group][:, None]
             accuracy = np.where(affordable, self.mix["mean_accuracy"], -np.inf)
             instead = pick(accuracy, self.mix["mean_cost"], mask)

@@ -77,6 +77,7 @@ class Encoding:
         """Encode one number; plain numbers are faster than short arrays."""
         z = (math.log(max(limit, LEAST_MS)) - self._mean) / self._scale
         z = min(max(z, -4.0), 4.0)
+        # z itself, its sines, then its cosines
         angles = [z * frequency for frequency in self._few]
         return [z, *map(math.sin, angles), *map(math.cos, angles)][self._first :]
 
@@ -153,6 +154,7 @@ class Heads:
         drift = np.zeros((len(x), self.values), np.float32)
         if by_value is not None:
             drift += by_value
+        # all inputs of the first layer, then layer by layer
         out = np.concatenate([x, self.encoding(limits), drift], 1, dtype=np.float32)
         for i, weight in enumerate(self.layers):
             out = out @ weight[:-1] + weight[-1]

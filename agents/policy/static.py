@@ -46,6 +46,7 @@ class Static:
     def mean_utility(self, limits: Array) -> Array:
         """Return every configuration's mean utility under limits [n] in ms, float64 [n, C]."""
         limits = limits.astype(np.float64)
+        # each configuration by a search among its own measurements
         columns = []
         for latencies, worth in zip(self.sorted_ms, self.running, strict=True):
             columns.append(worth[np.searchsorted(latencies, limits, side="right")])
@@ -72,16 +73,19 @@ class Static:
         mean latency.
         """
         count, samples = self.sorted_ms.shape
+        # configurations from the fastest to the slowest on average, and all cells by time
         order = np.argsort(self.latency_ms, kind="stable")
         ranks = np.concatenate([[0], np.repeat(np.argsort(order), samples)])
         time = np.concatenate([[-np.inf], self.sorted_ms.reshape(-1)])
         worth = np.concatenate([[0.0], self.running[:, 1:].reshape(-1)])
+        # cells that were not measured take forever
         measured = time < np.inf
         time = time[measured]
         rank_of_worth = np.unique(worth[measured], return_inverse=True)[1].reshape(-1)
         by_time = np.argsort(time, kind="stable")
         # one number that sorts by worth, then by mean latency
         key = rank_of_worth * count + (count - 1 - ranks[measured])
+        # what is best so far, decoded into a configuration
         best = np.maximum.accumulate(key[by_time])
         time = time[by_time]
         chosen = order[count - 1 - best % count]

@@ -54,6 +54,7 @@ def agreement(
             limits = np.full(len(rows), budget, np.float32)
             wanted = controller.choose(blocks, limits)
             other = decide(blocks, limits)
+            # decisions that are equally probable may differ by rounding
             log_probs = controller.log_probs(blocks, limits)
             close = np.abs(log_probs[rows, wanted] - log_probs[rows, other]) <= TOLERANCE
             same = wanted == other

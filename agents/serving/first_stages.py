@@ -54,10 +54,10 @@ class Overhead:
     def add(self, decision_ms: float, beyond_ms: float) -> None:
         self._latest.append((decision_ms, beyond_ms))
         self._count += 1
-        if self._count < 8 or self._count % DECISIONS_KEPT == 0:  # the medians take time too
-            self.decision_ms, self.beyond_ms = map(
-                statistics.median, zip(*self._latest, strict=True)
-            )
+        # the medians take time too
+        if self._count < 8 or self._count % DECISIONS_KEPT == 0:
+            columns = zip(*self._latest, strict=True)
+            self.decision_ms, self.beyond_ms = map(statistics.median, columns)
 
 
 class Recent(OrderedDict[Hashable, Any]):
@@ -68,34 +68,29 @@ class Recent(OrderedDict[Hashable, Any]):
         self.size = size
         self._lock = threading.Lock()
         self._counts = Counter[bool]()
-        self._hits: deque[float] = deque(maxlen=DECISIONS_KEPT)
-        self._misses: deque[float] = deque(maxlen=DECISIONS_KEPT)
+        self._micros = {hit: deque[float]((), DECISIONS_KEPT) for hit in (True, False)}
 
-    def put(self, key: Hashable, value: Any) -> None:
-        """Keep a value as the one used last; threads may do so at once."""
+    def keep(self, key: Hashable, value: Any, hit: bool, took_ms: float) -> None:
+        """Keep a value as the one used last, and count a hit or a miss; threads may do so at once.
+
+        `took_ms` is the time of the hit or miss, the look-up included.
+        """
         with self._lock:
             self[key] = value
             self.move_to_end(key)
             if len(self) > self.size:
                 self.popitem(last=False)
-
-    def note(self, hit: bool, took_ms: float) -> None:
-        """Count a hit or a miss, and note its time, the look-up included."""
-        with self._lock:
             self._counts[hit] += 1
-        (self._hits if hit else self._misses).append(took_ms * 1e3)
+            self._micros[hit].append(took_ms * 1e3)
 
     def summary(self) -> dict[str, float]:
         """Return the numbers of hits and misses, and the median times of the latest in µs.
 
         The times are 0 before the first.
         """
-        return {
-            "hits": self._counts[True],
-            "misses": self._counts[False],
-            "hit_us": statistics.median(self._hits or [0.0]),
-            "miss_us": statistics.median(self._misses or [0.0]),
-        }
+        hit_us, miss_us = (statistics.median(took or [0.0]) for took in self._micros.values())
+        counts = {"hits": self._counts[True], "misses": self._counts[False]}
+        return {**counts, "hit_us": hit_us, "miss_us": miss_us}
 
 
 class FirstStages:
@@ -107,6 +102,7 @@ class FirstStages:
     """
 
     clock: str
+    controller: NumpyController
 
     def __init__(self, model: AdaptiveVLM, cache: int) -> None:
         self.model = model
@@ -129,26 +125,22 @@ class FirstStages:
         # the look-up is charged like the features that it stands for
         stage.extra_ms += took_ms
         stage.total_ms += took_ms
-        self.cached_features.note(kept is not None, stage.extra_ms)
         stage.features = kept or stage.features
-        self.cached_features.put(content, stage.features)
+        self.cached_features.keep(content, stage.features, kept is not None, stage.extra_ms)
         return Prepared(stage, content)
 
     def _decide(
-        self,
-        controller: NumpyController,
-        prepared: Prepared,
-        budget_ms: float,
-        limit: float,
-        drift: Drift | None,
+        self, prepared: Prepared, budget_ms: float, limit: float, drift: Drift | None
     ) -> Expected:
         """Decide, or return the decision for an equal request.
 
         Its budget, controller and drift must be the same.
         """
+        controller = self.controller
         if prepared.content is None:
             return controller.decide_expected(prepared.stage.features, limit, drift)
         start = clock_ms()
+        # everything that the decision follows from
         key = prepared.content, budget_ms, controller.digest
         before, old_drift, expected = self.cached_decisions.get(key, (0.0, None, None))
         # a tracker replaces its drift with each answer that it learns from
@@ -157,8 +149,8 @@ class FirstStages:
         if not hit:
             before = limit
             expected = controller.decide_expected(prepared.stage.features, limit, drift)
-        self.cached_decisions.put(key, (before, drift, expected))
-        self.cached_decisions.note(hit, clock_ms() - start)
+        kept = before, drift, expected
+        self.cached_decisions.keep(key, kept, hit, clock_ms() - start)
         return expected
 
     def prefetch(self, request: Request) -> None:
@@ -188,6 +180,7 @@ class FirstStages:
         If it has begun, wait for it. Errors of the model there are raised here. The lock must be
         free, since the background may need it.
         """
+        # a stage that has not begun is cancelled, since the caller is faster
         _, future = self._pending.pop(id(request), (None, None))
         if future is None or future.cancel():
             return None

@@ -23,10 +23,8 @@ from knobwise.common.errors import InputError
 Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
 Configuration = dict[str, Any]
-GRID = 96
-"""Number of budgets at which a change of the decision is first looked for."""
 EXACT = 1e-3
-"""How exactly a change of the decision is then located, in ln ms."""
+"""How exactly a change of the decision is located, in ln ms."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,7 @@ class Explanation:
     by_budget: list[tuple[float, Configuration]]
     """The decisions for this input over the budgets: the budget in ms from which on a decision
     holds, and its knob values. The choice changes at each but the first, exact to a thousandth. A
-    choice that changes and changes back between two of 96 budgets may be missed. A controller for
-    mean budgets knows only the budgets that it was calibrated for."""
+    controller for mean budgets knows only the budgets that it was calibrated for."""
     guard: dict[str, Any] | None
     """The row of the calibrated budget nearest to this one, see `Guard.rows`; None without a
     guard."""
@@ -86,13 +83,11 @@ class KnobPolicy:
         self.judged: dict[str, Any] | None = loaded.extra.get("judged")
 
     def __repr__(self) -> str:
-        blocks = (
-            ", ".join(f"{name} [{width}]" for name, width in self.features.items()) or "no features"
+        reads = ", ".join(f"{name} [{width}]" for name, width in self.features.items())
+        return (
+            f"<KnobPolicy: {type(self.agent).__name__}, {reads or 'no features'} and a budget → "
+            f"{len(self.configurations)} configurations of {', '.join(self.knobs)}>"
         )
-        kind = type(self.agent).__name__
-        count = len(self.configurations)
-        knobs = ", ".join(self.knobs)
-        return f"<KnobPolicy: {kind}, {blocks} and a budget → {count} configurations of {knobs}>"
 
     def decide(
         self,
@@ -137,14 +132,19 @@ class KnobPolicy:
         n = next(iter(sizes), 1)
         if n == 0:
             return []
+        # what is for one input is the same for all
         blocks = {}
         for name, block in arrays.items():
             blocks[name] = np.broadcast_to(block, (n, block.shape[-1]))
         limits = np.broadcast_to(budgets, n)
         chosen = self._choose(blocks, limits, drift)
-        results: list[Any] = [dict(self.configurations[index]) for index in chosen.tolist()]
-        if explain:
-            results = self._explained(blocks, limits, chosen, drift, between_ms)
+        results: list[Any] = []
+        for i, choice in enumerate(chosen.tolist()):
+            result: Any = dict(self.configurations[choice])
+            if explain:
+                alone = {name: block[i : i + 1] for name, block in blocks.items()}
+                result = self._explanation(alone, limits[i : i + 1], choice, drift, between_ms)
+            results.append(result)
         return results if sizes else results[0]
 
     def save(self, path: str | Path) -> None:
@@ -158,27 +158,26 @@ class KnobPolicy:
     def _blocks(self, features: Any) -> dict[str, Array]:
         """Return blocks [d] or [n, d] by name, checked."""
         if features is not None and not isinstance(features, Mapping):
-            if len(self.features) == 1:
-                name = next(iter(self.features))
-            else:
-                name = "without a name"
+            # a policy that reads one block takes it without its name
+            name = next(iter(self.features)) if len(self.features) == 1 else "without a name"
             features = {name: features}
         blocks = {}
-        fits = []
         for name, values in (features or {}).items():
-            block = _numbers(f"features: {name}", values)
-            fits.append(block.ndim in (1, 2) and block.shape[-1] == self.features.get(name))
-            blocks[name] = block
-        if blocks.keys() != self.features.keys() or not all(fits):
-            wanted = ", ".join(
-                f"{name} [{width}] or [n, {width}]" for name, width in self.features.items()
-            )
-            got = ", ".join(f"{name} {list(block.shape)}" for name, block in blocks.items())
-            raise InputError(f"features: this policy reads {wanted or 'none'}; got {got or 'none'}")
-        if infinite := [name for name, block in blocks.items() if np.isinf(block).any()]:
+            blocks[name] = _numbers(f"features: {name}", values)
+            if np.isinf(blocks[name]).any():
+                raise InputError(
+                    f"features: {name} hold infinite values; write NaN for what is missing"
+                )
+        shapes = {name: block.shape for name, block in blocks.items()}
+        fits = shapes.keys() == self.features.keys()
+        for name, shape in shapes.items():
+            fits &= len(shape) in (1, 2) and shape[-1] == self.features.get(name)
+        if not fits:
+            wanted = [f"{name} [{width}] or [n, {width}]" for name, width in self.features.items()]
+            got = [f"{name} {list(shape)}" for name, shape in shapes.items()]
             raise InputError(
-                f"features: {', '.join(infinite)} hold infinite values; write NaN for what is "
-                "missing"
+                f"features: this policy reads {', '.join(wanted) or 'none'}; "
+                f"got {', '.join(got) or 'none'}"
             )
         return blocks
 
@@ -189,56 +188,48 @@ class KnobPolicy:
         except ValueError as error:
             raise InputError(f"decide: {error}") from error
 
-    def _explained(
+    def _explanation(
         self,
         blocks: Arrays,
         limits: Array,
-        chosen: Array,
+        choice: int,
         drift: Drift | None,
         between_ms: tuple[float, float] | None,
-    ) -> list[Explanation]:
-        """Explain n decisions."""
+    ) -> Explanation:
+        """Explain one decision: blocks [1, d], limits [1]."""
         numbers = self._expected(blocks, limits, drift)
-        planned = limits
-        without_drift: list[Configuration | None] = [None] * len(limits)
+        expected: list[dict[str, Any]] = []
+        for i, knobs in enumerate(self.configurations):
+            row = {name: float(values[0, i]) for name, values in numbers.items()}
+            expected.append({"configuration": dict(knobs), **row})
+        decided = expected[choice]
+        expected.sort(key=lambda row: -row["probability"])
+        without_drift = None
         if drift is not None:
-            # the mean offset acts on the budget, as `NumpyController` has it
-            planned = limits * math.exp(-float(np.mean(drift[0])))
-            undrifted = self._choose(blocks, limits, None).tolist()
-            without_drift = [dict(self.configurations[index]) for index in undrifted]
-        guards = self._guards(planned)
-        explained = []
-        for i, rows in enumerate(torch.stack(list(numbers.values()), -1).tolist()):
-            expected: list[dict[str, Any]] = []
-            for knobs, row in zip(self.configurations, rows, strict=True):
-                values = dict(zip(numbers, row, strict=True))
-                expected.append({"configuration": dict(knobs), **values})
-            decided = expected[int(chosen[i])]
-            expected.sort(key=lambda row: -row["probability"])
-            low, high = between_ms or (float(limits[i]) / 10, float(limits[i]) * 10)
-            alone = {name: block[i : i + 1] for name, block in blocks.items()}
-            explained.append(
-                Explanation(
-                    decision=dict(decided["configuration"]),
-                    reason=self._reason(decided, expected, guards[i]),
-                    expected=expected,
-                    runner_up=next((row for row in expected if row is not decided), None),
-                    by_budget=self._by_budget(alone, drift, low, high),
-                    guard=guards[i],
-                    without_drift=without_drift[i],
-                )
-            )
-        return explained
+            without_drift = dict(self.configurations[self._choose(blocks, limits, None)[0]])
+        # the row of the guard; the mean offset acts on the budget, as `NumpyController` has it
+        guard = None
+        decider = self.agent.decider
+        if self.agent.settled.guard and decider.calibrated is not None:
+            (group,) = decider.calibrated.groups(limits * decider.factor(drift))
+            guard = dict(self.agent.settled.guard[group])
+        budget = float(limits[0])
+        return Explanation(
+            decision=dict(decided["configuration"]),
+            reason=self._reason(decided, expected, guard),
+            expected=expected,
+            runner_up=next((row for row in expected if row is not decided), None),
+            by_budget=self._by_budget(blocks, drift, *(between_ms or (budget / 10, budget * 10))),
+            guard=guard,
+            without_drift=without_drift,
+        )
 
     def _reason(
         self, row: dict[str, Any], expected: list[dict[str, Any]], guard: dict[str, Any] | None
     ) -> str:
         """Return why a configuration was chosen."""
         if guard is not None and not guard["deployed"]:
-            if self.agent.sense == "mean":
-                static = "the static mix"
-            else:
-                static = "budget-aware static"
+            static = "the static mix" if self.agent.sense == "mean" else "budget-aware static"
             return f"the guard lets {static} decide, which treats all inputs alike"
         reason = "the policy's most probable choice"
         if guard is not None and guard.get("margin", 1.0) < 1:
@@ -249,41 +240,23 @@ class KnobPolicy:
                 reason += ", though its teacher expects more of another"
         return reason
 
-    def _guards(self, limits: Array) -> list[dict[str, Any] | None]:
-        """Return what the guard has calibrated for these budgets."""
-        rows = self.agent.settled.guard
-        if not rows:
-            return [None] * len(limits)
-        calibrated = self.agent.decider.calibrated
-        assert calibrated is not None
-        return [dict(rows[group]) for group in calibrated.groups(limits)]
-
     def _by_budget(
         self, blocks: Arrays, drift: Drift | None, low: float, high: float
     ) -> list[tuple[float, Configuration]]:
         """Return decisions for one input [1, d], each with the budget from which on it holds."""
-
-        def decided(logs: Array) -> Array:
-            repeated = {name: block.repeat(len(logs), 0) for name, block in blocks.items()}
-            return self._choose(repeated, np.exp(logs).astype(np.float32), drift)
-
-        logs = np.linspace(math.log(low), math.log(high), GRID)
-        exact = EXACT
         mean = self.agent.decider.mean
-        if mean is not None:  # no other budget has a worth
-            logs = np.log(np.sort(mean.budgets_ms))
-            exact = math.inf
-        chosen = decided(logs)
-        # halve the intervals in which the choice changes until all of them are short
-        while (wide := (chosen[1:] != chosen[:-1]) & (np.diff(logs) > exact)).any():
-            middle = (logs[1:] + logs[:-1])[wide] / 2
-            logs = np.r_[logs, middle]
-            chosen = np.r_[chosen, decided(middle)]
-            order = logs.argsort()
-            logs = logs[order]
-            chosen = chosen[order]
+        if mean is None:
+            count = math.ceil(math.log(high / low) / EXACT)
+            budgets = np.geomspace(low, high, count + 2)
+        else:
+            # no other budget has a worth
+            budgets = np.sort(mean.budgets_ms)
+        repeated = {}
+        for name, block in blocks.items():
+            repeated[name] = np.broadcast_to(block, (len(budgets), block.shape[1]))
+        chosen = self._choose(repeated, budgets.astype(np.float32), drift)
         starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
-        return [(float(np.exp(logs[i])), dict(self.configurations[chosen[i]])) for i in starts]
+        return [(float(budgets[i]), dict(self.configurations[chosen[i]])) for i in starts]
 
     @torch.no_grad()
     def _expected(self, blocks: Arrays, limits: Array, drift: Drift | None) -> dict[str, Tensor]:
@@ -293,10 +266,8 @@ class KnobPolicy:
         numbers = {"probability": torch.from_numpy(np.exp(log_probs))}
         if agent.teacher is None:
             return numbers
-        x = agent.controller.features(
-            {name: torch.tensor(block) for name, block in blocks.items()}, len(limits)
-        )
-        moments = agent.teacher.moments(x)
+        tensors = {name: torch.tensor(block) for name, block in blocks.items()}
+        moments = agent.teacher.moments(agent.controller.features(tensors, len(limits)))
         numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
         mean = agent.decider.mean
         if mean is not None:
@@ -304,9 +275,8 @@ class KnobPolicy:
             return numbers | {"utility": moments.score(worths, "mean")}
         if drift is not None:
             offset = torch.as_tensor(drift[0]).float().expand(len(self.configurations))
-            moved = moments._replace(
-                log_latency=moments.log_latency + offset, spread=moments.spread * drift[1]
-            )
+            slow = moments.log_latency + offset
+            moved = moments._replace(log_latency=slow, spread=moments.spread * drift[1])
             slower = moved.latency_ms / moments.latency_ms
             numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
             moments = moved

@@ -67,10 +67,12 @@ class Deployed(nn.Module):
         x = self.controller.features(dict(zip(self.sizes, blocks, strict=True)), limits.shape[0])
         if self.guard is None:
             return self.controller(x, limits).argmax(1)
+        # as `policy.guard` has it: the calibrated budget nearest in ln ms
         logs = limits.double().clamp_min(LEAST_LATENCY_MS).log()
         group = (logs.unsqueeze(1) - self.logs).abs().argmin(1)
         planned = (limits * self.margin[group]).float()
         chosen = self.controller(x, planned).argmax(1)
+        # as `policy.static` has it: the last step that begins at or below the budget
         static = self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
         return torch.where(self.deploy[group], chosen, static)
 

@@ -52,6 +52,7 @@ def own_costs(
     controllers: Sequence[NumpyController], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
 ) -> list[OwnCost]:
     """Time the decisions of controllers on samples `rows` [n] under budgets [B] in ms."""
+    # all controllers in turn, so that a busy second meets all of them alike
     rounds = []
     for _ in range(ROUNDS):
         rounds.append([_round(c, table, rows, budgets_ms) for c in controllers])
@@ -70,6 +71,7 @@ def _round(
     samples = []
     for row in rows[:CALLS].tolist():
         samples.append({name: block[row].numpy() for name, block in table.features.items()})
+    # µs of each decision, by call and budget
     micros = np.zeros((WARM_UP + CALLS, len(limits)))
     with torch.inference_mode():
         for call in range(len(micros)):
@@ -81,6 +83,7 @@ def _round(
                 start = time.perf_counter_ns()
                 controller.decide_index(blocks, limits[b])
                 micros[call, b] = (time.perf_counter_ns() - start) / 1e3
+    # features are charged only where the guard lets the policy read them
     took = torch.from_numpy(np.median(micros[WARM_UP:], 0))
     reads = torch.from_numpy(controller.reads_features(budgets_ms.double().numpy()))
     charged = (took / 1e3 + table.features_ms * reads) * (table.unit == "ms")

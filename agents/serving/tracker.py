@@ -95,6 +95,7 @@ class LatencyTracker:
         names = [name for name, _ in seen]
         pairs = [(name, value) for name, value in seen if names.count(name) > 1]
         self.names = ["level", *(f"{name}={value}" for name, value in pairs)]
+        # the level and the values that make up the offset of each configuration, [C, 1 + values]
         rows = []
         for values in configurations:
             marks = [float(values[name] == value) for name, value in pairs]
@@ -138,10 +139,13 @@ class LatencyTracker:
         timed = 0 < measured_ms < math.inf
         if not (timed and -math.inf < log_latency < math.inf and 0 <= spread < math.inf):
             return self.ignore("an answer without a positive, finite time")
+        # the part of ln ms that was not predicted, in the units of its spread
         residual = min(max(math.log(measured_ms) - log_latency, -MOST_OFFSET), MOST_OFFSET)
         scale = self._scale
+        # a spread of 0 would let a single answer decide everything
         noise = (scale * max(spread, LEAST_SPREAD)) ** 2
         z = self._follow(self._elements[configuration], residual, noise)
+        # κ² follows the clipped squares of residuals, exponentially weighted
         scale *= math.sqrt(1 + SPREAD_GAIN * (z * z / CLIPPED_SQUARE - 1))
         self._scale = min(max(scale, SCALES[0]), SCALES[1])
         self._refresh()
@@ -159,6 +163,7 @@ class LatencyTracker:
         mean = self._mean
         variance = self._variance
         variance[0] += WANDER**2
+        # the residual that is left beside the level and the values, and its variance
         total = noise
         error = residual
         for i in elements:
@@ -176,6 +181,7 @@ class LatencyTracker:
             if abs(self._run) >= SHIFT_AFTER:
                 variance[0] += SHIFT_VARIANCE * noise
                 total += SHIFT_VARIANCE * noise
+        # the step of a Kalman filter with independent elements
         spread = math.sqrt(total)
         z = min(max(error / spread, -CLIP), CLIP)
         for i in elements:
@@ -197,6 +203,7 @@ class LatencyTracker:
             log_ratios: ln(time here / time in the profile); NaN is left out.
         """
         self._begin()
+        # times that are missing are NaN, and stay NaN
         ratios = np.clip(log_ratios, -MOST_OFFSET, MOST_OFFSET)
         timed = ~np.isnan(ratios)
         if timed.any():
@@ -246,16 +253,14 @@ class LatencyTracker:
         try:
             if state["format"] != FORMAT:
                 raise ValueError(f"format {state['format']}, expected {FORMAT}")
-            if state["controller"] != self.digest or state["names"] != self.names:
-                raise InputError(
-                    "tracker: the state belongs to another controller; start without it"
-                )
+            if [state["controller"], state["names"]] != [self.digest, self.names]:
+                raise ValueError("the state belongs to another controller; start without it")
+            # [2, 1 + values]: means and variances of level and values
             moments = np.array([state["mean"], state["variance"]], np.float64)
-            if moments.shape != (2, len(self.names)):
-                raise ValueError("wrong sizes")
             valid = (np.abs(moments) < LARGEST).all() and (moments[1] >= 0).all()
+            valid &= moments.shape == (2, len(self.names))
             if not (valid and SCALES[0] <= state["scale"] <= SCALES[1]):
-                raise ValueError("numbers out of range")
+                raise ValueError("wrong sizes, or numbers out of range")
             scale = float(state["scale"])
             run = int(state["run"])
             answers = int(state["answers"])

@@ -2,7 +2,6 @@
 
     FOLDER/versions/0000, 0001, …    each written under a temporary name, then renamed
     FOLDER/current                   a link to the one that serves, replaced by a rename
-    FOLDER/candidate                 a link to one that is worth a trial, if there is one
 
 A process that is killed at any moment leaves the old or the new one in place, never half of one.
 """
@@ -17,12 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from knobwise.agents.policy.controller import NumpyController
-from knobwise.common import checks
 from knobwise.common.errors import InputError
 from knobwise.common.files import replace_link, sync
 
 CURRENT = "current"
-CANDIDATE = "candidate"
 VERSIONS = "versions"
 CONTROLLER = "controller.npz"
 EVERY_S = 1.0
@@ -47,6 +44,7 @@ def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
         write(temporary)
         temporary.chmod(0o755)
         latest = max((int(path.name) for path in versions.glob("[0-9]*")), default=-1)
+        # the version is there at once, and whole
         version = temporary.rename(versions / f"{latest + 1:04d}")
         sync(versions)
         return version
@@ -55,17 +53,8 @@ def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def serve(folder: Path, version: Path) -> None:
-    """Make a version the one that serves; no other is on trial any more."""
+    """Make a version the one that serves."""
     replace_link(folder / CURRENT, Path(VERSIONS) / version.name)
-    try_out(folder, None)
-
-
-def try_out(folder: Path, version: Path | None) -> None:
-    """Put a version on trial in the place of any other, or end the trial."""
-    if version is None:
-        (folder / CANDIDATE).unlink(missing_ok=True)
-    else:
-        replace_link(folder / CANDIDATE, Path(VERSIONS) / version.name)
 
 
 def serving(folder: Path) -> Path | None:
@@ -77,74 +66,53 @@ def serving(folder: Path) -> Path | None:
 
 
 class Watched:
-    """A controller's file that others may replace, and the candidate beside `current`.
+    """A controller's file that others may replace.
 
     Args:
         path: of the file, or of its folder.
-        like: a controller that both must be able to take the place of.
-        trial: the share of the requests that a candidate decides.
+        like: a controller that the new one must be able to take the place of.
 
     Raises:
-        InputError: there is no such file, a share outside [0, 1], a trial beside a file.
+        InputError: there is no such file.
     """
 
-    def __init__(self, path: Path, like: NumpyController, trial: float = 0.0) -> None:
-        checks.share("watch: trial", trial)
-        self._paths = [path / CONTROLLER if path.is_dir() else path]
-        if not self._paths[0].exists():
+    def __init__(self, path: Path, like: NumpyController) -> None:
+        if path.is_dir():
+            path /= CONTROLLER
+        if not path.exists():
             raise InputError(
-                f"watch: {self._paths[0]} does not exist; give a controller.npz, or the folder of "
-                "one"
+                f"watch: {path} does not exist; give a controller.npz, or the folder of one"
             )
-        if trial and not path.is_dir():
-            raise InputError(
-                f"watch: trial={trial}: give the folder `current` beside the candidate; {path} is "
-                "a file"
-            )
-        if trial:
-            self._paths.append(path.parent / CANDIDATE / CONTROLLER)
+        self._path = path
         self.controller = like
         """The latest controller that could be used."""
-        self.trial = trial
-        self._interface = _interface(like)
-        self.candidate: NumpyController | None = None
-        """The controller on trial, another than `controller`."""
-        self._marks: list[tuple[int, ...]] = [(), ()]
+        self._mark: tuple[int, ...] = ()
         self._looked = -EVERY_S
 
     def refresh(self) -> None:
-        """Read the files that were replaced; at most once in `EVERY_S`."""
+        """Read the file if it was replaced, but look only once in `EVERY_S`.
+
+        A file that cannot be used is refused in a line, once.
+        """
         if time.monotonic() - self._looked < EVERY_S:
             return
         self._looked = time.monotonic()
-        for i, path in enumerate(self._paths):
-            try:
-                state = path.stat()
-                mark = state.st_ino, state.st_mtime_ns, state.st_size
-            except OSError:
-                mark = 0, 0, 0
-            if mark == self._marks[i]:
-                continue
-            self._marks[i] = mark
-            if i == 0:
-                self.controller = self._read(path) or self.controller
-            elif any(mark):
-                self.candidate = self._read(path)
-            else:
-                self.candidate = None
-        if self.candidate is not None and self.candidate.digest == self.controller.digest:
-            self.candidate = None
-
-    def _read(self, path: Path) -> NumpyController | None:
         try:
-            new = NumpyController.load(path)
-            if _interface(new) != self._interface:
+            state = self._path.stat()
+            mark = state.st_ino, state.st_mtime_ns, state.st_size
+        except OSError:
+            mark = 0, 0, 0
+        if mark == self._mark:
+            return
+        self._mark = mark
+        try:
+            new = NumpyController.load(self._path)
+            if _interface(new) != _interface(self.controller):
                 raise ValueError("its configurations, features or limits differ")
+            self.controller = new
         except (OSError, ValueError) as error:
-            log = logging.getLogger(__name__)
-            log.warning("watch: %s is refused, and the present controller goes on: %s", path, error)
-            return None
-        return new
+            message = "watch: %s is refused, and the present controller goes on: %s"
+            logging.getLogger(__name__).warning(message, self._path, error)
 
 
 def _interface(controller: NumpyController) -> tuple[object, ...]:

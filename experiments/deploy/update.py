@@ -21,11 +21,11 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
+from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.learning.off_policy import Judgement
 from knobwise.agents.learning.update import update
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.export import configurations_of
-from knobwise.agents.serving.request_log import logged_of, read_log
 from knobwise.agents.serving.versions import (
     CONTROLLER,
     CURRENT,
@@ -33,7 +33,6 @@ from knobwise.agents.serving.versions import (
     add_version,
     serve,
     serving,
-    try_out,
 )
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
@@ -51,20 +50,7 @@ REQUESTS = 500
 POLL_S = 1.0
 """Seconds between two readings of a growing log."""
 UPDATE = "update.json"
-HEADER = (
-    "step",
-    "utility, new − old [95 %]",
-    "bound",
-    "model alone",
-    "weights alone",
-    "different",
-    "takes over",
-)
-STEPS = {
-    "latencies": "offsets of latencies",
-    "accuracies": "and of accuracies",
-    "trial": "candidates on trial",
-}
+STEPS = {"latencies": "offsets of latencies", "accuracies": "and of accuracies"}
 
 
 def run(config: UpdateRun) -> Path:
@@ -118,11 +104,7 @@ def _keep_updating(config: UpdateRun, out: Path, log: str, every: int) -> NoRetu
 
 def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers that are logged of an update, by name."""
-    metrics = {
-        "Log/Requests": facts["requests"],
-        "Update/Better": facts["better"],
-        "Update/Trial": facts["promising"],
-    }
+    metrics = {"Log/Requests": facts["requests"], "Update/Better": facts["better"]}
     metrics |= {f"Log/{name}": value for name, value in facts["latest"].items()}
     for name, judgement in facts["steps"].items():
         gain = judgement["doubly_robust"]["difference"][0]
@@ -146,15 +128,10 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
             current = _added(out, loaded, {"before": None, "from": config.checkpoint})
             serve(out, current)
         version = _added(out, updated, {"before": current.name, **facts})
+        outcome = f"{current.name} goes on serving"
         if facts["better"]:
             serve(out, version)
-        else:
-            try_out(out, version if facts["promising"] else None)
-    outcome = f"{current.name} goes on serving"
-    if facts["better"]:
-        outcome = "serves now"
-    elif facts["promising"]:
-        outcome += ", but this version is worth a trial"
+            outcome = "serves now"
     print_lines(Console(), [f"{version}: {outcome}"])
     return serving(out) or version, version, facts
 
@@ -215,8 +192,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     """Let a controller learn from the log, and print what the log shows.
 
     Returns:
-        The controller after the last step that made it better, else the candidate; and facts
-        about the update.
+        The controller of the new version, and facts about the update.
     """
     agent: Any = loaded.controller
     assert config.log is not None
@@ -228,12 +204,11 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     print_lines(Console(), [f"{len(log.rows):,} requests of {config.log}", *log.lines()])
     if not log.rows:
         raise InputError(f"log={config.log}: no request in it can be used; see the lines above")
-    result = update(agent, logged_of(log.rows, len(names), sizes, digest), config.learning)
+    result = update(agent, logged_of(log.rows, len(names), sizes), config.learning)
     _print_steps(result.steps)
     latest = log.rows[-(config.every or len(log.rows)) :]
     facts = {
         "better": result.better,
-        "promising": result.promising and not result.better,
         "requests": len(log.rows),
         "latest": _means(latest),
         "set_aside": dict(log.aside),
@@ -241,26 +216,15 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         "factors": result.factors,
         "logits": result.logits,
     }
-    best = result.agent if result.better else result.candidate
-    return loaded._replace(agent=best, extra=loaded.extra | {"versions": digests}), facts
+    extra = loaded.extra | {"versions": digests}
+    return loaded._replace(agent=result.agent, extra=extra), facts
 
 
 def _print_steps(steps: Mapping[str, Judgement]) -> None:
     """Print a table with a row for each step of an update."""
-    rows = []
-    for step, judgement in steps.items():
-        value, low, high = judgement.doubly_robust["difference"]
-        alone = judgement.direct["difference"], judgement.self_normalised["difference"]
-        rows.append(
-            [
-                STEPS[step],
-                f"{value:+.3f} [{low:+.3f}, {high:+.3f}]",
-                *(f"{number:+.3f}" for number in (judgement.bound, alone[0].value, alone[1].value)),
-                f"{judgement.different} of {judgement.requests}",
-                "yes" if judgement.better else "no",
-            ]
-        )
-    print_table(Console(), HEADER, rows, range(len(HEADER)))
+    header = ["step", "utility, new − old [95 %]", "bound", "different", "takes over"]
+    rows = [_row(STEPS[name], judgement) for name, judgement in steps.items()]
+    print_table(Console(), header, rows, range(len(header)))
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -269,6 +233,18 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     accuracy = pl.Series([row["accuracy"] for row in rows], dtype=pl.Float64)
     means = met.mean(), accuracy.mean(), (accuracy * met).mean()
     return dict(zip(("On_Time", "Accuracy", "Utility"), means, strict=True))
+
+
+def _row(step: str, judgement: Judgement) -> list[str]:
+    """Return the cells of a step of an update in the table."""
+    gain, low, high = judgement.doubly_robust["difference"]
+    return [
+        step,
+        f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]",
+        f"{judgement.bound:+.3f}",
+        f"{judgement.different} of {judgement.requests}",
+        "yes" if judgement.better else "no",
+    ]
 
 
 def _problem(loaded: Loaded, for_hardware: bool) -> str:
@@ -335,7 +311,7 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     print_lines(Console(), sentences("other_hardware.txt.j2", facts=facts))
     extra = loaded.extra | {"adapted": facts, "versions": [digest]}
     updated = loaded._replace(agent=adapted(agent, offsets, x), extra=extra)
-    return updated, {"better": True, "promising": False, **facts}
+    return updated, {"better": True, **facts}
 
 
 def _print_factors(table: ProfileTable, offsets: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from knobwise.agents.serving.request_log import read_log
+from knobwise.agents.learning.logged import read_log
 from knobwise.experiments.report.tables import print_lines, print_table
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 
 from campaign import mutate, oracle
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.learning.logged import read_log
 from knobwise.agents.policy.controller import NumpyController
-from knobwise.agents.serving.request_log import read_log
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data, write_rl_data
@@ -205,7 +205,7 @@ def _logged(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
             lines.append(json.loads(line))
     lines = [line for line in lines if isinstance(line, dict)]
     for row in result.rows:
-        read = {key: value for key, value in row.items() if key not in ("accuracy", "tried")}
+        read = {key: value for key, value in row.items() if key != "accuracy"}
         if not any(read.items() <= line.items() for line in lines):
             return "a row that is no line"
         if not (

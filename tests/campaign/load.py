@@ -23,8 +23,9 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.judging.evaluation import judge
+from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.request_log import RequestLog, read_log
+from knobwise.agents.serving.request_log import RequestLog
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig

@@ -17,8 +17,8 @@ from run_folders import write_run
 
 import knobwise.__main__
 from knobwise.agents.checkpoint import save_checkpoint
+from knobwise.agents.learning.logged import read_log
 from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.agents.serving.request_log import read_log
 
 QUICK = [*TABLE, *OPTIMISER, "seeds=[0]", "own_cost=false", "baselines=false", "policy.members=2"]
 CONTROLLER = ["train", "experiment=controller", *QUICK, "policy.experts=[ridge]"]

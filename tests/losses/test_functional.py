@@ -18,7 +18,6 @@ from knobwise.losses.functional import (
     group_advantage,
     k3,
     reward_weighted_cross_entropy,
-    self_normalised,
     weight_of_best,
 )
 from knobwise.losses.settings import ADVANTAGES
@@ -349,16 +348,6 @@ def test_the_doubly_robust_value_is_exact_over_all_draws() -> None:
     wrong = torch.tensor([[0.9, 0.1, 0.0]], dtype=torch.float64).expand(3, -1)
     drawn = doubly_robust(wrong, torch.arange(3), true, chance, 1e9)
     assert (chance.unsqueeze(1) * drawn).sum(0).tolist() == pytest.approx(true.tolist())
-
-
-def test_self_normalised_value_and_influence_by_hand() -> None:
-    value, influence = self_normalised(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([2.0, 6.0, 0.0]))
-    assert value.item() == 0.25  # 2/8
-    assert influence.tolist() == pytest.approx([2 * 0.75 * 3 / 8, -6 * 0.25 * 3 / 8, 0.0])
-    assert self_normalised(torch.ones(2), torch.zeros(2))[0].isnan()
-    assert 3 * effective_sample_size(torch.tensor([2.0, 6.0, 0.0]).log()).item() == pytest.approx(
-        64 / 40
-    )
 
 
 def test_an_advantage_of_ones_own_and_what_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -13,10 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from knobwise.agents.judging.baselines import FittedStatic
-from knobwise.agents.policy.arrays import log_softmax, pick
-from knobwise.agents.policy.guard import Guard
+from knobwise.agents.policy.arrays import pick
 from knobwise.agents.policy.mean_budgets import MeanBudgets
-from knobwise.agents.policy.network import Encoding, Heads, LatencyModel, Normaliser, places_of
+from knobwise.agents.policy.network import Encoding, Heads, Normaliser, places_of
 from knobwise.agents.policy.static import Static
 
 Array = NDArray[Any]
@@ -29,14 +27,6 @@ def floats(*values: float) -> Array:
 # -- small functions -------------------------------------------------------------------------------
 
 
-def test_log_softmax_inside_a_mask() -> None:
-    scores = np.log([[1.0, 2.0, 5.0]])
-    assert np.exp(log_softmax(scores)).tolist() == [pytest.approx([0.125, 0.25, 0.625])]
-    masked = log_softmax(scores, np.array([[True, False, True]]))
-    assert np.exp(masked).tolist() == [pytest.approx([1 / 6, 0.0, 5 / 6])]
-    assert masked[0, 1] == -np.inf
-
-
 def test_the_best_score_is_picked_and_among_equal_ones_the_fastest() -> None:
     scores = np.array([[0.5, 0.7, 0.7], [0.9, 0.1, 0.2], [0.1, 0.9, 0.9]])
     slow = np.array([1.0, 3.0, 2.0])
@@ -44,7 +34,7 @@ def test_the_best_score_is_picked_and_among_equal_ones_the_fastest() -> None:
     mask = np.array([[True, True, False], [False, True, True], [True, True, True]])
     assert pick(scores, slow, mask).tolist() == [1, 2, 2]
     assert pick(np.full((1, 3), -np.inf), slow, mask[1:2]).tolist() == [2]
-    with pytest.raises(ValueError, match="leaves a request without any configuration"):
+    with pytest.raises(ValueError, match="mask"):
         pick(scores, slow, np.zeros((3, 3), bool))
 
 
@@ -110,17 +100,6 @@ def test_a_limit_is_encoded_by_its_logarithm_and_waves_of_it() -> None:
     limits = np.array([20.0, 10.0, 1e6, 1e-12])
     np.testing.assert_allclose(encoding(limits), wanted, atol=1e-6)
     np.testing.assert_allclose([encoding.single(limit) for limit in limits], wanted, atol=1e-6)
-    # an even width leaves the logarithm itself out, and 1 is nothing else
-    even = encoding_of(4, waves, math.log(10), math.log(2))
-    np.testing.assert_allclose(even(limits), np.array(wanted)[:, 1:], atol=1e-6)
-    np.testing.assert_allclose(even.single(20.0), wanted[0][1:], atol=1e-6)
-    alone = encoding_of(1, [], math.log(10), math.log(2))
-    assert alone(limits[:2]).tolist() == [pytest.approx([1.0]), pytest.approx([0.0])]
-
-
-def test_a_pair_of_limits_is_encoded_number_by_number() -> None:
-    pair = encoding_of(3, [math.pi / 2], [math.log(10), 0.0], [math.log(2), 1.0])
-    np.testing.assert_allclose(pair(np.array([[20.0, 1.0]])), [[1, 1, 0, 0, 0, 1]], atol=1e-6)
 
 
 # -- the network -----------------------------------------------------------------------------------
@@ -168,125 +147,6 @@ def test_heads_by_hand() -> None:
     assert told.single(floats(-3.0), 20.0) == 2
 
 
-KINDS = ("plain", "gaps and tails", "far from 0", "projected", "no features")
-
-
-def requests_of(kind: str, generator: np.random.Generator) -> tuple[Array, Normaliser, int]:
-    """200 requests with missing features, a normaliser, and its width."""
-    columns = 0 if kind == "no features" else 4
-    raw = generator.normal(size=(200, columns)).astype(np.float32)
-    about: dict[str, Any] = {"scale": generator.uniform(0.5, 2, columns).astype(np.float32)}
-    width = columns
-    if kind == "gaps and tails":
-        about |= {"heavy": np.arange(4) == 1, "has_missing": np.arange(4) == 2}
-        width = 5
-    if kind == "far from 0":
-        about["mean"] = np.full(4, 1e4, np.float32)
-        raw += np.float32(1e4)
-        raw[::7, 1] = 1e9
-    if kind == "projected":
-        about["projection"] = generator.normal(size=(4, 2)).astype(np.float32)
-        width = 2
-    if columns:
-        raw[::5, 2] = np.nan
-        raw[3] = np.nan
-    return raw, normaliser_of(columns, **about), width
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layers", [1, 3])
-def test_one_request_through_the_heads_as_many(kind: str, layers: int) -> None:
-    generator = np.random.default_rng(0)
-    raw, normaliser, width = requests_of(kind, generator)
-    places = places_of(np.array([[0, 0], [1, 0], [1, 1], [0, 1], [0, 2]]))
-    arrays = {
-        "encoding.mean": np.array(2.0),
-        "encoding.scale": np.array(0.7),
-        "encoding.frequencies": np.array([0.7, 1.4]),
-    }
-    sizes = [width + 5 + 2, *[6] * layers, 5]
-    for number, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
-        weight = generator.normal(size=(inputs, outputs))
-        arrays[f"layers.{number}.weight"] = weight.astype(np.float32)
-        bias = 0.2 * generator.normal(size=(1, outputs))
-        arrays[f"layers.{number}.bias"] = bias.astype(np.float32)
-    header = {"layers": layers, "budget_width": 5, "drift_values": 2}
-    heads = Heads(arrays, header, normaliser, places)
-    limits = generator.uniform(1, 60, 200)
-    x = normaliser(raw)
-    still = heads.scores(x, limits)
-    np.testing.assert_array_equal(still, heads.scores(x, limits, np.zeros(2)))
-    assert len(set(still.argmax(1).tolist())) > 1
-    for drift in (None, np.array([2.0, -1.0])):  # and then none again
-        scores = heads.scores(x, limits, drift)
-        for row, limit in enumerate(limits.tolist()):
-            index = heads.single(raw[row], limit, drift)
-            assert scores[row, index] >= scores[row].max() - 1e-4
-            normal = np.zeros(width, np.float32)
-            assert heads.single(raw[row], limit, drift, normal) == index
-            np.testing.assert_allclose(normal, x[row], rtol=1e-5, atol=1e-6)
-            alone = heads.single(raw[row], limit)
-            assert still[row, alone] >= still[row].max() - 1e-4
-    assert (still.argmax(1) != scores.argmax(1)).any()
-
-
-def test_expected_latencies_by_hand() -> None:
-    bias = floats(1.0, 2.0)
-    spread = floats(0.125, 0.25)
-    model = LatencyModel({"bias": bias, "spread": spread})
-    x = np.array([[1.0, 2.0, -1.0]], np.float32)
-    assert model.means(x).tolist() == [[1.0, 2.0]]
-    assert model.single(x[0], 1) == (2.0, 0.25)
-    weight = np.array([[0.5, 0.0], [0.25, 1.0], [0.0, -1.0]], np.float32)
-    linear = LatencyModel({"bias": bias, "spread": spread, "weight": weight})
-    assert linear.means(x).tolist() == [[2.0, 5.0]]
-    assert linear.single(x[0], 0) == (2.0, 0.125)
-    assert linear.single(x[0], 1) == (5.0, 0.25)
-
-
-# -- the guard -------------------------------------------------------------------------------------
-
-
-def test_the_nearest_calibrated_budget_counts_in_logarithm() -> None:
-    """10 and 40 ms meet at 20 ms, 40 and 90 ms at 60 ms, in whatever order they are given."""
-    guard = Guard(
-        {
-            "budgets_ms": np.array([40.0, 10.0, 90.0]),
-            "margin": np.array([0.5, 0.75, 1.0]),
-            "deploy": np.array([True, False, True]),
-        }
-    )
-    limits = np.array([1e-3, 19.99, 20.01, 40.0, 59.9, 60.1, 1e9])
-    assert guard.groups(limits).tolist() == [1, 1, 0, 0, 0, 2, 2]
-    wanted = [(0.75, False)] * 2 + [(0.5, True)] * 3 + [(1.0, True)] * 2
-    assert [guard.single(limit) for limit in limits.tolist()] == wanted
-    assert not guard.never_falls_back
-    arrays = {"budgets_ms": np.ones(1), "margin": np.ones(1), "deploy": np.ones(1, bool)}
-    assert Guard(arrays).never_falls_back
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    budgets=st.lists(st.floats(0.1, 1e4), min_size=1, max_size=6, unique=True),
-    limits=st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=20),
-)
-def test_one_limit_finds_the_budget_that_many_find(
-    budgets: list[float],
-    limits: list[float],
-) -> None:
-    margins = 0.5 + np.arange(len(budgets)) / 20
-    deploy = np.arange(len(budgets)) % 2 == 0
-    guard = Guard({"budgets_ms": np.array(budgets), "margin": margins, "deploy": deploy})
-    groups = guard.groups(np.array(limits))
-    for limit, group in zip(limits, groups.tolist(), strict=True):
-        margin, _ = guard.single(limit)
-        place = int(np.flatnonzero(margins == margin)[0])
-        # between two budgets that are as near, rounding decides
-        distance = np.abs(np.log(limit) - np.log(budgets))
-        assert distance[place] == pytest.approx(distance[group], abs=1e-9)
-        assert guard.single(limit)[1] == deploy[place]
-
-
 # -- static ----------------------------------------------------------------------------------------
 
 
@@ -312,7 +172,6 @@ def by_hand() -> Static:
 
 def test_static_takes_the_best_mean_under_each_budget() -> None:
     static = by_hand()
-    budgets = np.array([9.0, 10.0, 19.0, 20.0, 30.0, 40.0, 49.0, 50.0, 59.0, 60.0, 1e9])
     wanted = {
         9.0: [0, 0, 0],
         10.0: [0.25, 0, 0],
@@ -322,32 +181,18 @@ def test_static_takes_the_best_mean_under_each_budget() -> None:
         50.0: [0.25, 0.75, 0.75],
         60.0: [0.25, 0.75, 1.0],
     }
-    assert static.mean_utility(np.array(list(wanted))).tolist() == list(wanted.values())
+    budgets = np.array([*wanted])
+    assert static.mean_utility(budgets).tolist() == [*wanted.values()]
     assert static.latency_ms.tolist() == [10.0, 27.5, 45.0]
     # among equals the one with the lower mean latency; where nothing is on time the fastest of all
-    chosen = [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2]
-    assert static.choose({}, budgets).tolist() == chosen
-    assert [static.single(budget) for budget in budgets.tolist()] == chosen
+    assert static.choose({}, budgets).tolist() == [0, 0, 0, 1, 1, 1, 2]
     assert static.choices.tolist() == [0, 1, 2]
     assert static.starts.tolist() == [-np.inf, 30.0, 60.0]
     # inside a mask
-    mask = np.ones((11, 3), bool)
-    mask[:, 1] = False
-    assert static.choose({}, budgets, mask).tolist() == [0] * 7 + [2] * 4
-    mask[:, 0] = False
-    assert static.choose({}, budgets, mask).tolist() == [2] * 11
-    with pytest.raises(ValueError, match="without any configuration"):
-        static.choose({}, budgets, np.zeros((11, 3), bool))
-
-
-def test_what_static_expects_of_latencies() -> None:
-    static = by_hand()
-    ten = math.log(10)
-    two = math.log(2)
-    logs = np.log([20, 30, 20, 40])
-    assert static.log_latency[:2].tolist() == pytest.approx([ten, logs.mean()])
-    assert static.spread[:2].tolist() == pytest.approx([0, logs.std()])
-    assert static.log_latency[2] == pytest.approx(ten + (two + math.log(5) + math.log(6)) / 3)
+    mask = np.tile([True, False, True], (7, 1))
+    assert static.choose({}, budgets, mask).tolist() == [0] * 5 + [2] * 2
+    with pytest.raises(ValueError, match="mask"):
+        static.choose({}, budgets, np.zeros((7, 3), bool))
 
 
 def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slowest() -> None:
@@ -367,19 +212,18 @@ def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slo
 def test_static_on_a_slower_machine_and_with_other_accuracies() -> None:
     static = by_hand()
     slower = static.scaled(np.array([4.0, 2.0, 1.0]))
-    budgets = np.array([20.0, 39.0, 40.0, 60.0, 80.0])
-    wanted = [[0, 0, 0.25], [0, 0, 0.25], [0.25, 0.25, 0.25], [0.25, 0.5, 1.0], [0.25, 0.75, 1.0]]
+    budgets = np.array([20.0, 40.0, 60.0, 80.0])
+    wanted = [[0, 0, 0.25], [0.25, 0.25, 0.25], [0.25, 0.5, 1.0], [0.25, 0.75, 1.0]]
     assert slower.mean_utility(budgets).tolist() == wanted
     assert slower.latency_ms.tolist() == [40.0, 55.0, 45.0]
-    assert slower.choose({}, budgets).tolist() == [2, 2, 0, 2, 2]
+    chosen = slower.choose({}, budgets).tolist()
+    assert chosen == [2, 0, 2, 2]
+    assert Static.restored(slower.arrays()).choose({}, budgets).tolist() == chosen
     worse = static.scaled(np.ones(3), np.array([1.0, 1.0, 0.5]))
     assert worse.mean_utility(np.array([60.0])).tolist() == [[0.25, 0.75, 0.5]]
-    assert worse.choose({}, np.array([60.0])).tolist() == [1]
-    restored = Static.restored(slower.arrays())
-    assert restored.choose({}, budgets).tolist() == [2, 2, 0, 2, 2]
     assert slower.arrays()["sorted_ms"].dtype == np.float32
-    exact = static.scaled(np.full(3, math.pi)).arrays()["sorted_ms"]
-    assert exact.dtype == np.float64  # which single precision would not keep
+    # single precision would not keep these
+    assert static.scaled(np.full(3, math.pi)).arrays()["sorted_ms"].dtype == np.float64
 
 
 @settings(max_examples=30, deadline=None)
@@ -501,11 +345,9 @@ def test_a_mean_budget_must_be_calibrated() -> None:
     mean = mean_budgets()
     assert mean.groups(np.array([12.0, 9.0, 9.0089])).tolist() == [1, 0, 0]
     assert (mean.single(12.0), mean.single(11.989), mean.single(9.0)) == (1, 1, 0)
-    words = r"a mean budget of 11: the policy was calibrated for 9, 12 only"
-    with pytest.raises(ValueError, match=words):
-        mean.groups(np.array([9.0, 11.0]))
-    with pytest.raises(ValueError, match=words):
-        mean.single(11.0)
+    for decide in (mean.single, lambda budget: mean.groups(np.array([9.0, budget]))):
+        with pytest.raises(ValueError, match=r"11: .*9, 12"):
+            decide(11.0)
 
 
 def test_without_a_mix_the_policy_always_decides() -> None:

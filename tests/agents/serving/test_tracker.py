@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,11 @@ import torch
 from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replayed import small_stack, untrained
+from replayed import ReplayedModel, serve_requests, small_stack
 
-from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
+from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.tracker import (
     CLIP,
     CLIPPED_SQUARE,
@@ -34,15 +32,9 @@ from knobwise.agents.serving.tracker import (
     LatencyTracker,
     TrackedStatic,
 )
-from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
-from knobwise.profiling.elastic.model import ElasticVLM
-from knobwise.profiling.elastic.scenes import draw_samples
-from knobwise.profiling.elastic.settings import ElasticSize
-from knobwise.profiling.measuring.adaptive_model import Answer, Request
+from knobwise.profiling.measuring.adaptive_model import Request
 
 GRID = [
     dict(zip("abc", values, strict=True)) for values in itertools.product((1, 2), (1, 2, 3), (5, 6))
@@ -54,11 +46,24 @@ def level_of(tracker: LatencyTracker) -> float:
     return math.log(tracker.factors()["level"])
 
 
-def followed(residuals: Any, seed: int = 0) -> LatencyTracker:
-    """A tracker that has seen these residuals of ln ms, at random configurations of the grid."""
-    tracker, rng = LatencyTracker(GRID), np.random.default_rng(seed)
+def offsets_of(tracker: LatencyTracker) -> Any:
+    assert tracker.drift is not None
+    return tracker.drift[0]
+
+
+def follow(tracker: LatencyTracker, residuals: Any, seed: int = 0, slow_b3: float = 0.0) -> None:
+    """Let a tracker see these residuals of ln ms, at random configurations of the grid, of which
+    those with b = 3 take longer."""
+    rng = np.random.default_rng(seed)
     for residual in residuals:
-        tracker.update(int(rng.integers(len(GRID))), 1.0, SPREAD, math.exp(1.0 + residual))
+        c = int(rng.integers(len(GRID)))
+        measured = math.exp(1.0 + residual + slow_b3 * (GRID[c]["b"] == 3))
+        tracker.update(c, 1.0, SPREAD, measured)
+
+
+def followed(residuals: Any) -> LatencyTracker:
+    tracker = LatencyTracker(GRID)
+    follow(tracker, residuals)
     return tracker
 
 
@@ -72,20 +77,19 @@ def noise(n: int, seed: int = 1) -> Any:
 def test_a_level_alone_is_updated_as_by_hand() -> None:
     tracker = LatencyTracker([{}, {}])  # no knob that differs: the scalar filter
     assert tracker.drift is None
-    level, variance, square = 0.0, FIRST_SPREAD**2, 1.0
+    level = 0.0
+    variance = FIRST_SPREAD**2
+    square = 1.0
     for residual in (0.3, 0.28, 0.9):  # the last is clipped
         tracker.update(0, 2.0, 0.1, math.exp(2.0 + residual))
-        noise = square * 0.1**2
         variance += WANDER**2
-        total = variance + noise
-        z = (residual - level) / math.sqrt(total)
-        z = min(max(z, -CLIP), CLIP)
+        total = variance + square * 0.1**2
+        z = min(max((residual - level) / math.sqrt(total), -CLIP), CLIP)
         level += variance / math.sqrt(total) * z
         variance -= variance**2 / total
         square *= 1 + SPREAD_GAIN * (z * z / CLIPPED_SQUARE - 1)
-        assert tracker.drift is not None
-        np.testing.assert_allclose(tracker.drift[0], level)
-        assert tracker.drift[1] == pytest.approx(math.sqrt(square))
+        np.testing.assert_allclose(offsets_of(tracker), level)
+        assert tracker.factors()["spread"] == pytest.approx(math.sqrt(square))
     assert z == CLIP
     assert tracker.answers == 3
 
@@ -93,11 +97,10 @@ def test_a_level_alone_is_updated_as_by_hand() -> None:
 def test_the_first_answer_is_shared_between_level_and_values_by_their_variances() -> None:
     tracker = LatencyTracker([{"a": 1}, {"a": 2}])
     tracker.update(1, 0.0, 0.1, math.exp(0.2))
-    noise = 0.01
-    level, value = FIRST_SPREAD**2 + WANDER**2, VALUE_SPREAD**2
-    step = 0.2 / (level + value + noise)
-    assert tracker.drift is not None
-    np.testing.assert_allclose(tracker.drift[0], [level * step, (level + value) * step])
+    level = FIRST_SPREAD**2 + WANDER**2
+    value = VALUE_SPREAD**2
+    step = 0.2 / (level + value + 0.01)
+    np.testing.assert_allclose(offsets_of(tracker), [level * step, (level + value) * step])
     assert tracker.names == ["level", "a=1", "a=2"]
 
 
@@ -111,37 +114,31 @@ def test_the_constant_is_the_mean_of_a_clipped_square() -> None:
 
 @pytest.mark.parametrize("factor", [1.4, 1 / 1.4, 5.0])
 def test_a_shift_of_the_level_is_followed_within_some_dozens_of_answers(factor: float) -> None:
-    steady = followed(noise(300))
-    assert level_of(steady) == pytest.approx(0, abs=0.03)
-    rng = np.random.default_rng(2)
-    for residual in math.log(factor) + noise(36, 3):
-        steady.update(int(rng.integers(len(GRID))), 1.0, SPREAD, math.exp(1.0 + residual))
-    assert level_of(steady) == pytest.approx(math.log(factor), abs=0.07)
+    tracker = followed(noise(300))
+    assert level_of(tracker) == pytest.approx(0, abs=0.03)
+    follow(tracker, math.log(factor) + noise(36, 3), seed=2)
+    assert level_of(tracker) == pytest.approx(math.log(factor), abs=0.07)
 
 
-def test_the_spread_is_followed_and_bounded() -> None:
-    assert followed(noise(400)).factors()["spread"] == pytest.approx(1, abs=0.2)
-    assert followed(2 * noise(400)).factors()["spread"] == pytest.approx(2, abs=0.4)
-    assert followed(0 * noise(400)).factors()["spread"] == 0.25
-    assert followed(40 * noise(400)).factors()["spread"] == 3.0
+@pytest.mark.parametrize(
+    ("scale", "spread", "tolerance"), [(1, 1, 0.2), (2, 2, 0.4), (0, 0.25, 0), (40, 3, 0)]
+)
+def test_the_spread_is_followed_and_bounded(scale: float, spread: float, tolerance: float) -> None:
+    found = followed(scale * noise(400)).factors()["spread"]
+    assert found == pytest.approx(spread, abs=tolerance)
 
 
 def test_a_knob_value_that_is_slower_gets_an_offset_that_fades_without_it() -> None:
-    tracker, rng, jitter = LatencyTracker(GRID), np.random.default_rng(0), noise(3000)
-    for residual in jitter[:1500]:
-        place = int(rng.integers(len(GRID)))
-        tracker.update(
-            place, 1.0, SPREAD, math.exp(1.1 + residual + 0.15 * (GRID[place]["b"] == 3))
-        )
-    offset, _ = tracker.drift or (np.zeros(0), 0.0)
+    tracker = LatencyTracker(GRID)
+    jitter = 0.1 + noise(3000)
     slow = np.array([values["b"] == 3 for values in GRID])
+    follow(tracker, jitter[:1500], slow_b3=0.15)
+    offset = offsets_of(tracker)
     assert offset[slow].mean() - offset[~slow].mean() == pytest.approx(0.15, abs=0.03)
     assert tracker.factors()["b=3"] > 1.05 > tracker.factors()["b=1"]
     assert offset[slow].std() < 0.02  # a and c make no difference
-    for residual in jitter[1500:]:
-        place = int(rng.integers(len(GRID)))
-        tracker.update(place, 1.0, SPREAD, math.exp(1.1 + residual))
-    offset, _ = tracker.drift or (np.zeros(0), 0.0)
+    follow(tracker, jitter[1500:], seed=1)
+    offset = offsets_of(tracker)
     assert abs(offset[slow].mean() - offset[~slow].mean()) < 0.03
 
 
@@ -164,7 +161,6 @@ def test_times_that_are_none_are_counted_and_logged_once(caplog: pytest.LogCaptu
     tracker.update(0, 1.0, math.nan, 1.0)
     assert sum(tracker.ignored.values()) == 7
     assert tracker.state() == before | {"ignored": tracker.ignored}
-    assert len(caplog.records) == 1
     assert len(caplog.text.splitlines()) == 1
 
 
@@ -180,13 +176,11 @@ times = st.one_of(
 def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(
     cells: list[Any],
 ) -> None:
+    tracker = LatencyTracker(GRID)
     logging.disable(logging.WARNING)
-    try:
-        tracker = LatencyTracker(GRID)
-        for configuration, measured, spread in cells:
-            tracker.update(configuration, 1.0, spread, measured)
-    finally:
-        logging.disable(logging.NOTSET)
+    for configuration, measured, spread in cells:
+        tracker.update(configuration, 1.0, spread, measured)
+    logging.disable(logging.NOTSET)
     assert tracker.answers + sum(tracker.ignored.values()) == len(cells)
     offset, scale = tracker.drift or (np.zeros(1), 1.0)
     assert (np.abs(offset) <= 3 * MOST_OFFSET).all()
@@ -198,67 +192,51 @@ def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(
 
 
 def test_a_state_goes_through_json_and_on_as_before() -> None:
-    tracker, other = followed(noise(50) + 0.3), LatencyTracker(GRID)
+    tracker = followed(noise(50) + 0.3)
+    other = LatencyTracker(GRID)
     other.restore(json.loads(json.dumps(tracker.state())))
-    assert other.state() == tracker.state()
-    for each in (tracker, other):
-        each.update(3, 1.0, SPREAD, 4.0)
-    assert other.state() == tracker.state()
-    np.testing.assert_array_equal(other.drift[0], tracker.drift[0])  # type: ignore[index]
+    for _ in range(2):
+        assert other.state() == tracker.state()
+        np.testing.assert_array_equal(offsets_of(other), offsets_of(tracker))
+        tracker.update(3, 1.0, SPREAD, 4.0)
+        other.update(3, 1.0, SPREAD, 4.0)
     fresh = LatencyTracker(GRID)
     fresh.restore(LatencyTracker(GRID).state())
     assert fresh.drift is None
 
 
-def test_states_of_others_are_refused_in_one_line() -> None:
-    state = followed(noise(20)).state()
-    wrong: list[Any] = [
-        state | {"controller": "another"}, state | {"names": ["level"]}, state | {"format": "x"}, {}, None,
-        state | {"mean": [0.0]}, state | {"variance": [-1.0] * 8}, state | {"scale": math.nan},
-        state | {"mean": [math.nan] * 8}, state | {"mean": "x"}, state | {"ignored": 3},
-    ]  # fmt: skip
-    for number, each in enumerate(wrong):
-        tracker = LatencyTracker(GRID)
-        with pytest.raises(
-            InputError,
-            match="another controller" if number < 2 else "is not the state of a tracker",
-        ) as refused:
-            tracker.restore(each)
-        assert len(str(refused.value).splitlines()) == 1
-        assert tracker.drift is None
-
-
-def test_digests_are_those_of_what_decides(tmp_path: Any) -> None:
-    table = small_table(60)
-    first = untrained(table)
-    first.export(tmp_path / "controller.npz")
-    assert NumpyController.load(tmp_path / "controller.npz").digest == first.decider.digest
-    assert untrained(table).decider.digest == first.decider.digest
-    others = (
-        untrained(table, by=0.31),
-        untrained(small_table(59)),
-        untrained(table, None, [1.0] * 5),
-        untrained(table, None, [1.0, 1.0, 0.97, 1.0, 1.0]),
-    )
-    digests = {first.decider.digest, *(other.decider.digest for other in others)}
-    assert len(digests) == 5
-
-
-# -- timed cells -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"controller": "another"}, "another controller"),
+        ({"names": ["level"]}, "another controller"),
+        ({"format": "x"}, "format"),
+        ({"mean": [0.0]}, "state"),
+        ({"mean": [math.nan] * 8}, "numbers"),
+        ({"variance": [-1.0] * 8}, "numbers"),
+        ({"scale": math.nan}, "numbers"),
+        ({"ignored": 3}, "state"),
+    ],
+)
+def test_states_of_others_are_refused(wrong: dict[str, Any], message: str) -> None:
+    tracker = LatencyTracker(GRID)
+    with pytest.raises(InputError, match=message):
+        tracker.restore(followed(noise(20)).state() | wrong)
+    with pytest.raises(InputError, match="state"):
+        tracker.restore({})
+    assert tracker.drift is None
 
 
 def test_timed_cells_start_it_at_their_median_and_learn_values() -> None:
     rng = np.random.default_rng(0)
-    places = rng.integers(len(GRID), size=200).tolist()
-    ratios = [math.log(3) + 0.2 * (GRID[c]["a"] == 2) + 0.02 * rng.normal() for c in places]
+    cells = rng.integers(len(GRID), size=200)
+    slow = np.array([values["a"] == 2 for values in GRID])
+    ratios = math.log(3) + 0.2 * slow[cells] + 0.02 * rng.normal(size=200)
     ratios[:4] = [math.log(90), math.nan, math.inf, -math.inf]
     tracker = followed(noise(30) - 1)
-    tracker.warm_start(places, ratios)
-    offset, scale = tracker.drift or (np.zeros(0), 0.0)
-    slow = np.array([values["a"] == 2 for values in GRID])
-    np.testing.assert_allclose(offset[~slow], math.log(3), atol=0.04)
-    np.testing.assert_allclose(offset[slow], math.log(3) + 0.2, atol=0.04)
-    assert scale == 1
+    tracker.warm_start(cells.tolist(), ratios.tolist())
+    np.testing.assert_allclose(offsets_of(tracker), math.log(3) + 0.2 * slow, atol=0.04)
+    assert tracker.factors()["spread"] == 1
     tracker.warm_start([], [])
     assert tracker.drift is None
 
@@ -266,184 +244,127 @@ def test_timed_cells_start_it_at_their_median_and_learn_values() -> None:
 # -- static ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def table() -> ProfileTable:
+def test_tracked_static_decides_by_the_part_of_a_budget_that_the_level_leaves() -> None:
     table = small_table(60)
-    latency = table.latency_ms.clone()
-    latency[1:, 0] = torch.nan  # not profiled in the rows that are fitted on
-    latency[3, 1] = torch.nan
-    mask = ~latency.isnan()
-    return replace(
-        table, latency_ms=latency, accuracy=table.accuracy.where(mask, torch.nan), mask=mask
-    )
-
-
-def test_tracked_static_decides_by_the_part_of_a_budget_that_the_level_leaves(
-    table: ProfileTable,
-) -> None:
-    static = static_of(table, torch.arange(1, 60))
-    configurations = [table.configuration(c) for c in range(table.num_configurations)]
-    tracked = TrackedStatic(static, LatencyTracker(configurations))
+    static = static_of(table, torch.arange(60))
+    tracked = TrackedStatic(static, LatencyTracker(configurations_of(table)))
     budgets = np.linspace(0.5, 60, 300)
-    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose(
-        {}, budgets
-    ).tolist()
+    chosen = static.choose({}, budgets).tolist()
+    assert [tracked.decide(budget) for budget in budgets] == chosen
     # twice as slow here, and half of the configurations a little more
     tracked.tracker.warm_start(range(12), np.log(2) + 0.02 * (np.arange(12) % 2))
-    offset, _ = tracked.tracker.drift or (np.zeros(0), 0.0)
-    assert np.ptp(offset) > 0.001
-    assert tracked.tracker.level == pytest.approx(offset.mean(), abs=1e-6)
-    limits = budgets * math.exp(-tracked.tracker.level)
-    assert [tracked.decide(budget) for budget in budgets.tolist()] == static.choose(
-        {}, limits
-    ).tolist()
-
-
-def test_static_learns_from_its_own_answers(table: ProfileTable) -> None:
-    configurations = [table.configuration(c) for c in range(table.num_configurations)]
-    static = static_of(table, torch.arange(1, 60))
-    tracked = TrackedStatic(static, LatencyTracker(configurations))
-    budget = float(table.latency_ms.nanmedian())
-    before = tracked.decide(budget)
+    assert np.ptp(offsets_of(tracked.tracker)) > 0.001
+    level = tracked.tracker.level
+    assert level == pytest.approx(offsets_of(tracked.tracker).mean(), abs=1e-6)
+    chosen = static.choose({}, budgets * math.exp(-level)).tolist()
+    assert [tracked.decide(budget) for budget in budgets] == chosen
+    # and it learns from its own answers
+    tracked = TrackedStatic(static, LatencyTracker(configurations_of(table)))
     for _ in range(60):
-        choice = tracked.decide(budget)
+        choice = tracked.decide(15.0)
         tracked.update(choice, 3 * math.exp(static.log_latency[choice]))
     assert tracked.tracker.factors()["level"] == pytest.approx(3, rel=0.1)
-    assert static.log_latency[tracked.decide(budget)] < static.log_latency[before]
 
 
 # -- in front of a model ---------------------------------------------------------------------------
 
 
-class Slower(ElasticAdaptive):
-    """The elastic model with the times of a table, times a factor; some answers fail."""
+class Failing(ReplayedModel):
+    """A model that is slower by a factor, whose answers may fail or take no time."""
 
-    factor: float = 1.0
-    took: float | None = None
+    factor = 1.0
+    added: float = 0.0
 
-    def answer(self, stages: Any, configuration: Any) -> list[Answer]:
+    def __init__(self) -> None:
+        super().__init__(small_table(200), lambda values: self.factor)
+
+    def answer(self, stages: Any, configuration: Any) -> Any:
         if self.factor == 0:
             raise RuntimeError("out of memory")
-        ms = self.factor * math.exp(0.2 * sum(configuration.values()))
-        return [replace(a, total_ms=self.took or ms) for a in super().answer(stages, configuration)]
+        answers = super().answer(stages, configuration)
+        for answer in answers:
+            answer.total_ms += self.added
+        return answers
 
 
-@pytest.fixture(scope="module")
-def served() -> tuple[Slower, DeployedController, list[Request]]:
-    torch.manual_seed(0)
-    size = ElasticSize(
-        width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6
-    )
-    vlm = Slower(ElasticVLM(size).eval(), "tiny")
-    requests = [request_of(scene) for scene in draw_samples(16, seed=4)]
-    table = small_table(16)
-    knobs = tuple(
-        replace(knob, name=name, values=values)
-        for knob, name, values in zip(
-            (table.knobs * 3)[:3],
-            ("max_crops", "top_k", "num_active_blocks"),
-            ((1, 6), (1, 3), (2, 4)),
-            strict=True,
-        )
-    )
-    configurations = torch.cartesian_prod(*[torch.arange(2)] * 3)
-    sums = torch.tensor(
-        [sum(knobs[k].values[i] for k, i in enumerate(row)) for row in configurations.tolist()]
-    )
-    latency = (0.2 * sums).exp().expand(16, -1).clone()
-    stages = [vlm.first_stage(request) for request in requests]
-    blocks = {
-        name: torch.tensor(np.stack([stage.features[name] for stage in stages]))
-        for name in stages[0].features
-    }
-    mask = torch.ones_like(latency, dtype=torch.bool)
-    accuracy = sums.expand(16, -1) / 20
-    profile = ProfileTable(
-        "timed", knobs, configurations, accuracy, latency, mask, tuple(map(str, range(16))), blocks
-    )
-    return vlm, untrained(profile, PolicyConfig(hidden=8, layers=1)), requests
-
-
-def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not(
-    served: Any,
-) -> None:
-    vlm, controller, requests = served
-    vlm.factor, vlm.took = 1.0, None
-    model, frozen = (AdaptiveModel(vlm, controller, tracker=tracker) for tracker in (True, False))
-    first = model.answer(requests[0], 6.0)
-    assert first.drift is None
-    vlm.factor = 1.5
-    for each in (model, frozen):
-        results = [each.answer(requests[i % 16], 60.0) for i in range(40)]
+def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not() -> None:
+    agent, table = small_stack()
+    slower = Failing()
+    model = AdaptiveModel(slower, agent)
+    frozen = AdaptiveModel(slower, agent, tracker=False)
+    assert model.answer(Request(0, ""), 6.0).drift is None
+    slower.factor = 1.5
+    assert serve_requests(frozen, table, 40)[-1].drift is None
     assert frozen.tracker.drift is None
-    assert results[-1].drift is None
+    serve_requests(model, table, 40)
     assert model.tracker.factors()["level"] == pytest.approx(1.5, rel=0.1)
-    batch = model.generate(requests, 60.0)
-    assert all(result.drift is batch[0].drift for result in batch)
+    # a batch is decided under one drift
+    requests = [Request(row, "") for row in range(16)]
+    batch = model.generate(requests, 20.0)
+    drift = batch[0].drift
+    assert all(result.drift is drift for result in batch)
     assert model.tracker.answers == 57
-    limits = [result.limit_ms for result in batch]
-    blocks = [vlm.first_stage(request).features for request in requests]
-    alone = [
-        model.controller.decide_index(*each, batch[0].drift)
-        for each in zip(blocks, limits, strict=True)
-    ]
-    assert [result.choice for result in batch] == alone
+    for row, result in enumerate(batch):
+        blocks = {name: block[row].numpy() for name, block in table.features.items()}
+        assert model.controller.decide_index(blocks, result.limit_ms, drift) == result.choice
 
 
 def test_answers_that_fail_or_take_no_time_are_counted_and_the_stream_goes_on(
-    served: Any, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    vlm, controller, requests = served
-    vlm.factor, vlm.took = 1.0, None
-    model = AdaptiveModel(vlm, controller)
-    before = model.answer(requests[0], 600.0)
-    for vlm.took in (math.nan, -3.0, math.inf):
-        assert model.answer(requests[0], 600.0).choice == before.choice
-    vlm.factor, vlm.took = 0.0, None
+    agent, _ = small_stack()
+    failing = Failing()
+    model = AdaptiveModel(failing, agent)
+    request = Request(0, "")
+    before = model.answer(request, 600.0)
+    for failing.added in (math.nan, -1e9, math.inf):
+        assert model.answer(request, 600.0).choice == before.choice
+    failing.added = 0.0
+    failing.factor = 0.0
     for _ in range(2):
         with pytest.raises(RuntimeError, match="memory"):
-            model.answer(requests[0], 600.0)
-    vlm.factor = 1.0
-    after = model.answer(requests[0], 600.0)
+            model.answer(request, 600.0)
+    failing.factor = 1.0
+    after = model.answer(request, 600.0)
     assert after.met
     assert math.isfinite(after.limit_ms)
     assert sorted(model.tracker.ignored.values()) == [2, 3]
     assert model.tracker.answers == 2
     assert len(caplog.records) == 2
-    model._now = iter([6.0, 5.0, 4.0, 3.0, 2.0]).__next__  # a clock that goes back
-    assert model.answer(requests[0], 600.0).limit_ms <= 600.0
+    model._now = itertools.count(9.0, -1.0).__next__  # a clock that goes back
+    assert model.answer(request, 600.0).limit_ms <= 600.0
     assert model.decision_us >= 0
 
 
-def test_a_tracker_goes_on_with_its_controller_only(served: Any) -> None:
-    vlm, controller, requests = served
-    vlm.factor, vlm.took = 2.0, None
-    model = AdaptiveModel(vlm, controller)
-    for request in requests:
-        model.answer(request, 60.0)
-    again = AdaptiveModel(vlm, controller)
+def test_a_tracker_goes_on_with_its_controller_only() -> None:
+    agent, table = small_stack()
+    slower = Failing()
+    slower.factor = 2.0
+    model = AdaptiveModel(slower, agent)
+    serve_requests(model, table, 16)
+    again = AdaptiveModel(slower, agent)
     again.tracker.restore(json.loads(json.dumps(model.tracker.state())))
-    assert again.answer(requests[0], 6.0).choice == model.answer(requests[0], 6.0).choice
-    assert AdaptiveModel(vlm, controller, tracker=model.tracker).tracker is model.tracker
+    request = Request(0, "")
+    assert again.answer(request, 12.0).choice == model.answer(request, 12.0).choice
+    assert AdaptiveModel(slower, agent, tracker=model.tracker).tracker is model.tracker
     with pytest.raises(InputError, match="another controller"):
-        AdaptiveModel(vlm, controller, tracker=LatencyTracker(model.configurations, "another"))
+        AdaptiveModel(slower, agent, tracker=LatencyTracker(model.configurations, "another"))
 
 
 def test_following_the_drift_pays_and_costs_little_without() -> None:
     """Against a controller that knows the drift, and one that allows for none."""
     agent, table = small_stack(300)
-    controller, budgets = agent.decider, default_budgets(table).tolist()
-    configurations = [table.configuration(c) for c in range(table.num_configurations)]
+    controller = agent.decider
+    rng = np.random.default_rng(0)
+    rows = rng.integers(300, size=1000).tolist()
+    budgets = rng.choice(default_budgets(table).tolist(), 1000).tolist()
 
     def utility(factor: float, drift: Any, tracker: LatencyTracker | None = None) -> float:
-        rng, worth = np.random.default_rng(0), []
-        for row, budget in zip(
-            rng.integers(300, size=1000).tolist(), rng.choice(budgets, 1000), strict=True
-        ):
-            features = {name: block[row].numpy() for name, block in table.features.items()}
-            expected = controller.decide_expected(
-                features, budget, tracker.drift if tracker else drift
-            )
+        worth = []
+        for row, budget in zip(rows, budgets, strict=True):
+            blocks = {name: block[row].numpy() for name, block in table.features.items()}
+            drift = tracker.drift if tracker else drift
+            expected = controller.decide_expected(blocks, budget, drift)
             took_ms = factor * float(table.latency_ms[row, expected[0]])
             worth.append(float(table.accuracy[row, expected[0]]) * (took_ms <= budget))
             if tracker:
@@ -451,8 +372,8 @@ def test_following_the_drift_pays_and_costs_little_without() -> None:
         return float(np.mean(worth))
 
     for factor in (1.0, 1.4, 0.7):
-        known, frozen = (utility(factor, drift) for drift in ((math.log(factor), 1.0), None))
-        tracked = utility(factor, None, LatencyTracker(configurations))
+        known = utility(factor, (math.log(factor), 1.0))
+        tracked = utility(factor, None, LatencyTracker(configurations_of(table)))
         assert tracked > known - 0.03
         if factor > 1:
-            assert known - 0.03 > frozen
+            assert known - 0.03 > utility(factor, None)

@@ -1,0 +1,264 @@
+"""Read the log of a deployed controller as arrays that can be learned from.
+
+`knobwise.agents.serving.request_log` writes the log. Rows that cannot be used are set aside and
+counted by reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knobwise.agents.serving.request_log import FORMAT, LABELS, REQUESTS, unpacked
+from knobwise.common.errors import InputError
+
+Array = NDArray[Any]
+COLUMNS = {
+    "choice": "i8",
+    "limit_ms": "f8",
+    "log_latency": "f8",
+    "answer_ms": "f8",
+    "met": "?",
+    "accuracy": "f8",
+}
+"""Fields of `Logged` that are copied from the rows as they are, and their types."""
+
+
+class Logged(NamedTuple):
+    """n requests of a log, with C configurations."""
+
+    features: dict[str, Array]
+    """Blocks float32 [n, d]; NaN where there were none, see `seen`."""
+    seen: Array
+    """bool [n]: True for requests with features."""
+    offset: Array
+    """float32 [n, C]: the drift that the decision allowed for."""
+    scale: Array
+    """float64 [n]: the factor on the spread in this drift."""
+    propensity: Array
+    """float64 [n, C]: the probability of every configuration under the policy that drew the
+    choice."""
+    choice: Array
+    """int64 [n]: the configuration of the answer."""
+    limit_ms: Array
+    """float64 [n]: the rest of each budget that the decision was made under."""
+    log_latency: Array
+    """float64 [n]: ln ms that was predicted of the choice, without drift."""
+    answer_ms: Array
+    """float64 [n]: the time of the answer."""
+    met: Array
+    """bool [n]: answered on time."""
+    accuracy: Array
+    """float64 [n], in [0, 1]; NaN where there is no label."""
+
+    @property
+    def probability(self) -> Array:
+        """The probability of each choice, float64 [n], in (0, 1]."""
+        return np.take_along_axis(self.propensity, self.choice[:, None], 1)[:, 0]
+
+    @property
+    def labelled(self) -> Array:
+        """True where the accuracy is known, bool [n]."""
+        return np.logical_not(np.isnan(self.accuracy))
+
+    def take(self, rows: Array) -> Logged:
+        """Return the requests at these rows: bool [n] or int64."""
+        blocks = {name: block[rows] for name, block in self.features.items()}
+        return Logged(blocks, *(part[rows] for part in self[1:]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Logged]) -> Logged:
+        """Join several parts of a log, in their order."""
+        features, *arrays = zip(*parts, strict=True)
+        blocks = {}
+        for name in features[0]:
+            blocks[name] = np.concatenate([part[name] for part in features])
+        return cls(blocks, *map(np.concatenate, arrays))
+
+
+class ReadLog(NamedTuple):
+    """The good rows of a log in the order of their files, and why the others were set aside."""
+
+    rows: list[dict[str, Any]]
+    aside: Counter[str]
+
+    def lines(self) -> list[str]:
+        """Return a line for each reason for which rows were set aside."""
+        return [f"{count:,} set aside: {reason}" for reason, count in sorted(self.aside.items())]
+
+
+def read_log(
+    folder: str | Path,
+    configurations: Sequence[Mapping[str, Any]] | None = None,
+    digests: Collection[str] | None = None,
+    feature_sizes: Mapping[str, int] | None = None,
+) -> ReadLog:
+    """Read a log and join the labels to the requests.
+
+    Args:
+        folder: of the log.
+        configurations: of the controller that is to learn from the log; None accepts all.
+        digests: of this controller and of the versions before it; None accepts all.
+        feature_sizes: the widths of the controller's feature blocks; None accepts all.
+
+    Raises:
+        InputError: there is no log in the folder.
+    """
+    folder = Path(folder)
+    if not any(folder.glob(f"{REQUESTS}-*.jsonl")):
+        raise InputError(
+            f"log={folder}: no {REQUESTS}-….jsonl in it; give the folder of AdaptiveModel(log=…)"
+        )
+    aside = Counter[str]()
+    rows: dict[str, dict[str, Any]] = {}
+    for row in _lines(folder, REQUESTS, aside):
+        try:
+            reason = next(_faults(row, configurations, digests, feature_sizes), "")
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            reason = "a damaged row"
+        if not reason and row["id"] in rows:
+            reason = "a second row of the same request"
+        if reason:
+            aside[reason] += 1
+        else:
+            rows[row["id"]] = row
+    # labels come after their requests, the latest counts
+    for label in _lines(folder, LABELS, aside):
+        if not _in_unit(label.get("accuracy")):
+            aside["a label outside [0, 1]"] += 1
+        elif str(label.get("id")) not in rows:
+            aside["a label of an unknown request"] += 1
+        else:
+            rows[label["id"]]["accuracy"] = label["accuracy"]
+    return ReadLog(list(rows.values()), aside)
+
+
+def logged_of(
+    rows: Sequence[Mapping[str, Any]], count: int, feature_sizes: Mapping[str, int]
+) -> Logged:
+    """Return good rows as arrays.
+
+    Args:
+        rows: n rows of a log.
+        count: C, the number of configurations.
+        feature_sizes: the widths of the feature blocks.
+    """
+    n = len(rows)
+    features = {}
+    for name, size in feature_sizes.items():
+        features[name] = np.full((n, size), np.nan, np.float32)
+    offset = np.zeros((n, count), np.float32)
+    scale = np.ones(n)
+    propensity = np.zeros((n, count))
+    for i, row in enumerate(rows):
+        for name, block in (row["features"] or {}).items():
+            features[name][i] = unpacked(block)
+        if row["drift"] is not None:
+            offset[i] = unpacked(row["drift"][0])
+            scale[i] = row["drift"][1]
+        propensity[i, row["among"]] = row["chances"]
+    columns = {}
+    for name, kind in COLUMNS.items():
+        columns[name] = np.array([row[name] for row in rows], kind)
+    # without feature blocks there is nothing that a request could lack
+    seen = np.array([row["features"] is not None or not feature_sizes for row in rows], bool)
+    return Logged(features, seen, offset, scale, propensity, **columns)
+
+
+def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all files of a kind, and count in `aside` what is none."""
+    for path in sorted(folder.glob(f"{kind}-*.jsonl")):
+        *whole, last = path.read_bytes().split(b"\n")
+        if last:
+            aside["the torn last line of a file"] += 1
+        for line in whole:
+            try:
+                row = json.loads(line)
+                if row["format"] != FORMAT:
+                    raise ValueError(line)
+            except (LookupError, RecursionError, TypeError, ValueError):
+                aside["no row of a log"] += 1
+            else:
+                yield row
+
+
+def _faults(
+    row: dict[str, Any],
+    configurations: Sequence[Mapping[str, Any]] | None,
+    digests: Collection[str] | None,
+    feature_sizes: Mapping[str, int] | None,
+) -> Iterator[str]:
+    """Yield why nothing can be learned from a row, in an order in which each check may rely on
+    those before; arguments as in `read_log`.
+
+    Raises:
+        ArithmeticError, AttributeError, LookupError, TypeError, ValueError: the row is damaged.
+    """
+    # the decision: whose it is, and its chances
+    if digests is not None and row["controller"] not in digests:
+        yield "of another controller"
+    probability = row["probability"]
+    if not (_is_positive(probability) and probability <= 1):
+        yield "without a probability in (0, 1]"
+    # as earlier versions could, without the guard
+    if row.get("price") is not None:
+        yield "decided at a price"
+    choice = row["choice"]
+    count = len(configurations or []) or math.inf
+    if not _is_index(choice, count) or (configurations and row["knobs"] != configurations[choice]):
+        yield "an unknown configuration"
+    chances = dict(zip(row["among"], row["chances"], strict=True))
+    possible = len(chances) == len(row["among"]) and abs(sum(chances.values()) - 1) < 1e-6
+    for index, chance in chances.items():
+        possible &= _is_index(index, count) and _is_positive(chance)
+    if not possible or abs(chances.get(choice, 0) - probability) > 1e-9:
+        yield "a probability that the chances of the draw contradict"
+
+    # what came of it
+    kinds = {"id": str, "met": bool, "knobs": dict}
+    whole = all(isinstance(row[name], kind) for name, kind in kinds.items())
+    if not (whole and _is_index(row["best"], count)):
+        yield "a damaged row"
+    timed = all(_is_positive(row[name]) for name in ("budget_ms", "limit_ms", "answer_ms"))
+    if not (timed and _is_number(row["log_latency"])):
+        yield "times that are not positive and finite"
+    if row.setdefault("accuracy", None) is not None and not _in_unit(row["accuracy"]):
+        yield "an accuracy outside [0, 1]"
+
+    # the arrays that it was decided by
+    sizes = {name: len(unpacked(block)) for name, block in (row["features"] or {}).items()}
+    if sizes and feature_sizes is not None and sizes != dict(feature_sizes):
+        yield "features of other shapes"
+    if row["drift"] is not None:
+        text, scale = row["drift"]
+        offset = unpacked(text)
+        shaped = count in (math.inf, len(offset)) and np.isfinite(offset).all()
+        if not (shaped and _is_positive(scale)):
+            yield "a drift of another shape"
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a finite number; a bool is none here."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    """Return True for a finite number above 0."""
+    return _is_number(value) and value > 0
+
+
+def _in_unit(value: Any) -> bool:
+    """Return True for a number from 0 to 1."""
+    return _is_number(value) and 0 <= value <= 1
+
+
+def _is_index(value: Any, count: float) -> bool:
+    """Return True for an index of one of so many configurations."""
+    return type(value) is int and 0 <= value < count
