@@ -137,9 +137,8 @@ def load_checkpoint(path: str | Path) -> Loaded:
     except Damaged:
         raise
     except Exception as error:
-        raise InputError(
-            f"{path}: not a checkpoint that knobwise can read ({type(error).__name__})"
-        ) from error
+        kind = type(error).__name__
+        raise InputError(f"{path}: not a checkpoint that knobwise can read ({kind})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of knobwise (expected format {FORMAT})")
     try:
@@ -151,18 +150,9 @@ def load_checkpoint(path: str | Path) -> Loaded:
         raise InputError(f"{path}: {error}") from error
     except InputError as error:  # a setting of an earlier version
         raise InputError(f"{path}: cannot be used any more: {error}; train again") from error
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        OverflowError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:
-        raise InputError(
-            f"{path}: damaged, or written by another version of knobwise ({error})"
-        ) from error
+    except Exception as error:
+        problem = f"damaged, or written by another version of knobwise ({error})"
+        raise InputError(f"{path}: {problem}") from error
 
 
 def load_if_whole(path: Path) -> Loaded | None:
@@ -170,15 +160,12 @@ def load_if_whole(path: Path) -> Loaded | None:
 
     A damaged checkpoint is reported and removed.
     """
-    try:
-        if path.exists():
-            return load_checkpoint(path)
+    if not path.exists():
         return None
+    try:
+        return load_checkpoint(path)
     except Damaged:
-        say(
-            f"{path}: is damaged (its checksum does not match); continuing from the checkpoint "
-            "before it"
-        )
+        say(f"{path}: is damaged; continuing from the checkpoint before it")
         path.unlink()
         return None
 

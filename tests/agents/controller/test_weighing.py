@@ -169,28 +169,6 @@ def test_saved_and_loaded_and_exported(tmp_path: Path) -> None:
         AdaptiveModel(None, agent)  # type: ignore[arg-type]
 
 
-def test_resumed_it_ends_as_without_the_stop(tmp_path: Path) -> None:
-    whole, first, again = (trainer(weighed_table(), folder=tmp_path / name) for name in "abb")
-    save = first._save
-
-    def saved(judged: bool) -> None:
-        save(judged)
-        if first.iteration == 15:
-            raise KeyboardInterrupt
-
-    first._save = saved  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        first.run()
-    assert again.resume(tmp_path / "b" / "last.pt")
-    wanted = whole.run().state_dict()
-    for name, value in again.run().state_dict().items():
-        assert torch.equal(value, wanted[name]), name
-    with pytest.raises(InputError, match="was trained on another profile or with another policy"):
-        trainer(weighed_table(), budget=BudgetConfig(sense="mean")).resume(
-            tmp_path / "b" / "last.pt"
-        )
-
-
 def test_decide_takes_a_pair_or_many() -> None:
     table = weighed_table()
     agent = weighing(table)
