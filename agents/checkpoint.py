@@ -102,6 +102,7 @@ class Loaded(NamedTuple):
             "profile": {"name": self.profile_name, "digest": self.profile_digest},
             "extra": self.extra,
         }
+        # half a file never takes the place of a whole one
         with written_whole(path, previous) as temporary:
             torch.save(content, temporary)
 
@@ -129,6 +130,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
             model that the agent was trained along with is missing.
     """
     try:
+        # a damaged file is told from one of another program
         if is_damaged(path):
             raise Damaged(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -139,6 +141,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
     except Exception as error:
         kind = type(error).__name__
         raise InputError(f"{path}: not a checkpoint that knobwise can read ({kind})") from error
+    # what is whole may still be of another version
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of knobwise (expected format {FORMAT})")
     try:
@@ -212,6 +215,7 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
         start: Any = loaded.selector if selects else loaded.network
     except InputError as error:
         raise InputError(f"init_from={path}: {error}") from error
+    # `last.pt` does not know its samples
     if not {"seen", "fitted"} & loaded.extra.keys():
         raise InputError(f"init_from={path}: does not say what it was trained on; use a best.pt")
     # everything that the weights depend on must be the same
@@ -234,10 +238,12 @@ def _described(agent: Controller | Selector, group: str) -> dict[str, Any]:
         return parts | {"the width of the embeddings": agent.features}
     for knob in agent.knobs:
         parts[f"knob {knob.name}"] = knob.values
+    # inputs and outputs of a controller
     for name, width in agent.normaliser.sizes.items():
         parts[f"the width of feature block {name}"] = width
     parts["the limit of a request"] = agent.limit_key
     configurations = agent.configurations
+    # the order of the configurations matters too
     checksum = zlib.crc32(configurations.numpy().tobytes())
     parts["the number of configurations and their checksum"] = len(configurations), checksum
     return parts

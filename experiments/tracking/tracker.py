@@ -136,6 +136,7 @@ class Tracker:
         if self.finished:
             self.resume_step = sys.maxsize
         self.hparams = {**self.config}
+        # one event file and one W&B run for each key
         self.key = self.job_type
         if self.seed is not None:
             self.key = "/".join(filter(None, (f"seed{self.seed}", self.stage)))

@@ -76,6 +76,7 @@ def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
     every = [score, f"{score}_ci95_low", f"{score}_ci95_high"]
     every += [metric.key for metric in problem.metrics]
     numbers = {}
+    # test scores, of the main policy all of them
     for row in _rows(results):
         if row.get(problem.place) == main:
             for key in every if row["policy"] == policy else [score]:
@@ -84,6 +85,7 @@ def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
     for key, value in _flat(results.get("grpo_gain", {})).items():
         numbers[f"GRPO/{key}"] = float(value)
     kind = "Beam_Score" if results.get("judged_by") == "best_beam" else "Accuracy"
+    # validation scores, as means over the seeds
     by_seed = {problem.validation: results.get("validation_utility")}
     for stage, scores in results.get("validation", {}).items():
         by_seed[f"Val/{stage}/{kind}_Mean"] = scores
@@ -112,6 +114,7 @@ def log_results(
     run.summary.update(summaries_of(results))
     if "best_seed" in results:  # the seed whose checkpoint was kept
         run.summary["best_seed"] = results["best_seed"]
+    # tables, curves, the report and its pictures
     logged = _tables(results, folder) | _curves(results)
     if (folder / "report.html").exists():
         logged["report"] = wandb.Html(str(folder / "report.html"), inject=False)

@@ -35,6 +35,7 @@ def workspace(config: WorkspaceRun) -> None:
         InputError: if wandb-workspaces is not installed, W&B cannot be reached or refuses the view,
             or the project does not exist yet.
     """
+    # refused before anything is built
     mode = wandb_mode(TrackingSettings())
     view = view_of(config)
     panels = sum(len(section.panels) for section in view.sections)
@@ -83,6 +84,7 @@ def view_of(config: WorkspaceRun) -> Any:
             raise InputError(
                 "workspace: needs wandb-workspaces; pip install 'knobwise[workspace]'"
             ) from error
+        # sections and panels are data
         template = Template(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
         content = yaml.safe_load(template.render(knobs=config.knobs))
         sections = [_section(ws, wr, section) for section in content]

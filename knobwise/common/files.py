@@ -95,6 +95,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
             an error of its own, as torch does.
     """
     path = Path(path)
+    # what cannot be written is refused before the work begins
     if path.is_dir():
         raise InputError(f"{path}: is a folder, so it cannot be written as a file")
     try:
@@ -106,6 +107,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
         if error.errno in FULL:
             raise
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+    # the block writes into a file beside the one that it replaces
     temporary = Path(name)
     holder = os.fdopen(handle)
     try:
@@ -122,6 +124,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         sync(temporary)
+        # from here on the new file is whole
         if previous is not None and path.exists():
             _keep_as(previous, path)
         temporary.replace(path)
@@ -129,6 +132,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     except InputError:
         raise
     except Exception as error:
+        # writers call a full disk by many names
         if path.parent.exists() and shutil.disk_usage(path.parent).free < FULL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         if temporary.exists() and temporary.stat().st_size >= longest_file() >= 0:
@@ -164,6 +168,7 @@ def replace_link(link: Path, target: Path) -> None:
     """
     for abandoned in link.parent.glob(f".{glob.escape(link.name)}-*"):
         abandoned.unlink()
+    # a new link takes the name of the old one
     temporary = link.with_name(f".{link.name}-{uuid.uuid4().hex}")
     temporary.symlink_to(target)
     temporary.replace(link)

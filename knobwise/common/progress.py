@@ -51,6 +51,7 @@ def progress(
     def tick(done: int, note: str = "") -> None:
         nonlocal said, ended
         now = time.monotonic()
+        # nothing is shown of short work
         if now - start < quiet_s:
             return
         left = _left(now - start, done - first, total - done)
@@ -124,6 +125,7 @@ class _Bar:
     def show(self, now: float, title: str, **values: Any) -> None:
         with suppress(OSError, ValueError):  # the terminal may be gone
             display = _Bar.display = _Bar.display or _display()
+            # the first time
             if self.task is None:
                 self.task = display.add_task(title, **values)
                 _Bar.drawn = 0.0
@@ -148,6 +150,7 @@ class _Bar:
 
 def _display() -> Progress:
     console = Console(stderr=True)
+    # a long note must not break the line
     room = Column(no_wrap=True, max_width=max(8, console.width - NUMBERS))
     return Progress(
         TextColumn("{task.description}", markup=False),
