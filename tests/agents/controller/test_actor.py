@@ -142,19 +142,6 @@ def test_functional_or_not_gives_the_same_loss_and_gradients_and_leaves_the_inpu
 
 
 @every_kind
-@either_way
-def test_parameters_are_those_of_the_actor_and_can_be_reset(kind: str, functional: bool) -> None:
-    actor = make_actor()
-    loss = KINDS[kind][0](actor, functional=functional)
-    assert {id(p) for p in loss.parameters()} == {id(p) for p in actor.parameters()}
-    with torch.no_grad():
-        for parameter in loss.parameters():
-            parameter += 1000
-    loss.reset_parameters_recursive()
-    assert all((parameter.abs() < 10).all() for parameter in loss.parameters())
-
-
-@every_kind
 def test_reductions_agree(kind: str) -> None:
     none, mean, added = (make_loss(kind, reduction=r)(make_data()) for r in ("none", "mean", "sum"))
     for name, value in mean.items():
@@ -192,19 +179,6 @@ def test_it_can_be_called_without_a_tensordict(kind: str) -> None:
             torch.equal(value, wanted[name])
             for name, value in zip(loss.out_keys, result, strict=True)
         )
-
-
-@every_kind
-@either_way
-def test_the_state_travels(kind: str, functional: bool) -> None:
-    loss = make_loss(kind, functional=functional)
-    for name in loss._schedulable_buffers:
-        setattr(loss, name, 0.37)
-    other = make_loss(kind, seed=1, functional=functional)
-    assert not torch.equal(total(other(make_data())), total(loss(make_data())))
-    other.load_state_dict(loss.state_dict())
-    for again in (other, copy.deepcopy(loss)):
-        assert_same(again(make_data()), loss(make_data()))
 
 
 # -- torch.compile, as TorchRL's own losses allow it -----------------------------------------------

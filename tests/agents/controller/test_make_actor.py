@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import set_composite_lp_aggregate
 from torch import Tensor
-from torchrl.collectors import Collector
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
@@ -25,8 +25,6 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.prices import mean_budgets
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.settings import BudgetConfig
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
 
 ALL = torch.arange(60)
@@ -87,25 +85,20 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(
 
 def test_an_action_may_be_the_index_of_a_configuration() -> None:
     table, agent = agent_of("controller")
-    by_knobs, by_index = (
-        make_actor(agent, group_size=4),
-        make_actor(agent, group_size=4, action="configuration"),
-    )
+    by_knobs = make_actor(agent, group_size=4)
+    by_index = make_actor(agent, group_size=4, action="configuration")
     data = requests(table, agent)
     with set_exploration_type(ExplorationType.RANDOM):
         out = by_index(data.clone())
-    assert table.mask.gather(1, out["action"]).all()
-    wanted = by_knobs.get_dist(data).log_prob(table.configurations[out["action"]])
+    index = out["action"]
+    assert table.mask.gather(1, index).all()
+    wanted = by_knobs.get_dist(data).log_prob(table.configurations[index])
     assert torch.equal(out["action_log_prob"], wanted)
-    assert torch.equal(by_index.get_dist(data).log_prob(out["action"]), wanted)
-    assert torch.equal(
-        table.configurations[by_index(data.clone())["action"]], by_knobs(data.clone())["action"]
-    )
-    assert (
-        by_index.get_dist(data).log_prob(torch.full((60, 4), 12)).isneginf().all()
-    )  # there are 12: 0 to 11
-    with pytest.raises(InputError, match="action"):
-        make_actor(agent, action="index")
+    dist = by_index.get_dist(data)
+    assert torch.equal(dist.log_prob(index), wanted)
+    greedy = by_knobs(data.clone())["action"]
+    assert torch.equal(table.configurations[by_index(data.clone())["action"]], greedy)
+    assert dist.log_prob(torch.full((60, 4), 12)).isneginf().all()  # there are 12: 0 to 11
 
 
 # -- each knob under its own key -------------------------------------------------------------------
@@ -189,14 +182,20 @@ def test_separate_knobs_are_the_masked_policy_over_configurations(
         assert part[names[0]].shape == (*part.shape,)
 
 
-def test_what_cannot_be_a_policy_or_be_separate_is_refused() -> None:
-    agent = agent_of("controller")[1]
-    with pytest.raises(InputError, match=r"separate=True: .*leave out action=configuration"):
-        make_actor(agent, action="configuration", separate=True)
-    with pytest.raises(InputError, match="NumpyController is not a controller"):
-        make_actor(agent.decider)
-    with pytest.raises(InputError, match="Teacher is not a controller"):
-        make_actor(agent_of("guarded")[1].teacher)
+@pytest.mark.parametrize(
+    ("give", "options", "name"),
+    [
+        (lambda agent: agent, {"action": "index"}, "action"),
+        (lambda agent: agent, {"action": "configuration", "separate": True}, "separate"),
+        (lambda agent: agent.decider, {}, "NumpyController"),
+        (lambda agent: agent.teacher, {}, "Teacher"),
+    ],
+)
+def test_what_cannot_be_a_policy_or_be_separate_is_refused(
+    give: Callable[[DeployedController], Any], options: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(InputError, match=name):
+        make_actor(give(agent_of("guarded")[1]), **options)
 
 
 # -- however the requests come ---------------------------------------------------------------------
@@ -246,24 +245,3 @@ def test_without_a_mask_every_configuration_is_possible_and_collectors_do_not_lo
         policy(data.clone().exclude("budget_ms"))
     with pytest.raises(InputError, match="'image_features' must be 4 wide, got nothing"):
         policy(data.clone().exclude("image_features"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("group_size", [1, 3])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_in_the_environment_it_never_draws_what_was_not_profiled(
-    kind: str, group_size: int, by_row: bool
-) -> None:
-    table, agent = agent_of(kind)
-    budget = BudgetConfig(sense="mean") if kind == "mean budgets" else None
-    env = ConfigBandit(
-        table, batch_size=30, group_size=group_size, budget=budget, unprofiled="error", seed=0
-    )
-    policy = make_actor(agent, table if by_row else None, group_size)
-    collector = Collector(
-        env, policy, frames_per_batch=60, total_frames=120, auto_register_policy_transforms=False
-    )
-    collected = torch.cat([data.reshape(-1) for data in collector])
-    collector.shutdown()
-    assert collected["action"].shape == (120, group_size, 3)
-    assert collected["next", "reward"].isfinite().all()

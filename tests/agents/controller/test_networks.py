@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import (
     BINS,
     KnobHeads,
@@ -160,16 +157,6 @@ def test_features_are_cut_into_bins_piecewise_linearly() -> None:
     assert low.isfinite().all()
     assert high.isfinite().all()
     assert high.sum() > low.sum()
-
-
-@pytest.mark.parametrize(("sense", "width"), [("deadline", 9), ("mean", 9), ("weights", 18)])
-def test_a_pair_of_worths_is_encoded_number_by_number(sense: str, width: int) -> None:
-    table = small_table()
-    if sense == "weights":
-        table = replace(table, cost=60 / table.latency_ms, cost_name="energy_j")
-    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(hidden=8), sense)
-    assert controller.network.encoding.outputs == width
-    assert controller.network.layers[0].weight.shape[1] == controller.normaliser.width + width
 
 
 # -- heads -----------------------------------------------------------------------------------------

@@ -186,18 +186,6 @@ def test_the_forward_pass_takes_any_leading_axes(
     torch.testing.assert_close(controller(x[0], limits[0], mask[0]), flat[0])
 
 
-@pytest.mark.parametrize(("sense", "key"), [("mean", "worth_ms"), ("weights", "worths")])
-def test_under_a_price_the_limit_has_another_name(sense: str, key: str) -> None:
-    table = small_table()
-    table = replace(table, cost=60 / table.latency_ms, cost_name="energy_j")
-    controller = Controller.for_table(
-        table, torch.arange(60), PolicyConfig(hidden=16), sense
-    ).eval()
-    assert make_actor(controller, table).in_keys == ["row", key]
-    assert make_actor(controller).in_keys == [key, "image_features", "language_features", "mask"]
-    assert Controller.restored(controller.plain()).limit_key == key
-
-
 # -- the distribution ------------------------------------------------------------------------------
 
 

@@ -97,37 +97,29 @@ def test_requests_are_composed_of_samples_block_by_block() -> None:
 
 
 def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples() -> None:
-    table = small_table(60)
     # a column that tells the sample, so that requests show what they are made of
-    number = torch.arange(60.0).unsqueeze(1)
-    table = replace(table, features={"number": number})
+    table = replace(small_table(60), features={"number": torch.arange(60.0).unsqueeze(1)})
     student = trained(table, optimiser=replace(BRIEF, contexts=256))
     lessons, (teacher, of_folds, rows, folds) = student.lessons, student.taught_by
-    assert student.networks == 3
-    count = lessons.x.shape[1]
-    assert lessons.x.shape == (3, count, student.agent.controller.normaliser.width)
-    assert lessons.limits.shape == (3, count, LIMITS)
-    assert lessons.worths.shape == (3, count, LIMITS, 12)
+    assert lessons.x.shape[::2] == (3, student.agent.controller.normaliser.width)
+    assert lessons.worths.shape == (3, lessons.x.shape[1], LIMITS, 12)
     assert lessons.limits.min() >= BEYOND[0] * student.limits.min() * (1 - 1e-6)
     assert lessons.limits.max() <= BEYOND[1] * student.limits.max() * (1 + 1e-6)
-    normal = student.all_features[:, 0]
-    for pupil, taught_by in enumerate([*of_folds, teacher]):
-        worths = taught_by.teach(lessons.x[pupil, :50], lessons.limits[pupil, :50])
-        torch.testing.assert_close(lessons.worths[pupil, :50], worths)
-        seen = lessons.x[pupil, :, 0]
-        whole = torch.isin(seen, normal)
-        named = {int((normal == value).nonzero()) for value in seen[whole].tolist()}
-        own = set(rows.tolist())
-        if pupil < 2:
-            own -= set(rows[folds[pupil]].tolist())
-        # of each sample that it is fitted on, and of no other
-        assert named == own
     x, limits, worths, offsets = lessons.draw(500)
     assert offsets is None
     assert (x.shape, limits.shape, worths.shape) == ((3, 500, 1), (3, 500), (3, 500, 12))
-    for pupil in range(3):
-        distances = (lessons.limits[pupil].flatten()[:, None] == limits[pupil]).any(0)
-        assert distances.all()
+    normal = student.all_features[:, 0]
+    for pupil, taught_by in enumerate([*of_folds, teacher]):
+        taught = taught_by.teach(lessons.x[pupil, :50], lessons.limits[pupil, :50])
+        torch.testing.assert_close(lessons.worths[pupil, :50], taught)
+        assert torch.isin(limits[pupil], lessons.limits[pupil]).all()
+        # of each sample that it is fitted on, and of no other
+        seen = lessons.x[pupil, :, 0]
+        named = {int((normal == value).nonzero()) for value in seen[torch.isin(seen, normal)]}
+        own = set(rows.tolist())
+        if pupil < 2:
+            own -= set(rows[folds[pupil]].tolist())
+        assert named == own
 
 
 def beside_its_teacher(student: ControllerTrainer) -> tuple[float, float]:

@@ -393,26 +393,17 @@ def read_to_end(terminal: int, output: bytearray) -> None:
 
 
 @commands.in_proc
-@pytest.mark.parametrize("system", ["controller", "selector"])
-def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(
-    folder: Path, system: str
-) -> None:
-    several = system == "selector"
-    process, terminal = in_terminal(BEAMS if several else TRAIN)
+def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Path) -> None:
+    process, terminal = in_terminal(BEAMS)
     output = bytearray()
     reader = threading.Thread(target=read_to_end, args=(terminal, output), daemon=True)
     reader.start()
-    watched = SFT if several else [Path("runs/controller/x/checkpoints/seed0/last.pt")]
-    numbers = r"\d+/220 +\d+ (s|min) left"
-    bar = re.compile(rf"seed 0 +[━╸╺]+ +{numbers} +\w+ · best utility \d\.\d{{4}}")
-    if several:  # the processes have no bars of their own
-        bar = re.compile("seeds +[━╸╺]+ +0/3 +time left unknown")
+    # the processes have no bars of their own
+    bar = re.compile("seeds +[━╸╺]+ +0/3 +time left unknown")
 
     def begun() -> bool:
-        return (
-            all(iteration_of(path) >= 10 for path in watched)
-            and bar.search(visible(output)) is not None
-        )
+        started = all(iteration_of(path) >= 10 for path in SFT)
+        return started and bar.search(visible(output)) is not None
 
     wait_for(lambda: begun() or not commands.alive(process))
     children = commands.children_of(process)
@@ -422,11 +413,8 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(
     os.close(terminal)
     message = visible(output)
     assert os.waitstatus_to_exitcode(status) == 130, message
-    assert "knobwise: interrupted" in message
-    if several:
-        check_stopped(message, children)
+    check_stopped(message, children)
     assert bar.search(message), message
-    assert "Traceback" not in message
 
 
 @pytest.mark.parametrize("gone", ["2>&-", "2> >(true)"], ids=["closed", "a pipe that nobody reads"])
