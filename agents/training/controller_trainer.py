@@ -121,14 +121,11 @@ class ControllerTrainer(JudgedTrainer):
         self._experts = experts
         self.networks = self.policy.members_trained
         self.teaches = self.policy.teacher and self.settings.warmup_iterations > 0
-        self.kl_coeff = self.loss.kl_to_ref_coeff
-        if self.kl_coeff is None:
-            self.kl_coeff = 0.1 if self.policy.teacher else 0.0
-        # what is judged: utility under budgets, the reward under prices
         self.sense = "deadline" if budget is None else budget.sense
         self.priced = self.sense != "deadline"
         if self.priced:
             reward = RewardConfig(kind="priced")
+        # utility under budgets is judged, and the reward under prices
         by_reward = self.priced or (reward is not None and reward.kind == "function")
         self.judged_by = "reward" if by_reward else "utility"
         self.limits = _judged_limits(table, self.sense, budgets_ms)
@@ -138,15 +135,8 @@ class ControllerTrainer(JudgedTrainer):
             agent = self._first_agent(init_from).to(device).eval()
             self._with_bins = self._leave_out_bins(agent)
             reference = self._build_policies(agent.controller, device)
-            env = ConfigBandit(
-                self.drifted,
-                batch_size=math.prod(shape),
-                group_size=self._group_size,
-                rows=[rows_of_copies(rows, table, self.drifted) for rows in self.network_rows],
-                seed=seed,
-                unprofiled="error",
-                lean=True,
-                cost_ms=cost_ms,
+            env = self._environment(
+                math.prod(shape),
                 budget=budget,
                 reward=reward,
                 balance=(balance or BalanceConfig()).by,
@@ -164,6 +154,28 @@ class ControllerTrainer(JudgedTrainer):
     def _group_size(self) -> int:
         """Draws per context; the exact objective weighs all configurations and needs only one."""
         return 1 if self.loss.objective == "exact" else self.loss.group_size
+
+    @property
+    def kl_coeff(self) -> float:
+        """The weight of the KL in GRPO."""
+        if self.loss.kl_to_ref_coeff is not None:
+            return self.loss.kl_to_ref_coeff
+        return 0.1 if self.policy.teacher else 0.0
+
+    def _environment(self, contexts: int, **settings: Any) -> ConfigBandit:
+        """Return the environment: contexts for all networks in turn, each of its own rows."""
+        rows = [rows_of_copies(rows, self.table, self.drifted) for rows in self.network_rows]
+        return ConfigBandit(
+            self.drifted,
+            batch_size=contexts,
+            group_size=self._group_size,
+            rows=rows,
+            seed=self.seed,
+            unprofiled="error",
+            lean=True,
+            cost_ms=self.cost_ms,
+            **settings,
+        )
 
     # -- the networks ------------------------------------------------------------------------------
 
@@ -187,7 +199,7 @@ class ControllerTrainer(JudgedTrainer):
         self.start_sums: list[float] | None = None
         if start is not None:
             controller = started_from(str(init_from), start, controller)
-            self.start_sums = weight_sums(controller)
+            self.start_sums = weight_sums(controller.state_dict().values())
         teacher = None
         if self.teaches:
             masks = torch.stack([torch.isin(self.fitted, rows) for rows in fitted])

@@ -13,7 +13,7 @@ import math
 import multiprocessing
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,9 @@ class Trainer(ABC):
     trained_on: str
     """The words of the error message for a checkpoint of another training."""
     table: ProfileTable | BeamTable
+    iteration = 0
+    finished = False
+    saved: int | None = None
 
     def __init__(
         self,
@@ -104,13 +107,10 @@ class Trainer(ABC):
         self.device = torch.device(device)
         self.title = f"seed {seed}"
         # where the training stands
-        self.iteration = 0
-        self.finished = False
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
         self.scores = list[tuple[int, float]]()
         self.retreats = list[int]()
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.saved: int | None = None
         self._held = Held()
         # what an iteration works with
         self.buffer = ReplayBuffer(
@@ -460,7 +460,6 @@ class Trainer(ABC):
         return True
 
 
-def weight_sums(*modules: nn.Module) -> list[float]:
+def weight_sums(weights: Iterable[torch.Tensor]) -> list[float]:
     """Return the sum of each weight tensor; a checkpoint of other sums has another start."""
-    weights = [weight for module in modules for weight in module.state_dict().values()]
-    return [float(weight.double().sum()) for weight in weights]
+    return [float(weight.detach().double().sum()) for weight in weights]

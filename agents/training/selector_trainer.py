@@ -114,33 +114,20 @@ class SelectorTrainer(Trainer):
             scored_by = functools.partial(self.reward_model.score, table)
             live = True
             reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
-        # a checkpoint of other settings or other weights belongs to another training
-        sums: list[Any] = weight_sums(start, reference)
+        weights = [*start.state_dict().values(), *reference.state_dict().values()]
         if self.reward_model is not None:
-            weights = self.reward_model.weights.values()
-            sums += [
-                *(float(weight.double().sum()) for weight in weights),
-                self.reward_model.config,
-            ]
-        self._resumable = repr((stage, live, shots, self.config, self.loss, reward, groups, sums))
+            weights += self.reward_model.weights.values()
+        learned = getattr(reward_model, "config", None)
+        same = stage, live, shots, self.config, self.loss, reward, groups, learned
+        self._resumable = repr((*same, weight_sums(weights)))
         settings = self.config.optimiser(len(split.train))
         embeddings = StoredEmbeddings(table.queries, table.candidates)
         with seeded(seed, device):
             agent = self._actor(start, embeddings).to(device).eval()
             frozen = self._actor(reference, embeddings).to(device).eval().requires_grad_(False)
             agent.selector.stage = stage
-            self._env = functools.partial(
-                DemonstrationBandit,
-                table,
-                group_size=self.loss.group_size if live else "all",
-                shots=shots if live else None,
-                unprofiled="error",
-                lean=True,
-                reward=reward,
-                groups=groups or GroupConfig(),
-                seed=seed,
-                device=torch.device(device),
-            )
+            settings_of_env = live, reward, groups or GroupConfig(), seed, device
+            self._env = functools.partial(self._environment, *settings_of_env)
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
@@ -153,6 +140,23 @@ class SelectorTrainer(Trainer):
         selector = copy.deepcopy(selector)
         return SelectorActor(
             selector, embeddings, self.table.pool, self.shots, self.loss.group_size
+        )
+
+    def _environment(
+        self, live: bool, reward: Any, groups: GroupConfig, seed: int, device: str, **contexts: Any
+    ) -> DemonstrationBandit:
+        """Return an environment of live draws, or of recorded sequences."""
+        return DemonstrationBandit(
+            self.table,
+            group_size=self.loss.group_size if live else "all",
+            shots=self.shots if live else None,
+            unprofiled="error",
+            lean=True,
+            reward=reward,
+            groups=groups,
+            seed=seed,
+            device=torch.device(device),
+            **contexts,
         )
 
     def _check(self, stage: str, live: bool, reward_model: RewardModel | None) -> None:

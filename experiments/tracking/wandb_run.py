@@ -205,10 +205,10 @@ class WandbRun:
         except wandb.Error as error:
             if not online:
                 raise
-            said = f"W&B cannot be reached ({error})"
+            problem = f"W&B cannot be reached ({error})"
             if self.insist:
-                raise InputError(f"tracking: {said}; use tracking=offline") from error
-            print(f"{said}, so this run is logged offline", file=sys.stderr)
+                raise InputError(f"tracking: {problem}; use tracking=offline") from error
+            print(f"{problem}, so this run is logged offline", file=sys.stderr)
             self.mode = "offline"
             return self._start(agent, fresh=True)  # wandb still holds the other one
         id_file.write_text(identity)

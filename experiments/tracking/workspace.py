@@ -111,7 +111,7 @@ def _section(ws: Any, wr: Any, section: dict[str, Any]) -> Any:
     columns, rows = section["size"]
     panels = []
     for kind, titles in section["panels"].items():
-        panels += [_panel(wr, kind, title, shown) for title, shown in titles.items()]
+        panels += [_panel(wr, kind, title, content) for title, content in titles.items()]
     return ws.Section(
         name=section["name"],
         panels=panels,
@@ -120,21 +120,21 @@ def _section(ws: Any, wr: Any, section: dict[str, Any]) -> Any:
     )
 
 
-def _panel(wr: Any, kind: str, title: str, shown: Any) -> Any:
+def _panel(wr: Any, kind: str, title: str, content: Any) -> Any:
     """Return a panel of workspace.yaml; `wr` is wandb_workspaces.reports.v2."""
     fields: dict[str, Any] = {"title": title}
     if kind == "ScatterPlot":
-        fields |= dict(zip("xy", map(wr.SummaryMetric, shown), strict=True))
+        fields |= dict(zip("xy", map(wr.SummaryMetric, content), strict=True))
         fields["running_ymax"] = True
     elif kind == "LinePlot":
-        metrics = [shown] if isinstance(shown, str) else shown
+        metrics = [content] if isinstance(content, str) else content
         fields |= {"x": "step", "title_x": "iteration", "y": metrics}
     elif kind == "BarPlot":
-        metric, group = shown
+        metric, group = content
         fields |= {"metrics": [metric], "groupby": wr.Config(group)}
         fields |= {"groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
     elif kind == "CustomChart":
-        table, *axes = shown
+        table, *axes = content
         fields = {
             "query": {"summaryTable": {"tableKey": f"{table}_table"}},
             "chart_name": "wandb/line/v0",
@@ -144,12 +144,12 @@ def _panel(wr: Any, kind: str, title: str, shown: Any) -> Any:
     elif kind == "ParallelCoordinatesPlot":
         column = wr.ParallelCoordinatesPlotColumn
         fields["columns"] = []
-        for key, name in shown.items():
+        for key, name in content.items():
             metric = wr.Config(key) if name else wr.SummaryMetric(key)
             log = key.endswith(".lr") or None
             fields["columns"].append(column(metric, display_name=name, log=log))
     elif kind == "MediaBrowser":
-        fields |= {"media_keys": [shown], "num_columns": 1}
+        fields |= {"media_keys": [content], "num_columns": 1}
     elif kind == "WeavePanelSummaryTable":
         fields = {"table_name": title}
     elif kind == "RunComparer":

@@ -107,7 +107,6 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
         if error.errno in FULL:
             raise
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
-    # the block writes into a file beside the one that it replaces
     temporary = Path(name)
     holder = os.fdopen(handle)
     try:
@@ -124,7 +123,6 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         sync(temporary)
-        # from here on the new file is whole
         if previous is not None and path.exists():
             _keep_as(previous, path)
         temporary.replace(path)

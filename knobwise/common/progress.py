@@ -43,13 +43,13 @@ def progress(
         every_s: seconds between plain lines.
         quiet_s: seconds before anything is shown, so that short work stays silent.
     """
-    start = said = time.monotonic()
+    start = latest = time.monotonic()
     ended = False
     bar = _Bar() if has_terminal() else None
     first = done
 
     def tick(done: int, note: str = "") -> None:
-        nonlocal said, ended
+        nonlocal latest, ended
         now = time.monotonic()
         # nothing is shown of short work
         if now - start < quiet_s:
@@ -58,8 +58,8 @@ def progress(
         if bar is not None:
             bar.show(now, title, total=total, completed=done, left=left, note=note)
         # a second tick at the end says nothing
-        elif now - said >= every_s or (done == total and not ended):
-            said = now
+        elif now - latest >= every_s or (done == total and not ended):
+            latest = now
             ended = done == total
             say(" · ".join(filter(None, [f"{title}: {done}/{total}, {left}", note])))
 
