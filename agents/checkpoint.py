@@ -100,6 +100,7 @@ class Loaded(NamedTuple):
             "profile": {"name": self.profile_name, "digest": self.profile_digest},
             "extra": self.extra,
         }
+        # half a file never takes the place of a whole one
         with written_whole(path, previous) as temporary:
             torch.save(content, temporary)
 
@@ -127,6 +128,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
             model that the agent was trained along with is missing.
     """
     try:
+        # a damaged file is told from one of another program
         if is_damaged(path):
             raise Damaged(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -135,9 +137,9 @@ def load_checkpoint(path: str | Path) -> Loaded:
     except Damaged:
         raise
     except Exception as error:
-        raise InputError(
-            f"{path}: not a checkpoint that knobwise can read ({type(error).__name__})"
-        ) from error
+        kind = type(error).__name__
+        raise InputError(f"{path}: not a checkpoint that knobwise can read ({kind})") from error
+    # what is whole may still be of another version
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of knobwise (expected format {FORMAT})")
     try:
@@ -149,18 +151,9 @@ def load_checkpoint(path: str | Path) -> Loaded:
         raise InputError(f"{path}: {error}") from error
     except InputError as error:  # a setting of an earlier version
         raise InputError(f"{path}: cannot be used any more: {error}; train again") from error
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        OverflowError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:
-        raise InputError(
-            f"{path}: damaged, or written by another version of knobwise ({error})"
-        ) from error
+    except Exception as error:
+        problem = f"damaged, or written by another version of knobwise ({error})"
+        raise InputError(f"{path}: {problem}") from error
 
 
 def load_if_whole(path: Path) -> Loaded | None:
@@ -168,15 +161,12 @@ def load_if_whole(path: Path) -> Loaded | None:
 
     A damaged checkpoint is reported and removed.
     """
-    try:
-        if path.exists():
-            return load_checkpoint(path)
+    if not path.exists():
         return None
+    try:
+        return load_checkpoint(path)
     except Damaged:
-        say(
-            f"{path}: is damaged (its checksum does not match); continuing from the checkpoint "
-            "before it"
-        )
+        say(f"{path}: is damaged; continuing from the checkpoint before it")
         path.unlink()
         return None
 
@@ -223,6 +213,7 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
         start: Any = loaded.selector if selects else loaded.network
     except InputError as error:
         raise InputError(f"init_from={path}: {error}") from error
+    # `last.pt` does not know its samples
     if not {"seen", "fitted"} & loaded.extra.keys():
         raise InputError(f"init_from={path}: does not say what it was trained on; use a best.pt")
     # everything that the weights depend on must be the same
@@ -245,10 +236,12 @@ def _described(agent: Controller | Selector, group: str) -> dict[str, Any]:
         return parts | {"the width of the embeddings": agent.features}
     for knob in agent.knobs:
         parts[f"knob {knob.name}"] = knob.values
+    # inputs and outputs of a controller
     for name, width in agent.normaliser.sizes.items():
         parts[f"the width of feature block {name}"] = width
     parts["the limit of a request"] = agent.limit_key
     configurations = agent.configurations
+    # the order of the configurations matters too
     checksum = zlib.crc32(configurations.numpy().tobytes())
     parts["the number of configurations and their checksum"] = len(configurations), checksum
     return parts

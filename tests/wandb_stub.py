@@ -97,45 +97,33 @@ def offline_runs(run_folder: Path) -> list[ReceivedRun]:
     creation; records are read by the program behind `wandb leet inspect`, which itself takes
     seconds to start."""
     command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file"]
-    folders = sorted(
-        (run_folder / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns
-    )
-    files = [next(folder.glob("run-*.wandb")) for folder in folders]
-    readers = [
-        subprocess.Popen(
-            [*command, str(file), str(folder.parent)], stdout=subprocess.PIPE, text=True
-        )
-        for folder, file in zip(folders, files, strict=True)
-    ]
+    folders = (run_folder / "wandb").glob("offline-run-*")
     runs = []
-    for folder, reader in zip(folders, readers, strict=True):
-        records = [json.loads(line) for line in reader.communicate()[0].splitlines()]
+    for folder in sorted(folders, key=lambda folder: folder.stat().st_ctime_ns):
+        file = next(folder.glob("run-*.wandb"))
+        words = [*command, str(file), str(folder)]
+        lines = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+        records = [json.loads(line) for line in lines.splitlines()]
         run = ReceivedRun(folder.name.split("-")[-1], records=records)
         for record in records:
             content = record.get(record["type"]) or {}
             if record["type"] == "run":
                 run.name = content["run_id"]
-                names = {
-                    "displayName": "display_name",
-                    "groupName": "run_group",
-                    "jobType": "job_type",
-                }
-                run.about = {name: content[key] for name, key in names.items()}
-                run.about |= {name: content.get(name) for name in ("tags", "project", "notes")}
+                about = {"displayName": "display_name", "groupName": "run_group"}
+                about |= {"jobType": "job_type"} | {k: k for k in ("tags", "project", "notes")}
+                run.about = {name: content.get(key) for name, key in about.items()}
                 run.config = content["config"]["update"]
             elif record["type"] == "history":
-                lines = run.lines.setdefault("wandb-history.jsonl", {})
-                lines[len(lines)] = json.dumps(content["item"])
+                lines_of_history = run.lines.setdefault("wandb-history.jsonl", {})
+                lines_of_history[len(lines_of_history)] = json.dumps(content["item"])
             elif record["type"] == "summary":
                 run.lines["wandb-summary.json"] = {0: json.dumps(run.summary | content["update"])}
             elif record["type"] == "exit":
                 run.exit_code = content["exit_code"]
         files = folder / "files"
-        run.files = {
-            str(path.relative_to(files)): path.read_bytes()
-            for path in files.rglob("*")
-            if path.is_file()
-        }
+        for path in files.rglob("*"):
+            if path.is_file():
+                run.files[str(path.relative_to(files))] = path.read_bytes()
         runs.append(run)
     return runs
 
@@ -296,23 +284,18 @@ class WandbStub:
         rows, events = (run.lines.get(f"wandb-{name}.jsonl", {}) for name in ("history", "events"))
         config = {key: {"value": value} for key, value in run.config.items()}
         bucket = {
-            **{
-                "id": run.name,
-                "name": run.name,
-                "displayName": run.about["displayName"],
-                "notes": None,
-            },
-            **{
-                "logLineCount": 0,
-                "historyLineCount": len(rows),
-                "eventsLineCount": len(events),
-                "eventsTail": "[]",
-            },
-            **{
-                "historyTail": json.dumps([rows[max(rows)]] if rows else []),
-                "config": json.dumps(config),
-            },
-            **{"summaryMetrics": json.dumps(run.summary), "wandbConfig": json.dumps({"t": 1})},
+            "id": run.name,
+            "name": run.name,
+            "displayName": run.about["displayName"],
+            "notes": None,
+            "logLineCount": 0,
+            "historyLineCount": len(rows),
+            "eventsLineCount": len(events),
+            "eventsTail": "[]",
+            "historyTail": json.dumps([rows[max(rows)]] if rows else []),
+            "config": json.dumps(config),
+            "summaryMetrics": json.dumps(run.summary),
+            "wandbConfig": json.dumps({"t": 1}),
             "tags": run.about.get("tags") or [],
         }
         return {"model": model | {"bucket": bucket}}
@@ -329,13 +312,12 @@ class WandbStub:
         if variables.get("summaryMetrics"):
             run.lines["wandb-summary.json"] = {0: variables["summaryMetrics"]}
         bucket = {
-            **{
-                "id": name,
-                "name": name,
-                "displayName": run.about.get("displayName") or name,
-                "description": None,
-            },
-            **{"config": "{}", "sweepName": run.about.get("sweep")},
+            "id": name,
+            "name": name,
+            "displayName": run.about.get("displayName") or name,
+            "description": None,
+            "config": "{}",
+            "sweepName": run.about.get("sweep"),
             "project": {
                 "id": "p",
                 "name": variables.get("project"),
@@ -418,35 +400,25 @@ class WandbStub:
         project = {"id": "p", "internalId": "1", "name": "knobwise", "entity": {"name": ENTITY}}
         collection = {"__typename": "ArtifactSequence", "name": artifact.name, "project": project}
         found = {
-            **{
-                "__typename": "Artifact",
-                "id": artifact.identity,
-                "artifactSequence": collection,
-                "versionIndex": 0,
-            },
-            **{
-                "artifactType": {"name": artifact.kind},
-                "description": None,
-                "tags": [],
-                "historyStep": None,
-            },
-            **{
-                "metadata": json.dumps(artifact.metadata),
-                "ttlDurationSeconds": -2,
-                "ttlIsInherited": False,
-            },
-            **{
-                "state": "COMMITTED",
-                "size": 0,
-                "digest": artifact.digest,
-                "digestAlgorithm": "MANIFEST_MD5",
-            },
-            **{
-                "commitHash": "0",
-                "fileCount": 1,
-                "createdAt": "2026-01-01T00:00:00Z",
-                "updatedAt": None,
-            },
+            "__typename": "Artifact",
+            "id": artifact.identity,
+            "artifactSequence": collection,
+            "versionIndex": 0,
+            "artifactType": {"name": artifact.kind},
+            "description": None,
+            "tags": [],
+            "historyStep": None,
+            "metadata": json.dumps(artifact.metadata),
+            "ttlDurationSeconds": -2,
+            "ttlIsInherited": False,
+            "state": "COMMITTED",
+            "size": 0,
+            "digest": artifact.digest,
+            "digestAlgorithm": "MANIFEST_MD5",
+            "commitHash": "0",
+            "fileCount": 1,
+            "createdAt": "2026-01-01T00:00:00Z",
+            "updatedAt": None,
             "aliases": [],
         }
         return {"artifact": found}

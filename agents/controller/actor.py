@@ -51,10 +51,12 @@ class _FromBlocks(nn.Module):
         for name, x in zip(controller.normaliser.sizes, features, strict=True):
             if x is not None:
                 blocks[name] = x
+        # a limit [*, 1] has as many axes as features [*, d]
         alike = any(x is not None and x.ndim == limit.ndim for x in others)
         if alike:
             limit = limit.squeeze(-1)
         limit = limit.float()
+        # features and limit → log-probs
         x = controller.features(blocks, *limit.shape)
         return controller(x, limit, None if mask is None else mask.bool())
 
@@ -85,6 +87,7 @@ class _FromRows(nn.Module):
         else:
             self.members = 0
         device = controller.configurations.device
+        # features of all samples, normalised once
         blocks = {name: block.to(device) for name, block in table.features.items()}
         features = controller.features(blocks, table.num_samples)
         self.register_buffer("all_features", features, persistent=False)
@@ -95,10 +98,13 @@ class _FromRows(nn.Module):
         """Return log-probs [*, C]."""
         limit = limit.float()
         sample = row % len(self.all_features)  # of a drifted copy of the table
+        # [*] → [*, width]
         x = nn.functional.embedding(sample, self.all_features)
         mask = None if self.complete else self.mask[sample]
+        # the network that is deployed
         if not self.members:
             return self.controller(x, limit, mask)
+        # the networks in training, each on every M-th context
         if self.offsets is None:
             offset = None
         else:
@@ -110,6 +116,7 @@ class _FromRows(nn.Module):
                 shape = row.numel() // self.members, self.members, *values.shape[row.ndim :]
                 values = values.reshape(shape).transpose(0, 1)
             inputs.append(values)
+        # [M, n, C] → [*, C]
         return self.controller.network(*inputs).transpose(0, 1).reshape(*row.shape, -1)
 
 
@@ -117,6 +124,7 @@ class Actor(ProbabilisticTensorDictSequential):
     """Encodes and draws. `get_dist` gives the distribution alone and writes nothing down."""
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
+        # no key is written, unlike in `forward`
         encode, draw = self.module
         inputs = [tensordict.get(key, None) for key in encode.in_keys]
         return draw.distribution_class(encode.module(*inputs), **draw.distribution_kwargs)
@@ -153,6 +161,7 @@ class Behaviour(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         exact = self.objective == "exact"
         policies = {}
+        # the distributions that are needed
         if self.with_log_probs or self.drawing:
             key = "behaviour_log_probs" if exact else "action_log_prob"
             policies[key] = self.actor.get_dist(tensordict)
@@ -162,6 +171,7 @@ class Behaviour(TensorDictModuleBase):
         encode, draw = self.actor.module
         group_size = draw.distribution_kwargs["group_size"]
         configurations = draw.distribution_kwargs["configurations"]
+        # the draws
         if self.drawing:
             index = next(iter(policies.values())).sample_index()
         else:
@@ -169,6 +179,7 @@ class Behaviour(TensorDictModuleBase):
             index = mask[tensordict["row"] % len(mask)].int().argmax(-1)
             if group_size is not None:
                 index = index.unsqueeze(-1).expand(*index.shape, group_size)
+        # what the losses read of them
         tensordict["action"] = configurations[index]
         tensordict["configuration"] = index
         for key, policy in policies.items():
@@ -176,6 +187,7 @@ class Behaviour(TensorDictModuleBase):
                 tensordict[key] = policy.log_probs
             else:
                 tensordict[key] = policy.log_prob_of_index(index)
+        # and of PPO the value of each context
         if self.critic is None:
             return tensordict
         return self.critic(tensordict)
@@ -187,6 +199,7 @@ def make_critic(controller: Controller, table: ProfileTable) -> TensorDictModule
 
     It has layers of its own, which begin as a copy of the controller's.
     """
+    # a controller whose heads are one number
     critic = copy.deepcopy(controller)
     config = controller.config
     critic.network.head = ValueHead(config.members_trained, config.hidden)
@@ -237,17 +250,20 @@ def make_actor(
         InputError: an agent that is not a controller, `separate` where an action is a
             configuration.
     """
+    # what cannot be a policy is refused
     one_of("action", action, ACTIONS)
     if separate and action != "knobs":
         raise InputError(f"separate=True: gives each knob its own key; leave out action={action}")
     controller = _controller_in(agent)
     limit = controller.limit_key
+    # requests as they come, or rows of a table
     if table is None:
         encoder: nn.Module = _FromBlocks(controller)
         keys = [limit, *controller.normaliser.sizes, "mask"]
     else:
         encoder = _FromRows(controller, table, members, offsets)
         keys = ["row", limit]
+    # requests → log-probs → actions
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])
     return Actor(encode, _draw(controller, group_size, action, separate))
 
@@ -265,6 +281,7 @@ def _draw(
         settings |= {"configurations": configurations, "index": controller.index}
     else:
         settings["configurations"] = torch.arange(len(configurations)).to(configurations)
+    # all knobs in one tensor, or each under its own key
     keys = ["action"]
     distribution: Any = ConfigurationCategorical
     log_prob_key: str | None = "action_log_prob"

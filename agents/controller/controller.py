@@ -66,6 +66,7 @@ class Controller(nn.Module):
 
         Statistics of features and limits are taken from these rows (int64 [n]) alone.
         """
+        # statistics of many rows are as good as those of all
         rows = thinned(rows)
         encoding = BudgetEncoding(limits_seen(table, rows, sense), config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
@@ -93,12 +94,14 @@ class Controller(nn.Module):
         """
         shape = limit.shape
         n = math.prod(shape)
+        # every network gets the same requests: [*, …] → [M, n, …]
         inputs = []
         for values in (features, limit, mask, offset):
             if values is not None:
                 rest = values.shape[len(shape) :]
                 values = values.reshape(n, *rest).expand(self.config.members_trained, n, *rest)
             inputs.append(values)
+        # the last network is the one that is deployed
         return self.network(*inputs)[-1].reshape(*shape, -1)
 
     def features(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
@@ -110,6 +113,7 @@ class Controller(nn.Module):
         controller = copy.deepcopy(self)
         controller.config = replace(self.config, teacher=False, experts=(), members=1)
         for parameter in controller.network.parameters():
+            # [M, …] → [1, …]
             parameter.data = parameter.data[-1:].clone()
         return controller
 
@@ -130,6 +134,7 @@ class Controller(nn.Module):
         state = plain["state"]
         config = PolicyConfig(**plain["policy"])
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]
+        # statistics of limits come with the weights, below
         encoding = BudgetEncoding(torch.ones(1), config.budget_width)
         normaliser = FeatureNormaliser.restored(plain)
         configurations = state["configurations"]

@@ -60,6 +60,7 @@ class ConfigurationCategorical(Distribution):
 
         This is slower than an `ActionIndex`.
         """
+        # [*, K] with [C, K] → [*, C]
         same = value.unsqueeze(-self.configurations.ndim) == self.configurations
         if self.configurations.ndim > 1:
             same = same.all(-1)
@@ -68,8 +69,10 @@ class ConfigurationCategorical(Distribution):
     def sample_index(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Draw configuration indices, int64 [*sample_shape, *batch, (G)]."""
         count = torch.Size(sample_shape).numel()
+        # all draws of a context at once
         flat = self.log_probs.reshape(-1, self.log_probs.shape[-1]).exp()
         drawn = torch.multinomial(flat, count * self._group.numel(), replacement=True)
+        # [*batch, samples, (G)] → [*samples, *batch, (G)]
         drawn = drawn.reshape(*self.batch_shape, count, *self._group)
         return drawn.movedim(len(self.batch_shape), 0).reshape(
             (*sample_shape, *self.batch_shape, *self._group)
@@ -85,6 +88,7 @@ class ConfigurationCategorical(Distribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return log-probabilities of actions; −inf for those that do not exist."""
+        # −1 marks an action that does not exist
         index = self.index(value)
         return self.log_prob_of_index(index.clamp_min(0)).masked_fill(index < 0, -torch.inf)
 
@@ -151,6 +155,7 @@ class KnobCategoricals(CompositeDistribution):
         marginals = {}
         for name, column in zip(self.names, self.joint.configurations.unbind(1), strict=True):
             same = column == torch.arange(int(column.max()) + 1, device=column.device).unsqueeze(1)
+            # [*, 1, C] with [values, C] → [*, values]
             logits = self._log_mass(self.log_probs.unsqueeze(-2), same)
             marginals[name] = Categorical(logits=self._for_each_draw(logits), validate_args=False)
         return marginals
@@ -210,6 +215,7 @@ class KnobCategoricals(CompositeDistribution):
     def _conditionals(self, log_probs: Tensor, action: Tensor) -> Tensor:
         """Return ln p(knob | the knobs before it), [*, K], for actions [*, K], log-probs [*, C]."""
         configurations = self.joint.configurations
+        # ln p of the first 0, 1 … K knobs; differences are the conditionals
         masses = [log_probs.new_zeros(())]
         for count in range(1, len(self.names) + 1):
             same = (configurations[:, :count] == action[..., None, :count]).all(-1)

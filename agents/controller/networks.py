@@ -73,12 +73,14 @@ class KnobHeads(nn.Module):
         else:
             places = None
         self.register_buffer("places", places, persistent=False)
+        # one logit for each knob value, or for each configuration
         outputs = count if places is None else len(places)
         self.logits = MemberLinear(members, hidden, outputs)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return log-probs [M, n, C] for hidden [M, n, H], −inf where the mask is False."""
         logits = self.logits(hidden)
+        # a configuration's logit is the sum over its knob values
         if self.places is not None:
             logits = logits @ self.places
         if mask is not None:
@@ -154,10 +156,12 @@ class KnobNetwork(nn.Module):
     ) -> Tensor:
         """Return log-probs [M, n, C] for features [M, n, d], limits [M, n], mask [M, n, C], and
         offsets of ln ms [M, n, C], None for no drift."""
+        # what is known of a drift
         if offset is None:
             by_value = x.new_zeros(*x.shape[:-1], len(self.values))
         else:
             by_value = DRIFT_SCALE * (offset @ self.values.T)
+        # inputs → hidden layers → heads
         hidden = torch.cat([x, self.encoding(limit), by_value], -1)
         for i, layer in enumerate(self.layers):
             if i:
@@ -212,6 +216,7 @@ class OutcomeNetwork(nn.Module):
         self.layers = nn.ModuleList(
             MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths)
         )
+        # accuracy, mean and spread of ln ms
         self.outcome_head = MemberLinear(members, config.teacher_hidden, 3 * count, zero=True)
         self.skip = MemberLinear(members, inputs, 2 * count, zero=True)
 
@@ -226,6 +231,7 @@ class OutcomeNetwork(nn.Module):
             accuracy, latency_ms: [n, C], NaN where not profiled.
             member_rows: bool [M, n], which samples each member is fitted on.
         """
+        # bins with as many samples each
         shares = torch.linspace(0, 1, BINS + 1)
         for column in range(self.edges.shape[1]):
             self.edges[:, column] = x[:, column].quantile(shares)
@@ -239,11 +245,13 @@ class OutcomeNetwork(nn.Module):
         """Predict outcomes [M, n, C] for features [M, n, d]."""
         if self.edges.shape[1]:
             x = torch.cat([x, self._shares(x)], -1)
+        # residual layers
         hidden = functional.silu(self.layers[0](x))
         for layer in self.layers[1:]:
             dropped = functional.dropout(hidden, self.dropout, self.training)
             hidden = hidden + functional.silu(layer(dropped))
         hidden = functional.dropout(hidden, self.dropout, self.training)
+        # the heads, and the linear skip beside them
         logits, log_latency, log_spread = self.outcome_head(hidden).chunk(3, -1)
         more_logits, more_latency = self.skip(x).chunk(2, -1)
         return Outcomes(

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from tensordict.nn import TensorDictModule
+from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
 from knobwise.agents.checkpoint import load_checkpoint, started_from
@@ -34,8 +35,7 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import Fitted, Teacher, fit_teacher
 from knobwise.agents.training.imitation import Lessons
 from knobwise.agents.training.judged_trainer import JudgedTrainer
-from knobwise.agents.training.optimiser import adamw
-from knobwise.agents.training.regression import PredictedOutcomes
+from knobwise.agents.training.loop import weight_sums
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
@@ -57,6 +57,9 @@ TEACHER_LR = 3e-3
 TEACHER_DECAY = 0.05
 TEACHER_CLIP = 5.0
 TEACHER_PATIENCE = 6
+
+STORED = ("row", "configuration", "state_value", ("next", "reward"))
+"""Collected keys that go into the buffer, with those that the losses read."""
 
 
 class ControllerTrainer(JudgedTrainer):
@@ -101,25 +104,28 @@ class ControllerTrainer(JudgedTrainer):
         device: str = "cpu",
         **options: Any,
     ) -> None:
+        # the settings
         self.table = table
         self.split = split
         self.seed = seed
         self.policy = policy or PolicyConfig()
         self.loss = loss or LossConfig()
+        self.settings = optimiser or OptimiserConfig()
         self.cost_ms = cost_ms
-        if fold_seed is None:
-            self.fold_seed = seed
-        else:
-            self.fold_seed = fold_seed
+        self.fold_seed = seed if fold_seed is None else fold_seed
         self._experts = experts
-        self._set_sense(budget, reward)
+        self.networks = self.policy.members_trained
+        self.teaches = self.policy.teacher and self.settings.warmup_iterations > 0
+        self.sense = "deadline" if budget is None else budget.sense
+        self.priced = self.sense != "deadline"
         if self.priced:
             reward = RewardConfig(kind="priced")
+        # utility under budgets is judged, and the reward under prices
+        by_reward = self.priced or (reward is not None and reward.kind == "function")
+        self.judged_by = "reward" if by_reward else "utility"
         self.limits = _judged_limits(table, self.sense, budgets_ms)
-        settings = optimiser or OptimiserConfig()
-        self.networks = self.policy.members_trained
-        shape = settings.contexts, self.networks
-        self.teaches = self.policy.teacher and settings.warmup_iterations > 0
+        # the networks, the environment that they act in, and the stages
+        shape = self.settings.contexts, self.networks
         with seeded(seed, device):
             agent = self._first_agent(init_from).to(device).eval()
             self._with_bins = self._leave_out_bins(agent)
@@ -131,48 +137,34 @@ class ControllerTrainer(JudgedTrainer):
                 balance=(balance or BalanceConfig()).by,
                 device=torch.device(device),
             )
-            stages = self._stages(agent, settings, env)
-            options |= {"stored": self._stored_keys(), "shape": shape}
+            stages = self._stages(agent, env)
+            stored = {*self.rce.in_keys, *self.grpo.in_keys, *STORED} - {"action"}
+            options |= {"stored": stored, "shape": shape, "critic": self.critic}
             options |= {"seed": seed, "device": device}
-            super().__init__(agent, reference, env, self.behaviour, stages, settings, **options)
-            if self.critic is not None:
-                self.learned = nn.ModuleList([agent, self.critic])
-                self.optimiser = adamw(self.learned, self.settings.weight_decay)
-
-    def _set_sense(self, budget: BudgetConfig | None, reward: RewardConfig | None) -> None:
-        """Set the sense of a limit, the score that networks are judged by, and the weight of the
-        KL."""
-        self.sense = "deadline"
-        if budget is not None:
-            self.sense = budget.sense
-        self.priced = self.sense != "deadline"
-        self.judged_by = "utility"
-        if self.priced or (reward is not None and reward.kind == "function"):
-            self.judged_by = "reward"
-        self.kl_coeff = 0.1 if self.policy.teacher else 0.0
-        if self.loss.kl_to_ref_coeff is not None:
-            self.kl_coeff = self.loss.kl_to_ref_coeff
+            super().__init__(
+                agent, reference, env, self.behaviour, stages, self.settings, **options
+            )
 
     @property
     def _group_size(self) -> int:
         """Draws per context; the exact objective weighs all configurations and needs only one."""
-        if self.loss.objective == "exact":
-            return 1
-        return self.loss.group_size
+        return 1 if self.loss.objective == "exact" else self.loss.group_size
 
-    def _stored_keys(self) -> set[Any]:
-        """Return the collected keys that the losses need."""
-        keys: set[Any] = {*self.rce.in_keys, *self.grpo.in_keys, "configuration", "state_value"}
-        keys |= {"row", ("next", "reward")}
-        return keys - {"action"}
+    @property
+    def kl_coeff(self) -> float:
+        """The weight of the KL in GRPO."""
+        if self.loss.kl_to_ref_coeff is not None:
+            return self.loss.kl_to_ref_coeff
+        return 0.1 if self.policy.teacher else 0.0
 
     def _environment(self, contexts: int, **settings: Any) -> ConfigBandit:
         """Return the environment: contexts for all networks in turn, each of its own rows."""
+        rows = [rows_of_copies(rows, self.table, self.drifted) for rows in self.network_rows]
         return ConfigBandit(
             self.drifted,
             batch_size=contexts,
             group_size=self._group_size,
-            rows=[rows_of_copies(rows, self.table, self.drifted) for rows in self.network_rows],
+            rows=rows,
             seed=self.seed,
             unprofiled="error",
             lean=True,
@@ -180,27 +172,7 @@ class ControllerTrainer(JudgedTrainer):
             **settings,
         )
 
-    def _build_policies(self, controller: Controller, device: str) -> Controller:
-        """Build the actor, the behaviour policy and, for PPO, a critic; return the reference."""
-        reference = copy.deepcopy(controller).requires_grad_(False)
-        # under drift, networks also learn from copies of the samples on slower or faster machines
-        drifting = self.sense == "deadline" and len(controller.network.values) > 0
-        self.drift = self.policy.drift if drifting else 0.0
-        self.drifted, offsets = drifted_copies(self.table, self.drift, self.seed)
-        actor_of = functools.partial(
-            make_actor,
-            table=self.table,
-            group_size=self._group_size,
-            members=True,
-            offsets=offsets,
-        )
-        self.actor = actor_of(controller).to(device)
-        frozen = actor_of(reference).to(device)
-        self.critic = None
-        if self.loss.objective == "ppo":
-            self.critic = make_critic(controller, self.table)
-        self.behaviour = Behaviour(self.actor, frozen, self.loss.objective, self.critic)
-        return reference
+    # -- the networks ------------------------------------------------------------------------------
 
     def _first_agent(self, init_from: str | Path | None) -> DeployedController:
         """Return the agent that training starts from; note the fitted and the held-out samples."""
@@ -211,20 +183,18 @@ class ControllerTrainer(JudgedTrainer):
             start = load_checkpoint(init_from)
             self._note_samples_of(start, init_from)
         fitted, held_out = self.divide()
+        self.fitted = fitted[0]
+        self.network_rows = fitted
         if len(fitted) > 1:  # folds, and a last network of all samples
             self.fitted = torch.cat([self.split.train, self.split.validation])
             self.network_rows = [*fitted, self.fitted]
-        else:
-            self.fitted = fitted[0]
-            self.network_rows = fitted
         self._note_held_out(held_out)
         # fresh networks, or those of the checkpoint
         controller = Controller.for_table(self.table, self.fitted, self.policy, self.sense)
         self.start_sums: list[float] | None = None
         if start is not None:
             controller = started_from(str(init_from), start, controller)
-            weights = controller.state_dict().values()
-            self.start_sums = [float(weight.double().sum()) for weight in weights]
+            self.start_sums = weight_sums(controller.state_dict().values())
         teacher = None
         if self.teaches:
             masks = torch.stack([torch.isin(self.fitted, rows) for rows in fitted])
@@ -238,7 +208,7 @@ class ControllerTrainer(JudgedTrainer):
         """Take the bins out of a fresh teacher, and return its weights with them.
 
         Returns:
-            The weights that `_begin_with_bins` loads; {} where there are no bins.
+            The weights that the regression with bins begins with; {} where there are no bins.
         """
         if agent.teacher is None or not agent.teacher.network.edges.numel():
             return {}
@@ -246,22 +216,36 @@ class ControllerTrainer(JudgedTrainer):
         agent.teacher.network.leave_out_bins()
         return weights
 
+    def _build_policies(self, controller: Controller, device: str) -> Controller:
+        """Build the actor, the behaviour policy and, for PPO, a critic; return the reference."""
+        reference = copy.deepcopy(controller).requires_grad_(False)
+        # under drift, networks also learn from copies of the samples on slower or faster machines
+        drifting = self.sense == "deadline" and len(controller.network.values) > 0
+        self.drift = self.policy.drift if drifting else 0.0
+        self.drifted, offsets = drifted_copies(self.table, self.drift, self.seed)
+        self.actor, frozen = (
+            make_actor(network, self.table, self._group_size, members=True, offsets=offsets).to(
+                device
+            )
+            for network in (controller, reference)
+        )
+        self.critic = None
+        if self.loss.objective == "ppo":
+            self.critic = make_critic(controller, self.table)
+        self.behaviour = Behaviour(self.actor, frozen, self.loss.objective, self.critic)
+        return reference
+
     # -- stages ------------------------------------------------------------------------------------
 
-    def _stages(
-        self, agent: DeployedController, settings: OptimiserConfig, env: ConfigBandit
-    ) -> list[Stage]:
+    def _stages(self, agent: DeployedController, env: ConfigBandit) -> list[Stage]:
         """Return the teacher's stages, where there is one, the warm-up, and GRPO or PPO."""
+        settings = self.settings
         self.rce = RCELoss(self.actor, functional=False).to(env.device)
+        self.grpo = (self._grpo() if self.critic is None else self._ppo()).to(env.device)
         stages: list[Stage] = []
         if agent.teacher is not None:
-            stages = self._teacher_stages(agent.teacher, settings, env)
-        warm_up = self._warm_up_stage(agent, settings)
-        return [*stages, warm_up, self._grpo_stage(settings, env)]
-
-    def _warm_up_stage(self, agent: DeployedController, settings: OptimiserConfig) -> Stage:
-        """Return imitation of the teacher, or without one RCE."""
-        stage = Stage(
+            stages = self._teacher_stages(agent.teacher)
+        warm_up = Stage(
             "RCE",
             self._with_rewards(self.rce),
             settings.warmup_iterations,
@@ -270,49 +254,37 @@ class ControllerTrainer(JudgedTrainer):
             dropout=True,
             patience=settings.warmup_patience,
         )
-        if agent.teacher is None:
-            return stage
-        return replace(stage, name="imitation", loss=self._imitate, begin=self._begin_imitation)
-
-    def _grpo_stage(self, settings: OptimiserConfig, env: ConfigBandit) -> Stage:
-        """Return the last stage, GRPO or PPO."""
-        self.grpo: Any = None
-        if self.critic is None:
-            method = "GRPO"
-            coefficients = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
-            self.grpo = GRPOLoss(self.actor, **coefficients, functional=False).to(env.device)
-            loss = self.grpo.__call__
-            if self.loss.objective == "exact":
-                loss = self._with_rewards(self.grpo)
-        else:
-            method = "PPO"
-            self.grpo = self._ppo().to(env.device)
-            loss = self._with_advantages
-        controls = []
-        if self.loss.kl_band:
-            controls.append(weight_control(self.grpo.kl_to_ref_coeff, self.loss.kl_band))
-        return Stage(
-            method,
-            loss,
+        if agent.teacher is not None:
+            imitation = {"loss": self._imitate, "begin": self._begin_imitation}
+            warm_up = replace(warm_up, name="imitation", **imitation)
+        last = Stage(
+            "GRPO",
+            self.grpo.__call__,
             settings.iterations,
             settings.lr,
             self._prepare_grpo,
             self._begin_grpo,
-            kl_controls=controls,
             patience=settings.patience,
         )
+        if self.critic is not None:
+            last = replace(last, name="PPO", loss=self._with_advantages)
+        elif self.loss.objective == "exact":
+            last.loss = self._with_rewards(self.grpo)
+        if self.loss.kl_band:
+            last.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, self.loss.kl_band)]
+        return [*stages, warm_up, last]
 
-    def _teacher_stages(
-        self, teacher: Teacher, settings: OptimiserConfig, env: ConfigBandit
-    ) -> list[Stage]:
+    def _teacher_stages(self, teacher: Teacher) -> list[Stage]:
         """Return the regression, followed by a second one with bins where bins are tried."""
-        predictor = PredictedOutcomes(teacher, self.all_features)
+        outcomes = ["accuracy_logits", "log_latency", "spread"]
+        predictor = TensorDictModule(teacher.network, in_keys=["x"], out_keys=outcomes)
         self.regression = RegressionLoss(predictor)
-        self.log_latency, self.variance = log_moments(self.table.measurements_ms.to(env.device))
+        measurements_ms = self.table.measurements_ms.to(self.all_features.device)
+        self.log_latency, self.variance = log_moments(measurements_ms)
         first = Stage(
             "regression",
             self._regress,
-            settings.teacher_iterations,
+            self.settings.teacher_iterations,
             TEACHER_LR,
             self._prepare_warm_up,
             dropout=True,
@@ -323,10 +295,19 @@ class ControllerTrainer(JudgedTrainer):
         )
         if not self._with_bins:
             return [first]
-        name = f"{first.name} with bins"
-        return [first, replace(first, name=name, begin=self._begin_with_bins)]
 
-    def _ppo(self) -> ClipPPOLoss:
+        def begin() -> None:
+            """Begin again, with a network that also reads the features in bins."""
+            teacher.load_state_dict(self._with_bins)
+
+        return [first, replace(first, name=f"{first.name} with bins", begin=begin)]
+
+    def _grpo(self) -> Any:
+        """Return GRPO's loss."""
+        coefficients = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
+        return GRPOLoss(self.actor, **coefficients, functional=False)
+
+    def _ppo(self) -> Any:
         """Return PPO (Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation
         9)."""
         return ClipPPOLoss(
@@ -338,6 +319,82 @@ class ControllerTrainer(JudgedTrainer):
             loss_critic_type="l2",
             functional=False,
         )
+
+    # -- what happens where a stage begins, and before each iteration ------------------------------
+
+    def _begin_imitation(self) -> None:
+        """Load the best teacher; from here on the heads are judged and kept."""
+        if self.best["state"] is not None:
+            self.agent.load_state_dict(self.best["state"])
+        self.scores_kept = None
+        self.best = {"score": -math.inf, "iteration": -1, "state": None}
+
+    def _begin_grpo(self) -> None:
+        """Take the end of the warm-up as the reference.
+
+        At the end of the warm-up the temperature is low and the policy is sharp. RCE's best
+        held-out state may have been better, but GRPO soon makes up for that.
+        """
+        self.reference.load_state_dict(self.agent.controller.state_dict())
+        # the score of each held-out sample where GRPO begins
+        policies = [self.held_out_log_probs(limit).cpu() for limit in self.limits]
+        self.scores_before = getattr(self._outcomes(policies), self.judged_by).mean(1)
+
+    def _prepare_warm_up(self, share: float, watched: bool) -> None:
+        """Set RCE's temperature; without diagnostics nothing has to be drawn."""
+        start = self.loss.temperature_start
+        end = self.loss.temperature_end
+        self.rce.temperature.fill_(start + (end - start) * share)
+        behaviour = self.behaviour
+        self.rce.diagnostics = watched
+        behaviour.with_reference = behaviour.with_log_probs = behaviour.drawing = watched
+
+    def _prepare_grpo(self, share: float, watched: bool) -> None:
+        """Let the behaviour policy compute only what this iteration reads."""
+        self.grpo.diagnostics = watched
+        self.behaviour.with_log_probs = True
+        self.behaviour.with_reference = watched or self.kl_coeff > 0
+        self.behaviour.drawing = watched or self.loss.objective != "exact"
+
+    # -- losses of a minibatch ---------------------------------------------------------------------
+
+    def _regress(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return the regression's loss on the measurements of the drawn samples."""
+        rewards = self.env.rewards
+        row = minibatch["row"][:, : self.agent.teacher.members].T  # [M, n]
+        row = row % self.table.num_samples  # row i + k·N is a drifted copy of sample i
+        measured = {
+            "x": self.all_features[row],
+            "accuracy_per_configuration": rewards.accuracy[row],
+            "log_latency_per_configuration": self.log_latency[row],
+            "log_latency_variance": self.variance[row],
+        }
+        return self.regression(TensorDict(measured, row.shape))
+
+    def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return the heads' cross-entropy to the teacher on random lessons.
+
+        The target is softmax(sharpness · the teacher's expected worths). There are as many lessons
+        as the minibatch has contexts.
+        """
+        x, limits, worths, offset = self.lessons.draw(len(minibatch), self.device)
+        log_probs = self.agent.controller.network(x, limits, None, offset)
+        mask = torch.ones_like(worths, dtype=torch.bool)
+        temperature = torch.tensor(1 / self.policy.sharpness)
+        loss = reward_weighted_cross_entropy(log_probs, worths, temperature, mask)
+        return TensorDict({"loss_imitation": loss.mean()})
+
+    def _with_rewards(self, loss: Callable[[TensorDictBase], TensorDictBase]) -> Callable[..., Any]:
+        """Return a loss on the rewards of all configurations, which are looked up, not stored."""
+
+        def looked_up(minibatch: TensorDictBase) -> TensorDictBase:
+            minibatch = minibatch.copy()
+            row = minibatch["row"]
+            limit = minibatch[self.agent.controller.limit_key]
+            rewards = self.env.rewards.all(row.flatten(), limit.flatten(0, row.ndim - 1))
+            return loss(minibatch.set("reward_per_configuration", rewards.view(*row.shape, -1)))
+
+        return looked_up
 
     def _with_advantages(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return PPO's loss of a minibatch.
@@ -357,86 +414,12 @@ class ControllerTrainer(JudgedTrainer):
         contexts["advantage"] = advantage.unsqueeze(-1)
         return self.grpo(contexts).apply(torch.mean)  # some diagnostics come for each draw
 
-    def _prepare_warm_up(self, share: float, watched: bool) -> None:
-        """Set RCE's temperature; without diagnostics nothing has to be drawn."""
-        start = self.loss.temperature_start
-        end = self.loss.temperature_end
-        self.rce.temperature.fill_(start + (end - start) * share)
-        behaviour = self.behaviour
-        self.rce.diagnostics = watched
-        behaviour.with_reference = behaviour.with_log_probs = behaviour.drawing = watched
-
-    def _begin_with_bins(self) -> None:
-        """Begin the regression again, of a network that also reads the features in bins."""
-        assert self.agent.teacher is not None
-        self.agent.teacher.load_state_dict(self._with_bins)
-
-    def _begin_imitation(self) -> None:
-        """Load the best teacher; from here on the heads are judged and kept."""
-        if self.best["state"] is not None:
-            self.agent.load_state_dict(self.best["state"])
-        self.scores_kept = None
-        self.best = {"score": -math.inf, "iteration": -1, "state": None}
-
-    def _begin_grpo(self) -> None:
-        """Take the end of the warm-up as the reference.
-
-        At the end of the warm-up the temperature is low and the policy is sharp. RCE's best
-        held-out state may have been better, but GRPO soon makes up for that.
-        """
-        self.reference.load_state_dict(self.agent.controller.state_dict())
-        self._note_scores_before_grpo()
-
-    def _prepare_grpo(self, share: float, watched: bool) -> None:
-        """Let the behaviour policy compute only what this iteration reads."""
-        self.grpo.diagnostics = watched
-        self.behaviour.with_log_probs = True
-        self.behaviour.with_reference = watched or self.kl_coeff > 0
-        self.behaviour.drawing = watched or self.loss.objective != "exact"
-
-    def _with_rewards(self, loss: Callable[[TensorDictBase], TensorDictBase]) -> Callable[..., Any]:
-        """Return a loss on the rewards of all configurations, which are looked up, not stored."""
-
-        def looked_up(minibatch: TensorDictBase) -> TensorDictBase:
-            minibatch = minibatch.copy()
-            row = minibatch["row"]
-            limit = minibatch[self.agent.controller.limit_key]
-            rewards = self.env.rewards.all(row.flatten(), limit.flatten(0, row.ndim - 1))
-            return loss(minibatch.set("reward_per_configuration", rewards.view(*row.shape, -1)))
-
-        return looked_up
-
-    def _regress(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the regression's loss on the measurements of the drawn samples."""
-        assert self.agent.teacher is not None
-        row = minibatch["row"][:, : self.agent.teacher.members].T  # [M, n]
-        row = row % self.table.num_samples  # row i + k·N is a drifted copy of sample i
-        measured = {
-            "row": row,
-            "accuracy_per_configuration": self.env.rewards.accuracy[row],
-            "log_latency_per_configuration": self.log_latency[row],
-            "log_latency_variance": self.variance[row],
-        }
-        return self.regression(TensorDict(measured, row.shape))
-
-    def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the heads' cross-entropy to the teacher on random lessons.
-
-        The target is softmax(sharpness · the teacher's expected worths). There are as many lessons
-        as the minibatch has contexts.
-        """
-        x, limits, worths, offset = self.lessons.draw(len(minibatch), self.device)
-        log_probs = self.agent.controller.network(x, limits, None, offset)
-        mask = torch.ones_like(worths, dtype=torch.bool)
-        temperature = torch.tensor(1 / self.policy.sharpness)
-        loss = reward_weighted_cross_entropy(log_probs, worths, temperature, mask)
-        return TensorDict({"loss_imitation": loss.mean()})
+    # -- the teacher and its lessons ---------------------------------------------------------------
 
     @functools.cached_property
     def taught_by(self) -> Fitted:
         """The teachers of all samples and of the folds, on the CPU, fitted from the trained
         network."""
-        assert self.agent.teacher is not None
         teacher = copy.deepcopy(self.agent.teacher).cpu()
         experts = None
         # shared experts read features by the statistics of this profile, not of a checkpoint
@@ -449,12 +432,9 @@ class ControllerTrainer(JudgedTrainer):
     @functools.cached_property
     def lessons(self) -> Lessons:
         """The lessons that the heads imitate."""
-        normaliser = self.taught_by.teacher.normaliser
         settings = self.settings
         draws = settings.warmup_iterations * settings.epochs * settings.contexts
-        return Lessons(
-            self.taught_by, self.table, normaliser, self.limits, draws, self.seed, self.drift
-        )
+        return Lessons(self.taught_by, self.table, self.limits, draws, self.seed, self.drift)
 
 
 def _judged_limits(table: ProfileTable, sense: str, budgets_ms: Tensor | None) -> Tensor:

@@ -41,7 +41,6 @@ class Lessons:
         self,
         fitted: Fitted,
         table: ProfileTable,
-        normaliser: FeatureNormaliser,
         judged: Tensor,
         draws: int,
         seed: int,
@@ -60,7 +59,7 @@ class Lessons:
         with progress("preparing lessons", len(teachers), quiet_s=2) as tick:
             for finished, (teacher, held_out) in enumerate(teachers, 1):
                 rows = _rows_without(fitted.rows, held_out)
-                x.append(composed_of(table, normaliser, rows, count, generator))
+                x.append(composed_of(table, fitted.teacher.normaliser, rows, count, generator))
                 limits.append(drawn_limits(judged, (count, LIMITS), generator))
                 drifts = drift.draw((count, LIMITS), generator)
                 if drifts is not None:

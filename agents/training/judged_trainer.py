@@ -21,7 +21,6 @@ from knobwise.agents.judging.evaluation import (
     outcomes_of,
 )
 from knobwise.agents.predictors.folds import rows_of_members
-from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.loop import Trainer
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import thinned
@@ -53,7 +52,6 @@ class JudgedTrainer(Trainer):
         scores_before: scores where GRPO begins.
     """
 
-    agent: DeployedController
     actor: Actor
     critic: Any
     env: ConfigBandit
@@ -154,7 +152,6 @@ class JudgedTrainer(Trainer):
     def _teacher_log_probs(self, limit: Tensor) -> Tensor:
         """Return log-probs like those of `held_out_log_probs`, but by the teacher's networks."""
         teacher = self.agent.teacher
-        assert teacher is not None
         rows = self.held_out[:, : teacher.members].T
         predicted = teacher.network(self.all_features[rows]).predicted()
         limits = limit.to(self.device).expand(*rows.shape, *limit.shape)
@@ -182,11 +179,10 @@ class JudgedTrainer(Trainer):
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """Return the mean score of greedy decisions on held-out samples, and metrics to log."""
         # where a stage begins, the stage before it is judged
-        of_teacher = self._stage_and_start(max(self.iteration - 1, 0))[0].judged == "teacher"
-        if of_teacher:
+        stage, _ = self._stage_and_start(max(self.iteration - 1, 0))
+        log_probs = self.held_out_log_probs
+        if stage.judged == "teacher":
             log_probs = self._teacher_log_probs
-        else:
-            log_probs = self.held_out_log_probs
         policies = [log_probs(limit).cpu() for limit in self.limits]
         judged = self._outcomes(policies)
         scores = getattr(judged, self.judged_by)
@@ -223,24 +219,14 @@ class JudgedTrainer(Trainer):
             self.scores_kept = self.scores_now
         return better
 
-    def _note_scores_before_grpo(self) -> None:
-        """Note the score of each held-out sample where GRPO begins."""
-        policies = [self.held_out_log_probs(limit).cpu() for limit in self.limits]
-        self.scores_before = getattr(self._outcomes(policies), self.judged_by).mean(1)
-
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
         """Return metrics of the drawn groups, and the outputs of the loss, under their logged
         names."""
         data = data.flatten(0, 1).cpu()
-        if self.priced:
-            budgets_ms = None
-        else:
-            budgets_ms = data["budget_ms"]
+        budgets_ms = None if self.priced else data["budget_ms"]
         drawn = data["row"], data["configuration"], data["next", "reward"]
         metrics = drawn_metrics(self.env.table, *drawn, budgets_ms)
-        for key, name in LOGGED.items():
-            if key in outputs:
-                metrics[name] = float(outputs[key])
+        metrics |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
         if self.stage.kl_controls:
             metrics["Beta"] = float(self.grpo.kl_to_ref_coeff)
         # the losses of earlier stages get names of their own
@@ -295,32 +281,24 @@ class JudgedTrainer(Trainer):
         """
         if not self._gained() or self.scores_before is None or self.scores_kept is None:
             return {}
-        if self.kept_is_of_grpo:
-            start = self.scores_before
-        else:
-            start = self.scores_kept
+        start = self.scores_before if self.kept_is_of_grpo else self.scores_kept
         return {"start": start, "best": self.scores_kept}
 
     def training_state(self) -> dict[str, Any]:
-        if self.critic is None:
-            critic = None
-        else:
-            critic = self.critic.state_dict()
         by_sample = {"before": self.scores_before, "kept": self.scores_kept}
-        state = {"start": self.start_sums, "critic": critic, "scores_by_sample": by_sample}
+        state = {"start": self.start_sums, "scores_by_sample": by_sample}
+        if self.critic is not None:
+            state["critic"] = self.critic.state_dict()
         return super().training_state() | state
 
     def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
-        agent = loaded.controller
-        controller = agent.controller
-        if (controller.config, controller.sense) != (self.policy, self.sense):
+        controller = loaded.network
+        trained = controller.config, controller.sense, state.get("start")
+        if trained != (self.policy, self.sense, self.start_sums):
             return False
-        if state.get("start") != self.start_sums:
-            return False
-        self.agent.load_state_dict(agent.state_dict())
-        by_sample = state.get("scores_by_sample", {})
-        self.scores_before = by_sample.get("before")
-        self.scores_kept = by_sample.get("kept")
+        self.agent.load_state_dict(loaded.controller.state_dict())
+        self.scores_before = state["scores_by_sample"]["before"]
+        self.scores_kept = state["scores_by_sample"]["kept"]
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
         return True

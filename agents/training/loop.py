@@ -9,14 +9,11 @@ passes over it.
 
 from __future__ import annotations
 
-import bisect
-import functools
-import itertools
 import math
 import multiprocessing
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +37,8 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 PREVIOUS = "previous.pt"
 """The `last.pt` before the present one."""
+STATE = ("iteration", "finished", "best", "scores", "logged")
+"""The attributes that say where a training stands."""
 STOPPING = "stopping after this iteration, which will be saved; interrupt again to stop at once"
 
 
@@ -50,12 +49,21 @@ class Trainer(ABC):
         agent: the network to train; it is in eval mode except where a stage says otherwise.
         reference: the policy that the KL is taken to.
         behaviour: the policy that collects.
+        critic: a value network that learns along with the agent, or None.
         stored: the collected keys that go into the buffer.
         shape: the shape of a batch of contexts in the buffer.
         seed: seed of the initialisation, the contexts and the draws.
         folder: where `best.pt`, `last.pt` and `previous.pt` are written; None for nowhere.
         log: where metrics go; None for nowhere.
         device: `cpu` or `cuda`.
+
+    Attributes:
+        iteration: the number of iterations that are done, or left out where a stage ended early.
+        finished: True at the end; then nothing is learned any more.
+        best: score, iteration, weights (`state`) and metrics of the best evaluation.
+        scores: iteration and score of every evaluation.
+        logged: the logged metrics by iteration, so that `metrics.csv` can be written again.
+        saved: the iteration that `last.pt` holds.
     """
 
     judged_by: str
@@ -63,6 +71,9 @@ class Trainer(ABC):
     trained_on: str
     """The words of the error message for a checkpoint of another training."""
     table: ProfileTable | BeamTable
+    iteration = 0
+    finished = False
+    saved: int | None = None
 
     def __init__(
         self,
@@ -75,6 +86,7 @@ class Trainer(ABC):
         *,
         stored: Collection[Any],
         shape: tuple[int, ...],
+        critic: nn.Module | None = None,
         seed: int = 0,
         folder: Path | None = None,
         log: Log | None = None,
@@ -82,9 +94,8 @@ class Trainer(ABC):
     ) -> None:
         self.agent: Any = agent
         self.learned = agent
-        self.kl_controls = list(
-            itertools.chain.from_iterable(stage.kl_controls for stage in stages)
-        )
+        if critic is not None:
+            self.learned = nn.ModuleList([agent, critic])
         self.reference = reference
         self.env = env
         self.stages = stages
@@ -94,35 +105,19 @@ class Trainer(ABC):
         self.log = log
         self.device = torch.device(device)
         self.title = f"seed {seed}"
-        self.iteration = 0
-        self.finished = False
+        # where the training stands
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
-        self.saved: int | None = None  # the iteration that `last.pt` holds
-        # the logged metrics by iteration, so that `metrics.csv` can be written again
+        self.scores = list[tuple[int, float]]()
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.scores = list[tuple[int, float]]()  # iteration and score of every evaluation
         self._held = Held()
-        # actions and seconds since the last log, for the logged speed
-        self.actions = 0
-        self.seconds = 0.0
+        # what an iteration works with
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
             sampler=SamplerWithoutReplacement(),
             batch_size=shape[0],
         )
-        self.collector = self._collector(behaviour, stored, shape)
-        self.optimiser = adamw(self.learned, self.settings.weight_decay)
-        self._random = random_state(self.device)
-
-    def _collector(
-        self,
-        behaviour: Callable[..., TensorDictBase],
-        stored: Collection[Any],
-        shape: tuple[int, ...],
-    ) -> Collector:
-        """Return the collector, which fills the buffer with one batch of contexts at a time."""
-        return Collector(
-            self.env,
+        self.collector = Collector(
+            env,
             behaviour,
             replay_buffer=self.buffer,
             extend_buffer=True,
@@ -137,6 +132,8 @@ class Trainer(ABC):
             track_traj_ids=False,
             auto_register_policy_transforms=False,
         )
+        self.optimiser = adamw(self.learned, settings.weight_decay)
+        self._random = random_state(self.device)
 
     @abstractmethod
     def _judge(self) -> tuple[float, Mapping[str, float]]:
@@ -179,27 +176,23 @@ class Trainer(ABC):
         """Iterations of all stages."""
         return sum(stage.iterations for stage in self.stages)
 
-    def _stage_and_start(self, iteration: int | None = None) -> tuple[Stage, int]:
-        """Return the stage that an iteration is in, and the iteration where that stage begins.
-
-        The default is the present iteration.
-        """
-        if iteration is None:
-            iteration = self.iteration
-        starts = list(
-            itertools.accumulate((stage.iterations for stage in self.stages[:-1]), initial=0)
-        )
-        index = bisect.bisect(starts, iteration) - 1
-        return self.stages[index], starts[index]
+    def _stage_and_start(self, iteration: int) -> tuple[Stage, int]:
+        """Return the stage that an iteration is in, and the iteration where that stage begins."""
+        start = 0
+        for stage in self.stages[:-1]:
+            if iteration < start + stage.iterations:
+                return stage, start
+            start += stage.iterations
+        return self.stages[-1], start
 
     @property
     def stage(self) -> Stage:
         """The stage of the present iteration."""
-        return self._stage_and_start()[0]
+        return self._stage_and_start(self.iteration)[0]
 
     def _share(self) -> float:
         """Return the share of the present stage that is done, 0 … 1."""
-        stage, start = self._stage_and_start()
+        stage, start = self._stage_and_start(self.iteration)
         return (self.iteration - start) / max(stage.iterations, 1)
 
     @property
@@ -230,10 +223,10 @@ class Trainer(ABC):
             KeyboardInterrupt: a signal stopped the training; a note says what is saved.
         """
         # only the main process prints the notice, however many train
-        notice = ""
-        if multiprocessing.parent_process() is None:
-            notice = STOPPING
+        notice = STOPPING if multiprocessing.parent_process() is None else ""
         stream = iter(self.collector)
+        actions = 0
+        seconds = 0.0
         try:
             with (
                 held_back(self.folder is not None, notice) as self._held,
@@ -241,21 +234,35 @@ class Trainer(ABC):
                 progress(self.title, self.total, self.iteration) as tick,
             ):
                 set_random_state(self._random, self.device)
-                while self._continues():
+                while True:
+                    # evaluation: judge, keep the best, perhaps end the stage, save
+                    self.finished |= self.iteration == self.total
+                    if self.finished or self._logged:
+                        self._evaluate()
+                    if self.finished:
+                        break
+
+                    # a signal stops the training here, with this iteration saved
+                    if self._held.number is not None:
+                        self._save(judged=False)
+                        self._held.check()
+
+                    # training: collect a batch of contexts and learn from it
+                    self._begin_stage()
                     start = time.perf_counter()
                     metrics = self.iterate(stream)
-                    self.seconds += time.perf_counter() - start
+                    seconds += time.perf_counter() - start
+                    actions += self.buffer[:]["next", "reward"].numel()
+
+                    # logging, with the speed since the last time
                     if metrics:
-                        self._note(
-                            metrics, {"Train/Actions_Per_Second": self.actions / self.seconds}
-                        )
-                        self.actions = 0
-                        self.seconds = 0.0
-                    parts = [self.stage.name]
-                    # there is no best yet where the heads have just begun
-                    if self.best["state"] is not None:
-                        parts.append(f"best {self.judged_by} {self.best['score']:.4f}")
-                    tick(self.iteration + 1, " · ".join(parts))
+                        self._note(metrics, {"Train/Actions_Per_Second": actions / seconds})
+                        actions = 0
+                        seconds = 0.0
+                    note = self.stage.name
+                    if self.best["state"] is not None:  # none yet where the heads have just begun
+                        note += f" · best {self.judged_by} {self.best['score']:.4f}"
+                    tick(self.iteration + 1, note)
                     self.iteration += 1
         except KeyboardInterrupt as stop:
             stop.add_note(self._what_is_saved())
@@ -265,28 +272,14 @@ class Trainer(ABC):
         self.agent.eval()
         return self.trained
 
-    def _continues(self) -> bool:
-        """Evaluate, stop or begin a stage where that is due; return False at the end.
-
-        Raises:
-            KeyboardInterrupt: a signal has come.
-        """
-        self.finished |= self.iteration == self.total
-        if self.finished or self._logged:
-            self._evaluate()
-        if self.finished:
-            return False
-        if self._held.number is not None:
-            self._save(judged=False)
-            self._held.check()
-        stage = self.stage
-        if self._share() == 0:
-            stage.begin()
-            decay = stage.weight_decay
-            if decay is None:
-                decay = self.settings.weight_decay
-            self.optimiser = adamw(self.learned, decay)
-        return True
+    def _begin_stage(self) -> None:
+        """Begin a stage, with a fresh optimiser, where one begins."""
+        stage, start = self._stage_and_start(self.iteration)
+        if self.iteration != start:
+            return
+        stage.begin()
+        decay = self.settings.weight_decay if stage.weight_decay is None else stage.weight_decay
+        self.optimiser = adamw(self.learned, decay)
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
         """Collect a batch of contexts, learn from it, and return the metrics to log."""
@@ -298,7 +291,7 @@ class Trainer(ABC):
     def _learn(self, data: TensorDictBase) -> Mapping[str, float]:
         """Learn from freshly collected contexts, and return the metrics to log."""
         stage = self.stage
-        self.actions += data["next", "reward"].numel()
+        clip = self.settings.clip_grad if stage.clip_grad is None else stage.clip_grad
         for group in self.optimiser.param_groups:
             group["lr"] = self._learning_rate()
         self.agent.train(stage.dropout)
@@ -307,14 +300,9 @@ class Trainer(ABC):
             for minibatch in self.buffer.sample().split(self.settings.minibatch):
                 # outputs without a gradient are diagnostics; the others add up to the loss
                 out = stage.loss(minibatch)
-                total = functools.reduce(
-                    torch.add, (value for value in out.values() if value.requires_grad)
-                )
+                total: Any = sum(value for value in out.values() if value.requires_grad)
                 self.optimiser.zero_grad()
                 total.backward()
-                clip = stage.clip_grad
-                if clip is None:
-                    clip = self.settings.clip_grad
                 norm = nn.utils.clip_grad_norm_(self.learned.parameters(), clip)
                 self.optimiser.step()
                 if self._watched:
@@ -329,38 +317,29 @@ class Trainer(ABC):
             control.step(float(mean["kl_to_ref"]))
         return metrics
 
+    # -- evaluation --------------------------------------------------------------------------------
+
     def _evaluate(self) -> None:
         """Judge on held-out data, keep the best, end the stage if it is time, and save."""
         score, metrics = self._judge()
-        better = self._is_better(score, metrics)
         # a resumed training repeats its last evaluation, which counts once
         if not self.scores or self.scores[-1][0] < self.iteration:
             self.scores.append((self.iteration, score))
-        if better:
-            state = {
-                name: value.detach().clone() for name, value in self.agent.state_dict().items()
-            }
+        if self._is_better(score, metrics):
+            state = self.agent.state_dict()
             self.best = {
                 "score": score,
                 "iteration": self.iteration,
-                "state": state,
+                "state": {name: value.detach().clone() for name, value in state.items()},
                 "metrics": dict(metrics),
             }
         self._end_early()
         self._note({f"Val/{name}": value for name, value in metrics.items()})
         self._save(judged=True)
 
-    def _note(self, metrics: Mapping[str, float], speed: Mapping[str, float] | None = None) -> None:
-        """Log metrics, and keep them for a resumed training; the speed is not kept."""
-        if self.log is not None:
-            self.logged.append(
-                (self.iteration, {name: float(value) for name, value in metrics.items()})
-            )
-            self.log.log({**metrics, **(speed or {})}, self.iteration)
-
     def _end_early(self) -> None:
         """Go on to the next stage, or finish, when the score has not improved within `patience`."""
-        stage, start = self._stage_and_start()
+        stage, start = self._stage_and_start(self.iteration)
         scores = [(score, -iteration) for iteration, score in self.scores if iteration > start]
         patience = stage.patience * self.settings.evaluate_every
         if scores and 0 < patience <= self.iteration + max(scores)[1]:
@@ -371,21 +350,27 @@ class Trainer(ABC):
             # under this iteration a resumed training does not add it again
             self.scores[-1] = (self.iteration, self.scores[-1][1])
 
+    def _note(self, metrics: Mapping[str, float], speed: Mapping[str, float] | None = None) -> None:
+        """Log metrics, and keep them for a resumed training; the speed is not kept."""
+        if self.log is not None:
+            numbers = {name: float(value) for name, value in metrics.items()}
+            self.logged.append((self.iteration, numbers))
+            self.log.log({**metrics, **(speed or {})}, self.iteration)
+
     # -- stopping and resuming ---------------------------------------------------------------------
 
     def _save(self, judged: bool) -> None:
         """Write `last.pt`, which a resumed training goes on from; once judged, also the kept
         files."""
-        if self.folder is not None:
-            with self._held.undisturbed():
-                for name in self._kept_files() if judged else ():
-                    save_checkpoint(self.folder / name, self.trained, self.table, self.provenance())
-                state = {"training": self.training_state()}
-                last = self.folder / "last.pt"
-                Loaded(self.trained, self.table.name, self.table.digest, state).save(
-                    last, last.with_name(PREVIOUS)
-                )
-                self.saved = self.iteration
+        if self.folder is None:
+            return
+        with self._held.undisturbed():
+            for name in self._kept_files() if judged else ():
+                save_checkpoint(self.folder / name, self.trained, self.table, self.provenance())
+            state = {"training": self.training_state()}
+            loaded = Loaded(self.trained, self.table.name, self.table.digest, state)
+            loaded.save(self.folder / "last.pt", self.folder / PREVIOUS)
+            self.saved = self.iteration
 
     def _kept_files(self) -> list[str]:
         """Return the names of the files that keep the agent of this evaluation."""
@@ -397,30 +382,27 @@ class Trainer(ABC):
         """Return a note that tells the user what is on disk of this training."""
         if self.folder is None or self.saved is None:
             return f"{self.title}: nothing was saved yet"
+        holds = f"holds iteration {self.saved:,} of {self.total:,}"
         if self.finished:
             holds = "is finished"
-        else:
-            holds = f"holds iteration {self.saved:,} of {self.total:,}"
         note = f"{self.title}: {self.folder / 'last.pt'} {holds}"
         if self.best["state"] is None:
             return note
-        best = (
-            f"validation {self.judged_by} {self.best['score']:.4f} at "
-            f"iteration {self.best['iteration']:,}"
-        )
-        return f"{note}; best.pt beside it holds the best so far ({best})"
+        best = f"validation {self.judged_by} {self.best['score']:.4f}"
+        at = f"at iteration {self.best['iteration']:,}"
+        return f"{note}; best.pt beside it holds the best so far ({best} {at})"
+
+    def _coefficients(self) -> list[torch.Tensor]:
+        """Return the coefficients of all stages that follow the KL."""
+        return [control.coefficient for stage in self.stages for control in stage.kl_controls]
 
     def training_state(self) -> dict[str, Any]:
         """Return the state of the training, which `last.pt` holds beside the agent."""
         return {
-            "iteration": self.iteration,
-            "finished": self.finished,
-            "best": self.best,
+            **{name: getattr(self, name) for name in STATE},
             "reference": self.reference.state_dict(),
             "optimiser": self.optimiser.state_dict(),
-            "coefficients": [float(control.coefficient) for control in self.kl_controls],
-            "evaluated": (self.scores,),
-            "logged": self.logged,
+            "coefficients": list(map(float, self._coefficients())),
             "contexts": self.env.contexts.before,
             "random": random_state(self.device),
         }
@@ -442,22 +424,19 @@ class Trainer(ABC):
         state = loaded.extra.get("training", {})
         if loaded.profile_digest != self.table.digest or not self._restore(loaded, state):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
+        for name in STATE:
+            setattr(self, name, state[name])
         self.reference.load_state_dict(state["reference"])
         self.optimiser.load_state_dict(state["optimiser"])
-        for control, value in zip(self.kl_controls, state.get("coefficients", ()), strict=False):
-            control.coefficient.fill_(value)
-        self.scores = state["evaluated"][0]
+        for coefficient, value in zip(self._coefficients(), state["coefficients"], strict=True):
+            coefficient.fill_(value)
         self.env.contexts.set_back(state["contexts"])
         self.collector.reset()
         self._random = state["random"]
-        self.iteration = state["iteration"]
-        self.finished = state["finished"]
-        self.best = state["best"]
         self.saved = self.iteration
         # an unfinished training evaluates, and logs, its saved iteration again
-        self.logged = [
-            row for row in state.get("logged", ()) if self.finished or row[0] < self.iteration
-        ]
+        if not self.finished:
+            self.logged = [row for row in self.logged if row[0] < self.iteration]
         # if best.pt is gone, write it again as it was at its iteration, and start over
         best = path.with_name("best.pt")
         kept = self.best["state"] is not None  # nothing yet where the heads have just begun
@@ -468,3 +447,8 @@ class Trainer(ABC):
             save_checkpoint(best, self.trained, self.table, self.provenance())
             return self.resume(path)
         return True
+
+
+def weight_sums(weights: Iterable[torch.Tensor]) -> list[float]:
+    """Return the sum of each weight tensor; a checkpoint of other sums has another start."""
+    return [float(weight.detach().double().sum()) for weight in weights]

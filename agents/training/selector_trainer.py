@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
 from knobwise.agents.selector.evaluation import LOWEST, choose, draw, judge, recorded_choices
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
-from knobwise.agents.training.loop import Trainer
+from knobwise.agents.training.loop import Trainer, weight_sums
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.agents.training.stage import Stage
@@ -96,15 +96,14 @@ class SelectorTrainer(Trainer):
     ) -> None:
         self.config = config or StageConfig()
         self.loss = loss or SelectorLossConfig()
-        self._check(stage, table, split, live, scorer, reward_model)
         self.table = table
         self.split = split
         self.shots = shots
         self.scorer = scorer
+        self.judged_by = "accuracy"
         if scorer is None and "vqa_correct" not in table.fields:
             self.judged_by = "beam score"
-        else:
-            self.judged_by = "accuracy"
+        self._check(stage, live, reward_model)
         reference = reference or start
         # live draws are scored by the scorer, or if there is one by the reward model
         self.reward_model = copy.deepcopy(reward_model)
@@ -115,16 +114,20 @@ class SelectorTrainer(Trainer):
             scored_by = functools.partial(self.reward_model.score, table)
             live = True
             reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
-        sums = self._weight_sums(start, reference)
-        self._resumable = repr((stage, live, shots, self.config, self.loss, reward, groups, sums))
+        weights = [*start.state_dict().values(), *reference.state_dict().values()]
+        if self.reward_model is not None:
+            weights += self.reward_model.weights.values()
+        learned = getattr(reward_model, "config", None)
+        same = stage, live, shots, self.config, self.loss, reward, groups, learned
+        self._resumable = repr((*same, weight_sums(weights)))
         settings = self.config.optimiser(len(split.train))
         embeddings = StoredEmbeddings(table.queries, table.candidates)
         with seeded(seed, device):
             agent = self._actor(start, embeddings).to(device).eval()
             frozen = self._actor(reference, embeddings).to(device).eval().requires_grad_(False)
             agent.selector.stage = stage
-            settings_of_env = {"reward": reward, "groups": groups or GroupConfig(), "seed": seed}
-            self._env = self._environments(live, device=torch.device(device), **settings_of_env)
+            settings_of_env = live, reward, groups or GroupConfig(), seed, device
+            self._env = functools.partial(self._environment, *settings_of_env)
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
@@ -139,61 +142,47 @@ class SelectorTrainer(Trainer):
             selector, embeddings, self.table.pool, self.shots, self.loss.group_size
         )
 
-    def _environments(self, live: bool, **settings: Any) -> Callable[..., DemonstrationBandit]:
-        """Return a function that builds environments of live draws, or of recorded sequences."""
-        return functools.partial(
-            DemonstrationBandit,
+    def _environment(
+        self, live: bool, reward: Any, groups: GroupConfig, seed: int, device: str, **contexts: Any
+    ) -> DemonstrationBandit:
+        """Return an environment of live draws, or of recorded sequences."""
+        return DemonstrationBandit(
             self.table,
             group_size=self.loss.group_size if live else "all",
             shots=self.shots if live else None,
             unprofiled="error",
             lean=True,
-            **settings,
+            reward=reward,
+            groups=groups,
+            seed=seed,
+            device=torch.device(device),
+            **contexts,
         )
 
-    def _weight_sums(self, start: Selector, reference: Selector) -> list[Any]:
-        """Return the sum of each weight tensor that training starts from.
-
-        A checkpoint of other sums belongs to another training.
-        """
-        weights = [*start.state_dict().values(), *reference.state_dict().values()]
-        if self.reward_model is not None:
-            weights += self.reward_model.weights.values()
-        sums: list[Any] = [float(weight.detach().double().sum()) for weight in weights]
-        if self.reward_model is not None:
-            sums.append(self.reward_model.config)
-        return sums
-
-    def _check(
-        self,
-        stage: str,
-        table: BeamTable,
-        split: Split,
-        live: bool,
-        scorer: Scorer | None,
-        reward_model: RewardModel | None,
-    ) -> None:
+    def _check(self, stage: str, live: bool, reward_model: RewardModel | None) -> None:
         """Raise InputError for settings that do not go together."""
-        if live and scorer is None:
+        calls = 0 if reward_model is None else reward_model.config.calls
+        answered = live or reward_model is not None or "vqa_correct" in self.table.fields
+        if live and self.scorer is None:
             raise InputError("live draws need a scorer; without one GRPO replays what was recorded")
-        if reward_model is not None and reward_model.config.calls and scorer is None:
+        if calls and self.scorer is None:
             raise InputError(
-                f"reward_model.calls={reward_model.config.calls}: true calls need a scorer, which "
-                "recorded beams do not have; set it to 0"
+                f"reward_model.calls={calls}: true calls need a scorer, which recorded beams do "
+                "not have; set it to 0"
             )
         if stage == "sft" and self.config.keep == "best_kl":
             raise InputError(
                 "sft.keep=best_kl: the KL is to the policy that this stage makes; give best or last"
             )
-        answered = live or reward_model is not None or "vqa_correct" in table.fields
         if stage == "grpo" and self.loss.min_positive > 0 and not answered:
             raise InputError(
-                f"loss.min_positive={self.loss.min_positive}: {table.name} does not say which "
+                f"loss.min_positive={self.loss.min_positive}: {self.table.name} does not say which "
                 "answers were right; set it to 0"
             )
-        if not len(split.train) or not len(split.validation):
+        if not (len(self.split.train) and len(self.split.validation)):
             raise InputError(
-                f"{table.name}: training needs queries to fit on and others to choose the epoch on"
+                f"{self.table.name}: training needs queries to fit on and others to choose the "
+                "epoch on"
             )
 
     @property
@@ -230,17 +219,12 @@ class SelectorTrainer(Trainer):
         """Set the losses for this iteration; at the beginning of an epoch correct the reward
         model."""
         start = self.loss.temperature_start
-        end = self.loss.temperature_end
+        temperature = start + (self.loss.temperature_end - start) * share
         if self.stage.name == "sft":
             temperature = math.inf  # all recorded sequences weigh the same
-        else:
-            temperature = start + (end - start) * share
         self.imitation.temperature.fill_(temperature)
         self.imitation.diagnostics = self.grpo.diagnostics = watched
-        if share < self.loss.curriculum:
-            self.grpo.top = self.loss.curriculum_top
-        else:
-            self.grpo.top = None
+        self.grpo.top = self.loss.curriculum_top if share < self.loss.curriculum else None
         if self.reward_model is not None and self._logged:
             self._correct(self.reward_model)
 
@@ -286,10 +270,11 @@ class SelectorTrainer(Trainer):
         drawn = {"Reward": reward[present], "Accuracy": right[present & ~right.isnan()]}
         if self.reward_model is not None:  # a predicted answer says nothing about the accuracy
             drawn.pop("Accuracy")
-        drawn = {name: values for name, values in drawn.items() if len(values)}
-        logged = {f"{name}_Mean": float(values.mean()) for name, values in drawn.items()}
+        logged = {}
         for name, values in drawn.items():
-            logged[f"{name}_Std"] = float(values.std(correction=0))
+            if len(values):
+                logged[f"{name}_Mean"] = float(values.mean())
+                logged[f"{name}_Std"] = float(values.std(correction=0))
         logged |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
         logged |= {"LR": self._learning_rate(), "Beta": float(self.grpo.kl_to_ref_coeff)}
         of_grpo = self.stage.name == "grpo"
@@ -331,11 +316,8 @@ class SelectorTrainer(Trainer):
     def _recorded(self) -> BeamTable:
         """The records of the validation queries; scores stand in for unknown answers."""
         fields = self.table.fields
-        if "vqa_correct" in fields:
-            outcome = {"vqa_correct": fields["vqa_correct"]}
-        else:
-            outcome = {"vqa_correct": fields["beam_score"]}
-        return replace(self.table, fields=outcome).select(self.split.validation)
+        outcome = fields.get("vqa_correct", fields.get("beam_score"))
+        return replace(self.table, fields={"vqa_correct": outcome}).select(self.split.validation)
 
     @functools.cached_property
     def _validation(self) -> DemonstrationBandit:
@@ -343,13 +325,11 @@ class SelectorTrainer(Trainer):
 
         It asks the scorer directly, so that its calls do not count as calls of training.
         """
-        if self.env.scorer is None or self.reward_model is not None:
-            scorer = self.env.scorer
-        else:
+        rows = self.split.validation
+        scorer = self.env.scorer
+        if scorer is not None and self.reward_model is None:
             scorer = self.scorer
-        return self._env(
-            batch_size=len(self.split.validation), rows=self.split.validation, scorer=scorer
-        )
+        return self._env(batch_size=len(rows), rows=rows, scorer=scorer)
 
     @torch.no_grad()
     def _validation_metrics(self) -> dict[str, float]:
@@ -382,10 +362,7 @@ class SelectorTrainer(Trainer):
         with seeded(self.seed, self.device):
             batch = self._validation.reset()
             drawn = self.agent(batch.select("row"))
-            if live:
-                batch["action"] = drawn["action"]
-            else:
-                batch["action"] = batch["sequences"]
+            batch["action"] = drawn["action"] if live else batch["sequences"]
             return drawn, self._validation.step(batch)
 
     def _expected_reward(self, batch: TensorDictBase) -> Tensor:

@@ -37,10 +37,7 @@ def deployed_by(trainer: ControllerTrainer, budgets_ms: Tensor) -> DeployedContr
             those that the worths are found for.
     """
     controller = copy.deepcopy(trainer.agent.controller).cpu()
-    if trainer.teaches:
-        teacher = trainer.taught_by.teacher
-    else:
-        teacher = None
+    teacher = trainer.taught_by.teacher if trainer.teaches else None
     latency = latency_of(trainer.table, trainer.fitted, controller.normaliser)
     settled = Settled(latency=latency)
     guarded = trainer.policy.guard and trainer.judged_by == "utility"
@@ -84,17 +81,15 @@ def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser)
         `bias` [C], the `spread` of a single measurement [C], and `weight` [width, C] unless there
         are more than `MOST_LATENCIES` weights.
     """
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    x = normaliser(blocks, len(rows))
+    x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
     logs, within = log_moments(table.measurements_ms[rows])
     mean = logs.nanmean(0)
     residual = (logs - mean).nan_to_num()
+    arrays = {"bias": mean.nan_to_num()}
     if 0 < x.shape[1] * logs.shape[1] <= MOST_LATENCIES:
         fitted = ridge(x.double().numpy(), residual.double().numpy(), [SHRINKAGE], 0)[0]
         residual = (residual - fitted(x)).where(table.mask[rows], 0.0)
-        arrays = {"weight": fitted.weight.numpy(), "bias": (mean.nan_to_num() + fitted.bias)}
-    else:
-        arrays = {"bias": mean.nan_to_num()}
+        arrays = {"weight": fitted.weight, "bias": arrays["bias"] + fitted.bias}
     # the spread of a single measurement, since an answer is timed once
     squares = residual.square() + within.nan_to_num()
     count = table.mask[rows].sum(0).clamp_min(1)
@@ -119,11 +114,9 @@ def _held_out(trainer: ControllerTrainer, budgets_ms: Tensor) -> tuple[Measured,
     for fit, hold in zip(fitted, held_out, strict=True):
         static = static_of(table, fit)
         mask = table.mask[hold].numpy()
-        columns = []
-        for limit in budgets_ms.double().numpy():
-            chosen = static.choose({}, np.full(len(hold), limit), mask)
-            columns.append(torch.from_numpy(chosen))
-        choices.append(torch.stack(columns))
+        limits = [np.full(len(hold), limit) for limit in budgets_ms.double().numpy()]
+        chosen = np.stack([static.choose({}, limit, mask) for limit in limits])
+        choices.append(torch.from_numpy(chosen))
     return measured, torch.cat(choices, 1)
 
 
@@ -136,11 +129,9 @@ def _teachers_decide(trainer: ControllerTrainer) -> Callable[[float], Tensor]:
         columns = []
         for teacher, rows in zip(trainer.taught_by.of_folds, held_out, strict=True):
             features = {name: block[rows].numpy() for name, block in table.features.items()}
-            chosen = teacher.choose(
-                features, np.full(len(rows), limit_ms), table.mask[rows].numpy()
-            )
-            columns.append(torch.from_numpy(chosen))
-        return torch.cat(columns)
+            limits = np.full(len(rows), limit_ms)
+            columns.append(teacher.choose(features, limits, table.mask[rows].numpy()))
+        return torch.from_numpy(np.concatenate(columns))
 
     return decide
 

@@ -41,23 +41,18 @@ class MetricsFile:
         self.path = path
         self.seed = "" if seed is None else str(seed)
         last = -1 if resume_step is None else resume_step
-        self.earlier: list[Row] = []
         with locked(path.parent):
             rows = self._read()
-            for row in rows:
-                if row["seed"] == self.seed:
-                    cells = {k: float(v) for k, v in row.items() if v and k not in ("seed", "step")}
-                    self.earlier.append((int(row["step"]), cells))
-            self.kept = [row for row in self.earlier if row[0] <= last]
+            mine = [row for row in rows if row["seed"] == self.seed]
             kept = [row for row in rows if row["seed"] != self.seed or int(row["step"]) <= last]
             # a killed process or a full disk may have lost rows that a checkpoint still has
-            filled = [_without_gaps(row) for row in kept]
-            if any(self._row(*row) not in filled for row in known):
+            wanted = [self._row(*row) for row in known]
+            if any(row not in kept for row in wanted):
                 say(f"{path}: rows are missing or damaged; those of seed {seed} are written again")
-                self.earlier = [*known, *(row for row in self.earlier if row[0] > last)]
-                self.kept = list(known)
-                kept = [row for row in kept if row["seed"] != self.seed]
-                kept += [self._row(*row) for row in known]
+                kept = [row for row in kept if row["seed"] != self.seed] + wanted
+                mine = wanted + [row for row in mine if int(row["step"]) > last]
+            self.earlier = list(map(_numbers, mine))
+            self.kept = [row for row in self.earlier if row[0] <= last]
             if path.exists() or kept:
                 self._write(kept)
 
@@ -70,18 +65,15 @@ class MetricsFile:
                 with self.path.open("a", newline="", encoding="utf-8") as file:
                     if not self.path.read_bytes().endswith(b"\n"):
                         file.write("\n")  # after the half line of a process that was killed
-                    csv.DictWriter(file, columns, restval="", lineterminator="\n").writerow(row)
+                    csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
                 sync(self.path)
             else:
                 self._write([*self._read(), row])
 
     def _row(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
         """Return a row as it is written; `repr` keeps every bit of a number."""
-        return {
-            "seed": self.seed,
-            "step": str(step),
-            **{name: repr(value) for name, value in values.items()},
-        }
+        cells = {name: repr(value) for name, value in values.items()}
+        return {"seed": self.seed, "step": str(step), **cells}
 
     def _lines(self) -> Iterator[list[str]]:
         if self.path.exists():
@@ -95,10 +87,15 @@ class MetricsFile:
         return []  # the header is damaged
 
     def _read(self) -> list[dict[str, str]]:
+        """Return the whole rows, without the columns that they have no value of."""
         header = self._columns()
-        # a process that was killed may have left half a line, and a power cut zeros
-        lines = [line for line in self._lines() if len(line) == len(header) and _are_numbers(line)]
-        return [dict(zip(header, line, strict=True)) for line in lines]
+        rows = []
+        for line in self._lines():
+            # a process that was killed may have left half a line, and a power cut zeros
+            if len(line) == len(header) and _are_numbers(line):
+                cells = zip(header, line, strict=True)
+                rows.append({name: cell for name, cell in cells if cell or name == "seed"})
+        return rows
 
     def _write(self, rows: list[dict[str, str]]) -> None:
         columns = dict.fromkeys(["seed", "step"])  # in the order of the names
@@ -108,14 +105,15 @@ class MetricsFile:
             written_whole(self.path) as temporary,
             temporary.open("w", newline="", encoding="utf-8") as file,
         ):
-            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
 
 
-def _without_gaps(row: Mapping[str, str]) -> dict[str, str]:
-    """Return a row of the file without columns that it has no value of."""
-    return {name: value for name, value in row.items() if value or name == "seed"}
+def _numbers(row: Mapping[str, str]) -> Row:
+    """Return the step of a row of the file, and its numbers by name."""
+    step = int(row["step"])
+    return step, {name: float(row[name]) for name in row if name not in ("seed", "step")}
 
 
 def _are_numbers(line: list[str]) -> bool:

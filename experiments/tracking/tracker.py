@@ -16,11 +16,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import knobwise
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
@@ -50,157 +52,133 @@ def wandb_mode(settings: TrackingSettings) -> str:
         InputError: if the mode is unknown, online is wanted without a key, or W&B would refuse the
             project or a tag.
     """
-    explicit = settings.mode != "auto"
-    if explicit:
-        source = "tracking.mode"
-        mode = settings.mode
-    else:
+    source = "tracking.mode"
+    mode = settings.mode
+    if mode == "auto":
         source = "WANDB_MODE"
-        mode = os.environ.get("WANDB_MODE") or "auto"
-    if mode not in ("auto", *MODES):
-        auto = "auto, " * explicit
-        raise InputError(f"{source}={mode}: unknown mode; use {auto}online, offline or disabled")
-    if MODES.get(mode) == "online" and not _has_key():
+        mode = os.environ.get(source) or ("online" if _has_key() else "offline")
+    one_of(source, mode, MODES)
+    if MODES[mode] == "online" and not _has_key():
         raise InputError(
             f"{source}={mode}: needs a key; set WANDB_API_KEY, run `wandb login`, or use "
             "tracking=offline"
         )
-    if mode == "auto":
-        mode = "online" if _has_key() else "offline"
     if MODES[mode] != "disabled":
-        _check_names(settings.project, settings.tags)
+        _check_names(settings)
     return MODES[mode]
 
 
-def _check_names(project: str | None, tags: Sequence[str]) -> None:
-    """Refuse early a project or tags that W&B would refuse when a run begins. Without a project,
-    that of the environment is checked."""
+def _check_names(settings: TrackingSettings) -> None:
+    """Refuse early a project or tags that W&B would refuse when a run begins."""
     import wandb  # slow to import
 
-    name = project or os.environ.get("WANDB_PROJECT") or ""
-    try:
-        wandb.Settings(project=name)
-    except wandb.Error as error:
-        if project:
-            source = "tracking.project"
-        else:
-            source = "WANDB_PROJECT"
-        if "/" in name:
-            hint = "; tracking.entity names the owner of the project"
-        else:
-            hint = ""
-        raise InputError(f"{source}={name}: W&B says {reason(error)!r}{hint}") from error
-    try:
-        wandb.Settings(run_tags=tuple(tags))
-    except ValueError as error:
-        raise InputError(f"tracking.tags={list(tags)}: W&B says {reason(error)!r}") from error
+    project = settings.project or os.environ.get("WANDB_PROJECT") or ""
+    source = "tracking.project" if settings.project else "WANDB_PROJECT"
+    checks = {
+        f"{source}={project}": {"project": project},
+        f"tracking.tags={settings.tags}": {"run_tags": tuple(settings.tags)},
+    }
+    for option, values in checks.items():
+        try:
+            wandb.Settings(**values)
+        except (wandb.Error, ValueError) as error:
+            raise InputError(f"{option}: W&B says {reason(error)!r}") from error
 
 
+@dataclass
 class Tracker:
     """A context manager that writes the numbers of one run to metrics.csv, TensorBoard and W&B.
 
     An exception that leaves the block marks the W&B run as failed. A disabled tracker still writes
     `metrics.csv`. If W&B fails after it has started, a line reports it, and the rest continues.
 
-    Args:
-        folder: the run's folder; `metrics.csv`, `tensorboard/` and `wandb/` are made inside it.
-        name: the name of our run; `short_name` makes the name of its W&B run.
-        experiment: the W&B group.
-        job_type: train, evaluate or update.
-        config: the resolved configuration; seed, stage, profile digest and git commit are added.
-        seed: None for the results of all seeds.
-        stage: the stage of a selector's training, which becomes part of the names in
-            `metrics.csv`.
-        first: the step of `metrics.csv` that the stage begins at.
-        tags: tags in addition to those of the settings.
-        profile: facts about the profile as in `results.json`; online the profile becomes an input
-            of the W&B run of a seed.
-        resume_step: the step of the checkpoint that training resumes from. Later rows of this seed
-            are dropped; None starts from the beginning and drops every earlier row of this seed.
-        finished: True when training is over, and only `log_scores` is to come.
-
     Raises:
         InputError: see `wandb_mode`; also if W&B is wanted online but cannot be reached when the
             first seed begins.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        name: str,
-        experiment: str,
-        job_type: str,
-        config: Mapping[str, Any],
-        settings: TrackingSettings,
-        seed: int | None = None,
-        tags: Sequence[str] = (),
-        profile: Mapping[str, Any] | None = None,
-        resume_step: int | None = None,
-        stage: str = "",
-        first: int = 0,
-        finished: bool = False,
-    ) -> None:
-        self.folder = Path(folder).absolute()
-        self.settings = settings
-        self.job_type = job_type
-        self.seed = seed
-        self.stage = stage
-        self.first = first
-        self.finished = finished
-        if finished:
-            self.resume_step: int | None = sys.maxsize
-        else:
-            self.resume_step = resume_step
-        self.profile = profile
-        self.known: Sequence[Row] = ()  # set before the block begins: see `MetricsFile`
-        self.tick: Callable[[int], None] = lambda step: None  # called with each step that is logged
-        self.hparams = {**config}
-        if seed is None:
-            self.key = job_type
-        else:
-            self.key = "/".join(filter(None, (f"seed{seed}", stage)))
-            self.hparams["seed"] = seed
-        if stage:
-            self.hparams["stage"] = stage
-        self.about = self._about(experiment, name, tags)
-        self.mode = wandb_mode(settings)
+    folder: Path
+    """The run's folder; `metrics.csv`, `tensorboard/` and `wandb/` are made inside it."""
+    _: KW_ONLY
+    name: str
+    """The name of our run; `short_name` makes the name of its W&B run."""
+    experiment: str
+    """The W&B group."""
+    job_type: str
+    """train, evaluate or update."""
+    config: Mapping[str, Any]
+    """The resolved configuration; seed, stage, profile digest and git commit are added."""
+    settings: TrackingSettings
+    """Where the run is logged."""
+    seed: int | None = None
+    """None for the results of all seeds."""
+    tags: Sequence[str] = ()
+    """Tags in addition to those of the settings."""
+    profile: Mapping[str, Any] | None = None
+    """Facts about the profile as in `results.json`; online the profile becomes an input of the W&B
+    run of a seed."""
+    resume_step: int | None = None
+    """The step of the checkpoint that training resumes from. Later rows of this seed are dropped;
+    None starts from the beginning and drops every earlier row of this seed."""
+    stage: str = ""
+    """The stage of a selector's training, which becomes part of the names in `metrics.csv`."""
+    first: int = 0
+    """The step of `metrics.csv` that the stage begins at."""
+    finished: bool = False
+    """True when training is over, and only `log_scores` is to come."""
+    known: Sequence[Row] = ()
+    """The rows of this seed in its checkpoints: see `MetricsFile`."""
+    tick: Callable[[int], None] = lambda step: None
+    """Called with each step that is logged."""
+
+    def __post_init__(self) -> None:
+        self.folder = self.folder.absolute()
+        if self.finished:
+            self.resume_step = sys.maxsize
+        self.hparams = {**self.config}
+        # one event file and one W&B run for each key
+        self.key = self.job_type
+        if self.seed is not None:
+            self.key = "/".join(filter(None, (f"seed{self.seed}", self.stage)))
+            self.hparams["seed"] = self.seed
+        if self.stage:
+            self.hparams["stage"] = self.stage
+        self.mode = wandb_mode(self.settings)
         self._tensorboard: Any = None
         self._wandb: WandbRun | None = None
         self._stack = contextlib.ExitStack()
 
-    def _about(self, experiment: str, name: str, tags: Sequence[str]) -> dict[str, Any]:
+    def _about(self) -> dict[str, Any]:
         """Return the arguments of `wandb.init` that describe the run."""
         settings = self.settings
         # tags that we give replace those of the environment, so these are added again
-        from_environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
+        from_environment = filter(None, os.environ.get("WANDB_TAGS", "").split(","))
         added = {
             "profile_digest": (self.profile or {}).get("digest", ""),
-            "run": f"{experiment}/{name}",  # equal for the W&B runs of all seeds
+            "run": f"{self.experiment}/{self.name}",  # equal for the W&B runs of all seeds
             "git_commit": git_commit(),
             "code": code_digest(),
         }
         return {
             "project": settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
             "entity": settings.entity,
-            "name": short_name(experiment, name, self.stage, self.seed),
-            "group": experiment,
+            "name": short_name(self.experiment, self.name, self.stage, self.seed),
+            "group": self.experiment,
             "job_type": self.job_type,
             "notes": settings.notes,
-            "tags": list(dict.fromkeys([*settings.tags, *from_environment, *tags])),
+            "tags": list(dict.fromkeys([*settings.tags, *from_environment, *self.tags])),
             "config": _without_infinity(self.hparams | added),
         }
 
     def __enter__(self) -> Tracker:
         with contextlib.ExitStack() as stack:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._csv = MetricsFile(
                 self.folder / "metrics.csv", self.seed, self.resume_step, self.known
             )
             if self.settings.tensorboard and self.job_type != "evaluate" and not self.finished:
                 self._start_tensorboard(stack)
             if self.mode != "disabled":
-                self._wandb = self._start_wandb(stack)
+                self._start_wandb(stack)
             self._stack = stack.pop_all()
         return self
 
@@ -252,11 +230,12 @@ class Tracker:
         # order
         for earlier in folder.glob("events.out.tfevents.*"):
             earlier.unlink()
-        self._tensorboard = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
-        stack.callback(self._tensorboard.close)
+        writer = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
+        stack.callback(writer.close)
+        self._tensorboard = writer.file_writer
         # the table of hyper-parameters needs names of scores; no value is logged here
         for summary in hparams(dict(_flat(self.hparams)), dict.fromkeys(SCORES, 0.0)):
-            self._tensorboard.file_writer.add_summary(summary)
+            self._tensorboard.add_summary(summary)
         for step, values in self._rows(self._csv.kept):
             self._to_tensorboard(values, step)
 
@@ -277,43 +256,34 @@ class Tracker:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
         # one event for all values: add_scalar writes one for each, and costs ten times as much
-        event = Summary(
-            value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        )
-        self._tensorboard.file_writer.add_summary(event, step)
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._tensorboard.add_summary(Summary(value=scalars), step)
 
-    def _start_wandb(self, stack: contextlib.ExitStack) -> WandbRun | None:
-        """Start the W&B run of this tracker; return None if W&B does not start."""
+    def _start_wandb(self, stack: contextlib.ExitStack) -> None:
+        """Start the W&B run of this tracker, if W&B starts."""
         # after the first seed, training goes on without W&B rather than stop
         begun = any((self.folder / "wandb").glob("*.id"))
-        insist = self.settings.mode == "online" and not begun
-        rows = self._rows(self._csv.kept), self._rows(self._csv.earlier)
-        wandb_run = stack.enter_context(
-            WandbRun(
-                self.folder,
-                self.mode,
-                self.about,
-                self.key.replace("/", "-"),
-                *rows,
-                insist,
-                self.finished,
-            )
+        wandb_run = WandbRun(
+            self.folder,
+            self.mode,
+            self._about(),
+            self.key.replace("/", "-"),
+            kept=self._rows(self._csv.kept),
+            earlier=self._rows(self._csv.earlier),
+            insist=self.settings.mode == "online" and not begun,
         )
+        stack.enter_context(wandb_run)
         before = self.mode
         self.mode = wandb_run.mode
         if self.mode == "disabled":
-            return None
+            return
+        self._wandb = wandb_run
         if self.mode != before:
             self.settings.mode = self.mode  # the next seeds need not wait again
-        if (
-            self.profile
-            and self.job_type == "train"
-            and wandb_run.mode == "online"
-            and not self.finished
-        ):
+        trains = self.job_type == "train" and not self.finished
+        if self.profile and trains and self.mode == "online":
             with wandb_run.reporting("the profile"):
                 wandb_results.log_profile(wandb_run.run, self.profile)
-        return wandb_run
 
 
 def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:

@@ -6,7 +6,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,42 +30,35 @@ def scores_by_seed(
     """
     problem = problem_of(results)
     staged = results.get("validation", {})
-    policies = list(staged or problem.trained[:1])
-    main = problem.main_place(results)
-    if main is None:
-        at_main = pl.lit(True)
-    else:
-        at_main = pl.col("place") == main
-    frame = read_decisions(folder).filter(pl.col("policy").is_in(policies), at_main)
-    in_time = pl.col("in_time").filter("feasible").mean()
     numbers = {problem.score.title(): "score", "Accuracy": "accuracy", "Latency_Mean": "latency_ms"}
+    means = [pl.col(column).mean().alias(f"Test/{name}") for name, column in numbers.items()]
+    means.append(pl.col("in_time").filter("feasible").mean().alias("Test/On_Time_Feasible"))
     # first means over samples at each place, then over places
-    rows = (
-        frame.group_by("policy", "seed", "place")
-        .agg(
-            *(pl.col(column).mean().alias(f"Test/{name}") for name, column in numbers.items()),
-            in_time,
-        )
-        .group_by("policy", "seed", maintain_order=True)
-        .agg(
-            pl.selectors.starts_with("Test/").mean(),
-            pl.col("in_time").mean().alias("Test/On_Time_Feasible"),
-        )
-        .sort("policy", "seed")
-    )
+    by_place = _decided(results, folder, staged or problem.trained[:1])
+    by_place = by_place.group_by("policy", "seed", "place").agg(means)
+    rows = by_place.group_by("policy", "seed").agg(pl.selectors.starts_with("Test/").mean())
     if problem is DEADLINE:
-        low = problem.row(results, problem.low, None)["utility"]
-        high = problem.row(results, problem.high, None)["utility"]
+        low, high = (
+            problem.row(results, policy, None)["utility"] for policy in (problem.low, problem.high)
+        )
         if high - low > 1e-9:  # as in `results.json`
-            rows = rows.with_columns(
-                ((pl.col("Test/Utility") - low) / (high - low)).alias("Test/Oracle_Gap_Closed")
-            )
+            gap = (pl.col("Test/Utility") - low) / (high - low)
+            rows = rows.with_columns(gap.alias("Test/Oracle_Gap_Closed"))
     scores = {}
-    for row in rows.to_dicts():
-        stage = row["policy"] if staged else ""
-        known = {name: value for name, value in row.items() if "/" in name and value is not None}
-        scores[stage, row["seed"]] = known
+    for row in rows.sort("policy", "seed").to_dicts():
+        policy = row.pop("policy")
+        key = policy if staged else "", row.pop("seed")
+        scores[key] = {name: value for name, value in row.items() if value is not None}
     return scores
+
+
+def _decided(results: Mapping[str, Any], folder: Path, policies: Iterable[str]) -> pl.DataFrame:
+    """Return the decisions of these policies at the main place."""
+    frame = read_decisions(folder).filter(pl.col("policy").is_in(list(policies)))
+    main = problem_of(results).main_place(results)
+    if main is None:
+        return frame
+    return frame.filter(pl.col("place") == main)
 
 
 def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
@@ -83,23 +76,19 @@ def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
     every = [score, f"{score}_ci95_low", f"{score}_ci95_high"]
     every += [metric.key for metric in problem.metrics]
     numbers = {}
+    # test scores, of the main policy all of them
     for row in _rows(results):
         if row.get(problem.place) == main:
             for key in every if row["policy"] == policy else [score]:
                 if isinstance(row.get(key), int | float):
                     numbers[f"Test/{row['policy']}/{key}"] = float(row[key])
-    if results.get("judged_by") == "best_beam":
-        kind = "Beam_Score"
-    else:
-        kind = "Accuracy"
+    for key, value in _flat(results.get("grpo_gain", {})).items():
+        numbers[f"GRPO/{key}"] = float(value)
+    kind = "Beam_Score" if results.get("judged_by") == "best_beam" else "Accuracy"
+    # validation scores, as means over the seeds
     by_seed = {problem.validation: results.get("validation_utility")}
-    by_seed |= {
-        f"Val/{stage}/{kind}_Mean": scores
-        for stage, scores in results.get("validation", {}).items()
-    }
-    numbers |= {
-        f"GRPO/{key}": float(value) for key, value in _flat(results.get("grpo_gain", {})).items()
-    }
+    for stage, scores in results.get("validation", {}).items():
+        by_seed[f"Val/{stage}/{kind}_Mean"] = scores
     return numbers | {name: sum(scores) / len(scores) for name, scores in by_seed.items() if scores}
 
 
@@ -125,6 +114,7 @@ def log_results(
     run.summary.update(summaries_of(results))
     if "best_seed" in results:  # the seed whose checkpoint was kept
         run.summary["best_seed"] = results["best_seed"]
+    # tables, curves, the report and its pictures
     logged = _tables(results, folder) | _curves(results)
     if (folder / "report.html").exists():
         logged["report"] = wandb.Html(str(folder / "report.html"), inject=False)
@@ -217,20 +207,13 @@ def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     They are of as many samples as fit into the table: all decisions of a sample or none. [] if the
     run has none.
     """
+    problem = problem_of(results)
+    trained = {*problem.trained, *(results.get("variants") or ())} - set(problem.controls)
+    references = {problem.low, problem.high} if problem.averaged else {problem.high}
     try:
-        frame = read_decisions(folder)
+        frame = _decided(results, folder, trained | references)
     except InputError:
         return []
-    problem = problem_of(results)
-    main = problem.main_place(results)
-    if main is not None:
-        frame = frame.filter(pl.col("place") == main)
-    trained = {*problem.trained, *(results.get("variants") or ())} - set(problem.controls)
-    if problem.averaged:
-        references = {problem.low, problem.high}
-    else:
-        references = {problem.high}
-    frame = frame.filter(pl.col("policy").is_in(list(trained | references)))
     names = [name for name in frame.columns if not frame[name].is_null().all()]
     # samples are numbered from 1, in the order of their ids
     sample = pl.struct(name for name in SAMPLE if name in names).rank("dense")
@@ -238,10 +221,8 @@ def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     # as many whole samples as the limit of cells allows
     fits = max(1, CELLS * count // max(1, frame.height * len(names)))
     if fits < count:
-        print(
-            f"W&B: Test/decisions has {fits:,} of {count:,} samples; decisions.parquet has all",
-            file=sys.stderr,
-        )
+        line = f"W&B: Test/decisions has {fits:,} of {count:,} samples; decisions.parquet has all"
+        print(line, file=sys.stderr)
     return frame.filter(sample <= fits).select(names).to_dicts()
 
 

@@ -1,18 +1,14 @@
 """One run in Weights & Biases: started or resumed, and never the reason that training ends.
 
-An interrupted run resumes as the same W&B run, which holds every step once and in order. Online the
-server knows the last step; offline the files of earlier sessions do (`wandb sync` joins them). Rows
-that W&B never received are sent again from `metrics.csv`.
+An interrupted run resumes as the same W&B run, which holds every step once and in order: what
+`metrics.csv` held when it was interrupted is not sent again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,19 +56,14 @@ class WandbRun:
     """Arguments of `wandb.init`: project, entity, name, group, job_type, tags, notes, config."""
     key: str
     """The name of the file `wandb/<key>.id`, which holds the id of the W&B run."""
-    kept: Sequence[Row] = ()
+    kept: Sequence[Row]
     """Rows that were logged before and still count."""
-    earlier: Sequence[Row] = ()
+    earlier: Sequence[Row]
     """All rows that were logged before."""
-    insist: bool = False
+    insist: bool
     """Raise if W&B cannot be reached, instead of logging offline."""
-    finished: bool = False
-    """True if W&B has every row; this session only adds to the summary."""
     run: Any = None
     """The run as wandb has it."""
-    _of_agent: Sequence[str | None] = ()
-    """The values of `OF_AGENT`."""
-    _resumed: bool = False
     _broken: bool = False
     """True after W&B refused numbers; no more are sent."""
     _sent: dict[int, set[str]] = field(default_factory=dict)
@@ -84,6 +75,7 @@ class WandbRun:
     _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> WandbRun:
+        agent = [os.environ.get(name) for name in OF_AGENT]
         # wandb is quiet, keeps artifacts in our folder, and sees no empty WANDB_… variable (an
         # empty WANDB_SILENT crashes)
         empty = [
@@ -92,25 +84,24 @@ class WandbRun:
         folder = self.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         wanted = {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
-        self._of_agent = [os.environ.get(name) for name in OF_AGENT]
         with contextlib.ExitStack() as stack:
             stack.enter_context(environment({**dict.fromkeys([*empty, *NOT_FOR_WANDB]), **wanted}))
             try:
-                self.run = self._start()
+                self.run = self._start(agent)
             except InputError:
                 raise
             except Exception as error:
                 # even offline, as wandb's own service may not start on a busy machine
-                name = self.about["name"]
-                print(
-                    f"W&B does not start ({reason(error)}), so {name} is not logged there",
-                    file=sys.stderr,
+                line = (
+                    f"W&B does not start ({reason(error)}), so {self.about['name']} is not logged"
                 )
+                print(line, "there", file=sys.stderr)
                 self.mode = "disabled"
                 return self
             self._environment = stack.pop_all()
-        for step, values in self.kept:
-            self.log(values, step)
+        with self.reporting("the summary of earlier sessions"):
+            for _, values in self.kept:
+                self._summarise(values)
         return self
 
     def __exit__(
@@ -118,15 +109,15 @@ class WandbRun:
     ) -> None:
         if self.mode == "disabled":
             return
-        done = kind is None or (isinstance(error, SystemExit) and not error.code)
-        if kind is KeyboardInterrupt:
+        exit_code = 1
+        if kind is None or (isinstance(error, SystemExit) and not error.code):
+            exit_code = 0
+        elif kind is KeyboardInterrupt:
             exit_code = 130
-        else:
-            exit_code = int(not done)
         with self._environment, self.reporting("the end of the run"):
             if not self._broken:
                 self._send()
-                if self._resumed:
+                if self.kept:
                     self.run.summary.update(self._summaries)  # W&B's own cover this session only
             self.run.finish(exit_code=exit_code)
 
@@ -139,13 +130,9 @@ class WandbRun:
         with self.reporting(f"step {step} and all that follows"):
             if step != self._waiting[0]:
                 self._send()
-            for name, value in values.items():
-                self._summarise(name, value)
-            new = {
-                name: value
-                for name, value in values.items()
-                if name not in self._sent.get(step, ())
-            }
+            self._summarise(values)
+            sent = self._sent.get(step, ())
+            new = {name: value for name, value in values.items() if name not in sent}
             self._waiting = step, self._waiting[1] | new
             self._broken = False
 
@@ -155,11 +142,8 @@ class WandbRun:
         try:
             yield
         except Exception as error:
-            name = self.about["name"]
-            print(
-                f"W&B did not take {what} of {name} ({reason(error)}); {self.folder} holds it",
-                file=sys.stderr,
-            )
+            line = f"W&B did not take {what} of {self.about['name']} ({reason(error)});"
+            print(line, self.folder, "holds it", file=sys.stderr)
 
     def _send(self) -> None:
         """Send the numbers of the step that is waiting."""
@@ -168,77 +152,41 @@ class WandbRun:
         if values:
             self.run.log({**values, "step": step})
 
-    def _summarise(self, name: str, value: float) -> None:
-        """Update the summary of a metric: its last value, and its best where that has a meaning."""
-        summary = self._summaries.setdefault(name, {})
-        if HIGHER_IS_BETTER.search(name):
-            summary["max"] = max(summary.get("max", value), value)
-        elif LOWER_IS_BETTER.search(name):
-            summary["min"] = min(summary.get("min", value), value)
-        if "last" not in summary:
-            self.run.define_metric(name, step_metric="step", summary=",".join([*summary, "last"]))
-        summary["last"] = value
+    def _summarise(self, values: Mapping[str, float]) -> None:
+        """Update the summary of metrics: the last value, and the best where that has a meaning."""
+        for name, value in values.items():
+            summary = self._summaries.setdefault(name, {})
+            if HIGHER_IS_BETTER.search(name):
+                summary["max"] = max(summary.get("max", value), value)
+            elif LOWER_IS_BETTER.search(name):
+                summary["min"] = min(summary.get("min", value), value)
+            if "last" not in summary:
+                wanted = ",".join([*summary, "last"])
+                self.run.define_metric(name, step_metric="step", summary=wanted)
+            summary["last"] = value
 
     # -- starting ----------------------------------------------------------------------------------
 
-    def _start(self, fresh: bool = False) -> Any:
-        """Start the W&B run, or resume it; `fresh` starts a new one in any case."""
+    def _start(self, agent: Sequence[str | None], fresh: bool = False) -> Any:
+        """Start the W&B run, or resume it; `fresh` starts a new one in any case.
+
+        Args:
+            agent: the values of `OF_AGENT`.
+        """
         import wandb
 
         id_file = self.folder / "wandb" / f"{self.key}.id"
-        goes_on = self.about["job_type"] != "evaluate"
+        evaluates = self.about["job_type"] == "evaluate"
         # results are logged once, at the end: a run interrupted there has logged none
-        again = not fresh and goes_on and id_file.exists()
-        # a job of a sweep has its results in the W&B run that the agent names
-        job, sweep, parameters = self._of_agent
-        if fresh or goes_on:
-            job = sweep = parameters = None
-        if again:
+        resumes = not (fresh or evaluates) and id_file.exists()
+        identity = os.urandom(4).hex()
+        sweep = parameters = None
+        if resumes:
             identity = id_file.read_text().strip()
-        else:
-            identity = (sweep and job) or os.urandom(4).hex()
-        online = self.mode == "online"
-        last_step = None
-        if again and not online:
-            if self.finished:
-                last_step = math.inf
-            else:
-                last_step = _last_step(self.folder / "wandb", identity)
-        try:
-            run = self._init(identity, again and online, sweep)
-        except wandb.Error as error:
-            if not online:
-                raise
-            if self.insist:
-                raise InputError(
-                    f"tracking: W&B cannot be reached ({error}); use tracking=offline"
-                ) from error
-            print(
-                f"W&B cannot be reached, so this run is logged offline ({error})", file=sys.stderr
-            )
-            self.mode = "offline"
-            return self._start(fresh=True)  # wandb still holds the other one
-        id_file.write_text(identity)
-        if sweep and parameters:
-            # the sweep looks for `optimiser.lr` and the like in the config
-            swept: Any = OmegaConf.load(parameters)
-            run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
-        if run.resumed:
-            last_step = run.summary.get("step")
-        if last_step is not None:
-            self._resumed = True
-            for step, values in self.earlier:
-                if step <= last_step:
-                    self._sent.setdefault(step, {THROUGHPUT}).update(values)
-        if goes_on:
-            run.define_metric("step", hidden=True)
-            run.define_metric("*", step_metric="step")
-        return run
-
-    def _init(self, identity: str, resumes: bool, sweep: str | None) -> Any:
-        """Call `wandb.init` with settings that never block for long."""
-        import wandb
-
+        elif evaluates and not fresh and agent[1]:
+            # a job of a sweep has its results in the W&B run that the agent names
+            job, sweep, parameters = agent
+            identity = job or identity
         # a key without a network would otherwise block for minutes, and without a terminal init
         # raises
         settings = wandb.Settings(
@@ -250,9 +198,31 @@ class WandbRun:
             finish_timeout=UPLOAD_S,
             sweep_id=sweep,
         )
-        return wandb.init(
-            **self.about, id=identity, resume="allow" if resumes else None, settings=settings
-        )
+        online = self.mode == "online"
+        joins = "allow" if resumes and online else None
+        try:
+            run = wandb.init(**self.about, id=identity, resume=joins, settings=settings)
+        except wandb.Error as error:
+            if not online:
+                raise
+            problem = f"W&B cannot be reached ({error})"
+            if self.insist:
+                raise InputError(f"tracking: {problem}; use tracking=offline") from error
+            print(f"{problem}, so this run is logged offline", file=sys.stderr)
+            self.mode = "offline"
+            return self._start(agent, fresh=True)  # wandb still holds the other one
+        id_file.write_text(identity)
+        if parameters:
+            # the sweep looks for `optimiser.lr` and the like in the config
+            swept: Any = OmegaConf.load(parameters)
+            run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
+        if run.resumed or (resumes and not online):
+            for step, values in self.earlier:
+                self._sent.setdefault(step, {THROUGHPUT}).update(values)
+        if not evaluates:
+            run.define_metric("step", hidden=True)
+            run.define_metric("*", step_metric="step")
+        return run
 
 
 def reason(error: Exception) -> str:
@@ -260,27 +230,6 @@ def reason(error: Exception) -> str:
     if hasattr(error, "errors"):
         return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def records(folder: Path) -> Iterator[dict[str, Any]]:
-    """Return the records in the folder of an offline W&B run, read by wandb's own reader."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-    # wandb writes a log of its own into the wandb/ of the folder it is started in
-    lines = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=folder.parent.parent
-    ).stdout
-    return map(json.loads, lines.splitlines())
-
-
-def _last_step(folder: Path, identity: str) -> int | None:
-    """Return the last step in the files that earlier sessions of this W&B run left, None without
-    any."""
-    steps = []
-    for session in folder.glob(f"*run-*-{identity}*"):
-        for record in records(session):
-            if record["type"] == "history" and record["history"]["item"].get("step") is not None:
-                steps.append(int(record["history"]["item"]["step"]))
-    return max(steps, default=None)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ def workspace(config: WorkspaceRun) -> None:
         InputError: if wandb-workspaces is not installed, W&B cannot be reached or refuses the view,
             or the project does not exist yet.
     """
+    # refused before anything is built
     mode = wandb_mode(TrackingSettings())
     view = view_of(config)
     panels = sum(len(section.panels) for section in view.sections)
@@ -83,6 +84,7 @@ def view_of(config: WorkspaceRun) -> Any:
             raise InputError(
                 "workspace: needs wandb-workspaces; pip install 'knobwise[workspace]'"
             ) from error
+        # sections and panels are data
         template = Template(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
         content = yaml.safe_load(template.render(knobs=config.knobs))
         sections = [_section(ws, wr, section) for section in content]
@@ -106,43 +108,52 @@ def view_of(config: WorkspaceRun) -> Any:
 
 def _section(ws: Any, wr: Any, section: dict[str, Any]) -> Any:
     """Return a section of workspace.yaml; `ws` is wandb_workspaces.workspaces."""
+    columns, rows = section["size"]
+    panels = []
+    for kind, titles in section["panels"].items():
+        panels += [_panel(wr, kind, title, content) for title, content in titles.items()]
     return ws.Section(
         name=section["name"],
-        panels=[_panel(wr, **panel) for panel in section["panels"]],
+        panels=panels,
         is_open=section.get("is_open", False),
-        layout_settings=ws.SectionLayoutSettings(columns=section["columns"], rows=section["rows"]),
+        layout_settings=ws.SectionLayoutSettings(columns=columns, rows=rows),
     )
 
 
-def _panel(wr: Any, kind: str, **fields: Any) -> Any:
+def _panel(wr: Any, kind: str, title: str, content: Any) -> Any:
     """Return a panel of workspace.yaml; `wr` is wandb_workspaces.reports.v2."""
+    fields: dict[str, Any] = {"title": title}
     if kind == "ScatterPlot":
-        fields |= {axis: wr.SummaryMetric(fields[axis]) for axis in ("x", "y")}
+        fields |= dict(zip("xy", map(wr.SummaryMetric, content), strict=True))
+        fields["running_ymax"] = True
     elif kind == "LinePlot":
-        fields |= {"x": "step", "title_x": "iteration"}
+        metrics = [content] if isinstance(content, str) else content
+        fields |= {"x": "step", "title_x": "iteration", "y": metrics}
     elif kind == "BarPlot":
-        group = wr.Config(fields.pop("groupby", "run"))
-        fields |= {"groupby": group, "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
+        metric, group = content
+        fields |= {"metrics": [metric], "groupby": wr.Config(group)}
+        fields |= {"groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
     elif kind == "CustomChart":
-        query = {"summaryTable": {"tableKey": f"{fields.pop('table')}_table"}}
-        title = {"title": fields.pop("title")}
+        table, *axes = content
         fields = {
-            "query": query,
+            "query": {"summaryTable": {"tableKey": f"{table}_table"}},
             "chart_name": "wandb/line/v0",
-            "chart_fields": fields,
-            "chart_strings": title,
+            "chart_fields": dict(zip(("x", "y", "stroke"), axes, strict=True)),
+            "chart_strings": fields,
         }
     elif kind == "ParallelCoordinatesPlot":
         column = wr.ParallelCoordinatesPlotColumn
-        settings = fields.pop("settings")
-        metrics = fields.pop("metrics")
-        fields["columns"] = [
-            column(wr.Config(key), display_name=name, log=key.endswith(".lr") or None)
-            for key, name in settings.items()
-        ]
-        fields["columns"] += [column(wr.SummaryMetric(name)) for name in metrics]
+        fields["columns"] = []
+        for key, name in content.items():
+            metric = wr.Config(key) if name else wr.SummaryMetric(key)
+            log = key.endswith(".lr") or None
+            fields["columns"].append(column(metric, display_name=name, log=log))
+    elif kind == "MediaBrowser":
+        fields |= {"media_keys": [content], "num_columns": 1}
+    elif kind == "WeavePanelSummaryTable":
+        fields = {"table_name": title}
     elif kind == "RunComparer":
-        fields["layout"] = wr.Layout(**fields["layout"])
+        fields = {"diff_only": True, "layout": wr.Layout(w=24, h=12)}
     return getattr(wr, kind)(**fields)
 
 

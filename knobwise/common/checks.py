@@ -53,6 +53,7 @@ def a_seed(key: str, value: int) -> None:
 def a_device(key: str, value: str, usable: bool = False) -> None:
     """Refuse a device that is neither cpu nor cuda; if it must be `usable`, also a GPU that torch
     does not find."""
+    # such as cuda:1
     kind, _, number = value.partition(":")
     if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
         raise InputError(f"{key}={value}: must be cpu or cuda")

@@ -95,6 +95,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
             an error of its own, as torch does.
     """
     path = Path(path)
+    # what cannot be written is refused before the work begins
     if path.is_dir():
         raise InputError(f"{path}: is a folder, so it cannot be written as a file")
     try:
@@ -129,6 +130,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     except InputError:
         raise
     except Exception as error:
+        # writers call a full disk by many names
         if path.parent.exists() and shutil.disk_usage(path.parent).free < FULL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         if temporary.exists() and temporary.stat().st_size >= longest_file() >= 0:
@@ -164,6 +166,7 @@ def replace_link(link: Path, target: Path) -> None:
     """
     for abandoned in link.parent.glob(f".{glob.escape(link.name)}-*"):
         abandoned.unlink()
+    # a new link takes the name of the old one
     temporary = link.with_name(f".{link.name}-{uuid.uuid4().hex}")
     temporary.symlink_to(target)
     temporary.replace(link)

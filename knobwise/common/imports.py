@@ -26,11 +26,13 @@ def imported(key: str, name: str, kind: str, example: str) -> Any:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise InputError(f"{key}: must be module:name, such as {example}")
+    # as `python -m` does
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, folder)
     try:
         code = importlib.import_module(module)
     except (Exception, SystemExit) as error:
+        # the module is missing, or one that it imports
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             known = f"neither in {folder} nor installed; name it as in an import, without .py"
             raise InputError(f"{key}: there is no module {module}, {known}") from error

@@ -43,6 +43,7 @@ def _handling(react: Callable[[int], None]) -> Iterator[None]:
         yield
         return
 
+    # a whole group of processes is signalled at once
     def handle(number: int, frame: FrameType | None) -> None:
         if is_new():
             react(number)
@@ -108,6 +109,7 @@ def held_back(active: bool = True, say: str = "") -> Iterator[Held]:
     A second signal, later than `SAME_S` after the first, stops the block at once. A signal that is
     still held back when the block ends is raised then. If not `active`, nothing is held back.
     """
+    # what is held back is raised by `check`, at the latest here
     held = Held(say)
     with _handling(held.react) if active else nullcontext():
         yield held

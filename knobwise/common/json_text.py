@@ -15,6 +15,7 @@ def decoded(text: bytes | str) -> Any:
     """
     try:
         if isinstance(text, bytes):
+            # Windows puts a mark at the beginning
             content = text.decode("utf-8-sig")
         else:
             content = text

@@ -14,6 +14,7 @@ def lazy(package: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = module_of[name]
+        # most names are of the package itself
         if not module.startswith("knobwise."):
             module = f"{package}.{module}"
         return getattr(importlib.import_module(module), name)

@@ -23,6 +23,7 @@ def read_parquet(path: Path) -> pl.DataFrame:
     except OSError:  # it was closed since
         return _read(path)
     try:
+        # Rust writes to the file descriptor, not to sys.stderr
         os.dup2(nowhere, 2)
         return _read(path)
     finally:

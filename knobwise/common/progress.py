@@ -12,17 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from threading import RLock
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 Tick = Callable[[int, str], None]
 REDRAW_S = 0.1
 """Seconds between two drawings of a bar."""
-NUMBERS = 52
+NUMBERS = 40
 """Columns of a terminal for title, bar and numbers; the note has the others."""
 
 
@@ -30,8 +29,8 @@ NUMBERS = 52
 def progress(
     title: str, total: int, done: int = 0, every_s: float = 60.0, quiet_s: float = 0.0
 ) -> Iterator[Tick]:
-    """Yield ``tick(done, note)``. Rate and time left count this session alone: resumed work does
-    not flatter them.
+    """Yield ``tick(done, note)``. The time left counts this session alone: resumed work does not
+    flatter it.
 
     Bars may be nested; an inner bar disappears when it is done. Without a terminal, and in a
     process that works for another one, a line goes to stderr every ``every_s`` seconds and at the
@@ -44,13 +43,32 @@ def progress(
         every_s: seconds between plain lines.
         quiet_s: seconds before anything is shown, so that short work stays silent.
     """
-    if not has_terminal():
-        yield _Lines(title, total, done, quiet_s, every_s).tick
+    start = latest = time.monotonic()
+    ended = False
+    bar = _Bar() if has_terminal() else None
+    first = done
+
+    def tick(done: int, note: str = "") -> None:
+        nonlocal latest, ended
+        now = time.monotonic()
+        # nothing is shown of short work
+        if now - start < quiet_s:
+            return
+        left = _left(now - start, done - first, total - done)
+        if bar is not None:
+            bar.show(now, title, total=total, completed=done, left=left, note=note)
+        # a second tick at the end says nothing
+        elif now - latest >= every_s or (done == total and not ended):
+            latest = now
+            ended = done == total
+            say(" · ".join(filter(None, [f"{title}: {done}/{total}, {left}", note])))
+
+    if bar is None:
+        yield tick
         return
-    bar = _Bar(title, total, done, quiet_s)
-    bar.tick(done)
+    tick(done)
     try:
-        yield bar.tick
+        yield tick
     finally:
         bar.remove()
 
@@ -86,103 +104,59 @@ def has_terminal() -> bool:
     return False
 
 
-class _Pace:
-    """The speed of the work and the time left; `first` steps were done before."""
-
-    def __init__(self, title: str, total: int, first: int, quiet_s: float) -> None:
-        self.title = title
-        self.total = total
-        self.first = first
-        self.quiet_s = quiet_s
-        self.start = time.monotonic()
-
-    def is_short(self) -> bool:
-        return time.monotonic() - self.start < self.quiet_s
-
-    def left(self, done: int) -> str:
-        seconds = time.monotonic() - self.start
-        if done >= self.total:
-            return f"done in {duration(seconds)}"
-        if done <= self.first:
-            return "time left unknown"
-        left = seconds / (done - self.first) * (self.total - done)
-        return f"{duration(max(1.0, left))} left"  # 0 s would mean that it is done
-
-    def rate(self, done: int) -> str:
-        steps = done - self.first
-        seconds = time.monotonic() - self.start
-        if steps <= 0 or seconds <= 0:
-            return "– it/s"
-        if steps >= seconds:
-            return f"{steps / seconds:.1f} it/s"
-        return f"{seconds / steps:.1f} s/it"
+def _left(seconds: float, steps: int, remaining: int) -> str:
+    """Return in words how long the remaining steps take, at the speed of those of this session."""
+    if remaining <= 0:
+        return f"done in {duration(seconds)}"
+    if steps <= 0:
+        return "time left unknown"
+    return (
+        f"{duration(max(1.0, seconds / steps * remaining))} left"  # 0 s would mean that it is done
+    )
 
 
-class _Lines(_Pace):
-    """A plain line now and then."""
-
-    def __init__(self, title: str, total: int, first: int, quiet_s: float, every_s: float) -> None:
-        super().__init__(title, total, first, quiet_s)
-        self.every_s = every_s
-        self.last = self.start
-        self.ended = False
-
-    def tick(self, done: int, note: str = "") -> None:
-        now = time.monotonic()
-        at_end = done == self.total and not self.ended  # a second tick at the end says nothing
-        if now - self.last >= self.every_s or (at_end and not self.is_short()):
-            self.last = now
-            self.ended = at_end or self.ended
-            line = f"{self.title}: {done}/{self.total}, {self.left(done)}"
-            say(f"{line} · {note}" if note else line)
-
-
-class _Bar(_Pace):
+class _Bar:
     """A bar in the terminal; nested ones stand below each other, in one display."""
 
     display: Progress | None = None
-    drawn_s = 0.0
-    lock = RLock()
+    drawn = 0.0
     task: TaskID | None = None
 
-    def tick(self, done: int, note: str = "") -> None:
-        if self.task is None and self.is_short():
-            return
-        values: dict[str, Any] = {"rate": self.rate(done), "left": self.left(done), "note": note}
-        with self.lock, suppress(OSError, ValueError):
+    def show(self, now: float, title: str, **values: Any) -> None:
+        with suppress(OSError, ValueError):  # the terminal may be gone
             display = _Bar.display = _Bar.display or _display()
-            now = time.monotonic()
+            # the first time
             if self.task is None:
-                self.task = display.add_task(self.title, total=self.total, completed=done, **values)
+                self.task = display.add_task(title, **values)
+                _Bar.drawn = 0.0
                 display.start()
-                _Bar.drawn_s = now
-                return
-            display.update(self.task, completed=done, **values)
-            if now - self.drawn_s >= REDRAW_S:
-                _Bar.drawn_s = now
+            display.update(self.task, **values)
+            if now - self.drawn >= REDRAW_S:
+                _Bar.drawn = now
                 display.refresh()
 
     def remove(self) -> None:
         """Take the bar away; the last one stays as it is, in the scrollback."""
-        with self.lock, suppress(OSError, ValueError):
-            if self.display is None or self.task is None:
+        display = self.display
+        with suppress(OSError, ValueError):
+            if display is None or self.task is None:
                 return
-            if len(self.display.tasks) > 1:
-                self.display.remove_task(self.task)
+            if len(display.tasks) > 1:
+                display.remove_task(self.task)
                 return
-            ended = self.display
             _Bar.display = None
-            ended.stop()
+            display.stop()
 
 
 def _display() -> Progress:
     console = Console(stderr=True)
+    # a long note must not break the line
     room = Column(no_wrap=True, max_width=max(8, console.width - NUMBERS))
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
-        TextColumn("{task.completed}/{task.total}"),
-        TextColumn("{task.fields[rate]} · {task.fields[left]}"),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
         TextColumn("{task.fields[note]}", markup=False, table_column=room),
         console=console,
         auto_refresh=False,

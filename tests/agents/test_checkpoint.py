@@ -123,16 +123,6 @@ def test_loading_executes_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
-def test_a_missing_weight_is_refused(tmp_path: Path) -> None:
-    table = small_table(20)
-    save_checkpoint(tmp_path / "c.pt", heads(table), table, {})
-    content = torch.load(tmp_path / "c.pt", weights_only=True)
-    del content["controller"]["controller"]["state"]["network.layers.0.weight"]
-    torch.save(content, tmp_path / "c.pt")
-    with pytest.raises(InputError, match=r"c\.pt"):
-        load_checkpoint(tmp_path / "c.pt")
-
-
 # -- damage ----------------------------------------------------------------------------------------
 
 
@@ -246,19 +236,6 @@ def test_grpo_starts_from_weights_and_from_their_statistics(
     agent = student.run()
     assert agent.teacher is None
     assert equal_states(start, student.reference)
-
-
-def test_a_taught_start_may_be_taught_again(starts: Path) -> None:
-    student = trainer("taught", init_from=starts / "taught.pt", optimiser=WARM)
-    start = load_checkpoint(starts / "taught.pt")
-    assert equal_states(start.network, student.agent.controller)
-    assert student.agent.teacher is not None
-    assert start.controller.teacher is not None
-    # its teacher is a fresh one, which reads features as the start does
-    assert not equal_states(student.agent.teacher.network, start.controller.teacher.network)
-    assert equal_states(student.agent.teacher.normaliser, start.network.normaliser)
-    student.run()
-    assert not equal_states(start.network, student.agent.controller)
 
 
 def test_on_another_profile_all_parts_of_a_teacher_read_features_as_the_start_does(

@@ -16,7 +16,7 @@ from tensordict.nn import (
     TensorDictModule,
 )
 from tensordict.utils import unravel_key
-from torch import nn, vmap
+from torch import nn
 from torchrl.objectives import LossModule
 
 from knobwise.agents.controller.actor import ConfigurationCategorical
@@ -142,19 +142,6 @@ def test_functional_or_not_gives_the_same_loss_and_gradients_and_leaves_the_inpu
 
 
 @every_kind
-@either_way
-def test_parameters_are_those_of_the_actor_and_can_be_reset(kind: str, functional: bool) -> None:
-    actor = make_actor()
-    loss = KINDS[kind][0](actor, functional=functional)
-    assert {id(p) for p in loss.parameters()} == {id(p) for p in actor.parameters()}
-    with torch.no_grad():
-        for parameter in loss.parameters():
-            parameter += 1000
-    loss.reset_parameters_recursive()
-    assert all((parameter.abs() < 10).all() for parameter in loss.parameters())
-
-
-@every_kind
 def test_reductions_agree(kind: str) -> None:
     none, mean, added = (make_loss(kind, reduction=r)(make_data()) for r in ("none", "mean", "sum"))
     for name, value in mean.items():
@@ -192,48 +179,6 @@ def test_it_can_be_called_without_a_tensordict(kind: str) -> None:
             torch.equal(value, wanted[name])
             for name, value in zip(loss.out_keys, result, strict=True)
         )
-
-
-@every_kind
-def test_outputs_can_be_selected(kind: str) -> None:
-    loss, data = make_loss(kind), make_data()
-    names = list(loss.out_keys)
-    wanted = loss(data.clone())
-    loss.select_out_keys(names[0])
-    assert list(loss(data.clone()).keys()) == [names[0]]
-    assert torch.equal(loss(**keywords(loss, data)), wanted[names[0]])
-    loss.reset_out_keys()
-    assert loss.out_keys == names
-    assert make_loss(kind).out_keys == names  # another instance was not touched
-
-
-@every_kind
-@either_way
-def test_the_state_travels(kind: str, functional: bool) -> None:
-    loss = make_loss(kind, functional=functional)
-    for name in loss._schedulable_buffers:
-        setattr(loss, name, 0.37)
-    other = make_loss(kind, seed=1, functional=functional)
-    assert not torch.equal(total(other(make_data())), total(loss(make_data())))
-    other.load_state_dict(loss.state_dict())
-    for again in (other, copy.deepcopy(loss)):
-        assert_same(again(make_data()), loss(make_data()))
-
-
-@every_kind
-def test_many_parameters_at_once_under_vmap(kind: str) -> None:
-    losses = [make_loss(kind, seed=seed) for seed in range(3)]
-    data = make_data()
-    stacked = torch.stack([TensorDict.from_module(loss).data for loss in losses])
-
-    def call(parameters: TensorDict, data: TensorDict) -> torch.Tensor:
-        with parameters.to_module(losses[0]):
-            return total(losses[0](data.clone()))
-
-    result = vmap(call, (0, None))(stacked, data)
-    wanted = torch.stack([total(loss(data.clone())).detach() for loss in losses])
-    torch.testing.assert_close(result, wanted)
-    assert len(result.unique()) == 3
 
 
 # -- torch.compile, as TorchRL's own losses allow it -----------------------------------------------

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,18 @@ from helpers import TAUGHT, deployed, driven_apart, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictSequential, set_composite_lp_aggregate
+from tensordict.nn import set_composite_lp_aggregate
 from torch import Tensor
-from torchrl.collectors import Collector
-from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.distributions import KnobCategoricals
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.prices import mean_budgets
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.settings import BudgetConfig
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.losses import GRPOLoss
 
 ALL = torch.arange(60)
 both_ways = pytest.mark.parametrize("how", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
@@ -89,58 +83,22 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(
         assert len(chosen.unique(dim=1)[0]) > 1
 
 
-def test_whatever_holds_a_controller_gives_the_same_policy() -> None:
-    table, agent = agent_of("guarded")
-    loaded = Loaded(agent, table.name, table.digest, {})
-    data = requests(table, agent)
-    wanted = make_actor(agent.controller).get_dist(data).log_probs
-    for holder in (agent, KnobPolicy(loaded)):
-        assert torch.equal(make_actor(holder).get_dist(data).log_probs, wanted)
-
-
-@pytest.mark.parametrize("kind", ["controller", "no features", "guarded"])
-@pytest.mark.parametrize("group_size", [None, 1, 3])
-@pytest.mark.parametrize("action", ["knobs", "configuration"])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_shapes_whatever_the_batch(
-    kind: str, group_size: int | None, action: str, by_row: bool
-) -> None:
-    table, agent = agent_of(kind)
-    policy = make_actor(agent, table if by_row else None, group_size, action=action)
-    data, group = requests(table, agent), () if group_size is None else (group_size,)
-    for batch in ((), (1,), (5,), (4, 3)):
-        part = data[0] if batch == () else data[: math.prod(batch)].reshape(batch)
-        for how in (ExplorationType.RANDOM, ExplorationType.DETERMINISTIC):
-            with set_exploration_type(how):
-                out = policy(part.clone())
-            assert out["action"].shape == (*batch, *group, *((3,) if action == "knobs" else ()))
-            assert out["action"].dtype == torch.int64
-            assert out["action_log_prob"].shape == (*batch, *group)
-            log_prob = policy.get_dist(part).log_prob(out["action"])
-            torch.testing.assert_close(log_prob, out["action_log_prob"])
-
-
 def test_an_action_may_be_the_index_of_a_configuration() -> None:
     table, agent = agent_of("controller")
-    by_knobs, by_index = (
-        make_actor(agent, group_size=4),
-        make_actor(agent, group_size=4, action="configuration"),
-    )
+    by_knobs = make_actor(agent, group_size=4)
+    by_index = make_actor(agent, group_size=4, action="configuration")
     data = requests(table, agent)
     with set_exploration_type(ExplorationType.RANDOM):
         out = by_index(data.clone())
-    assert table.mask.gather(1, out["action"]).all()
-    wanted = by_knobs.get_dist(data).log_prob(table.configurations[out["action"]])
+    index = out["action"]
+    assert table.mask.gather(1, index).all()
+    wanted = by_knobs.get_dist(data).log_prob(table.configurations[index])
     assert torch.equal(out["action_log_prob"], wanted)
-    assert torch.equal(by_index.get_dist(data).log_prob(out["action"]), wanted)
-    assert torch.equal(
-        table.configurations[by_index(data.clone())["action"]], by_knobs(data.clone())["action"]
-    )
-    assert (
-        by_index.get_dist(data).log_prob(torch.full((60, 4), 12)).isneginf().all()
-    )  # there are 12: 0 to 11
-    with pytest.raises(InputError, match="action"):
-        make_actor(agent, action="index")
+    dist = by_index.get_dist(data)
+    assert torch.equal(dist.log_prob(index), wanted)
+    greedy = by_knobs(data.clone())["action"]
+    assert torch.equal(table.configurations[by_index(data.clone())["action"]], greedy)
+    assert dist.log_prob(torch.full((60, 4), 12)).isneginf().all()  # there are 12: 0 to 11
 
 
 # -- each knob under its own key -------------------------------------------------------------------
@@ -224,14 +182,20 @@ def test_separate_knobs_are_the_masked_policy_over_configurations(
         assert part[names[0]].shape == (*part.shape,)
 
 
-def test_what_cannot_be_a_policy_or_be_separate_is_refused() -> None:
-    agent = agent_of("controller")[1]
-    with pytest.raises(InputError, match=r"separate=True: .*leave out action=configuration"):
-        make_actor(agent, action="configuration", separate=True)
-    with pytest.raises(InputError, match="NumpyController is not a controller"):
-        make_actor(agent.decider)
-    with pytest.raises(InputError, match="Teacher is not a controller"):
-        make_actor(agent_of("guarded")[1].teacher)
+@pytest.mark.parametrize(
+    ("give", "options", "name"),
+    [
+        (lambda agent: agent, {"action": "index"}, "action"),
+        (lambda agent: agent, {"action": "configuration", "separate": True}, "separate"),
+        (lambda agent: agent.decider, {}, "NumpyController"),
+        (lambda agent: agent.teacher, {}, "Teacher"),
+    ],
+)
+def test_what_cannot_be_a_policy_or_be_separate_is_refused(
+    give: Callable[[DeployedController], Any], options: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(InputError, match=name):
+        make_actor(give(agent_of("guarded")[1]), **options)
 
 
 # -- however the requests come ---------------------------------------------------------------------
@@ -281,109 +245,3 @@ def test_without_a_mask_every_configuration_is_possible_and_collectors_do_not_lo
         policy(data.clone().exclude("budget_ms"))
     with pytest.raises(InputError, match="'image_features' must be 4 wide, got nothing"):
         policy(data.clone().exclude("image_features"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("group_size", [1, 3])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_in_the_environment_it_never_draws_what_was_not_profiled(
-    kind: str, group_size: int, by_row: bool
-) -> None:
-    table, agent = agent_of(kind)
-    budget = BudgetConfig(sense="mean") if kind == "mean budgets" else None
-    env = ConfigBandit(
-        table, batch_size=30, group_size=group_size, budget=budget, unprofiled="error", seed=0
-    )
-    policy = make_actor(agent, table if by_row else None, group_size)
-    collector = Collector(
-        env, policy, frames_per_batch=60, total_frames=120, auto_register_policy_transforms=False
-    )
-    collected = torch.cat([data.reshape(-1) for data in collector])
-    collector.shutdown()
-    assert collected["action"].shape == (120, group_size, 3)
-    assert collected["next", "reward"].isfinite().all()
-
-
-@pytest.mark.parametrize("by_row", [False, True])
-def test_it_plays_in_the_environment_and_learns(by_row: bool) -> None:
-    table = small_table()
-    agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8)))
-    env = ConfigBandit(
-        table, batch_size=64, group_size=4, full_information=True, unprofiled="error", seed=0
-    )
-    policy = make_actor(agent, table if by_row else None, 4)
-    loss = GRPOLoss(policy, functional=False)
-    optimiser = torch.optim.Adam(loss.parameters(), lr=0.02)
-    torch.manual_seed(0)
-    rewards = []
-    for _ in range(30):
-        with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
-            data = env.rollout(1, policy).squeeze(1)
-        rewards.append(data["next", "reward"].mean().item())
-        loss(data)["loss_objective"].backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05
-
-
-# -- three keys are the one tensor -----------------------------------------------------------------
-
-
-def collected(
-    agent: DeployedController, table: ProfileTable, separate: bool
-) -> tuple[ProbabilisticTensorDictSequential, TensorDict]:
-    """A policy, and what a collector puts into a replay buffer of its draws."""
-    torch.manual_seed(0)
-    keys = "knobs" if separate else "action"
-    shape = {"batch_size": 32, "group_size": 8}
-    env = ConfigBandit(table, **shape, action_keys=keys, unprofiled="error", lean=True, seed=0)
-    policy = make_actor(agent, table, 8, separate=separate)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=64)
-    collector = Collector(
-        env, policy, frames_per_batch=32, total_frames=64, auto_register_policy_transforms=False
-    )
-    for batch in collector:
-        buffer.extend(batch.flatten())
-    collector.shutdown()
-    return policy, buffer[:]
-
-
-@pytest.mark.parametrize("kind", ["several networks", "guarded"])
-@pytest.mark.parametrize("aggregate", [False, True])
-def test_three_keys_give_the_losses_and_gradients_of_the_one_tensor(
-    kind: str, aggregate: bool
-) -> None:
-    table, agent = agent_of(kind)
-    names = [knob.name for knob in table.knobs]
-    assert names == ["max_crops", "top_k", "num_active_blocks"]
-    settings = {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.02, "clip_epsilon": 0.1}
-    results = []
-    with set_composite_lp_aggregate(aggregate):
-        for separate in (False, True):
-            learner = copy.deepcopy(agent)
-            policy, data = collected(learner, table, separate)
-            drawn = torch.stack([data[name] for name in names], -1) if separate else data["action"]
-            assert data["next", "reward"].isfinite().all()
-            # away from the weights that drew, so that ratio, clip and KL are at work
-            generator = torch.Generator().manual_seed(1)
-            for p in learner.controller.parameters():
-                p.data += 0.05 * torch.randn(p.shape, generator=generator)
-            old = [data[key] for key in policy.log_prob_keys]
-            data["reference_log_prob"] = torch.stack(old).sum(0) - 0.1
-            loss = GRPOLoss(policy, **settings, functional=False)
-            out = loss(data)
-            terms = [out[name] for name in out.keys() if name.startswith("loss_")]  # noqa: SIM118
-            sum(terms).backward()
-            gradients = {n: p.grad for n, p in learner.controller.named_parameters()}
-            results.append((drawn, data["next", "reward"], out.detach(), gradients))
-    (action, reward, out, gradients), (others, rewards, out_of_keys, gradients_of_keys) = results
-    assert torch.equal(action, others)
-    assert torch.equal(reward, rewards)
-    assert 0 < float(out["clip_fraction"]) < 1
-    for name, value in out.items():
-        torch.testing.assert_close(out_of_keys[name], value, msg=name)
-    moved = 0
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradients_of_keys[name], gradient, rtol=1e-4, atol=1e-6)
-        moved += float(gradient.abs().sum()) > 0
-    assert moved == len(gradients)

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from helpers import arrays, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,11 +15,7 @@ from knobwise.agents.controller.networks import (
     OutcomeNetwork,
 )
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.stack.teacher import Teacher
 from knobwise.envs.configurations.budgets import BudgetEncoding
-from knobwise.envs.tables.profile_table import ProfileTable
 
 NAN = math.nan
 CONFIGURATIONS = torch.arange(3).unsqueeze(1)
@@ -76,49 +70,6 @@ def test_a_member_starts_at_the_means_of_its_own_samples() -> None:
     torch.testing.assert_close(out.log_latency[:, 0, 0], torch.tensor([4.0, 9.0]).log())
 
 
-def test_certain_outcomes_stay_finite() -> None:
-    net = network()
-    net.start_from(
-        torch.randn(2000, 2), torch.ones(2000, 3), torch.full((2000, 3), 5.0), everyone(1, 2000)
-    )
-    out = net(torch.randn(1, 4, 2))
-    torch.testing.assert_close(out.predicted().accuracy, torch.full((1, 4, 3), 0.98))
-    torch.testing.assert_close(out.spread, torch.full((1, 4, 3), 0.02))
-
-
-def untrained(table: ProfileTable, members: int) -> Teacher:
-    rows = torch.arange(table.num_samples)
-    config = PolicyConfig(teacher_hidden=16, members=members)
-    everyone = torch.ones(members, len(rows), dtype=torch.bool)
-    normaliser = FeatureNormaliser.fit(table, rows)
-    return Teacher.for_table(table, rows, config, normaliser, everyone).eval()
-
-
-@pytest.mark.parametrize("members", [1, 3])
-@pytest.mark.parametrize("holes", [0.0, 0.5])
-def test_the_first_greedy_choice_of_a_teacher_is_the_best_static_one(
-    members: int, holes: float
-) -> None:
-    # better means slower: .2 at 4 ms, .5 at 8 ms, .9 at 16 ms, give or take one percent
-    table = small_table(300, holes=holes)
-    generator = torch.Generator().manual_seed(0)
-    level = torch.tensor([0.2, 0.5, 0.9]).repeat_interleave(4)
-    mean = torch.tensor([4.0, 8.0, 16.0]).repeat_interleave(4)
-    jitter = 1 + 0.01 * torch.randn(300, 12, generator=generator)
-    right = (torch.rand(300, 12, generator=generator) < level).float()
-    table.accuracy.copy_(right.masked_fill(~table.mask, NAN))
-    table.latency_ms.copy_((mean * jitter).masked_fill(~table.mask, NAN))
-    teacher = untrained(table, members)
-    static = static_of(table, torch.arange(300))
-    everything = np.ones((300, 12), bool)
-    for budget in (5.0, 10.0, 20.0):
-        limits = np.full(300, budget)
-        chosen = teacher.choose(arrays(table), limits, everything)
-        assert len(set(chosen.tolist())) == 1
-        # among the four that are equal but for noise both take one
-        assert chosen[0] // 4 == static.choose({}, limits, everything)[0] // 4
-
-
 # -- what the networks compute ---------------------------------------------------------------------
 
 
@@ -164,15 +115,6 @@ def test_a_network_of_heads_is_an_mlp_by_hand() -> None:
         hidden = pre * torch.sigmoid(pre)
     torch.testing.assert_close(net(x, limits), net.head(hidden[None]))
     assert not torch.equal(net.train()(x, limits), net(x, limits))
-
-
-def test_without_features_the_heads_see_the_limit_alone() -> None:
-    torch.manual_seed(0)
-    encoding = BudgetEncoding(torch.tensor([1.0, 10.0, 100.0]))
-    net = KnobNetwork(0, CONFIGURATIONS, encoding, PolicyConfig(hidden=16)).eval()
-    log_probs = net(torch.zeros(1, 5, 0), torch.tensor([[1.0, 1.0, 9.0, 9.0, 50.0]]))
-    assert torch.equal(log_probs[0, 0], log_probs[0, 1])
-    assert not torch.equal(log_probs[0, 1], log_probs[0, 2])
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -269,21 +211,6 @@ def test_a_head_is_a_distribution_over_what_the_mask_allows(
     torch.testing.assert_close(head(hidden), head(hidden, torch.ones_like(mask)))
 
 
-def test_one_configuration_is_certain_and_only_what_is_learned_is_saved() -> None:
-    head = KnobHeads(5, torch.zeros(1, 3, dtype=torch.int64))
-    assert head(torch.randn(1, 4, 5)).tolist() == [[[0.0]] * 4]
-    assert list(KnobHeads(5, GRID).state_dict()) == ["logits.weight", "logits.bias"]
-
-
-def test_rows_do_not_touch_one_another() -> None:
-    torch.manual_seed(0)
-    head, hidden = KnobHeads(5, GRID, 2), torch.randn(2, 3, 5)
-    mask = torch.rand(2, 3, 12) < 0.7
-    mask[..., 0] = True
-    one_by_one = torch.cat([head(hidden[:, i : i + 1], mask[:, i : i + 1]) for i in range(3)], 1)
-    torch.testing.assert_close(head(hidden, mask), one_by_one)
-
-
 def test_on_a_full_grid_a_head_is_the_product_of_the_knobs() -> None:
     torch.manual_seed(0)
     head, hidden = KnobHeads(5, GRID), torch.randn(1, 7, 5)
@@ -320,21 +247,6 @@ def test_a_head_by_hand(
     head.logits.bias.data = torch.tensor(logits).reshape(1, 1, -1)  # whatever its input
     log_probs = head(torch.randn(1, 1, 5), torch.tensor(mask)[None, None])
     torch.testing.assert_close(log_probs.exp()[0, 0], torch.as_tensor(wanted))
-
-
-def test_a_head_cannot_say_that_two_knobs_go_together() -> None:
-    # 0 with 0 and 1 with 1, almost surely: the best that it can do is ¼ each
-    wanted = torch.tensor([0.49, 0.01, 0.01, 0.49])
-    torch.manual_seed(0)
-    head = KnobHeads(8, SQUARE)
-    optimiser = torch.optim.Adam(head.parameters(), lr=0.05)
-    for _ in range(200):
-        optimiser.zero_grad()
-        loss = -(wanted * head(torch.ones(1, 1, 8))[0, 0]).sum()
-        loss.backward()
-        optimiser.step()
-    off = (head(torch.ones(1, 1, 8)).exp()[0, 0] - wanted).abs().max()
-    assert float(off.detach()) == pytest.approx(0.24, abs=0.01)
 
 
 def test_where_at_most_half_of_the_grid_exists_there_is_one_head_over_the_configurations() -> None:

@@ -117,16 +117,6 @@ def test_statistics_come_from_the_rows_given_alone() -> None:
     torch.testing.assert_close(controller.network.encoding.mean, mean)
 
 
-@every_head
-def test_gradients_reach_every_parameter(by_knobs: bool) -> None:
-    table = table_with(by_knobs, holes=0.5)
-    controller, data = small_controller(table), contexts(table)
-    make_actor(controller, table, 4).get_dist(data).entropy().sum().backward()
-    for p in controller.parameters():
-        assert p.grad is not None
-        assert p.grad.isfinite().all()
-
-
 # -- networks side by side -------------------------------------------------------------------------
 
 
@@ -196,16 +186,6 @@ def test_the_forward_pass_takes_any_leading_axes(
     torch.testing.assert_close(controller(x[0], limits[0], mask[0]), flat[0])
 
 
-def test_under_a_price_the_limit_has_another_name() -> None:
-    table = small_table()
-    config = PolicyConfig(hidden=16)
-    controller = Controller.for_table(table, torch.arange(60), config, "mean").eval()
-    assert make_actor(controller, table).in_keys == ["row", "worth_ms"]
-    blocks = ["image_features", "language_features"]
-    assert make_actor(controller).in_keys == ["worth_ms", *blocks, "mask"]
-    assert Controller.restored(controller.plain()).limit_key == "worth_ms"
-
-
 # -- the distribution ------------------------------------------------------------------------------
 
 
@@ -218,16 +198,6 @@ def distribution(
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(*shape, len(configurations), generator=generator)
     return ConfigurationCategorical(logits, configurations, group_size)
-
-
-def test_probabilities_sum_to_one_whether_the_logits_did_or_not_and_the_entropy_is_that_of_torch() -> (
-    None
-):
-    dist = distribution(4, 2)
-    torch.testing.assert_close(dist.log_probs.exp().sum(-1), torch.ones(4, 2))
-    torch.testing.assert_close(
-        dist.entropy(), torch.distributions.Categorical(logits=dist.log_probs).entropy()
-    )
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 5])
@@ -286,11 +256,3 @@ def test_mode_is_the_most_probable_action() -> None:
     assert dist.mode.tolist() == dist.deterministic_sample.tolist() == [[0, 1], [2, 1]]
     grouped = ConfigurationCategorical(torch.tensor([1.0, 3.0, 2.0]), SOME, group_size=2)
     assert grouped.mode.tolist() == [[0, 1], [0, 1]]
-
-
-def test_gradient_of_a_log_prob_is_that_of_softmax() -> None:
-    logits = torch.tensor([0.2, -0.1, 0.7], requires_grad=True)
-    ConfigurationCategorical(logits, SOME).log_prob(torch.tensor([0, 1])).backward()
-    torch.testing.assert_close(
-        logits.grad, torch.tensor([0.0, 1.0, 0.0]) - logits.detach().softmax(-1)
-    )

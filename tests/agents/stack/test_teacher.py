@@ -9,7 +9,6 @@ import torch
 from helpers import arrays, blocks, equal_states, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torch import Tensor
 
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
@@ -19,7 +18,6 @@ from knobwise.agents.predictors.folds import folds_of, rows_of_members
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.stack.teacher import Fitted, Mixture, Teacher, fit_teacher
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
-from knobwise.agents.training.regression import PredictedOutcomes
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
@@ -294,20 +292,6 @@ def test_without_experts_it_is_the_network_alone() -> None:
     torch.testing.assert_close(teacher.mixture(x).score(torch.full((60,), 9.0)), score)
     chosen = teacher.choose(arrays(table), np.full(60, 9.0))
     assert chosen.tolist() == score.argmax(1).tolist()
-
-
-@torch.no_grad()
-def test_predicted_outcomes_of_rows_are_those_of_their_member() -> None:
-    table, rows = small_table(60), torch.arange(50)
-    teacher = network_of(table, rows, config_of())
-    features = normal(teacher, table, torch.arange(60))
-    some = torch.randint(50, (3, 7), generator=torch.Generator().manual_seed(0))
-    result = PredictedOutcomes(teacher, features)(TensorDict({"row": some}, [3, 7]))
-    everything = teacher.network(features.expand(3, -1, -1))
-    for member in range(3):
-        for key in ("accuracy_logits", "log_latency", "spread"):
-            wanted = getattr(everything, key)[member, some[member]]
-            torch.testing.assert_close(result[key][member], wanted)
 
 
 # -- what it is fitted on --------------------------------------------------------------------------

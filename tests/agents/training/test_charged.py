@@ -16,8 +16,7 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by
 from knobwise.envs.configurations.reward import RewardTable
-from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import median_of
 
 NAN = torch.nan
@@ -54,23 +53,6 @@ def test_a_cost_is_added_to_each_of_several_measurements_and_not_to_the_table() 
     assert torch.equal(table.latency_ms, median_of(repeats))
     median = RewardTable(table, UTILITY, repeats="median", cost_ms=0.5)
     assert median.outcome(row, torch.tensor([[0]]))[1].tolist() == [[11.5]]
-
-
-def test_the_environment_charges_it() -> None:
-    table = small_table(30)
-    late = 0
-    for cost_ms in (0.0, 2.0):
-        settings = {"action": "configuration", "cost_ms": cost_ms}
-        env = ConfigBandit(table, batch_size=8, seed=0, **settings)
-        contexts = env.reset()
-        contexts["action"] = torch.zeros(8, dtype=torch.int64)
-        got = env.step(contexts)["next", "reward"].squeeze(-1)
-        row = contexts["row"]
-        in_time = table.latency_ms[row, 0] + cost_ms <= contexts["budget_ms"]
-        missed = torch.tensor(-TRAINING_REWARD.miss)
-        torch.testing.assert_close(got, torch.where(in_time, table.accuracy[row, 0], missed))
-        late = int((~in_time).sum()) - late
-    assert late > 0  # more than without the cost
 
 
 @pytest.mark.parametrize("sense", ["deadline", "mean"])

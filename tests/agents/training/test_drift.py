@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import BRIEF, TAUGHT, arrays, repeated, small_table, table_of
+from helpers import BRIEF, TAUGHT, arrays, repeated, small_table
 from tensordict import TensorDict
-from torch import Tensor
 
-from knobwise.agents.controller.networks import DRIFT_SCALE, drift_values
+from knobwise.agents.controller.networks import drift_values
 from knobwise.agents.policy.network import LatencyModel
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.training.controller_trainer import ControllerTrainer
@@ -176,65 +175,30 @@ def test_what_is_judged_and_deployed_does_not_drift() -> None:
     wanted = student.actor.get_dist(contexts).log_probs[student.places]
     torch.testing.assert_close(unseen, wanted)
     assert int(rows.max()) < table.num_samples
+    # a drift of the first knob's last value changes what is chosen, away from it
     agent = deployed_by(student, student.limits)
     limits = np.full(60, float(limit))
-    nothing = np.zeros(12), 1.0
     request = arrays(table), limits, None
     plain = agent.decider.log_probs(*request)
-    np.testing.assert_allclose(agent.decider.log_probs(*request, nothing), plain, atol=1e-5)
-    # a drift of the first knob's last value changes what is chosen, away from it
+    still = agent.decider.log_probs(*request, (np.zeros(12), 1.0))
+    np.testing.assert_allclose(still, plain, atol=1e-5)
     offset = np.where(GRID[:, 0].numpy() == 2, 0.5, -0.25)
     moved = agent.decider.log_probs(*request, (offset, 1.0))
     assert np.abs(np.exp(moved) - np.exp(plain)).max() > 1e-3
+    guard = agent.decider.guard
+    under = limits * np.exp(-offset.mean()) * guard.margin[guard.groups(limits)]
     network = agent.controller
     x = network.features(table.features, 60)
     with torch.no_grad():
-        level = float(offset.mean())
-        under = torch.tensor(limits * np.exp(-level) * margins_of(agent, limits)).float()
-        by_hand = network(x, under, None, torch.tensor(offset).float().expand(60, -1))
+        told = torch.tensor(offset).float().expand(60, -1)
+        by_hand = network(x, torch.tensor(under).float(), None, told)
     np.testing.assert_allclose(moved, by_hand, atol=1e-3)
-
-
-def margins_of(agent: Any, limits: Any) -> Any:
-    guard = agent.decider.guard
-    return guard.margin[guard.groups(limits)]
 
 
 def test_under_a_mean_budget_nothing_drifts() -> None:
     student = trainer(small_table(40), budget=BudgetConfig(sense="mean"))
     assert student.drift == 0
     assert student.drifted is student.table
-
-
-def test_with_more_knob_values_than_heads_can_be_told_of_nothing_changes() -> None:
-    cells = torch.rand(40, 70, generator=generator())
-    features = torch.randn(40, 2, generator=generator())
-    table = table_of(cells.round(), 5 + 10 * cells, features)
-    states = []
-    for policy in (replace(DRIFTING, drift=0.0), DRIFTING):
-        student = trainer(table, policy=policy)
-        assert student.drift == 0
-        states.append(student.run().controller.state_dict())
-    for name, values in states[0].items():
-        assert torch.equal(values, states[1][name]), name
-
-
-def test_scale_of_what_is_told() -> None:
-    table = small_table(40)
-    student = trainer(table)
-    network = student.agent.controller.network
-    assert network.values.shape == (7, 12)
-    offset = Drift(GRID, 0.4).draw((1, 1), generator())
-    assert offset is not None
-    x = torch.zeros(3, 1, student.all_features.shape[1])
-    limits = torch.full((3, 1), 9.0)
-    by_value: Tensor = DRIFT_SCALE * (offset.expand(3, 1, 12) @ network.values.T)
-    hidden = torch.cat([x, network.encoding(limits), by_value], -1)
-    wanted = torch.nn.functional.silu(network.layers[0](hidden))
-    wanted = torch.nn.functional.silu(network.layers[1](wanted))
-    with torch.no_grad():
-        got = network(x, limits, None, offset.expand(3, 1, 12))
-        torch.testing.assert_close(got, network.head(wanted))
 
 
 @pytest.mark.parametrize("features", [False, True])

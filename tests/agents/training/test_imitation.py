@@ -11,7 +11,6 @@ from helpers import TAUGHT, small_table
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.imitation import BEYOND, LIMITS, composed, drawn_limits
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -80,55 +79,35 @@ def test_requests_are_composed_of_samples_block_by_block() -> None:
     assert composed(x[:, :0], [], 7, generator()).shape == (7, 0)
 
 
-def test_columns_of_one_block_stay_together_unless_another_request_is_mixed_in() -> None:
-    generator_of = generator()
-    x = torch.randint(2, (40, 4), generator=generator_of).float()
-    x[:, 1] = x[:, 0]
-    x[:, 3] = x[:, 2]
-    made = composed(x, [2, 2], 2000, generator_of)
-    together = (made[:, 0] == made[:, 1]) & (made[:, 2] == made[:, 3])
-    # columns of a second request come into half of them, up to half of the columns
-    assert 0.75 < float(together.double().mean()) < 0.97
-
-
 # -- lessons ---------------------------------------------------------------------------------------
 
 
 def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples() -> None:
-    table = small_table(60)
     # a column that tells the sample, so that requests show what they are made of
-    number = torch.arange(60.0).unsqueeze(1)
-    table = replace(table, features={"number": number})
+    table = replace(small_table(60), features={"number": torch.arange(60.0).unsqueeze(1)})
     student = trained(table, optimiser=replace(BRIEF, contexts=256))
     lessons, (teacher, of_folds, rows, folds) = student.lessons, student.taught_by
-    assert student.networks == 3
-    count = lessons.x.shape[1]
-    assert lessons.x.shape == (3, count, student.agent.controller.normaliser.width)
-    assert lessons.limits.shape == (3, count, LIMITS)
-    assert lessons.worths.shape == (3, count, LIMITS, 12)
+    assert lessons.x.shape[::2] == (3, student.agent.controller.normaliser.width)
+    assert lessons.worths.shape == (3, lessons.x.shape[1], LIMITS, 12)
     assert lessons.limits.min() >= BEYOND[0] * student.limits.min() * (1 - 1e-6)
     assert lessons.limits.max() <= BEYOND[1] * student.limits.max() * (1 + 1e-6)
-    normal = student.all_features[:, 0]
-    for pupil, taught_by in enumerate([*of_folds, teacher]):
-        worths = taught_by.teach(lessons.x[pupil, :50], lessons.limits[pupil, :50])
-        torch.testing.assert_close(lessons.worths[pupil, :50], worths)
-        seen = lessons.x[pupil, :, 0]
-        whole = torch.isin(seen, normal)
-        named = {int((normal == value).nonzero()) for value in seen[whole].tolist()}
-        own = set(rows.tolist())
-        if pupil < 2:
-            own -= set(rows[folds[pupil]].tolist())
-        # of each sample that it is fitted on, and of no other
-        assert named == own
     x, limits, worths, offsets = lessons.draw(500)
     assert offsets is None
     assert (x.shape, limits.shape, worths.shape) == ((3, 500, 1), (3, 500), (3, 500, 12))
-    for pupil in range(3):
-        distances = (lessons.limits[pupil].flatten()[:, None] == limits[pupil]).any(0)
-        assert distances.all()
+    normal = student.all_features[:, 0]
+    for pupil, taught_by in enumerate([*of_folds, teacher]):
+        taught = taught_by.teach(lessons.x[pupil, :50], lessons.limits[pupil, :50])
+        torch.testing.assert_close(lessons.worths[pupil, :50], taught)
+        assert torch.isin(limits[pupil], lessons.limits[pupil]).all()
+        # of each sample that it is fitted on, and of no other
+        seen = lessons.x[pupil, :, 0]
+        named = {int((normal == value).nonzero()) for value in seen[torch.isin(seen, normal)]}
+        own = set(rows.tolist())
+        if pupil < 2:
+            own -= set(rows[folds[pupil]].tolist())
+        assert named == own
 
 
-@torch.no_grad()
 def beside_its_teacher(student: ControllerTrainer) -> tuple[float, float]:
     """How often what is deployed takes what its teacher takes of test samples, and what its choices
     are worth less than those, as the teacher expects."""
@@ -137,9 +116,10 @@ def beside_its_teacher(student: ControllerTrainer) -> tuple[float, float]:
     same, lost = [], []
     for limit in student.limits:
         limits = limit.expand(len(rows))
-        chosen = student.agent.controller(x, limits).argmax(-1)
-        worths = teacher.teach(x, limits.unsqueeze(1)).squeeze(1)
-        same.append((chosen == teacher.mixture(x).choose(limits)).double().mean())
+        with torch.no_grad():
+            chosen = student.agent.controller(x, limits).argmax(-1)
+            worths = teacher.teach(x, limits.unsqueeze(1)).squeeze(1)
+            same.append((chosen == teacher.mixture(x).choose(limits)).double().mean())
         got = worths.gather(1, chosen.unsqueeze(1)).squeeze(1)
         lost.append((worths.amax(1) - got).mean())
     return float(torch.stack(same).mean()), float(torch.stack(lost).mean())
@@ -147,20 +127,18 @@ def beside_its_teacher(student: ControllerTrainer) -> tuple[float, float]:
 
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
 def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense: str) -> None:
-    table = small_table(200)
     agreed, lost = [], []
-    for iterations in (1, 30, 300):
+    for iterations in (1, 300):
         changes = {"warmup_iterations": iterations, "evaluate_every": 300, "warmup_lr": 0.01}
         optimiser = replace(BRIEF, **changes, contexts=64, minibatch=64)
         policy = replace(TAUGHT, hidden=32)
-        student = trained(table, sense, policy=policy, optimiser=optimiser)
+        student = trained(small_table(200), sense, policy=policy, optimiser=optimiser)
         share, less = beside_its_teacher(student)
         agreed.append(share)
         lost.append(less)
-    assert agreed[0] < 0.2 < agreed[1] < agreed[2]
-    assert agreed[2] > 0.55  # of twelve configurations, some of which are nearly as good
-    assert lost[0] > lost[1] > lost[2]
-    assert lost[2] < 0.15 * lost[0]
+    assert agreed[0] < 0.2
+    assert agreed[1] > 0.55  # of twelve configurations, some of which are nearly as good
+    assert lost[1] < 0.15 * lost[0]
 
 
 def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher() -> None:
@@ -174,13 +152,3 @@ def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher() -> None:
     log_probs = student.agent.controller.network(x, limits)
     torch.testing.assert_close(loss, -(target * log_probs).sum(-1).mean())
     assert student.policy.sharpness == 40
-
-
-def test_judged_limits_are_what_is_asked_about_most() -> None:
-    table = small_table(60)
-    budgets_ms = torch.tensor([7.0, 9.0])
-    student = trained(table, budgets_ms=budgets_ms)
-    assert torch.equal(student.limits, budgets_ms)
-    share = torch.isin(student.lessons.limits, budgets_ms).double().mean()
-    assert float(share) == pytest.approx(1 / 3, abs=0.02)
-    assert not torch.equal(default_budgets(table), budgets_ms)

@@ -10,10 +10,8 @@ import pytest
 import torch
 from helpers import Lines, equal_states, small_table
 from tensordict import TensorDict
-from torchrl.objectives import ClipPPOLoss
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
@@ -80,32 +78,6 @@ def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(
         -0.01 * float(dist.entropy().mean()), rel=1e-4
     )
     assert (data["state_value"] == 0).all()
-
-
-def test_a_group_of_draws_teaches_what_torchrl_learns_from_single_rows() -> None:
-    student = trainer()
-    data = collected(student)
-    out = student.stages[-1].loss(data)
-    (out["loss_objective"] + out["loss_critic"]).backward()
-    grouped = [p.grad.clone() for p in student.learned.parameters() if p.grad is not None]
-    student.learned.zero_grad()
-    draws = data["next", "reward"].flatten()
-    contexts = data.select("row", "budget_ms", "state_value").flatten()
-    rows = contexts[torch.arange(32).repeat_interleave(4)]
-    rows["action"] = student.table.configurations[data["configuration"].flatten()]
-    rows["action_log_prob"] = data["action_log_prob"].flatten()
-    rows["value_target"] = draws.unsqueeze(-1)
-    rows["advantage"] = rows["value_target"] - rows["state_value"]
-    actor = make_actor(student.agent, student.table)
-    loss = ClipPPOLoss(
-        actor, student.critic, entropy_coeff=0.0, loss_critic_type="l2", functional=False
-    )
-    out = loss(rows)
-    (out["loss_objective"] + out["loss_critic"]).backward()
-    single = [p.grad for p in student.learned.parameters() if p.grad is not None]
-    assert len(grouped) == len(single) == len(list(student.learned.parameters()))
-    for first, second in zip(grouped, single, strict=True):
-        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-6)
 
 
 def test_the_value_network_learns_and_is_not_deployed(tmp_path: Path) -> None:

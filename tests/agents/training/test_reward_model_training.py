@@ -67,19 +67,6 @@ def test_true_calls_are_counted_exactly(calls: int) -> None:
     assert len(student.reward_model.answered.rows) == 4 * len(student.split.train) + calls
 
 
-def test_live_draws_are_counted_too(tmp_path: Path) -> None:
-    table, scorer = small_beams()
-    log = Lines()
-    student = trainer((table, scorer), reward_model=None, live=True, log=log, folder=tmp_path)
-    student.run()
-    draws = (
-        SHORT.epochs * 4 * 8 * student.loss.group_size
-    )  # at most, since the same sequence is answered once
-    assert 0 < student.calls <= draws
-    assert log.values("Train/True_Calls") == sorted(log.values("Train/True_Calls"))
-    assert load_checkpoint(tmp_path / "last.pt").extra["training"]["calls"] == student.calls
-
-
 def test_the_learned_reward_teaches_and_the_shuffled_one_does_not() -> None:
     data = small_beams(300, seed=1)
     config, model = replace(SHORT, epochs=5, queries=16), replace(TINY, calls=300)
@@ -111,14 +98,6 @@ def test_a_stop_changes_nothing(stop: int, tmp_path: Path) -> None:
     ]
     assert states[0]["calls"] == states[1]["calls"] == TINY.calls
     assert same(*(state["reward_model"] for state in states))
-
-
-def test_another_learned_reward_is_another_training(tmp_path: Path) -> None:
-    data = small_beams()
-    trainer(data, folder=tmp_path, config=replace(SHORT, epochs=1)).run()
-    for other in (replace(TINY, members=3), replace(TINY, calls=10)):
-        with pytest.raises(InputError, match="choose another name"):
-            trainer(data, other, config=replace(SHORT, epochs=1)).resume(tmp_path / "last.pt")
 
 
 def test_true_calls_need_a_scorer() -> None:

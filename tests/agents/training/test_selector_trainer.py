@@ -22,8 +22,8 @@ from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import StageConfig
 from knobwise.agents.training.stage import Stage
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
-from knobwise.envs.demonstrations.settings import MODES, DemonstrationRewardConfig, GroupConfig
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.settings import GroupConfig
 from knobwise.envs.tables.profile_table import Split
 from knobwise.losses.settings import SelectorLossConfig
 
@@ -126,20 +126,6 @@ def test_more_ids_than_64() -> None:
     assert trainer("rce", data).run().stage == "rce"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_reward_trains(mode: str, tmp_path: Path) -> None:
-    data = small_beams(16)
-    reward = DemonstrationRewardConfig(mode=mode)
-    for live in (False, True):
-        student = trainer(
-            "grpo", data, reward=reward, live=live, config=replace(SHORT, epochs=1), folder=tmp_path
-        )
-        student.run()
-        last = load_checkpoint(tmp_path / "last.pt").selector
-        assert all(p.isfinite().all() for p in last.parameters())
-        assert not equal_states(fresh(data[0]), last)
-
-
 @pytest.mark.parametrize("update", ["additive", "convex"])
 def test_every_network_learns_to_choose(update: str) -> None:
     data = small_beams(200)
@@ -159,21 +145,13 @@ def test_every_network_learns_to_choose(update: str) -> None:
 
 def test_post_training_adds_what_imitation_gets_wrong() -> None:
     """Beams found by looking at the answer are right by luck as often as not; live draws tell who
-    lies."""
+    lies. Shuffled rewards: see the learned reward."""
     data = small_beams(400, seed=1)
     sft = trainer("sft", data, groups=GroupConfig("beams"), config=replace(SHORT, epochs=2)).run()
-    config = replace(SHORT, epochs=5, queries=16)
-    live = trainer("grpo", data, sft, live=True, config=config)
+    live = trainer("grpo", data, sft, live=True, config=replace(SHORT, epochs=5, queries=16))
     before, _ = live._judge()
     live.run()
     assert live.best["score"] > before + 0.1
-    reward = DemonstrationRewardConfig(shuffled=True)
-    shuffled = trainer(
-        "grpo", data, sft, live=True, reward=reward, config=replace(config, epochs=2)
-    )
-    shuffled.run()
-    last, _ = trainer("grpo", data, shuffled.selector, config=replace(SHORT, epochs=0))._judge()
-    assert last < live.best["score"] - 0.1
 
 
 def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite() -> None:
@@ -223,21 +201,6 @@ def test_without_a_scorer_recorded_sequences_judge() -> None:
         SelectorTrainer("grpo", table, table.split(0.8, 0.1), fresh(table), live=True)
 
 
-def test_own_draws_and_rounds_of_them_form_the_group() -> None:
-    table, scorer = small_beams(20)
-    draws = torch.tensor([[0, 1], [1, 2], [2, 3]]).expand(20, -1, -1)
-    rows = torch.arange(20).repeat_interleave(3)
-    fields = scorer(rows, table.pool[rows].gather(1, draws.reshape(-1, 2)))
-    for number in (1, 2):
-        table = table.with_beams(
-            draws, {k: v.view(20, 3) for k, v in fields.items()}, POLICY, number
-        )
-    student = trainer("grpo", (table, scorer), groups=GroupConfig("own", rounds=1))
-    assert one_batch(student)["group_mask"].sum(-1).tolist() == [3] * 8
-    student = trainer("grpo", (table, scorer), groups=GroupConfig("without_beams"))
-    assert one_batch(student)["group_mask"].sum(-1).tolist() == [10] * 8
-
-
 def test_only_training_queries_are_fitted_on() -> None:
     """Neither validation nor test queries are drawn, also where all are in one table."""
     data = small_beams(40)
@@ -279,32 +242,6 @@ def test_with_old_log_probs_of_many_steps_the_ratio_moves_and_the_clip_acts() ->
     assert max(log.values("Train/Clip_Fraction")) > 0
 
 
-def test_the_trained_epoch_closest_to_sft_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
-    data, log = small_beams(), Lines()
-    sft = trainer("sft", data, config=replace(SHORT, epochs=4)).run()
-    away = trainer("sft", data, sft, config=replace(SHORT, epochs=1, lr=3e-2, keep="last")).run()
-    # it starts far from SFT and is pulled back, so that neither the first nor any epoch is the
-    # closest by itself
-    options = {
-        "reference": sft,
-        "loss": SelectorLossConfig(kl_to_ref_coeff=5.0),
-        "folder": tmp_path,
-        "log": log,
-    }
-    student = trainer(
-        "grpo", data, away, config=replace(SHORT, epochs=5, keep="best_kl"), **options
-    )
-    student.run()
-    kls = log.values("Val/KL")
-    assert len(kls) == 6
-    closest = 1 + kls[1:].index(min(kls[1:]))
-    assert closest > 1
-    best = load_checkpoint(tmp_path / "best.pt")
-    assert best.extra["epoch"] == closest
-    assert equal_states(best.selector, load_checkpoint(tmp_path / f"epoch{closest}.pt").selector)
-    assert equal_states(best.selector, student.selector)
-
-
 def test_the_start_is_not_closest_to_itself() -> None:
     student = trainer("grpo", small_beams(), config=replace(SHORT, keep="best_kl"))
     student.run()
@@ -316,64 +253,49 @@ def test_the_start_is_not_closest_to_itself() -> None:
 # -- which sequences teach, and how far the policy may go ------------------------------------------
 
 
-def test_advantages_are_those_of_the_whole_group_when_few_of_it_are_learned_from() -> None:
-    """Trap 4: of the best two of 0/1 rewards both may be 1; taken over the whole group their
-    advantages are not 0."""
-    student = trainer(
-        "grpo", small_beams(40), loss=SelectorLossConfig(curriculum=0.95, curriculum_top=2)
-    )
+def test_only_the_best_get_a_gradient_under_the_curriculum() -> None:
+    """Trap 4: their advantages are those of the whole group."""
+    loss = SelectorLossConfig(curriculum=0.5, curriculum_top=1)
+    student = trainer("grpo", small_beams(40), loss=loss)
+    student.grpo.kl_to_ref_coeff.zero_()
     batch = one_batch(student)
-    out = prepared(student, 0.9).loss(batch)
-    assert student.grpo.top == 2
-    right = (batch["next", "vqa_correct"] > 0.5).float()
-    best_two_alike = (right.sort(-1, descending=True).values[:, :2].std(-1) == 0).float().mean()
-    assert best_two_alike > 0.3
-    assert float(out["zero_advantage_fraction"]) < best_two_alike
-    prepared(student, 0.95)
+
+    def gradient() -> torch.Tensor:
+        gradients = [p.grad for p in student.agent.parameters() if p.grad is not None]
+        learned = torch.cat([gradient.flatten() for gradient in gradients])
+        student.agent.zero_grad()
+        return learned
+
+    prepared(student).loss(batch)["loss_objective"].backward()
+    learned = gradient()
+    # by hand: −ln π of the best of each group times its advantage in the whole group
+    reward = batch["next", "reward"]
+    best = reward.argmax(-1, keepdim=True)
+    spread = reward.std(-1, keepdim=True, correction=0).clamp_min(0.1)
+    advantage = (reward - reward.mean(-1, keepdim=True)) / spread
+    log_prob = student.agent.get_dist(batch).log_prob(batch["action"])
+    (-(advantage * log_prob).gather(-1, best)).mean().backward()
+    torch.testing.assert_close(learned, gradient(), rtol=1e-4, atol=1e-6)
+    prepared(student, 0.5)
     assert student.grpo.top is None
 
 
-def test_only_the_best_get_a_gradient_under_the_curriculum() -> None:
-    student = trainer(
-        "grpo", small_beams(40), loss=SelectorLossConfig(curriculum=0.5, curriculum_top=1)
-    )
-    student.grpo.kl_to_ref_coeff.zero_()
-    batch = one_batch(student)
-    stage = prepared(student)
-    stage.loss(batch)["loss_objective"].backward()
-    learned = torch.cat(
-        [p.grad.flatten() for p in student.agent.parameters() if p.grad is not None]
-    )
-    # by hand: −ln π of the best of each group times its advantage in the whole group
-    student.agent.zero_grad()
-    reward = batch["next", "reward"]
-    best = reward.argmax(-1, keepdim=True)
-    advantage = (reward - reward.mean(-1, keepdim=True)) / reward.std(
-        -1, keepdim=True, correction=0
-    ).clamp_min(0.1)
-    log_prob = student.agent.get_dist(batch).log_prob(batch["action"])
-    (-(advantage * log_prob).gather(-1, best)).mean().backward()
-    wanted = torch.cat([p.grad.flatten() for p in student.agent.parameters() if p.grad is not None])
-    torch.testing.assert_close(learned, wanted, rtol=1e-4, atol=1e-6)
-
-
 def test_conditional_training_leaves_out_groups_with_few_right_sequences() -> None:
-    student = trainer(
-        "grpo", small_beams(40), loss=SelectorLossConfig(min_positive=0.5, kl_to_ref_coeff=0.0)
-    )
+    loss = SelectorLossConfig(min_positive=0.5, kl_to_ref_coeff=0.0)
+    student = trainer("grpo", small_beams(40), loss=loss)
     batch = one_batch(student)
     right = (batch["next", "vqa_correct"] > 0.5).float().mean(-1)
     few = batch[right < 0.5]
     assert 0 < len(few) < len(batch)
     stage = prepared(student)
-    stage.loss(few)["loss_objective"].backward()
-    assert all(p.grad is None or not p.grad.any() for p in student.agent.parameters())
-    stage.loss(batch)["loss_objective"].backward()
-    assert any(p.grad is not None and p.grad.any() for p in student.agent.parameters())
+    for data, teaches in ((few, False), (batch, True)):
+        stage.loss(data)["loss_objective"].backward()
+        gradients = [p.grad for p in student.agent.parameters() if p.grad is not None]
+        assert any(bool(gradient.any()) for gradient in gradients) == teaches
     table, _ = small_beams()
     unanswered = replace(table, fields={"beam_score": table.fields["beam_score"]})
-    with pytest.raises(InputError, match=r"loss\.min_positive=0\.5: .* set it to 0"):
-        trainer("grpo", (unanswered, None), loss=SelectorLossConfig(min_positive=0.5))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="min_positive"):
+        trainer("grpo", (unanswered, None), loss=loss)  # type: ignore[arg-type]
 
 
 def test_the_weight_of_the_kl_and_the_temperature_follow_the_kl() -> None:
@@ -403,25 +325,6 @@ def test_the_temperature_is_that_of_draws_and_log_probs() -> None:
 
 
 # -- what is logged --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("live", [False, True])
-def test_policy_loss_kl_loss_and_advantages_are_logged_apart(live: bool) -> None:
-    data, log = small_beams(), Lines()
-    loss = SelectorLossConfig(kl_to_ref_coeff=0.5)
-    student = trainer(
-        "grpo", data, live=live, log=log, loss=loss, config=replace(SHORT, collected=32)
-    )
-    student.run()
-    for _, line in log:
-        if "Train/Loss" in line:
-            assert line["Train/Policy_Loss"] + line["Train/KL_Loss"] == pytest.approx(
-                line["Train/Loss"], abs=1e-6
-            )
-            assert line["Train/KL_Loss"] == pytest.approx(0.5 * line["Train/KL"], abs=1e-6)
-            assert line["Train/Advantage_Mean"] == pytest.approx(0, abs=1e-5)
-            assert 0 < line["Train/Advantage_Std"] <= 1 + 1e-5
-    assert log.values("Train/KL_Loss")[-1] > 0
 
 
 PAIRS = torch.tensor(list(itertools.permutations(range(8), 2)))
@@ -468,33 +371,21 @@ def test_validation_loss_of_grpo_is_minus_the_reward_that_the_policy_expects() -
     student = trainer("grpo", data, start, log=log)
     student.run()
     rows = student.split.validation
-    weight = (
-        distribution_of(start, table, rows)
-        .log_prob(student.env.sequences[rows])
-        .softmax(-1)
-        .detach()
-    )
+    dist = distribution_of(start, table, rows)
+    weight = dist.log_prob(student.env.sequences[rows]).softmax(-1).detach()
     wanted = -float((weight * student.env.rewards[rows]).sum(-1).mean())
     assert log.values("Val/Loss")[0] == pytest.approx(wanted, abs=1e-5)
     assert log.values("Val/KL")[0] == pytest.approx(0, abs=1e-6)
     assert log.values("Val/KL")[-1] > 0
-
-    many = SelectorLossConfig(
-        group_size=400
-    )  # draws of the policy: their mean reward is near the exact one
-    student = trainer(
-        "grpo", data, start, live=True, log=live, loss=many, config=replace(SHORT, epochs=0)
-    )
-    student.run()
+    # draws of the policy: their mean reward is near the exact one
+    options = {"live": True, "loss": SelectorLossConfig(group_size=400), "log": live}
+    trainer("grpo", data, start, config=replace(SHORT, epochs=0), **options).run()
     every = PAIRS.expand(len(rows), -1, -1)
     pairs = table.pool[rows].gather(1, every.flatten(1)).view(-1, 2)
     fields = scorer(rows.repeat_interleave(every.shape[1]), pairs)
     reward = (2 * fields["vqa_correct"] + fields["vqa_acc_score"]).view(len(rows), -1)
-    wanted = -float(
-        (distribution_of(start, table, rows).log_prob(every).detach().exp() * reward).sum(-1).mean()
-    )
+    wanted = -float((dist.log_prob(every).detach().exp() * reward).sum(-1).mean())
     assert live.values("Val/Loss") == pytest.approx([wanted], abs=0.1)
-    assert live.values("Val/KL") == pytest.approx([0], abs=1e-6)
 
 
 @pytest.mark.parametrize("live", [False, True])

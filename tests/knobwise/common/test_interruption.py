@@ -282,24 +282,6 @@ def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(
     assert iteration_of(tmp_path / "last.pt") == 6
 
 
-def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(interruption, "SAME_S", 0.0)
-    trainer = controller(tmp_path, "rewards sampled")
-    press(trainer, 9)
-    state = trainer.training_state
-
-    def pressed() -> Any:
-        if trainer.iteration == 10:
-            send()
-            send()
-        return state()
-
-    trainer.training_state = pressed  # type: ignore[method-assign]
-    stopped(trainer.run)
-    assert iteration_of(tmp_path / "last.pt") == 10
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "last.pt", "previous.pt"]
-
-
 def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path) -> None:
     trainer = controller(tmp_path, "rewards sampled")
     press(trainer, 19)
@@ -393,18 +375,6 @@ def check_stopped(message: str, children: list[int]) -> None:
     assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()  # that one was waiting
 
 
-@commands.in_proc
-def test_several_processes_are_stopped_by_a_scheduler_that_signals_them_all(folder: Path) -> None:
-    process = commands.Command(BEAMS)
-    wait_for(lambda: all(iteration_of(path) >= 0 for path in SFT) or process.returncode is not None)
-    children = commands.children_of(process.pid)
-    for each in (process.pid, *children):
-        os.kill(each, signal.SIGTERM)
-    _, message = process.communicate(timeout=120)
-    assert process.returncode == 143, message
-    check_stopped(message, children)
-
-
 def in_terminal(words: list[str]) -> tuple[int, int]:
     """The command in a terminal of its own: the number of its process, and what reads and writes
     the terminal."""
@@ -423,26 +393,17 @@ def read_to_end(terminal: int, output: bytearray) -> None:
 
 
 @commands.in_proc
-@pytest.mark.parametrize("system", ["controller", "selector"])
-def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(
-    folder: Path, system: str
-) -> None:
-    several = system == "selector"
-    process, terminal = in_terminal(BEAMS if several else TRAIN)
+def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Path) -> None:
+    process, terminal = in_terminal(BEAMS)
     output = bytearray()
     reader = threading.Thread(target=read_to_end, args=(terminal, output), daemon=True)
     reader.start()
-    watched = SFT if several else [Path("runs/controller/x/checkpoints/seed0/last.pt")]
-    numbers = r"\d+/220 +[\d.]+ (it/s|s/it) · \d+ (s|min) left"
-    bar = re.compile(rf"seed 0 +[━╸╺]+ +{numbers} +\w+ · best utility \d\.\d{{4}}")
-    if several:  # the processes have no bars of their own
-        bar = re.compile("seeds +[━╸╺]+ +0/3 +– it/s · time left unknown")
+    # the processes have no bars of their own
+    bar = re.compile("seeds +[━╸╺]+ +0/3 +time left unknown")
 
     def begun() -> bool:
-        return (
-            all(iteration_of(path) >= 10 for path in watched)
-            and bar.search(visible(output)) is not None
-        )
+        started = all(iteration_of(path) >= 10 for path in SFT)
+        return started and bar.search(visible(output)) is not None
 
     wait_for(lambda: begun() or not commands.alive(process))
     children = commands.children_of(process)
@@ -452,11 +413,8 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(
     os.close(terminal)
     message = visible(output)
     assert os.waitstatus_to_exitcode(status) == 130, message
-    assert "knobwise: interrupted" in message
-    if several:
-        check_stopped(message, children)
+    check_stopped(message, children)
     assert bar.search(message), message
-    assert "Traceback" not in message
 
 
 @pytest.mark.parametrize("gone", ["2>&-", "2> >(true)"], ids=["closed", "a pipe that nobody reads"])

@@ -121,16 +121,6 @@ def test_without_a_terminal_it_says_a_plain_line_now_and_then(
     assert capsys.readouterr().err.splitlines() == [f"work: {line} · loss 0.50" for line in lines]
 
 
-@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
-def test_that_colours_are_forced_makes_a_file_no_terminal(
-    variable: str, capsys: Capture, clock: Clock, monkeypatch: Patch
-) -> None:
-    monkeypatch.setenv(variable, "1")
-    with progress("training", total=2) as tick:
-        tick(2, "")
-    assert capsys.readouterr().err == "training: 2/2, done in 0 s\n"
-
-
 def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: Patch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -138,39 +128,37 @@ def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: Patch) -> None:
     closed.close()
     for gone in (None, closed, broken):
         monkeypatch.setattr(sys, "stderr", gone)
-        done = 0
         with progress("training", total=3, every_s=0) as tick:
             for done in range(1, 4):
                 tick(done, "")
-        assert done == 3
     with pytest.raises(BrokenPipeError):  # what was to be survived
         broken.close()
+
+
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE", "TERM"])
+def test_forced_colours_make_no_terminal_and_a_dumb_one_gets_plain_lines(
+    name: str, terminal: Terminal, clock: Clock, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(name, "dumb" if name == "TERM" else "1")
+    with (tmp_path / "err").open("w") as file:
+        stderr = terminal.stderr if name == "TERM" else file
+        with redirect_stderr(stderr), progress("training", total=2) as tick:
+            tick(2, "")
+    lines = (tmp_path / "err").read_text() + terminal.visible()
+    assert lines.strip() == "training: 2/2, done in 0 s"
 
 
 # -- in a terminal ---------------------------------------------------------------------------------
 
 
-def test_a_bar_says_title_count_rate_time_left_and_the_note(
-    terminal: Terminal, clock: Clock
-) -> None:
+def test_a_bar_says_title_count_time_left_and_the_note(terminal: Terminal, clock: Clock) -> None:
     with redirect_stderr(terminal.stderr), progress("seed 3", total=400, done=100) as tick:
-        assert "seed 3" in (begun := terminal.visible())
-        assert "100/400 – it/s · time left unknown" in begun
+        assert re.search(r"seed 3 .* 100/400 time left unknown", terminal.visible())
         clock.now += 10
         tick(300, "GRPO · best validation utility 0.6431")
         visible = terminal.visible()
-        assert re.search(
-            r"seed 3 [━╸╺]+ 300/400 20\.0 it/s · 5 s left GRPO · best validation utility 0\.6431",
-            visible,
-        )
+        assert re.search(r"seed 3 [━╸╺]+ 300/400 5 s left GRPO · best validation util", visible)
         assert max(map(len, visible.splitlines())) <= 100
-        clock.now += 10
-        tick(303, "")
-        assert "10.2 it/s" in terminal.visible()
-    with redirect_stderr(terminal.stderr), progress("slow", total=5) as tick:
-        clock.now += 60
-        tick(2, "")
-        assert "2/5 30.0 s/it · 90 s left" in terminal.visible()
 
 
 def test_a_finished_bar_stays_with_the_time_that_it_took(terminal: Terminal, clock: Clock) -> None:
@@ -178,7 +166,7 @@ def test_a_finished_bar_stays_with_the_time_that_it_took(terminal: Terminal, clo
         for done in (1, 2):
             clock.now += 0.01  # too soon to be drawn anew
             tick(done, "last")
-    assert "2/2 100.0 it/s · done in 0 s last" in terminal.visible().splitlines()[-2]
+    assert "2/2 done in 0 s last" in terminal.visible().splitlines()[-2]
 
 
 def test_short_work_draws_no_bar_and_longer_work_does(terminal: Terminal, clock: Clock) -> None:
@@ -242,15 +230,6 @@ def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: Patch) -> None:
         tick(1, "")
     with pytest.raises(OSError, match="Input/output error"):  # what was to be survived
         gone.stderr.close()
-
-
-def test_a_dumb_terminal_gets_plain_lines(
-    terminal: Terminal, clock: Clock, monkeypatch: Patch
-) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    with redirect_stderr(terminal.stderr), progress("training", total=2) as tick:
-        tick(2, "")
-    assert terminal.visible().strip() == "training: 2/2, done in 0 s"
 
 
 # -- of several processes --------------------------------------------------------------------------
