@@ -86,10 +86,9 @@ class SelectorActor(TensorDictModuleBase):
             log_prob = dist.log_prob(action)
         else:
             action, log_prob = dist.sample_with_log_prob()
-        if self.embeddings is not None:
-            leading = tensordict["row"].shape
-        else:
-            leading = tensordict["query"].shape[:-1]
+        leading = (
+            tensordict["mask"].shape[:-1] if self.embeddings is None else tensordict["row"].shape
+        )
         tensordict["action"] = action.reshape(leading + action.shape[1:])
         tensordict["action_log_prob"] = log_prob.reshape(leading + log_prob.shape[1:])
         return tensordict

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.agents.selector.settings import RewardModelConfig
 from knobwise.common.errors import InputError
@@ -45,13 +46,9 @@ class Answered(NamedTuple):
 
     def joined(self, other: Answered) -> Answered:
         """Return these sequences and others, all padded to the longest."""
-        longest = max(self.sequences.shape[1], other.sequences.shape[1])
-        padded = []
-        for sequences in (self.sequences, other.sequences):
-            padded.append(F.pad(sequences, (0, longest - sequences.shape[1]), value=-1))
         return Answered(
             torch.cat([self.rows, other.rows]),
-            torch.cat(padded),
+            pad_sequence([*self.sequences, *other.sequences], True, -1),
             torch.cat([self.right, other.right]),
         )
 

@@ -74,24 +74,8 @@ def test_embeddings_are_standardised_by_queries_and_candidates_together() -> Non
     both = torch.cat([stored.query_table, stored.candidate_table])
     normal = (both - made.mean) / made.scale
     torch.testing.assert_close(normal.mean(0), torch.zeros(4), atol=1e-4, rtol=0)
-    torch.testing.assert_close(
-        normal.std(0, correction=0), torch.tensor([1.0, 1.0, 1.0, 0.0]), atol=1e-3, rtol=0
-    )
-
-
-def test_the_scale_of_the_embeddings_does_not_matter() -> None:
-    stored = embeddings()
-    torch.manual_seed(0)
-    scaled = Selector.fitted(CONFIGS[0], 7 * stored.query_table - 1, 7 * stored.candidate_table - 1)
-    query, pool, mask = batch()
-    first, second = (
-        selector(CONFIGS[0]).distribution(query, pool, mask, 2),
-        scaled.distribution(7 * query - 1, 7 * pool - 1, mask, 2),
-    )
-    assert torch.equal(first.mode, second.mode)
-    torch.testing.assert_close(
-        first.log_prob(first.mode), second.log_prob(first.mode), atol=1e-3, rtol=0
-    )
+    spread = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    torch.testing.assert_close(normal.std(0, correction=0), spread, atol=1e-3, rtol=0)
 
 
 @every_config
@@ -117,16 +101,16 @@ def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "field"),
     [
-        ({"query": torch.zeros(6, 3)}, "query embeddings are 3 wide, but this selector reads 4"),
-        ({"pool": torch.zeros(6, 5, 3)}, "candidate embeddings are 3 wide"),
-        ({"shots": 0}, "shots=0: must be at least 1"),
+        ({"query": torch.zeros(6, 3)}, "query"),
+        ({"pool": torch.zeros(6, 5, 3)}, "candidate"),
+        ({"shots": 0}, "shots"),
     ],
 )
-def test_mistakes_are_told(changed: dict[str, Any], message: str) -> None:
+def test_mistakes_are_told(changed: dict[str, Any], field: str) -> None:
     query, pool, mask = batch()
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=field):
         selector().choose(**{"query": query, "pool": pool, "mask": mask, "shots": 2} | changed)
 
 
@@ -177,13 +161,7 @@ def test_weights_of_another_network_are_refused() -> None:
 
 every_network = pytest.mark.parametrize(
     "settings",
-    [
-        {"update": "additive"},
-        {"update": "convex"},
-        {"version": "v0"},
-        {"version": "v1"},
-        {"version": "v3"},
-    ],
+    [{"update": "additive"}, {"update": "convex"}, *({"version": v} for v in ("v0", "v1", "v3"))],
     ids=lambda settings: "-".join(settings.values()),
 )
 
@@ -207,29 +185,24 @@ def size_of(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "settings"),
     [
-        ({"projection": "cnn"}, "selector.projection='cnn'"),
-        ({"update": "gru"}, "selector.update='gru'"),
-        ({"layers": -1}, "selector.layers=-1: must be at least 0"),
-        ({"width": 0}, "selector.width=0"),
-        ({"heads": 0}, "selector.heads=0"),
-        ({"width": 10, "heads": 4}, "must be a multiple of selector.heads=4"),
-        ({"temperature": 0.0}, "selector.temperature=0.0: must be positive"),
-        ({"dropout": 1.0}, "selector.dropout=1.0"),
-        ({"version": "v4"}, "selector.version='v4'"),
-        ({"version": "v0", "layers": 0}, "selector.layers=0: must be at least 1"),
-        ({"version": "v3", "layers": 0}, "selector.layers=0: must be at least 1"),
-        ({"version": "v1", "layers": 2}, "selector.layers=2: selector.version=v1 does not read it"),
-        ({"version": "v1", "heads": 2}, "selector.heads=2: selector.version=v1 does not read it"),
-        (
-            {"version": "v0", "update": "convex"},
-            "selector.update=convex: selector.version=v0 does not read it",
-        ),
+        ("projection", {"projection": "cnn"}),
+        ("update", {"update": "gru"}),
+        ("layers", {"layers": -1}),
+        ("width", {"width": 0}),
+        ("heads", {"heads": 0}),
+        ("heads", {"width": 10, "heads": 4}),
+        ("temperature", {"temperature": 0.0}),
+        ("dropout", {"dropout": 1.0}),
+        ("version", {"version": "v4"}),
+        *[("layers", {"version": version, "layers": 0}) for version in ("v0", "v1", "v3")],
+        ("heads", {"version": "v1", "heads": 2}),
+        ("update", {"version": "v0", "update": "convex"}),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_settings_that_cannot_be_are_refused(name: str, settings: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=f"selector.{name}"):
         SelectorConfig(**settings)
 
 
@@ -297,17 +270,9 @@ def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool() -> None:
     other = net.encode(query, pool, mask)
     torch.testing.assert_close(other.state[:2], encoded.state[:2])
     torch.testing.assert_close(other.keys[:2][mask[:2]], encoded.keys[:2][mask[:2]])
-    alone = net.encode(query[1:2], pool[1:2, :3], mask[1:2, :3])
+    alone = net.encode(query[1:2], pool[1:2, [2, 0, 1]], mask[1:2, :3])
     torch.testing.assert_close(alone.state, encoded.state[1:2])
-
-
-def test_another_order_of_the_pool_is_only_another_order_of_the_keys() -> None:
-    net = network()
-    query, pool, mask = encodable()
-    order = torch.tensor([3, 0, 4, 2, 1])
-    first, other = net.encode(query, pool, mask), net.encode(query, pool[:, order], mask)
-    torch.testing.assert_close(other.keys, first.keys[:, order])
-    torch.testing.assert_close(other.state, first.state)
+    torch.testing.assert_close(alone.keys, encoded.keys[1:2, [2, 0, 1]])
 
 
 @every_network
@@ -322,14 +287,6 @@ def test_every_weight_learns(settings: dict[str, str]) -> None:
             continue
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
-
-
-def test_dropout_is_for_train_mode_alone() -> None:
-    net = network(dropout=0.5)
-    assert torch.equal(net.encode(*encodable()).state, net.encode(*encodable()).state)
-    net.train()
-    first, second = (net.start(net.encode(*encodable()), 1) for _ in range(2))
-    assert not torch.equal(first, second)
 
 
 # -- the parts -------------------------------------------------------------------------------------

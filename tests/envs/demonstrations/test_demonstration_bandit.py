@@ -12,7 +12,9 @@ import torch
 from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDictBase
 from torch import Tensor
+from torch.nn.functional import pad
 from torchrl.collectors import Collector
 from torchrl.envs import (
     CatTensors,
@@ -28,8 +30,7 @@ from torchrl.envs import (
 
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
-from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.demonstrations.reward import demonstration_reward
+from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import (
     FIELDS,
     MODES,
@@ -56,17 +57,10 @@ def beams() -> BeamTable:
     """Five queries; the outcomes count up, so that each reward tells which sequence it belongs
     to."""
     there = SEQUENCES[..., 0] >= 0
-    fields = {
-        name: torch.arange(1.0, 21.0)
-        .reshape(5, 4)
-        .add(20 * number)
-        .div(200)
-        .masked_fill(~there, torch.nan)
-        for number, name in enumerate(FIELDS)
-    }
-    fields["vqa_correct"] = (
-        torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(5, 4).masked_fill(~there, torch.nan)
-    )
+    counted = torch.arange(1.0, 21.0).reshape(5, 4)
+    fields = {name: (counted + 20 * number) / 200 for number, name in enumerate(FIELDS)}
+    fields["vqa_correct"] = torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(5, 4)
+    fields = {name: field.where(there, torch.nan) for name, field in fields.items()}
     return BeamTable(
         name="five",
         query_ids=tuple("abcde"),
@@ -99,6 +93,11 @@ class CountingScorer:
             "vqa_acc_score": probability.square(),
             "vqa_rel_score": probability / 2,
         }
+
+
+def same(result: TensorDictBase, wanted: TensorDictBase) -> None:
+    """The same numbers under the same keys."""
+    torch.testing.assert_close(result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True)
 
 
 SOFT = DemonstrationRewardConfig("legacy", information="vqa_acc_score")
@@ -140,22 +139,6 @@ def test_specs_hold_and_rewards_are_finite_in_every_mode(
     assert out["next", "done"].all()
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_shapes_of_everything(live: bool) -> None:
-    env = bandit(live, batch_size=2, group_size=6)
-    result = {
-        key: tuple(value.shape)
-        for key, value in env.rollout(1).squeeze(-1).items()
-        if key != "next"
-    }
-    g = 6 if live else 4
-    wanted: dict[str, tuple[int, ...]] = {"row": (2,), "vqa_correct": (2, g), "action": (2, g, 3)}
-    wanted |= {} if live else {"sequences": (2, g, 3), "group_mask": (2, g)}
-    wanted |= {"query": (2, 5), "pool": (2, 4, 5), "mask": (2, 4)}
-    assert result == wanted | {"done": (2, 1), "terminated": (2, 1)}
-    assert env.group_size == g
-
-
 @pytest.mark.parametrize("kind", ["configurations", "recorded", "scored"])
 def test_what_all_bandits_keep(kind: str) -> None:
     """`step_and_maybe_reset` steps and resets, and a seed gives the same on a device that is
@@ -174,20 +157,7 @@ def test_what_all_bandits_keep(kind: str) -> None:
     assert torch.equal(*rewards)
     stepped, following = one.step_and_maybe_reset(context.clone())
     for result, wanted in ((stepped, two.step(context.clone())), (following, two.reset())):
-        torch.testing.assert_close(
-            result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True
-        )
-
-
-@pytest.mark.parametrize("live", [False, True])
-def test_the_collector_passes_over_the_queries(live: bool) -> None:
-    env = bandit(live, batch_size=5, group_size=2)
-    collector = Collector(
-        env, env.rand_action, frames_per_batch=5, total_frames=15, reset_at_each_iter=True
-    )
-    rows = [batch["row"].flatten().sort().values.tolist() for batch in collector]
-    collector.shutdown()
-    assert rows == [[0, 1, 2, 3, 4]] * 3
+        same(result, wanted)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 3]])
@@ -205,32 +175,27 @@ def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list
     assert torch.equal(out["next", "row"], rows)
 
 
-def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
-    for row, wrong in ((4, [1, 2, X]), (4, [2, 1, 0]), (4, [2, X, X]), (3, [0, 1, X])):
-        env = bandit(rows=torch.tensor([row]), unprofiled="error")
-        context = env.reset()
-        action = context["sequences"].clone()
-        action[0, 1] = torch.tensor(wrong)
-        message = (
-            rf"1 of the sequences were never recorded.*query {'abcde'[row]} of 'five', indices \["
-        )
-        with pytest.raises(InputError, match=message):
-            env.step(context.set("action", action))
+@pytest.mark.parametrize(
+    ("row", "wrong"), [(4, [1, 2, X]), (4, [2, 1, 0]), (4, [2, X, X]), (3, [0, 1, X])]
+)
+def test_a_sequence_that_was_never_recorded_is_refused_with_its_query(
+    row: int, wrong: list[int]
+) -> None:
+    env = bandit(rows=torch.tensor([row]), unprofiled="error")
+    context = env.reset()
+    action = context["sequences"].clone()
+    action[0, 1] = torch.tensor(wrong)
+    with pytest.raises(InputError, match=f"1 of .*query {'abcde'[row]}"):
+        env.step(context.set("action", action))
 
 
-def test_of_two_equal_recordings_each_keeps_its_own_place() -> None:
+def test_of_two_equal_recordings_each_keeps_its_own_reward() -> None:
     table = beams().with_beams(SEQUENCES[:, :1], {n: torch.full((5, 1), 0.5) for n in FIELDS}, 4, 3)
     env = DemonstrationBandit(table, rows=ROW, group_size="all")
-    rewards = env.rewards[0]
     context = env.reset()
     assert torch.equal(context["sequences"][0, 0], context["sequences"][0, 4])
-    assert torch.equal(
-        env.step(context.clone().set("action", context["sequences"]))["next", "reward"][0], rewards
-    )
-    action = context["sequences"][:, [0, 2, 1, 3, 4]]
-    assert torch.equal(
-        env.step(context.set("action", action))["next", "reward"][0], rewards[[0, 2, 1, 3, 4]]
-    )
+    out = env.step(context.set("action", context["sequences"]))
+    assert torch.equal(out["next", "reward"][0], env.rewards[0])
 
 
 def test_random_actions_are_recorded_sequences_and_reach_all_of_them() -> None:
@@ -253,14 +218,10 @@ def test_the_environment_makes_its_observation_itself(live: bool, words: dict[st
     whole = env.step(context.clone().set("action", action))["next"]
     assert set(whole.keys()) == {*env.observation_spec.keys(), "reward", "done", "terminated"}
     assert whole["reward"].shape == (*env.batch_size, words.get("group_size", 1))
-    for kept in (
-        ["row", "action"],
-        ["action"],
-    ):  # without `row` the queries are those of the last reset
+    # without `row` the queries are those of the last reset
+    for kept in (["row", "action"], ["action"]):
         result = env.step(context.clone().set("action", action).select(*kept))["next"]
-        torch.testing.assert_close(
-            result.to_dict(), whole.to_dict(), rtol=0, atol=0, equal_nan=True
-        )
+        same(result, whole)
     assert torch.equal(env.rand_step()["next", "row"], context["row"])
     for contiguous in (False, True):
         check_env_specs(env, return_contiguous=contiguous)
@@ -329,14 +290,9 @@ def test_the_state_of_the_passes_can_be_saved(serial: bool) -> None:
 @pytest.mark.parametrize(
     ("action", "wanted", "known"),
     [
-        ([3, 1, 0], [3, 1, 0], True),
         ([3, 1, X], [3, 1, 0], False),
-        ([3, X, X], [3, 1, 0], False),
         ([0, 2, X], [0, 1, X], False),  # not [0]: of equally long common starts the longer sequence
-        ([2, 0, 1], [2, X, X], False),
-        ([1, 0, 2], [1, 0, X], False),
-        ([0, 0, 1], [0, 1, X], True),  # a place chosen before adds no demonstration
-        ([X, 9, 2], [2, X, X], True),  # nor does one without a candidate
+        ([X, 9, 2], [2, X, X], True),  # a place without a candidate adds no demonstration
     ],
 )
 def test_the_nearest_recorded_sequence_by_hand(
@@ -344,21 +300,16 @@ def test_the_nearest_recorded_sequence_by_hand(
 ) -> None:
     start = torch.full((5, 1, 3), X)
     start[0, 0, 0] = 0
-    half = torch.where(start[..., 0] == 0, 0.5, torch.nan)
-    table = beams().with_beams(start, dict.fromkeys(FIELDS, half), 4, 3)
+    table = beams().with_beams(start, dict.fromkeys(FIELDS, torch.full((5, 1), 0.5)), 4, 3)
     place = table.sequences[0].tolist().index(wanted)
     for unprofiled in ("nearest", "penalty"):
         env = DemonstrationBandit(table, rows=ROW, unprofiled=unprofiled)
         outcome = env.decide(ROW, torch.tensor([action]))
         assert outcome.sequences[0, 0].tolist() == wanted
         result = (float(outcome.reward), float(outcome.correct))
-        if known or unprofiled == "nearest":
-            assert result == (
-                float(env.rewards[0, place]),
-                float(table.fields["vqa_correct"][0, place]),
-            )
-        else:
-            assert result == (float(env.rewards[0].min()) - 1, 0.0)
+        replayed = (float(env.rewards[0, place]), float(table.fields["vqa_correct"][0, place]))
+        worse = (float(env.rewards[0].min()) - 1, 0.0)
+        assert result == (replayed if known or unprofiled == "nearest" else worse)
 
 
 NEAREST = DemonstrationBandit(beams(), batch_size=5, seed=0)
@@ -395,9 +346,9 @@ def test_an_action_may_be_the_index_of_a_recorded_sequence() -> None:
     assert torch.equal(out["reward"], env.rewards[context["row"]])  # 0 beyond the recorded ones
     drawn = env.rand_action(context)["action"]
     assert context["group_mask"].gather(1, drawn)[context["group_mask"].any(1)].all()
-    with pytest.raises(InputError, match="indices of recorded sequences are 0 to 3"):
+    with pytest.raises(InputError, match="0 to 3"):
         env.step(context.set("action", places + 1))
-    with pytest.raises(InputError, match="are for recorded sequences; leave out the scorer"):
+    with pytest.raises(InputError, match="action=sequence"):
         bandit(True, action="sequence")
 
 
@@ -410,13 +361,9 @@ def test_actions_may_lack_the_axis_of_a_group_of_one_and_nothing_else() -> None:
         assert wanted["reward"].shape == (5, group_size or 1)
         for shape in [(5, 2, 3)] if group_size == 2 else [(5, 3), (5, 1, 3)]:
             result = env.step(context.clone().set("action", context["action"].view(shape)))["next"]
-            torch.testing.assert_close(
-                result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True
-            )
+            same(result, wanted)
         for shape in ((5, 3, 3), (5, 2), (5, 1, 2)):
-            with pytest.raises(
-                InputError, match=r"the action is torch.int64 \[5, .*must be int64 \[5, "
-            ):
+            with pytest.raises(InputError, match="the action"):
                 env.step(context.clone().set("action", torch.zeros(shape, dtype=torch.int64)))
 
 
@@ -424,33 +371,29 @@ def test_a_scorer_scores_what_places_amount_to() -> None:
     env = bandit(True, group_size=3, shots=2, rows=torch.tensor([4]))
     actions = (torch.tensor([[[0, 0], [X, 1], [7, -5]]]), torch.tensor([[[0, X], [1, X], [X, X]]]))
     first, second = (env.step(env.reset().set("action", action))["next"] for action in actions)
-    torch.testing.assert_close(first.to_dict(), second.to_dict(), rtol=0, atol=0, equal_nan=True)
+    same(first, second)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -> None:
     config = DemonstrationRewardConfig(mode)
+    table = beams()
     for name in config.needs:
-        table = beams()
-        absent = replace(table, fields={k: v for k, v in table.fields.items() if k != name})
-        with pytest.raises(
-            InputError, match=rf"reward.mode={mode} needs {name}, which 7 of 7 .*'five'.*query a"
-        ):
-            DemonstrationBandit(absent, reward=config)
         hole = table.fields[name].clone()
         hole[4, 1] = torch.nan
-        with pytest.raises(
-            InputError, match=rf"{name}, which 1 of 7 sequences .*\(the first: query e\)"
+        absent = {k: v for k, v in table.fields.items() if k != name}
+        for fields, place in (
+            (absent, "7 of 7 .*query a"),
+            (absent | {name: hole}, "1 of 7 .*query e"),
         ):
-            DemonstrationBandit(replace(table, fields=table.fields | {name: hole}), reward=config)
+            with pytest.raises(InputError, match=f"{mode} needs {name}, which {place}"):
+                DemonstrationBandit(replace(table, fields=fields), reward=config)
 
 
-def test_legacy_beams_have_a_reward_and_an_unknown_correctness() -> None:
+def test_beams_with_scores_alone_have_a_reward_and_an_unknown_correctness() -> None:
     table = beams()
-    legacy = replace(table, fields={"beam_score": table.fields["beam_score"]})
-    env = DemonstrationBandit(
-        legacy, batch_size=5, group_size="all", reward=DemonstrationRewardConfig("legacy")
-    )
+    scores = replace(table, fields={"beam_score": table.fields["beam_score"]})
+    env = DemonstrationBandit(scores, batch_size=5, group_size="all")
     context = env.reset()
     out = env.step(context.set("action", context["sequences"]))
     assert torch.equal(out["next", "reward"], table.fields["beam_score"].nan_to_num()[out["row"]])
@@ -483,70 +426,56 @@ def test_shuffled_rewards_stay_in_their_group_and_as_they_are() -> None:
     ],
 )
 def test_groups(groups: dict[str, Any], shots: int | None, wanted: list[list[list[int]]]) -> None:
-    table = recorded_groups(beams(), GroupConfig(**groups), shots)
-    result = [
-        [[p for p in beam if p >= 0] for beam in query if beam[0] >= 0]
+    whole = beams()
+    table = recorded_groups(whole, GroupConfig(**groups), shots)
+    sequences = [
+        [tuple(p for p in beam if p >= 0) for beam in query if beam[0] >= 0]
         for query in table.sequences.tolist()
     ]
-    assert result == wanted
+    assert sequences == [[tuple(beam) for beam in query] for query in wanted]
     assert table.num_beams == max(map(len, wanted))
     assert table.shots == max(len(beam) for query in wanted for beam in query)
-    before = {
-        (q, tuple(s)): i for q, row in enumerate(SEQUENCES.tolist()) for i, s in enumerate(row)
-    }
+    # outcomes go along with their sequences
     for q, b in table.beam_mask.nonzero().tolist():
-        places = [p for p in table.sequences[q, b].tolist() if p >= 0]
-        i = before[q, tuple(places + [X] * (3 - len(places)))]
-        assert all(
-            field[q, b] == beams().fields[name][q, i] for name, field in table.fields.items()
-        )
-        assert (table.found_by[q, b], table.round[q, b]) == (
-            beams().found_by[q, i],
-            beams().round[q, i],
-        )
-    env = DemonstrationBandit(beams(), batch_size=5, groups=GroupConfig(**groups), shots=shots)
+        places = pad(table.sequences[q, b], (0, 3 - table.shots), value=X)
+        i = SEQUENCES[q].tolist().index(places.tolist())
+        for name in (*FIELDS, "found_by", "round"):
+            assert table.beams[name][q, b] == whole.beams[name][q, i]
+    env = DemonstrationBandit(whole, batch_size=5, groups=GroupConfig(**groups), shots=shots)
     assert torch.equal(env.sequences, table.sequences)
 
 
-def test_rewards_are_those_of_the_group_and_not_of_what_is_left_out() -> None:
-    config = DemonstrationRewardConfig("hard_plus_soft_v2")
-    env = DemonstrationBandit(beams(), groups=GroupConfig("own"), reward=config)
-    group = {name: field[:1, 2:] for name, field in beams().fields.items()}
-    everywhere = torch.ones(1, 2, dtype=torch.bool)
-    wanted = demonstration_reward(group, everywhere.long(), everywhere, config)
-    assert torch.equal(env.rewards[:1], wanted)
-
-
-def test_settings_that_make_no_sense() -> None:
-    for methods in ("magic", (), ["beam", "magic"], "beam"):
-        with pytest.raises(
-            InputError,
-            match=r"groups.methods=.*must be all, without_beams, own, beams, or a list of",
-        ):
-            GroupConfig(methods)
-    with pytest.raises(InputError, match=r"groups.rounds=0: must be"):
+@pytest.mark.parametrize("methods", ["magic", (), ["beam", "magic"], "beam"])
+def test_groups_that_make_no_sense(methods: Any) -> None:
+    with pytest.raises(InputError, match=r"groups\.methods"):
+        GroupConfig(methods)
+    with pytest.raises(InputError, match=r"groups\.rounds"):
         GroupConfig(rounds=0)
-    with pytest.raises(
-        InputError,
-        match=r"'five' has no sequence for groups.methods=policy and shots=4;.*\[1, 2, 3\]",
-    ):
-        bandit(groups=GroupConfig("own"), shots=4)
-    with pytest.raises(InputError, match="no queries to draw from"):
-        bandit(rows=torch.tensor([], dtype=torch.int64))
-    with pytest.raises(InputError, match="shots=0, group_size=None"):
-        bandit(True, shots=0)
-    none = torch.full((5, 0), X)  # the table needs no recorded sequence, but candidates
-    table = replace(beams(), sequences=none[..., None], fields={}, found_by=none, round=none)
-    check_env_specs(
-        DemonstrationBandit(table, batch_size=3, group_size=2, shots=2, scorer=CountingScorer()),
-        seed=0,
-    )
-    none = torch.full((5, 4), X)
-    empty = replace(
-        beams(), pool=none, sequences=none[..., None], fields={}, found_by=none, round=0 * none
-    )
-    with pytest.raises(InputError, match="the pools of all queries are empty"):
-        DemonstrationBandit(empty, shots=2, scorer=CountingScorer())
+
+
+@pytest.mark.parametrize(
+    ("live", "options", "field"),
+    [
+        (False, {"groups": GroupConfig("own"), "shots": 4}, "shots=4"),
+        (False, {"rows": torch.tensor([], dtype=torch.int64)}, "queries"),
+        (True, {"shots": 0}, "shots=0"),
+        (True, {"batch_size": 0}, "batch_size=0"),
+        (False, {"unprofiled": "never"}, "unprofiled"),
+    ],
+)
+def test_settings_that_make_no_sense(live: bool, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        bandit(live, **options)
+
+
+def test_a_scorer_needs_candidates_and_no_recorded_sequence() -> None:
+    none = torch.full((5, 0), X)
+    nothing = {"sequences": none[..., None], "fields": {}, "found_by": none, "round": none}
+    table = replace(beams(), **nothing)
+    options = {"batch_size": 3, "group_size": 2, "shots": 2, "scorer": CountingScorer()}
+    check_env_specs(DemonstrationBandit(table, **options), seed=0)
+    with pytest.raises(InputError, match="pools"):
+        DemonstrationBandit(replace(table, pool=none), **options)
 
 
 def test_a_scorer_is_given_the_rows_behind_the_places_once_each() -> None:
@@ -578,13 +507,7 @@ def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
     for _ in range(3):
         context = env.rand_action(env.reset())
         out, rows, action = env.step(context), context["row"], context["action"]
-        bank = (
-            beams()
-            .pool[rows][:, None]
-            .expand(5, 2, 4)
-            .gather(2, action.clamp_min(0))
-            .masked_fill(action < 0, X)
-        )
+        bank = bank_rows(beams().pool[rows], action)
         for g in range(2):
             gain = CountingScorer()(rows, bank[:, g])["vqa_gt_prob"]
             gain = gain - CountingScorer()(rows, torch.full((5, 3), X))["vqa_gt_prob"]
@@ -598,7 +521,7 @@ def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
 @pytest.mark.parametrize("wrong", [[0, 4], [2, 2], [X, 1], [-2, 0], [3, 0]])
 def test_sequences_that_do_not_exist_are_refused(wrong: list[int]) -> None:
     env = bandit(True, group_size=2, shots=2, rows=torch.tensor([4]), unprofiled="error")
-    with pytest.raises(InputError, match=r"1 of the sequences do not exist.*query e of 'five'"):
+    with pytest.raises(InputError, match=r"1 of .*query e"):
         env.step(env.reset().set("action", torch.tensor([[[0, 1], wrong]])))
 
 
@@ -623,16 +546,14 @@ def test_a_scorer_that_does_not_give_what_the_mode_is_made_of() -> None:
             "vqa_acc_score": torch.full((len(queries),), torch.nan),
         }
 
-    hard, soft, legacy = (
-        DemonstrationBandit(beams(), rows=ROW, scorer=without, reward=reward)
-        for reward in (DemonstrationRewardConfig(), SOFT, DemonstrationRewardConfig("legacy"))
-    )
-    with pytest.raises(
-        InputError, match=r"reward.mode=hard_plus_soft_v2 needs vqa_correct, which is not recorded"
-    ):
-        hard.rollout(1)
-    with pytest.raises(InputError, match=r"reward.mode=legacy needs vqa_acc_score.*returned NaN"):
-        soft.rollout(1)
+    def env(reward: DemonstrationRewardConfig) -> DemonstrationBandit:
+        return DemonstrationBandit(beams(), rows=ROW, scorer=without, reward=reward)
+
+    with pytest.raises(InputError, match="vqa_correct"):
+        env(DemonstrationRewardConfig()).rollout(1)
+    with pytest.raises(InputError, match="vqa_acc_score"):
+        env(SOFT).rollout(1)
+    legacy = env(DemonstrationRewardConfig("legacy"))
     assert legacy.rollout(1)["next", "vqa_correct"].isnan().all()
 
 
@@ -660,13 +581,11 @@ def test_every_pass_has_each_row_once(rows: int, count: int, seed: int, batches:
     passes = Passes(numbers, count, seed)
     drawn = torch.cat([passes() for _ in range(batches)])
     assert len(drawn) == count * batches
-    for one in drawn.split(rows):
-        whole = len(one) == rows
-        assert (
-            one.sort().values.tolist() == numbers.tolist()
-            if whole
-            else len(one.unique()) == len(one)
-        )
+    for order in drawn.split(rows):
+        assert len(order.unique()) == len(order)
+    assert (
+        numbers[torch.isin(numbers, drawn[:rows])].tolist() == drawn[:rows].sort().values.tolist()
+    )
     assert passes.before == batches - 1
     passes.set_back(batches - 1)
     assert torch.equal(passes(), drawn[-count:])
@@ -677,6 +596,5 @@ def test_passes_come_in_other_orders() -> None:
     orders = [tuple(passes().tolist()) for _ in range(3)]
     assert len({*orders, tuple(Passes(torch.arange(50), 50, seed=1)().tolist())}) == 4
     assert tuple(Passes(torch.arange(50), 50, seed=0)().tolist()) == orders[0]
-    assert bandit(batch_size=4, rows=torch.tensor([1, 4])).reset()[
-        "row"
-    ].sort().values.tolist() == [1, 1, 4, 4]
+    rows = bandit(batch_size=4, rows=torch.tensor([1, 4])).reset()["row"]
+    assert rows.sort().values.tolist() == [1, 1, 4, 4]
