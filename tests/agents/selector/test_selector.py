@@ -78,19 +78,6 @@ def test_embeddings_are_standardised_by_queries_and_candidates_together() -> Non
     torch.testing.assert_close(normal.std(0, correction=0), spread, atol=1e-3, rtol=0)
 
 
-@every_config
-def test_choices_are_different_places_of_the_querys_own_pool(config: SelectorConfig) -> None:
-    made = selector(config)
-    chosen = made.choose(*batch(), shots=3)
-    assert chosen.shape == (6, 3)
-    assert chosen.dtype == torch.int64
-    for query, size in enumerate((5, 2, 0, 5, 5, 5)):
-        kept = chosen[query, : min(3, size)].tolist()
-        assert len(set(kept)) == len(kept)
-        assert all(0 <= place < size for place in kept)
-        assert (chosen[query, size:] == -1).all()
-
-
 def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
     made = selector(dataclasses.replace(CONFIGS[0], dropout=0.9)).train()
     first = made.choose(*batch(), shots=3)
@@ -237,27 +224,6 @@ def test_logits_are_cosines_over_the_temperature(projection: str, settings: dict
         assert logits.shape == (3, 4, 5)
         torch.testing.assert_close(logits[1, 2, 3], directions[1, 2] @ encoded.keys[1, 3] / 0.25)
         state = net.advance(state, encoded.keys[:, step].unsqueeze(1).expand(-1, 4, -1))
-
-
-@every_network
-def test_known_sequences_are_read_as_step_by_step(settings: dict[str, str]) -> None:
-    net = network(**settings)
-    encoded = net.encode(*encodable())
-    chosen = encoded.keys[:, torch.tensor([[0, 1], [4, 2]])]  # [3, 2, 2, 16]
-    state, wanted = net.start(encoded, 2), []
-    for step in range(3):
-        wanted.append(net.point(state))
-        state = net.advance(state, chosen[:, :, step]) if step < 2 else state
-    torch.testing.assert_close(net.states(encoded, chosen), torch.stack(wanted, 2))
-
-
-def test_what_was_chosen_first_and_its_order_matter() -> None:
-    net = network()
-    encoded = net.encode(*encodable())
-    chosen = encoded.keys[:, torch.tensor([[0, 1], [1, 0], [2, 1]])]
-    last = net.states(encoded, chosen)[:, :, -1]
-    assert (last[:, 0] - last[:, 1]).norm(dim=-1).min() > 1e-3
-    assert (last[:, 0] - last[:, 2]).norm(dim=-1).min() > 1e-3
 
 
 def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool() -> None:
