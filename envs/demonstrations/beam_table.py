@@ -23,7 +23,13 @@ from torch.nn.functional import pad
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.tables.splits import Split, split_groups
-from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
+from knobwise.envs.tables.tensor_file import (
+    check_axes,
+    read_table,
+    with_axes,
+    with_prefix,
+    write_tensors,
+)
 
 POLICY = METHODS.index("policy")
 """The index of draws of a policy in `METHODS`."""
@@ -103,11 +109,7 @@ class BeamTable:
 
     def _check_shapes(self, table: str) -> None:
         """Raise InputError if shapes, types or names do not fit."""
-        parts: dict[str, tuple[Any, str]] = {}
-        for name, axes in AXES.items():
-            value = getattr(self, name)
-            if isinstance(value, Tensor) or value:  # names of images may be unknown
-                parts[name] = (value, axes)
+        parts = with_axes(self, AXES)
         parts |= {f"fields[{name}]": (values, "QB") for name, values in self.fields.items()}
         lengths = check_axes(table, parts)
         for what, (values, _) in parts.items():

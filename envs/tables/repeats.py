@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -42,13 +40,3 @@ def check_repeats(table: str, repeats_ms: Tensor, latency_ms: Tensor) -> None:
                 f"{table}: in {int(wrong.sum())} cells latency_ms is not the median of "
                 "repeats_ms. Set latency_ms=median_of(repeats_ms)"
             )
-
-
-def weighed_cost_of(table: Any) -> Tensor:
-    """Return the further cost of a profile, [N, C]. Raises InputError if none is above 0."""
-    if table.cost is None or not table.cost_name or not bool((table.cost > 0).any()):
-        raise InputError(
-            f"budget=weights: profile {table.name!r} has no further cost; add a column cost.NAME"
-        )
-    cost: Tensor = table.cost
-    return cost

@@ -26,6 +26,16 @@ DIGEST = "sha256"
 """The key in the metadata of a `.safetensors` file under which the digest of all else stands."""
 
 
+def with_axes(table: object, axes: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Return the fields of a table with a letter for each axis, without None and empty tuples."""
+    fields = {}
+    for name, letters in axes.items():
+        value = getattr(table, name)
+        if isinstance(value, Tensor) or value:
+            fields[name] = (value, letters)
+    return fields
+
+
 def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
     """Return the length of each axis, by its letter.
 
@@ -114,9 +124,7 @@ def read_arrays(path: Path, kind: str) -> dict[str, Any]:
             content = torch.load(path, map_location="cpu", weights_only=True)
         else:
             content = np.load(path, allow_pickle=False)
-        if isinstance(content, Mapping):
-            return dict(content)
-        return {"embeddings": content}
+        return dict(content) if isinstance(content, Mapping) else {"embeddings": content}
     except Damaged:
         raise
     except Exception as error:

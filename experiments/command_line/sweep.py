@@ -217,7 +217,7 @@ def _in_order(words: Sequence[str]) -> list[str]:
 def _digests(configs: Sequence[Any]) -> list[str]:
     """The digest of the data that each job learns from, each file being read once. Raises
     InputError: settings or files that would make a job fail in its first moments."""
-    from knobwise.envs.tables.splits import divide
+    from knobwise.envs.tables.divisions import divide
     from knobwise.experiments.settings.beams import read_data
     from knobwise.experiments.settings.profiles import read_profile
     from knobwise.experiments.tracking.tracker import wandb_mode

@@ -13,15 +13,12 @@ from torch import Tensor
 
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import (
-    best_places,
     part_similarity,
-    parts_of,
     random_places,
     simple_ways,
     voters,
 )
 from knobwise.agents.selector.evaluation import (
-    Decided,
     choose,
     decide_selectors,
     decide_simple,
@@ -38,6 +35,7 @@ QUERIES, PLACES, BANK, BEAMS = 12, 6, 30, 5
 KNOWN = [q for q in range(QUERIES - 1) if q != 3]  # those with records of two demonstrations
 
 
+SIMILAR = ("image_similarity", "question_similarity", "similarity")
 KNOWN_ROWS = torch.tensor(KNOWN)
 
 
@@ -95,10 +93,6 @@ def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
 # -- with a scorer ---------------------------------------------------------------------------------
 
 
-def correct(results: dict[str, Decided]) -> dict[str, Tensor]:
-    return {name: decided.correct for name, decided in results.items()}
-
-
 def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> None:
     data = table()
     policy, stored = selector(data)
@@ -134,13 +128,12 @@ def test_simple_ways_are_judged_beside_it() -> None:
     """What was shown is said with what came of it, of the rows that were asked for."""
     data, rows = table(), torch.tensor([8, 3, 5])
     results = decide_simple(data, Sums(), 2, rows, seeds=(0, 1, 2))
-    similar = ("image_similarity", "question_similarity", "similarity")
-    assert list(results) == ["random", *similar, "vote", "best_recorded", "oracle"]
+    assert list(results) == ["random", *SIMILAR, "vote", "best_recorded", "oracle"]
     assert results["random"].correct.shape == (3, 3)
     assert results["vote"].correct.tolist() == [[0.0] * 3]  # five voters, or one
     assert results["vote"].demonstrations is None
     everyone = decide_simple(data, Sums(), 2, torch.arange(QUERIES))
-    for name in ("random", *similar):
+    for name in ("random", *SIMILAR):
         decided = results[name]
         for demonstrations, right in zip(decided.demonstrations, decided.correct, strict=True):
             assert torch.equal(Sums()(rows, demonstrations)["vqa_correct"].float(), right)
@@ -190,12 +183,11 @@ def test_the_recorded_sequence_that_is_preferred_counts() -> None:
 
 def test_the_oracle_is_right_wherever_any_record_is() -> None:
     data = table()
-    results = correct(decide_simple(data, None, 2, torch.arange(QUERIES)))
-    some = data.fields["vqa_correct"][:, :3].nan_to_num(0).amax(1)
-    assert torch.equal(results["oracle"][0, KNOWN], some[KNOWN])
-    best = data.fields["beam_score"][KNOWN, :3].argmax(1)
-    wanted = data.fields["vqa_correct"][KNOWN, best]
-    assert torch.equal(results["best_recorded"][0, KNOWN], wanted)
+    results = decide_simple(data, None, 2, KNOWN_ROWS)
+    right = data.fields["vqa_correct"][KNOWN, :3]
+    assert torch.equal(results["oracle"].correct[0], right.amax(1))
+    best = data.fields["beam_score"][KNOWN, :3].argmax(1, keepdim=True)
+    assert torch.equal(results["best_recorded"].correct[0], right.gather(1, best)[:, 0])
 
 
 def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
@@ -231,14 +223,14 @@ def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> N
 
 
 def test_simple_ways_without_a_scorer() -> None:
-    results = correct(decide_simple(table(), None, 2, torch.arange(QUERIES), seeds=(0, 1)))
-    similar = {"image_similarity", "question_similarity", "similarity"}
-    assert set(results) == {"random", *similar, "best_recorded", "oracle"}
-    assert results["random"].shape == (2, QUERIES)
-    known = ~results["oracle"][0].isnan()
-    for values in results.values():
-        assert torch.equal(~values.isnan(), known.expand(values.shape))
-        assert (values[:, known] <= results["oracle"][:, known]).all()
+    decided = decide_simple(table(), None, 2, torch.arange(QUERIES), seeds=(0, 1))
+    assert list(decided) == ["random", *SIMILAR, "best_recorded", "oracle"]
+    oracle = decided["oracle"].correct[0]
+    known = ~oracle.isnan()
+    for name, way in decided.items():
+        assert way.correct.shape == (1 + (name == "random"), QUERIES)
+        assert torch.equal(~way.correct.isnan(), known.expand(way.correct.shape))
+        assert (way.correct[:, known] <= oracle[known]).all()
 
 
 # -- simple ways to choose, by hand ----------------------------------------------------------------
@@ -317,23 +309,17 @@ def test_ways_that_need_blocks_or_trust_are_left_out_without_them() -> None:
     assert set(mixed) == {"similarity"}
     whole = torch.cosine_similarity(BY_HAND[1], CANDIDATES, dim=-1)
     assert POOL[1][mixed["similarity"][1]].tolist() == whole.topk(2).indices.tolist()
+    # parts are known only where every column is a thing asked
+    for other in (by_hand(blocks={}), by_hand(BY_HAND * 0.5), by_hand(blocks={"question": (2, 4)})):
+        assert "part_similarity" not in simple_ways(other, 2)
+        with pytest.raises(ValueError, match="blocks"):
+            part_similarity(other, 2)
 
 
 def test_voters_are_the_nearest_few_of_each_part() -> None:
     rows = bank_rows(by_hand().pool, voters(by_hand(), each=3))
     assert rows.tolist() == [[2, 0, 4, 1, 5, 3], [2, 0, 4, -1, -1, -1], [3] + [-1] * 5, [-1] * 6]
     assert voters(by_hand(blocks={})).shape == (4, 5)
-
-
-def test_parts_are_known_only_where_every_column_is_a_thing_asked() -> None:
-    query_parts, candidate_parts = parts_of(by_hand()) or pytest.fail("there are parts")
-    assert query_parts.tolist() == [[True, True], [True, False], [False, True], [True, True]]
-    assert candidate_parts[:3].tolist() == [[True, False], [False, True], [True, False]]
-    for other in (by_hand(blocks={}), by_hand(BY_HAND * 0.5), by_hand(blocks={"question": (2, 4)})):
-        assert parts_of(other) is None
-        assert "part_similarity" not in simple_ways(other, 2)
-        with pytest.raises(ValueError, match="lacks blocks image and question"):
-            part_similarity(other, 2)
     # a query that asks nothing known gets similar images
     nothing = by_hand(BY_HAND * torch.tensor([1.0, 1, 0, 0, 1]))
     assert POOL[0][part_similarity(nothing, 3)[0]].tolist() == [2, 0, 1]
@@ -360,8 +346,3 @@ def test_random_follows_its_seed_and_is_uniform() -> None:
     assert not torch.equal(places, random_places(many, 2, seed=2))
     counts = torch.bincount(places[:, 1], minlength=7)
     assert ((counts - 500).abs() < 5 * 500**0.5).all()
-
-
-def test_best_places_are_padded_where_too_few_are_left() -> None:
-    scores = torch.tensor([[0.5, -torch.inf, 0.7], [-torch.inf] * 3])
-    assert best_places(scores, 4).tolist() == [[2, 0, -1, -1], [-1] * 4]

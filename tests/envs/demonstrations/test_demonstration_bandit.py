@@ -130,7 +130,7 @@ def test_what_all_bandits_keep(kind: str) -> None:
         same(result, wanted)
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [2, 0, 3, 3, 1]])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 3, 0, 3]])
 def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list[int]) -> None:
     """Of two equal recordings each has its own."""
     table = five_beams().with_beams(
