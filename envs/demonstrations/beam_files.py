@@ -27,6 +27,7 @@ from knobwise.envs.demonstrations.beam_records import (
     Query,
     Record,
     TrailingQuery,
+    beam_file,
     read_json,
     read_queries,
     whole_numbers,
@@ -56,7 +57,7 @@ def read_beam_data(
     """Read recorded beams from a file, or from a folder with one JSON file.
 
     The content decides which of the two formats it is; instead of an object by query it may be a
-    list of records (see `beam_records.by_query`).
+    list of records, see `beam_records.read_queries`.
 
     Legacy: `{query: {"id_list": [[id, …], …], "score_list": [score, …]}}`. A query's pool is the
     ids in its beams, scores become `beam_score`, and the method of every beam is `beam`.
@@ -85,30 +86,43 @@ def read_beam_data(
             `pointer_global`, a `gen_method` is unknown, or no beam is left.
     """
     one_of("trailing_query", trailing_query, ("auto", "never"))
-    path = Path(path)
-    if path.is_dir():
-        files = sorted(path.glob("*.json"))
-        if len(files) != 1:
-            names = ", ".join(file.name for file in files[:5])
-            raise InputError(
-                f"{path}: is a folder with {len(files)} JSON files ({names}); give the path of one"
-            )
-        path = files[0]
+    path = beam_file(path)
     counts = Counter[str]()
     queries, meta = read_queries(path, trailing_query, keep_fallback, counts)
     saved = _saved_by_us(path, meta)
-    candidates = read_embeddings(embeddings)
-    asked = candidates if query_embeddings is None else read_embeddings(query_embeddings)
-    _check_rows(path, queries, len(asked), len(candidates))
-    if candidate_images is None:
-        candidate_images = saved["candidate_images"]
-    images = _read_images(candidate_images, len(candidates), str(path))
+    if name is not None:
+        saved["name"] = name
+    if candidate_images is not None:
+        saved["candidate_images"] = candidate_images
+    bank = read_embeddings(embeddings)
+    features = bank if query_embeddings is None else read_embeddings(query_embeddings)
+    return _table(path, queries, saved, features, bank, counts)
+
+
+def _table(
+    path: Path,
+    queries: list[Query],
+    saved: Record,
+    features: Tensor,
+    bank: Tensor,
+    counts: Counter[str],
+) -> BeamTable:
+    """Build the table of these queries, without candidates that give the answer away.
+
+    Args:
+        saved: what is known of the table, see `_saved_by_us`.
+        features: [n, d], the embeddings of the queries, by id.
+        bank: [M, d], the embeddings of the candidates.
+        counts: what was dropped so far.
+    """
+    _check_rows(path, queries, len(features), len(bank))
+    images = _read_images(saved["candidate_images"], len(bank), str(path))
     # with the same embeddings, queries are items of the bank: the image of an item that is known on
     # one side is known on the other
-    same_items = torch.equal(asked, candidates)
+    same_items = torch.equal(features, bank)
     if same_items and not images:
         known = {query.id: query.image for query in queries}
-        images = tuple(known.get(item, "") for item in range(len(candidates)))
+        images = tuple(known.get(item, "") for item in range(len(bank)))
     if same_items:
         queries = [query._replace(image=query.image or images[query.id]) for query in queries]
     queries = [_without_leaks(query, images, same_items, counts) for query in queries]
@@ -119,10 +133,10 @@ def read_beam_data(
         raise InputError(f"{path}: no beam is left. {'; '.join(notes)}")
     query_images = tuple(query.image for query in queries)
     return BeamTable(
-        name=name or str(saved.get("name") or path.stem),
+        name=str(saved.get("name") or path.stem),
         query_ids=tuple(str(query.id) for query in queries),
-        queries=asked[[query.id for query in queries]],
-        candidates=candidates,
+        queries=features[[query.id for query in queries]],
+        candidates=bank,
         query_images=query_images if any(query_images) else (),
         candidate_images=images if any(images) else (),
         blocks=saved["blocks"],
@@ -164,10 +178,10 @@ def _padded(rows: list[list[int]]) -> Tensor:
     return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], True, -1)
 
 
-def _check_rows(path: Path, queries: list[Query], asked: int, candidates: int) -> None:
+def _check_rows(path: Path, queries: list[Query], features: int, bank: int) -> None:
     """Raise InputError if an id has no embedding."""
     for query in queries:
-        ids = {"query": ([query.id], asked), "candidate": (query.pool, candidates)}
+        ids = {"query": ([query.id], features), "candidate": (query.pool, bank)}
         for what, (numbers, rows) in ids.items():
             if (largest := max(numbers, default=-1)) >= rows:
                 raise InputError(

@@ -60,6 +60,23 @@ def read_json(path: str | Path) -> Any:
         raise InputError(f"{path}: not JSON, or cut off ({error}); write the file again") from error
 
 
+def beam_file(path: str | Path) -> Path:
+    """Return the file, or the only JSON file in a folder.
+
+    Raises InputError if the folder does not hold exactly one.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    files = sorted(path.glob("*.json"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files[:5])
+        raise InputError(
+            f"{path}: is a folder with {len(files)} JSON files ({names}); give the path of one"
+        )
+    return files[0]
+
+
 def read_queries(
     path: Path, trailing_query: TrailingQuery, keep_fallback: bool, counts: Counter[str]
 ) -> tuple[list[Query], Any]:

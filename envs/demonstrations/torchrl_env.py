@@ -183,12 +183,9 @@ class DemonstrationBandit(SingleStepEnv):
                 "action=sequence and group_size=all are for recorded sequences; leave out the "
                 "scorer"
             )
-        if group_size == "all":
-            group_size = table.num_beams
-        if shots is None:
-            shots = table.shots
-        if rows is None:
-            rows = torch.arange(table.num_queries)
+        group_size = table.num_beams if group_size == "all" else group_size
+        shots = table.shots if shots is None else shots
+        rows = torch.arange(table.num_queries) if rows is None else rows
         sizes = (shots, 1 if group_size is None else group_size, batch_size, len(rows))
         if any(type(size) is not int or size < 1 for size in sizes):
             raise InputError(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 
-CONFIGS = [SelectorConfig(width=8, heads=2, update=update) for update in ("additive", "convex")]
-VERSIONS = [SelectorConfig(width=8, version=version) for version in ("v0", "v1", "v3")]
-every_config = pytest.mark.parametrize(
-    "config", CONFIGS + VERSIONS, ids=lambda c: f"{c.version}-{c.update}"
-)
+KINDS: list[dict[str, Any]] = [{"update": "additive"}, {"update": "convex"}]
+KINDS += [{"version": version} for version in ("v0", "v1", "v3")]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 
 
 def embeddings() -> StoredEmbeddings:
@@ -44,9 +41,10 @@ def pools() -> Tensor:
     return pool
 
 
-def selector(config: SelectorConfig = CONFIGS[0]) -> Selector:
+def selector(**settings: Any) -> Selector:
     torch.manual_seed(0)
     stored = embeddings()
+    config = SelectorConfig(**{"width": 8} | settings)
     return Selector.fitted(config, stored.query_table, stored.candidate_table)
 
 
@@ -79,7 +77,7 @@ def test_embeddings_are_standardised_by_queries_and_candidates_together() -> Non
 
 
 def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
-    made = selector(dataclasses.replace(CONFIGS[0], dropout=0.9)).train()
+    made = selector(dropout=0.9).train()
     first = made.choose(*batch(), shots=3)
     assert all(torch.equal(made.choose(*batch(), shots=3), first) for _ in range(5))
     assert made.training
@@ -104,14 +102,13 @@ def test_mistakes_are_told(changed: dict[str, Any], field: str) -> None:
 # -- saved and restored ----------------------------------------------------------------------------
 
 
-@every_config
-def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -> None:
-    made = selector(config)
+@every_kind
+def test_restored_is_the_same_selector(kind: dict[str, Any], tmp_path: Path) -> None:
+    made = selector(**kind)
     made.stage = "grpo"
     torch.save(made.plain(), tmp_path / "selector.pt")
     restored = Selector.restored(torch.load(tmp_path / "selector.pt", weights_only=True))
-    assert restored.config == config
-    assert restored.stage == "grpo"
+    assert (restored.config, restored.stage) == (made.config, "grpo")
     assert not restored.training
     wanted, result = (s.eval().distribution(*batch(), 3) for s in (made, restored))
     assert torch.equal(result.mode, wanted.mode)
@@ -119,38 +116,27 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
 
 
 def test_a_selector_of_an_earlier_version_is_still_read() -> None:
-    plain = selector(CONFIGS[0]).plain()
-    older = {name: value for name, value in plain["selector"].items() if name != "version"} | {
-        "layers": 1
-    }
-    restored = Selector.restored(
-        {key: plain[key] for key in ("features", "stage", "state")} | {"selector": older}
-    )
-    assert torch.equal(restored.choose(*batch(), 3), selector(CONFIGS[0]).choose(*batch(), 3))
+    plain = selector(layers=1).plain()
+    del plain["encoder"], plain["selector"]["version"]
+    restored = Selector.restored(plain)
+    assert torch.equal(restored.choose(*batch(), 3), selector().choose(*batch(), 3))
     assert restored.config.version == "v2"
 
 
 def test_weights_of_another_network_are_refused() -> None:
-    plain = selector(CONFIGS[0]).plain()
-    for state in (
-        {**plain["state"], "other": torch.ones(1)},
-        dict(list(plain["state"].items())[1:]),
+    plain = selector().plain()
+    state = plain["state"]
+    for changed in (
+        {"state": state | {"other": torch.ones(1)}},
+        {"state": dict([*state.items()][1:])},
+        {"features": 5},
+        {"selector": plain["selector"] | {"update": "convex"}},
     ):
-        with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key"):
-            Selector.restored(plain | {"state": state})
-    for changed in ({"features": 5}, {"selector": plain["selector"] | {"update": "convex"}}):
-        with pytest.raises(RuntimeError, match="size mismatch"):
+        with pytest.raises(RuntimeError):
             Selector.restored(plain | changed)
 
 
 # -- the networks behind it ------------------------------------------------------------------------
-
-
-every_network = pytest.mark.parametrize(
-    "settings",
-    [{"update": "additive"}, {"update": "convex"}, *({"version": v} for v in ("v0", "v1", "v3"))],
-    ids=lambda settings: "-".join(settings.values()),
-)
 
 
 def network(features: int = 6, **settings: object) -> PointerNetwork:
@@ -208,22 +194,18 @@ def test_the_network_has_the_originals_number_of_parameters_and_the_default_is_s
 # -- the network -----------------------------------------------------------------------------------
 
 
-@every_network
+@every_kind
 @pytest.mark.parametrize("projection", ["mlp", "linear"])
-def test_logits_are_cosines_over_the_temperature(projection: str, settings: dict[str, str]) -> None:
-    projected = {} if settings.get("version") == "v1" else {"projection": projection}
-    net = network(**projected, **settings, temperature=0.25)
+def test_logits_are_cosines_over_the_temperature(projection: str, kind: dict[str, Any]) -> None:
+    projected = {} if kind.get("version") == "v1" else {"projection": projection}
+    net = network(**projected, **kind, temperature=0.25)
     encoded = net.encode(*encodable())
     torch.testing.assert_close(encoded.keys.norm(dim=-1), torch.ones(3, 5))
-    state = net.start(encoded, 4)
-    for step in range(3):
-        directions = net.point(state)
-        assert directions.shape == (3, 4, 16)
-        torch.testing.assert_close(directions.norm(dim=-1), torch.ones(3, 4))
-        logits = net.logits(directions, encoded)
-        assert logits.shape == (3, 4, 5)
-        torch.testing.assert_close(logits[1, 2, 3], directions[1, 2] @ encoded.keys[1, 3] / 0.25)
-        state = net.advance(state, encoded.keys[:, step].unsqueeze(1).expand(-1, 4, -1))
+    chosen = encoded.keys[:, torch.tensor([[0, 1]] * 4)]
+    directions = net.states(encoded, chosen)  # [3, 4, 3, 16]
+    torch.testing.assert_close(directions.norm(dim=-1), torch.ones(3, 4, 3))
+    wanted = torch.einsum("pjth,pnh->pjtn", directions, encoded.keys) / 0.25
+    torch.testing.assert_close(net.logits(directions, encoded), wanted)
 
 
 def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool() -> None:
@@ -241,9 +223,9 @@ def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool() -> None:
     torch.testing.assert_close(alone.keys, encoded.keys[1:2, [2, 0, 1]])
 
 
-@every_network
-def test_every_weight_learns(settings: dict[str, str]) -> None:
-    net = network(**settings)
+@every_kind
+def test_every_weight_learns(kind: dict[str, Any]) -> None:
+    net = network(**kind)
     encoded = net.encode(*encodable())
     directions = net.states(encoded, encoded.keys[:, torch.tensor([[0, 1], [4, 2]])])
     torch.manual_seed(0)
