@@ -80,6 +80,7 @@ class SelectorActor(TensorDictModuleBase):
         )
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        # draw, or take the greedy sequence
         dist = self.get_dist(tensordict)
         if exploration_type() in (ExplorationType.DETERMINISTIC, ExplorationType.MODE):
             action = dist.mode
@@ -89,6 +90,7 @@ class SelectorActor(TensorDictModuleBase):
         leading = (
             tensordict["mask"].shape[:-1] if self.embeddings is None else tensordict["row"].shape
         )
+        # as many leading axes as the environment has
         tensordict["action"] = action.reshape(leading + action.shape[1:])
         tensordict["action_log_prob"] = log_prob.reshape(leading + log_prob.shape[1:])
         return tensordict
@@ -159,6 +161,7 @@ class SequenceBehaviour(TensorDictModuleBase):
                 tensordict["action_log_prob"] = self.actor.get_dist(tensordict).log_prob(recorded)
         else:
             self.actor(tensordict)
+        # what the KL is taken to
         if self.with_log_probs:
             dist = self.reference.get_dist(tensordict)
             tensordict["reference_log_prob"] = dist.log_prob(tensordict["action"])

@@ -80,6 +80,7 @@ def decide_selectors(
             actor = SelectorActor(selector, stored, pool, shots)
             preferences.append(actor.recorded_log_probs(table, rows))
         return recorded_choices(table.select(rows), shots, preferences)
+    # greedy choices, answered by the scorer
     choices = [choose(selector, stored, table, rows, shots) for selector, stored in pairs]
     return judged_choices(table, scorer, choices, rows)
 
@@ -111,11 +112,13 @@ def decide_simple(
     if scorer is None:
         decided = _simple_recorded(part, shots, seeds)
     else:
+        # choices by name, then their answers
         ways = {"random": [random_places(part, shots, seed) for seed in seeds]}
         ways |= {name: [places] for name, places in simple_ways(part, shots, trusted).items()}
         decided = {}
         for name, choices in ways.items():
             decided[name] = judged_choices(table, scorer, choices, rows)
+        # the majority of the most similar demonstrations
         voted = scorer.vote(rows, bank_rows(table.pool[rows], voters(part))).float().cpu()
         decided["vote"] = Decided(voted.unsqueeze(0), None)
     # upper bounds, among recorded sequences
@@ -271,9 +274,11 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
 def _simple_recorded(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict[str, Decided]:
     """Return the choices of a random recorded sequence, and of the most similar ones, by name."""
     shape = table.beam_mask.shape
+    # random preferences, one for each seed
     drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     decided = {"random": recorded_choices(table, shots, drawn)}
     for name in ways_by_cosine(table):
+        # the sum over the sequence; an end adds nothing
         cosine = cosines(table, name).gather(1, table.sequences.clamp_min(0).flatten(1))
         similarity = cosine.view(table.sequences.shape)
         preference = similarity.masked_fill(table.sequences < 0, 0.0).sum(-1)

@@ -129,6 +129,7 @@ class SequenceDistribution(Distribution):
         Returns:
             Places, int64 [P, J, T], and the log-probs of every step, [P, J, T, N].
         """
+        # from the start state, with the whole pool
         network = self.network
         mask = self.encoded.mask
         state = network.start(self.encoded, count)

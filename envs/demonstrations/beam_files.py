@@ -87,8 +87,10 @@ def read_beam_data(
     """
     one_of("trailing_query", trailing_query, ("auto", "never"))
     path = beam_file(path)
+    # what was recorded
     counts = Counter[str]()
     queries, meta = read_queries(path, trailing_query, keep_fallback, counts)
+    # what is known of the table besides: arguments come before notes
     saved = _saved_by_us(path, meta)
     if name is not None:
         saved["name"] = name
@@ -127,6 +129,7 @@ def _table(
         queries = [query._replace(image=query.image or images[query.id]) for query in queries]
     queries = [_without_leaks(query, images, same_items, counts) for query in queries]
     _count(queries, images, counts)
+    # earlier notes, then what was dropped and what is missing
     notes = [str(note) for note in saved["notes"]]
     notes += [f"{count} {what}" for what, count in counts.items() if count]
     if not any(query.beams for query in queries):
@@ -147,6 +150,7 @@ def _table(
 
 def _arrays(queries: list[Query]) -> dict[str, Any]:
     """Return pools, sequences and outcomes as the tensors of a table, which has a beam."""
+    # beams of all queries, one after the other
     sizes = [len(query.beams) for query in queries]
     places = []
     for query in queries:
@@ -154,6 +158,7 @@ def _arrays(queries: list[Query]) -> dict[str, Any]:
         places += [[place[i] for i in beam.ids] for beam in query.beams]
     beams = [beam for query in queries for beam in query.beams]
     found_by, rounds = torch.tensor([(beam.found_by, beam.round) for beam in beams]).unbind(1)
+    # float32 [n, number of fields]
     outcomes = torch.tensor([beam.outcomes for beam in beams], dtype=torch.float32)
 
     def by_query(values: Tensor, padding: float) -> Tensor:
@@ -229,6 +234,7 @@ def _saved_by_us(path: Path, meta: Any) -> Record:
     """Return what `write_rl_data` noted of the table, if it wrote the file."""
     saved: Record = {"notes": [], "candidate_images": [], "blocks": {}}
     if isinstance(meta, dict):
+        # a foreign `_meta` says nothing; our own may have been edited
         try:
             saved |= meta.get("knobwise", {})
             saved |= {name: list(saved[name]) for name in ("notes", "candidate_images")}
@@ -245,6 +251,7 @@ def _saved_by_us(path: Path, meta: Any) -> Record:
 def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:
     """Return the image of each of `count` candidates, "" if unknown; or none at all."""
     names: Any = images
+    # from a file, a list or an object, or a table by id
     if isinstance(images, str | Path):
         source = str(images)
         if source.endswith(".json"):
@@ -254,6 +261,7 @@ def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:
             names = None
             if {"id", "image_id"} <= {*frame.columns} and frame["id"].is_unique().all():
                 names = dict(frame.select("id", "image_id").iter_rows())
+    # by id: "" for candidates without a name
     if isinstance(names, dict):
         ids = whole_numbers(source, "id", [*names])
         by_id = dict(zip(ids, names.values(), strict=True))
@@ -290,6 +298,7 @@ def write_rl_data(
         name: getattr(table, name) for name in ("name", "notes", "candidate_images", "blocks")
     }
     content: Record = {"_meta": {**(metadata or {}), "knobwise": saved}}
+    # an object for each query, in the order of the table
     pools = table.pool.tolist()
     rows = _pointer_rows(table, pools)
     for q, query in enumerate(table.query_ids):
@@ -316,6 +325,7 @@ def _pointer_rows(table: BeamTable, pools: list[list[int]]) -> list[list[Record]
     rounds = table.round.tolist()
     sequences = table.sequences.tolist()
     rows: list[list[Record]] = [[] for _ in pools]
+    # an object for each beam
     for q, b in table.beam_mask.nonzero().tolist():
         places = [place for place in sequences[q][b] if place >= 0]
         row: Record = {
@@ -346,6 +356,7 @@ def read_embeddings(embeddings: Embeddings) -> Tensor:
             raise InputError(
                 f"{path}: no such file, or not a .safetensors, .npz, .npy or .pt file of embeddings"
             )
+        # arrays of numbers alone: a file may hold names too
         matrices = {}
         for name, x in read_arrays(path, "embeddings").items():
             if isinstance(x, Tensor) or (isinstance(x, np.ndarray) and x.dtype.kind in "iuf"):
@@ -356,6 +367,7 @@ def read_embeddings(embeddings: Embeddings) -> Tensor:
                 f"{[*matrices] or 'none'}"
             )
         embeddings = matrices.get("embeddings", next(iter(matrices.values())))
+    # numbers, all of them finite
     kind = embeddings.dtype
     shape = tuple(embeddings.shape)
     if len(shape) != 2 or 0 in shape or kind.is_complex or kind == torch.bool:

@@ -86,6 +86,7 @@ def read_queries(
     """
     content = read_json(path)
     meta = None
+    # a list of records, or an object by query
     if isinstance(content, list) and all(isinstance(record, dict) for record in content):
         keys = _keys_of(path, content, trailing_query, counts)
         records = list(zip(keys, content, strict=True))
@@ -98,6 +99,7 @@ def read_queries(
         raise InputError(
             f"{path}: holds no queries; expected {{query id: {{…}}}}, or a list with query_id"
         )
+    # read one query after the other, of either format
     queries = []
     for key, record in records:
         where = f"{path}: query {key}"
@@ -154,6 +156,7 @@ def whole_numbers(where: str, what: str, values: Any) -> list[int]:
 
     A string of digits counts as a whole number, a float does not.
     """
+    # anything but a list is wrong as a whole
     wrong = [values]
     if isinstance(values, list):
         wrong = [value for value in values if not _is_whole(value)]
@@ -175,6 +178,7 @@ def _as_rl_data(
 
     Raises InputError if a list is missing, lengths differ, an id is not valid, or a score is null.
     """
+    # both lists, as long as each other
     match record:
         case {"id_list": list(lists), "score_list": list(scores)} if len(lists) == len(scores):
             rows = []
@@ -182,6 +186,7 @@ def _as_rl_data(
             raise InputError(
                 f"{where}: expected id_list and score_list, two lists with an entry per beam"
             )
+    # a row of RL data for every beam
     for number, (values, score) in enumerate(zip(lists, scores, strict=True)):
         ids = whole_numbers(where, f"row {number} of id_list", values)
         if score is None:
@@ -198,6 +203,7 @@ def _read_query(
     where: str, number: int, record: Any, keep_fallback: bool, counts: Counter[str]
 ) -> Query:
     """Read a query in RL data, keeping the valid rows and counting the dropped ones."""
+    # the rows, and what is said of the query
     query = image = None
     match record:
         case {"pointer_candidates": list(rows)} if all(isinstance(row, dict) for row in rows):
@@ -209,6 +215,7 @@ def _read_query(
             f"{where}: expected an object with pointer_candidates, a list of objects (or []), and "
             "query, an object in which image_id is a name or a whole number"
         )
+    # the pool, and the candidates of every row
     pool = record.get("candidate_pool_ids")
     if pool is not None:
         pool = whole_numbers(where, "candidate_pool_ids", pool)
@@ -220,6 +227,7 @@ def _read_query(
     known = set(pool)
     if len(known) < len(pool):
         raise InputError(f"{where}: an id occurs twice in candidate_pool_ids; keep each id once")
+    # keep what was evaluated, and read its outcomes
     beams = []
     for i, (row, ids) in enumerate(zip(rows, chosen, strict=True)):
         at = f"{where}, row {i}"
@@ -246,6 +254,7 @@ def _chosen(where: str, row: Record, pool: list[int] | None) -> list[int]:
     if ids is None:
         return whole_numbers(where, "pointer", pointer)
     ids = whole_numbers(where, "pointer_global", ids)
+    # ids and places in the pool must agree
     if pool is not None and pointer is not None:
         places = whole_numbers(where, "pointer", pointer)
         if [pool[place] for place in places if place < len(pool)] != ids:

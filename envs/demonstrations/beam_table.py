@@ -111,11 +111,13 @@ class BeamTable:
         """Raise InputError if shapes, types or names do not fit."""
         parts = with_axes(self, AXES)
         parts |= {f"fields[{name}]": (values, "QB") for name, values in self.fields.items()}
+        # every axis has one length
         lengths = check_axes(table, parts)
         for what, (values, _) in parts.items():
             wanted = torch.int64 if what in INTEGERS else torch.float32
             if isinstance(values, Tensor) and values.dtype != wanted:
                 raise InputError(f"{table}: {what} holds {values.dtype}, expected {wanted}")
+        # names of outcomes, queries, and columns
         if unknown := sorted(set(self.fields) - set(FIELDS)):
             raise InputError(
                 f"{table}: unknown fields {', '.join(unknown)}; known are {', '.join(FIELDS)}"
@@ -136,6 +138,7 @@ class BeamTable:
         known_method = (self.found_by >= 0) & (self.found_by < len(METHODS))
         fitting_round = (self.round >= 0) & ((self.round > 0) == (self.found_by == POLICY))
         numbers = torch.cat([self.pool.ravel(), self.sequences.ravel()])
+        # outcomes [Q, B, 1 + number of fields], so that there may be none
         nothing = torch.full((*beam.shape, 1), torch.nan)
         outcomes = torch.cat([nothing, *(x.unsqueeze(2) for x in self.fields.values())], 2)
         recorded = ~outcomes.isnan().all(2) | (self.found_by != -1) | (self.round != 0)
@@ -272,9 +275,11 @@ class BeamTable:
             found_by, round: int64 [Q, B'], or a number for all.
         """
         new = {**fields, "sequences": sequences, "found_by": found_by, "round": round}
+        # beams of both sides, [Q, B] and [Q, B']
         masks = (self.beam_mask, (sequences >= 0).any(-1))
         sides = (self.beams, new)
         shots = max(self.shots, sequences.shape[2])
+        # put them side by side, padding what one side lacks
         joined = {}
         for name in sides[0] | new:
             columns = []

@@ -68,6 +68,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         bound, pool_bound = (
             float(x.abs().amax()) for x in (self.table.queries, self.table.candidates)
         )
+        # embeddings may have any sign
         self.observation_space: Any = spaces.Dict(
             query=spaces.Box(-bound, bound, (d,)),
             pool=spaces.Box(-pool_bound, pool_bound, (n, d)),
@@ -109,6 +110,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         reward = float(outcome.reward)
         correct = float(outcome.correct)
         sequence = outcome.sequences[0, 0].numpy()
+        # what was shown, and what came of it
         observation, info = self._observe(self._row)
         info |= {"sequence": sequence, "vqa_correct": correct}
         answer = {1.0: "right", 0.0: "wrong"}.get(correct, "unknown")

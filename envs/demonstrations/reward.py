@@ -42,6 +42,7 @@ def demonstration_reward(
         "capped_information": (INFORMATION_SCALE * information).clamp_max(1.0),
     }
     known = {**fields, **computed}
+    # [*, G, K], 0 where there is no sequence
     signals = [known[name].float() for name in config.signal_names]
     values = torch.stack(signals, -1).where(exists, 0.0)
     weights = _weights(values, config)
@@ -69,6 +70,7 @@ def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
     Returns: [*, G, K]; the weights as they were where no signal varies.
     """
     count = exists.sum(-2, keepdim=True).clamp_min(1)
+    # standard deviation inside the group
     centred = (values - values.sum(-2, keepdim=True) / count).where(exists, 0.0)
     spread = (centred.square().sum(-2, keepdim=True) / count).sqrt()
     share = weights * spread.where(spread > LEAST_SPREAD, 0.0)

@@ -84,6 +84,7 @@ class Passes:
 
     def __call__(self) -> Tensor:
         n = len(self.rows)
+        # the stretch of all passes, one after the other, that is next
         start = self.drawn * self.count
         self.before = self.drawn
         self.drawn += 1
@@ -183,6 +184,7 @@ class DemonstrationBandit(SingleStepEnv):
                 "action=sequence and group_size=all are for recorded sequences; leave out the "
                 "scorer"
             )
+        # defaults depend on the table
         group_size = table.num_beams if group_size == "all" else group_size
         shots = table.shots if shots is None else shots
         rows = torch.arange(table.num_queries) if rows is None else rows
@@ -194,6 +196,7 @@ class DemonstrationBandit(SingleStepEnv):
             )
         if not table.pool_mask.any():
             raise InputError(f"beam table {table.name!r}: the pools of all queries are empty")
+        # settings
         self.table = table
         self.scorer = scorer
         self.reward_config = (reward or DemonstrationRewardConfig()).resolved(table.fields)
@@ -203,6 +206,7 @@ class DemonstrationBandit(SingleStepEnv):
         self.shots = shots
         self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
         self._rows: Tensor | None = None  # the queries of the last reset
+        # data on the device
         self.queries = table.queries.to(device)
         self.pool = table.pool.to(device)
         self.candidates = table.candidates.to(device)

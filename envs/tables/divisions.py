@@ -45,6 +45,7 @@ def unseen(table: ProfileTable, split: Split) -> Split:
     """
     if not table.image_ids or not table.features or len(set(table.dataset_names)) < 2:
         return split
+    # images of the test part, as every block of features shows them
     tested = set().union(*_images(table, split.test))
 
     kept = []
@@ -110,6 +111,7 @@ def divide(
         raise InputError(
             f"split.train={train}, split.validation={validation}: both must be positive"
         )
+    # the test part is given: only the ratio of the others counts
     share = validation / (train + validation)
     if folds:
         # folds are equal stretches of the random order
@@ -119,6 +121,7 @@ def divide(
                 f"split.folds={folds}: profile {table.name!r} has too few samples (or images)"
             )
         return _held_out(table, fold == number, share, seed)
+    # one data set left out
     splits = leave_one_out(table, share, seed)
     if leave_out not in splits:
         raise InputError(f"split.leave_out={leave_out!r}: must be one of {', '.join(splits)}")
@@ -130,6 +133,7 @@ def _held_out(table: ProfileTable, test: Tensor, validation: float, seed: int) -
 
     Raises InputError if there are too few of them for training and validation.
     """
+    # the other rows, by their place in the random order
     rows = (~test).nonzero().squeeze(1)
     validated = _positions(table, rows, seed) < validation
     if not 0 < int(validated.sum()) < len(rows):
@@ -163,6 +167,7 @@ def _positions(table: ProfileTable, rows: Tensor, seed: int) -> Tensor:
     names = np.array(table.dataset_names)[rows.numpy()]
     units = np.array(table.image_ids or table.sample_ids)[rows.numpy()]
     positions = np.empty(len(rows))
+    # each data set has an order of its own
     for name in np.unique(names):
         rows_of_dataset = names == name
         distinct, index = np.unique(units[rows_of_dataset], return_inverse=True)

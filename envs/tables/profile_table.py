@@ -138,6 +138,7 @@ class ProfileTable:
 
     def _check_shapes(self) -> None:
         """Raise InputError if lengths disagree, or the table is empty."""
+        # every axis has one length
         parts = with_axes(self, self.AXES)
         parts |= {f"features[{name}]": (block, "N_") for name, block in self.features.items()}
         check_axes(f"profile {self.name!r}", parts)
@@ -167,6 +168,7 @@ class ProfileTable:
             }
             for what, wrong in problems.items():
                 counts[what] += int(wrong.sum())
+        # what only some tables have
         if self.cost is not None:
             known = (self.cost >= 0) & self.cost.isfinite()
             fits = torch.where(self.mask, known, self.cost.isnan())
@@ -256,6 +258,7 @@ class ProfileTable:
         It does not depend on the file.
         """
         sha = hashlib.sha256()
+        # names first, then tensors
         names = [[k.name, list(k.values)] for k in self.knobs]
         text: list[Any] = [
             names,

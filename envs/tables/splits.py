@@ -50,6 +50,7 @@ def split_groups(
         InputError: if another part is empty.
     """
     position, count = _shuffled(groups, seed)
+    # borders in the random order of the groups
     first = round(train * count)
     second = round((train + validation) * count)
     if not 0 < first < second <= count - (not allow_no_test):
