@@ -27,8 +27,8 @@ class SequenceDistribution(Distribution):
         network: the network that points.
         encoded: P queries with their pools of N places, from the network's `encode`.
         shots: T.
-        group_size: G, draws for each query: `sample` returns [P, G, T]. None for one draw without
-            the group axis: [P, T].
+        group_size: G, draws for each query: `sample` returns [*, P, G, T] and `log_prob`
+            [*, P, G]. None leaves out the group axis: [*, P, T] and [*, P].
         temperature: divides the logits, for draws, log-probs and entropy alike.
     """
 
@@ -52,18 +52,23 @@ class SequenceDistribution(Distribution):
         super().__init__(encoded.mask.shape[:1], torch.Size([*group, shots]), validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-probs [P, *] of sequences int64 [P, *, T].
+        """Return the log-probs of sequences.
 
+        They are int64 [*sample_shape, P, (G), T], and their log-probs [*sample_shape, P, (G)].
         −1 after the end of a shorter sequence adds 0, so its log-prob is that of the part before.
         The log-prob is −∞, without a gradient, if a place was chosen before, is not in the pool, or
-        follows the end. Their number and T need not be those of the draws.
+        follows the end. G and T need not be those of the draws.
         """
-        # all sequences of a query go side by side
-        places = value.reshape(*self.batch_shape, -1, value.shape[-1])
-        return self._log_prob(places).reshape(value.shape[:-1])
+        group = 1 if self.group_size is None else value.shape[-2]
+        samples = value.shape[: value.dim() - len(self.batch_shape + self.event_shape)].numel()
+        # all samples and draws of a query go side by side
+        places = value.reshape(samples, *self.batch_shape, group, value.shape[-1])
+        places = places.movedim(0, 1).flatten(1, 2)
+        log_probs = self._log_prob(places).unflatten(1, (samples, group))
+        return log_probs.movedim(1, 0).reshape(value.shape[:-1])
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Draw sequences, int64 [P, (G), T], all of them side by side."""
+        """Draw sequences, int64 [*sample_shape, P, (G), T], all of them side by side."""
         return self.sample_with_log_prob(sample_shape)[0]
 
     rsample = sample
@@ -71,14 +76,16 @@ class SequenceDistribution(Distribution):
 
     @torch.no_grad()
     def sample_with_log_prob(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """Draw sequences along with their log-probs, [P, (G)].
+        """Draw sequences along with their log-probs, [*sample_shape, P, (G)].
 
-        The network does not run a second time. The number of draws is G; `sample_shape` is empty.
+        The network does not run a second time.
         """
-        assert not sample_shape
-        places, log_probs = self._draw(self.group_size or 1)
+        samples = torch.Size(sample_shape).numel()
+        group = 1 if self.group_size is None else self.group_size
+        places, log_probs = self._draw(samples * group)
         total = _of_chosen(log_probs, places).masked_fill(places < 0, 0.0).sum(-1)
-        shape = self.batch_shape + self.event_shape
+        shape = torch.Size([*sample_shape, *self.batch_shape, *self.event_shape])
+        places, total = (x.unflatten(1, (samples, group)).movedim(1, 0) for x in (places, total))
         return places.reshape(shape), total.reshape(shape[:-1])
 
     def entropy(self) -> Tensor:

@@ -53,17 +53,6 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return (*embeddings().both(torch.arange(6), pool), pool >= 0)
 
 
-def test_stored_embeddings_are_looked_up_and_padding_is_zero() -> None:
-    stored = embeddings()
-    queries, result = stored.both(torch.tensor([5, -1]), torch.tensor([[3, -1], [0, 3]]))
-    assert torch.equal(result[0, 0], stored.candidate_table[3])
-    assert torch.equal(result[1], stored.candidate_table[[0, 3]])
-    assert (result[0, 1] == 0).all()
-    assert torch.equal(queries, torch.stack([stored.query_table[5], torch.zeros(4)]))
-    assert not list(stored.parameters())
-    assert not stored.state_dict()
-
-
 # -- the selector ----------------------------------------------------------------------------------
 
 

@@ -149,18 +149,16 @@ def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path) -> None:
     """Items 3 and 7 show one image: said of the queries in one file, of the candidates in the
     other."""
     rows = [row([7, 9]), row([3, 9]), row([9])]
-    content = {
-        key: {"query": {"image_id": image}, "pointer_candidates": rows}
-        for key, image in (("3", "a"), ("7", "a"), ("5", None))
+    said = {key: {"query": {"image_id": "a"}, "pointer_candidates": rows} for key in ("3", "7")} | {
+        "5": {"pointer_candidates": rows}
     }
-    table = read_beam_data(written(tmp_path, content), BANK)
+    table = read_beam_data(written(tmp_path, said), BANK)
     assert table.pool.tolist() == [[9, X, X], [9, X, X], [7, 9, 3]]
-    assert table.candidate_images == tuple("a" if i in (3, 7) else "" for i in range(20))
-    images = ["a" if i in (3, 7) else "b" for i in range(20)]
+    images = ["a" if i in (3, 7) else "" for i in range(20)]
+    assert table.candidate_images == tuple(images)
     path = written(tmp_path, legacy([[7, 9, 3], [9, 3]], [2, 1]))
     table = read_beam_data(path, BANK, candidate_images=images)
-    assert table.pool.tolist() == [[9]]
-    assert table.query_images == ("a",)
+    assert (table.pool.tolist(), table.query_images) == ([[9]], ("a",))
 
 
 @pytest.mark.parametrize(

@@ -149,17 +149,13 @@ def test_actions_that_are_refused(options: dict[str, Any], action: list[int], pl
 def test_an_index_is_masked_exactly() -> None:
     env = made(action="sequence")
     assert env.action_space == gymnasium.spaces.Discrete(4)
-    env.action_space.seed(0)
     for row, count in ((0, 4), (4, 2), (2, 0)):
-        drawn = set()
-        for _ in range(40):
-            _, info = env.reset(options={"row": row})
-            assert (info["action_mask"].dtype, info["action_mask"].sum()) == (np.int8, count)
-            action = env.action_space.sample(info["action_mask"])
-            _, reward, _, _, after = env.step(action)
-            assert after["sequence"].tolist() == info["sequences"][action].tolist()
-            drawn.add(reward)
-        assert len(drawn) == max(count, 1)
+        _, info = env.reset(options={"row": row})
+        assert (info["action_mask"].dtype, info["action_mask"].sum()) == (np.int8, count)
+        action = env.action_space.sample(info["action_mask"])
+        _, reward, _, _, after = env.step(action)
+        assert after["sequence"].tolist() == info["sequences"][action].tolist()
+        assert (reward == 0) == (count == 0)
 
 
 @pytest.mark.parametrize("live", [False, True])
