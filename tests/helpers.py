@@ -20,6 +20,7 @@ from knobwise.agents.training.settle import deployed_by
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.settings import FIELDS
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 from knobwise.profiling.demonstrations import builtin
 
@@ -211,6 +212,38 @@ def small_beams(
         blocks={"image": (0, kinds), "liar": (kinds, kinds + 1)},
     )
     return table, scorer
+
+
+def five_beams() -> BeamTable:
+    """Five queries with short and empty pools, one without recorded sequences; the outcomes count
+    up, so that each reward tells which sequence it belongs to."""
+    none = [-1] * 3
+    sequences = torch.tensor(
+        [
+            [[0, 1, -1], [2, -1, -1], [3, 1, 0], [1, 0, -1]],
+            [[0, -1, -1], none, none, none],  # one candidate
+            [none] * 4,  # no candidate
+            [none] * 4,  # candidates, no sequence
+            [[2, 1, -1], [0, 2, -1], none, none],
+        ]
+    )
+    exists = sequences[..., 0] >= 0
+    counted = torch.arange(1.0, 21.0).reshape(5, 4)
+    fields = {name: (counted + 20 * number) / 200 for number, name in enumerate(FIELDS)}
+    fields["vqa_correct"] = torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(5, 4)
+    pools = [[4, 0, 2, 6], [1, -1, -1, -1], [-1] * 4, [3, 5, -1, -1], [6, 1, 0, -1]]
+    found_by = [[0, 2, 4, 4], [3, -1, -1, -1], [-1] * 4, [-1] * 4, [0, 4, -1, -1]]
+    return BeamTable(
+        name="five",
+        query_ids=tuple("abcde"),
+        pool=torch.tensor(pools),
+        sequences=sequences,
+        fields={name: field.where(exists, torch.nan) for name, field in fields.items()},
+        found_by=torch.tensor(found_by),
+        round=torch.tensor([[0, 0, 1, 2], [0] * 4, [0] * 4, [0] * 4, [0, 2, 0, 0]]),
+        queries=torch.eye(5),
+        candidates=torch.arange(35.0).reshape(7, 5).cos(),
+    )
 
 
 class Lines(list[tuple[int, dict[str, float]]]):

@@ -80,16 +80,17 @@ class SelectorActor(TensorDictModuleBase):
         )
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        # draw, or take the greedy sequence
         dist = self.get_dist(tensordict)
         if exploration_type() in (ExplorationType.DETERMINISTIC, ExplorationType.MODE):
             action = dist.mode
             log_prob = dist.log_prob(action)
         else:
             action, log_prob = dist.sample_with_log_prob()
-        if self.embeddings is not None:
-            leading = tensordict["row"].shape
-        else:
-            leading = tensordict["query"].shape[:-1]
+        leading = (
+            tensordict["mask"].shape[:-1] if self.embeddings is None else tensordict["row"].shape
+        )
+        # as many leading axes as the environment has
         tensordict["action"] = action.reshape(leading + action.shape[1:])
         tensordict["action_log_prob"] = log_prob.reshape(leading + log_prob.shape[1:])
         return tensordict
@@ -160,6 +161,7 @@ class SequenceBehaviour(TensorDictModuleBase):
                 tensordict["action_log_prob"] = self.actor.get_dist(tensordict).log_prob(recorded)
         else:
             self.actor(tensordict)
+        # what the KL is taken to
         if self.with_log_probs:
             dist = self.reference.get_dist(tensordict)
             tensordict["reference_log_prob"] = dist.log_prob(tensordict["action"])

@@ -61,6 +61,7 @@ def simple_ways(table: BeamTable, shots: int, trusted: Tensor | None = None) -> 
 
 def random_places(table: BeamTable, shots: int, seed: int = 0) -> Tensor:
     """Draw from each pool without replacement, every candidate with the same probability."""
+    # the order of random keys is a random order
     keys = torch.rand(table.pool.shape, generator=torch.Generator().manual_seed(seed))
     return best_places(keys.masked_fill(~table.pool_mask, -torch.inf), shots)
 
@@ -114,6 +115,7 @@ def parts_of(table: BeamTable) -> tuple[Tensor, Tensor] | None:
     """
     if not {"image", "question"} <= set(table.blocks):
         return None
+    # what is asked, and what is answered
     columns = slice(*table.blocks["question"])
     wanted = table.queries[:, columns]
     answered = table.candidates[:, columns]
@@ -150,6 +152,7 @@ def part_similarity(table: BeamTable, shots: int, trusted: Tensor | None = None)
     count = wanted.sum(1)
     # the parts that a query asks, before the others
     order = wanted.int().argsort(dim=1, descending=True, stable=True)
+    # one shot after the other; what was chosen is out
     chosen: list[Tensor] = []
     for shot in range(shots):
         part = order.gather(1, (shot % count.clamp_min(1)).unsqueeze(1))

@@ -60,12 +60,14 @@ class ClipItems(NamedTuple):
             InputError: see `load_clip`; a picture cannot be read.
         """
         _, processor = load_clip(source)
+        # an item that is a query and a candidate is read once
         distinct = {id(item): item for item in (*queries, *bank)}
         index_of = {key: float(index) for index, key in enumerate(distinct)}
         pixels = []
         for item in distinct.values():
             picture = processor.image_processor(item.picture(), return_tensors="pt")
             pixels.append(picture["pixel_values"].half())
+        # all texts are padded to the longest
         texts = [item.question for item in distinct.values()]
         tokens = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
         return cls(
@@ -138,6 +140,7 @@ class ClipEncoder(nn.Module):
         if self.items is None:
             raise InputError("the selector's encoder has no pictures and texts; set its `items`")
         distinct, places = numbers.squeeze(-1).long().unique(return_inverse=True)
+        # each distinct item once, in batches
         encoded = []
         for rows in distinct.split(AT_ONCE):
             pixels, tokens, mask = (part[rows.cpu()].to(rows.device) for part in self.items[:3])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ def decide_selectors(
     table: BeamTable,
     scorer: Scorer | None,
     shots: int,
-    rows: Tensor | None = None,
+    rows: Tensor,
 ) -> Decided:
     """Judge S selectors on held-out queries.
 
@@ -70,10 +70,8 @@ def decide_selectors(
         table: the queries and their pools.
         scorer: a scorer of this table; None for recorded sequences.
         shots: T.
-        rows: int64 [n], the queries; None for all.
+        rows: int64 [n], the queries.
     """
-    if rows is None:
-        rows = torch.arange(table.num_queries)
     pairs = list(zip(selectors, embeddings, strict=True))
     if scorer is None:
         preferences = []
@@ -82,6 +80,7 @@ def decide_selectors(
             actor = SelectorActor(selector, stored, pool, shots)
             preferences.append(actor.recorded_log_probs(table, rows))
         return recorded_choices(table.select(rows), shots, preferences)
+    # greedy choices, answered by the scorer
     choices = [choose(selector, stored, table, rows, shots) for selector, stored in pairs]
     return judged_choices(table, scorer, choices, rows)
 
@@ -90,9 +89,9 @@ def decide_simple(
     table: BeamTable,
     scorer: Scorer | None,
     shots: int,
+    rows: Tensor,
     *,
     seeds: Sequence[int] = (0,),
-    rows: Tensor | None = None,
     trusted: Tensor | None = None,
 ) -> dict[str, Decided]:
     """Judge every policy that needs no training, and return the results by name.
@@ -106,30 +105,27 @@ def decide_simple(
         scorer: a scorer of this table; None for recorded sequences.
         shots: T.
         seeds: seeds of `random`; for the other policies S = 1.
-        rows: int64 [n], the queries; None for all.
+        rows: int64 [n], the queries.
         trusted: see `simple_ways`.
     """
-    if rows is None:
-        rows = torch.arange(table.num_queries)
     part = table.select(rows)
     if scorer is None:
         decided = _simple_recorded(part, shots, seeds)
     else:
+        # choices by name, then their answers
         ways = {"random": [random_places(part, shots, seed) for seed in seeds]}
         ways |= {name: [places] for name, places in simple_ways(part, shots, trusted).items()}
         decided = {}
         for name, choices in ways.items():
             decided[name] = judged_choices(table, scorer, choices, rows)
+        # the majority of the most similar demonstrations
         voted = scorer.vote(rows, bank_rows(table.pool[rows], voters(part))).float().cpu()
         decided["vote"] = Decided(voted.unsqueeze(0), None)
     # upper bounds, among recorded sequences
     if "vqa_correct" in part.fields:
-        scores = [
-            name for name in ("beam_score", "logprob_score", "vqa_gt_prob") if name in part.fields
-        ]
-        if scores:
-            best = part.fields[scores[0]]
-            decided["best_recorded"] = recorded_choices(part, shots, [best])
+        for score in ("vqa_gt_prob", "logprob_score", "beam_score"):
+            if score in part.fields:
+                decided["best_recorded"] = recorded_choices(part, shots, [part.fields[score]])
         decided["oracle"] = recorded_choices(part, shots, [part.fields["vqa_correct"]])
     return decided
 
@@ -152,11 +148,18 @@ def choose(
         Places in the queries' pools, int64 [n, T], −1 after the end.
     """
     sequences = []
+    for inputs in _inputs(embeddings, table, rows, batch):
+        sequences.append(selector.choose(*inputs, shots).cpu())
+    return torch.cat(sequences)
+
+
+def _inputs(
+    embeddings: StoredEmbeddings, table: BeamTable, rows: Tensor, batch: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield queries and their candidates with a mask, in batches."""
     for part in rows.split(batch):
         pool = table.pool[part]
-        query, candidates = embeddings.both(part, pool)
-        sequences.append(selector.choose(query, candidates, pool >= 0, shots).cpu())
-    return torch.cat(sequences)
+        yield (*embeddings.both(part, pool), pool >= 0)
 
 
 @torch.no_grad()
@@ -175,29 +178,22 @@ def draw(
         Places in the queries' pools, int64 [n, count, T], −1 after the end.
     """
     draws = []
-    device = selector.mean.device
-    for part in rows.split(batch):
-        pool = table.pool[part]
-        query, candidates = (x.to(device) for x in embeddings.both(part, pool))
-        mask = (pool >= 0).to(device)
+    for inputs in _inputs(embeddings, table, rows, batch):
+        query, candidates, mask = (x.to(selector.mean.device) for x in inputs)
         dist = selector.distribution(query, candidates, mask, shots, count)
         draws.append(dist.sample().cpu())
     return torch.cat(draws)
 
 
-def judge(
-    table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor | None = None
-) -> Tensor:
+def judge(table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor) -> Tensor:
     """Return whether each answer is right after given demonstrations, float32 [n], on the CPU.
 
     Args:
         table: the queries and their pools.
         scorer: answers the queries.
         sequences: int64 [n, T], places in the queries' pools, −1 after the end.
-        rows: int64 [n], the queries; None for all.
+        rows: int64 [n], the queries.
     """
-    if rows is None:
-        rows = torch.arange(table.num_queries)
     return scorer(rows, bank_rows(table.pool[rows], sequences))["vqa_correct"].float().cpu()
 
 
@@ -261,29 +257,28 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
         )
     correct = table.fields["vqa_correct"]
     fits = (table.lengths == shots) & ~correct.isnan()
-    right = []
-    demonstrations = []
-    queries = torch.arange(table.num_queries)
     if not table.num_beams:
-        count = len(preferences), table.num_queries
-        return Decided(torch.full(count, torch.nan), torch.full((*count, shots), -1))
-    for preference in preferences:
-        # preferences are finite, so that a sequence that fits ranks before all that do not
-        ranked = preference.float().nan_to_num(nan=LOWEST, neginf=LOWEST)
-        first = ranked.masked_fill(~fits, -torch.inf).argmax(1)
-        known = fits.any(1)
-        right.append(correct[queries, first].masked_fill(~known, torch.nan))
-        places = table.sequences[queries, first, :shots].masked_fill(~known.unsqueeze(1), -1)
-        demonstrations.append(bank_rows(table.pool[queries], places))
-    return Decided(torch.stack(right), torch.stack(demonstrations))
+        shape = (len(preferences), table.num_queries)
+        return Decided(torch.full(shape, torch.nan), torch.full((*shape, shots), -1))
+    # preferences are finite, so that a sequence that fits ranks before all that do not
+    ranked = torch.stack([*preferences]).float().nan_to_num(nan=LOWEST, neginf=LOWEST)
+    best = ranked.masked_fill(~fits, -torch.inf).argmax(2)  # [S, Q]
+    queries = torch.arange(table.num_queries)
+    unknown = ~fits.any(1)
+    right = correct[queries, best].masked_fill(unknown, torch.nan)
+    places = table.sequences[queries, best, :shots].masked_fill(unknown.unsqueeze(1), -1)
+    demonstrations = bank_rows(table.pool, places.transpose(0, 1)).transpose(0, 1)
+    return Decided(right, demonstrations)
 
 
 def _simple_recorded(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict[str, Decided]:
     """Return the choices of a random recorded sequence, and of the most similar ones, by name."""
     shape = table.beam_mask.shape
+    # random preferences, one for each seed
     drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     decided = {"random": recorded_choices(table, shots, drawn)}
     for name in ways_by_cosine(table):
+        # the sum over the sequence; an end adds nothing
         cosine = cosines(table, name).gather(1, table.sequences.clamp_min(0).flatten(1))
         similarity = cosine.view(table.sequences.shape)
         preference = similarity.masked_fill(table.sequences < 0, 0.0).sum(-1)

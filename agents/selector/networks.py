@@ -58,6 +58,7 @@ class PointerNetwork(nn.Module):
 
     def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
         """Encode features of queries [P, d] and of their candidates [P, N, d], mask bool [P, N]."""
+        # both into the space of the network
         state = self.inputs(query)
         items = self.inputs(pool)
         for layer in self.layers:
@@ -83,6 +84,7 @@ class PointerNetwork(nn.Module):
             encoded: the queries and their pools.
             chosen: keys of the candidates chosen in all steps but the last, [P, J, T − 1, h].
         """
+        # step by step; subclasses may read all at once
         states = [self.start(encoded, chosen.shape[1])]
         for keys in chosen.unbind(2):
             states.append(self.advance(states[-1], keys))
@@ -197,6 +199,7 @@ class CrossAttention(nn.Module):
         """
         queries, width = state.shape
         size = width // self.heads
+        # matrices by head
         key_weight = self.key.weight.view(self.heads, size, width)
         value_weight = self.value.weight.view(self.heads, size, width)
         query = self.query(state).view(queries, self.heads, size).transpose(0, 1)
@@ -221,6 +224,7 @@ class StateUpdate(nn.Module):
 
     def forward(self, state: Tensor, chosen: Tensor) -> Tensor:
         """Return new states [P, J, h] from states [P, J, h] and chosen keys [P, J, h]."""
+        # gate, and for `additive` the target
         outputs = self.linear(torch.cat([state, chosen], -1))
         if not self.additive:
             return unit(torch.lerp(chosen, state, outputs.sigmoid()))

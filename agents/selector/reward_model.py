@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.agents.selector.settings import RewardModelConfig
 from knobwise.common.errors import InputError
@@ -49,13 +50,9 @@ class Answered(NamedTuple):
 
     def joined(self, other: Answered) -> Answered:
         """Return these sequences and others, all padded to the longest."""
-        longest = max(self.sequences.shape[1], other.sequences.shape[1])
-        padded = []
-        for sequences in (self.sequences, other.sequences):
-            padded.append(F.pad(sequences, (0, longest - sequences.shape[1]), value=-1))
         return Answered(
             torch.cat([self.rows, other.rows]),
-            torch.cat(padded),
+            pad_sequence([*self.sequences, *other.sequences], True, -1),
             torch.cat([self.right, other.right]),
         )
 
@@ -76,6 +73,7 @@ def recorded_answers(table: BeamTable, rows: Tensor, groups: str) -> Answered:
             f"beam table {table.name!r}: a learned reward needs sequences recorded as right or "
             "wrong; record vqa_correct, or leave out variants with reward_model"
         )
+    # of the groups, those whose answer is known
     part = recorded_groups(table, GroupConfig(groups)).select(rows)
     right = part.fields["vqa_correct"]
     query, beam = (part.beam_mask & ~right.isnan()).nonzero(as_tuple=True)
@@ -170,6 +168,7 @@ class RewardModel:
             for start, batch in zip(range(0, count, BATCH), order.split(BATCH, 1), strict=True):
                 optimiser.param_groups[0]["lr"] = LR * (1 - (epoch + start / count) / epochs)
                 rows = answered.rows[batch]
+                # a step of all members at once
                 logits = self._logits(table, rows, answered.sequences[batch], learning=True)
                 right = answered.right[batch]
                 loss = F.binary_cross_entropy_with_logits(logits, right, reduction="none").mean(1)
@@ -243,12 +242,14 @@ class RewardModel:
         Returns:
             Metrics to log.
         """
+        # predict all draws, [M, n, G]
         queries, group, shots = drawn.shape
         repeated = rows.repeat_interleave(group)
         predicted = self.probabilities(table, repeated, drawn.reshape(-1, shots))
         predicted = predicted.unflatten(1, (queries, group))
         most_disputed = torch.arange(queries), predicted.std(0, correction=0).argmax(1)
         sequences = drawn[most_disputed]
+        # ask about the most disputed draw of each query
         right = scorer(rows, sequences)["vqa_correct"].float().cpu()
         loss = self.learn(table, Answered(rows, sequences, right), REFIT_EPOCHS)
         expected = predicted.mean(0)[most_disputed].mean()

@@ -95,6 +95,7 @@ class Selector(nn.Module):
             candidates: [m, d], or with an encoder the indices of its items, [m, 1].
             encoder: embeds items and learns along; None if embeddings are given.
         """
+        # statistics of queries and candidates together
         both = torch.cat([queries, candidates])
         if encoder is not None:
             both = encoder.eval()(both)
@@ -140,6 +141,7 @@ class Selector(nn.Module):
                     f"{name} embeddings are {width} wide, but this selector reads {self.features}; "
                     "give embeddings of the encoder that it was trained with"
                 )
+        # encode once, for all draws
         query = (query - self.mean) / self.scale
         pool = (pool - self.mean) / self.scale
         encoded = self.network.encode(query, pool, mask)
@@ -162,6 +164,7 @@ class Selector(nn.Module):
         Raises:
             InputError: embeddings of another width.
         """
+        # without dropout
         training = self.training
         device = self.mean.device
         self.eval()

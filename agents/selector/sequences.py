@@ -59,12 +59,8 @@ class SequenceDistribution(Distribution):
         The log-prob is −∞, without a gradient, if a place was chosen before, is not in the pool, or
         follows the end. G and T need not be those of the draws.
         """
-        if self.group_size is None:
-            group = 1
-            samples = value.shape[:-2].numel()
-        else:
-            group = value.shape[-2]
-            samples = value.shape[:-3].numel()
+        group = 1 if self.group_size is None else value.shape[-2]
+        samples = value.shape[: value.dim() - len(self.batch_shape + self.event_shape)].numel()
         # all samples and draws of a query go side by side
         places = value.reshape(samples, *self.batch_shape, group, value.shape[-1])
         places = places.movedim(0, 1).flatten(1, 2)
@@ -140,6 +136,7 @@ class SequenceDistribution(Distribution):
         Returns:
             Places, int64 [P, J, T], and the log-probs of every step, [P, J, T, N].
         """
+        # from the start state, with the whole pool
         network = self.network
         mask = self.encoded.mask
         state = network.start(self.encoded, count)

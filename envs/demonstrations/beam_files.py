@@ -17,25 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.demonstrations.beam_records import (
     NUMERAL,
+    Query,
     Record,
-    Records,
     TrailingQuery,
-    as_rl_data,
     beam_file,
-    by_query,
-    collect,
-    outcomes,
     read_json,
-    records,
+    read_queries,
     whole_numbers,
 )
-from knobwise.envs.demonstrations.beam_table import BeamTable, closed_up, shows_own_image
+from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.readers.frames import read_frame
 from knobwise.envs.tables.tensor_file import read_arrays
@@ -60,7 +57,7 @@ def read_beam_data(
     """Read recorded beams from a file, or from a folder with one JSON file.
 
     The content decides which of the two formats it is; instead of an object by query it may be a
-    list of records (see `beam_records.by_query`).
+    list of records, see `beam_records.read_queries`.
 
     Legacy: `{query: {"id_list": [[id, …], …], "score_list": [score, …]}}`. A query's pool is the
     ids in its beams, scores become `beam_score`, and the method of every beam is `beam`.
@@ -90,115 +87,196 @@ def read_beam_data(
     """
     one_of("trailing_query", trailing_query, ("auto", "never"))
     path = beam_file(path)
+    # what was recorded
     counts = Counter[str]()
-    content = by_query(path, read_json(path), trailing_query, counts)
-    by_key = records(path, content)
-    if any(isinstance(record, dict) and "id_list" in record for _, record in by_key):
-        content = as_rl_data(path, content, trailing_query)
-    kept = collect(path, content, keep_fallback)
-    kept.counts.update(counts)
-    candidates = _matrix(embeddings, "embeddings")
-    queries = candidates
-    if query_embeddings is not None:
-        queries = _matrix(query_embeddings, "query embeddings")
-    return _table(path, content, kept, candidates, queries, candidate_images, name)
+    queries, meta = read_queries(path, trailing_query, keep_fallback, counts)
+    # what is known of the table besides: arguments come before notes
+    saved = _saved_by_us(path, meta)
+    if name is not None:
+        saved["name"] = name
+    if candidate_images is not None:
+        saved["candidate_images"] = candidate_images
+    bank = read_embeddings(embeddings)
+    features = bank if query_embeddings is None else read_embeddings(query_embeddings)
+    return _table(path, queries, saved, features, bank, counts)
 
 
 def _table(
-    path: str | Path,
-    content: Any,
-    kept: Records,
-    candidates: Tensor,
-    queries: Tensor,
-    images: Images | None,
-    name: str | None,
+    path: Path,
+    queries: list[Query],
+    saved: Record,
+    features: Tensor,
+    bank: Tensor,
+    counts: Counter[str],
 ) -> BeamTable:
-    """Build the table of these records, without candidates that give the answer away."""
-    ids = torch.tensor(kept.queries)
-    pool = _padded(kept.pools)
-    _check_embeddings(path, ids, pool, queries, candidates)
-    saved = _saved_by_us(path, content)
-    if images is None:
-        images = saved.get("candidate_images", [])
-    names = _read_images(images, len(candidates), str(path))
-    same_items = torch.equal(queries, candidates)
-    query_names = kept.images
+    """Build the table of these queries, without candidates that give the answer away.
+
+    Args:
+        saved: what is known of the table, see `_saved_by_us`.
+        features: [n, d], the embeddings of the queries, by id.
+        bank: [M, d], the embeddings of the candidates.
+        counts: what was dropped so far.
+    """
+    _check_rows(path, queries, len(features), len(bank))
+    images = _read_images(saved["candidate_images"], len(bank), str(path))
+    # with the same embeddings, queries are items of the bank: the image of an item that is known on
+    # one side is known on the other
+    same_items = torch.equal(features, bank)
+    if same_items and not images:
+        known = {query.id: query.image for query in queries}
+        images = tuple(known.get(item, "") for item in range(len(bank)))
     if same_items:
-        query_names, names = _images_of_items(kept, names, len(candidates))
-    leaks = shows_own_image(pool, query_names, names) | (same_items & (pool == ids[:, None]))
-    # drop candidates that give the answer away, and the beams that use them
-    owners = torch.tensor(kept.owners, dtype=torch.int64)
-    pool, sequences, usable = _without(leaks, pool, owners, _padded(kept.sequences))
-    owners = owners[usable]
-    beams = owners.bincount(minlength=len(ids))
+        queries = [query._replace(image=query.image or images[query.id]) for query in queries]
+    queries = [_without_leaks(query, images, same_items, counts) for query in queries]
+    _count(queries, images, counts)
+    # earlier notes, then what was dropped and what is missing
     notes = [str(note) for note in saved["notes"]]
-    counts = {**kept.counts, **_counts(leaks, usable, beams, query_names, names)}
     notes += [f"{count} {what}" for what, count in counts.items() if count]
-    if not len(owners):
+    if not any(query.beams for query in queries):
         raise InputError(f"{path}: no beam is left. {'; '.join(notes)}")
-    fields = {field: outcomes(path, kept, field)[usable] for field in FIELDS}
-    fields = {field: values for field, values in fields.items() if not values.isnan().all()}
-    methods = torch.tensor(kept.methods)[usable]
+    query_images = tuple(query.image for query in queries)
     return BeamTable(
-        name=name or str(saved.get("name") or Path(path).stem),
-        query_ids=tuple(map(str, kept.queries)),
-        pool=pool,
-        sequences=_by_owner(sequences, owners, beams, -1),
-        fields={k: _by_owner(values, owners, beams, torch.nan) for k, values in fields.items()},
-        found_by=_by_owner(methods[:, 0], owners, beams, -1),
-        round=_by_owner(methods[:, 1], owners, beams, 0),
-        queries=queries[ids],
-        candidates=candidates,
-        query_images=tuple(query_names) if any(query_names) else (),
-        candidate_images=names if any(names) else (),
-        blocks=saved.get("blocks", {}),
+        name=str(saved.get("name") or path.stem),
+        query_ids=tuple(str(query.id) for query in queries),
+        queries=features[[query.id for query in queries]],
+        candidates=bank,
+        query_images=query_images if any(query_images) else (),
+        candidate_images=images if any(images) else (),
+        blocks=saved["blocks"],
         notes=tuple(notes),
+        **_arrays(queries),
     )
 
 
-def _images_of_items(
-    kept: Records, names: tuple[str, ...], num_items: int
-) -> tuple[list[str], tuple[str, ...]]:
-    """Return the images of queries and of candidates, if both are the same items.
+def _arrays(queries: list[Query]) -> dict[str, Any]:
+    """Return pools, sequences and outcomes as the tensors of a table, which has a beam."""
+    # beams of all queries, one after the other
+    sizes = [len(query.beams) for query in queries]
+    places = []
+    for query in queries:
+        place = {candidate: i for i, candidate in enumerate(query.pool)}
+        places += [[place[i] for i in beam.ids] for beam in query.beams]
+    beams = [beam for query in queries for beam in query.beams]
+    found_by, rounds = torch.tensor([(beam.found_by, beam.round) for beam in beams]).unbind(1)
+    # float32 [n, number of fields]
+    outcomes = torch.tensor([beam.outcomes for beam in beams], dtype=torch.float32)
 
-    An image that is known on one side is known on the other.
-    """
-    if names:
-        pairs = zip(kept.images, kept.queries, strict=True)
-        return [image or names[query] for image, query in pairs], names
-    if any(kept.images):
-        known = dict(zip(kept.queries, kept.images, strict=True))
-        names = tuple(known.get(item, "") for item in range(num_items))
-    return kept.images, names
+    def by_query(values: Tensor, padding: float) -> Tensor:
+        # values of all beams, [n, …] → [Q, B, …]
+        return pad_sequence(list(values.split(sizes)), True, padding)
 
-
-def _by_owner(values: Tensor, owners: Tensor, beams: Tensor, padding: float) -> Tensor:
-    """Return the values of beams [n, …] by query and beam, [Q, B, …], then padding.
-
-    `owners` has the query of each beam, ascending; `beams` is the number of beams of each query.
-    """
-    # the index of each beam inside its query: its distance from the query's first beam
-    beam = torch.arange(len(owners)) - (beams.cumsum(0) - beams)[owners]
-    shape = (len(beams), int(beams.max()), *values.shape[1:])
-    return torch.full(shape, padding, dtype=values.dtype).index_put((owners, beam), values)
-
-
-def _counts(
-    leaks: Tensor, usable: Tensor, beams: Tensor, query_names: Sequence[str], names: Sequence[str]
-) -> dict[str, int]:
-    """Return what was dropped or is missing, and how often."""
-    num_named = sum(map(bool, query_names))
     return {
-        "candidates dropped from pools: they are the query itself or show its image": int(
-            leaks.sum()
-        ),
-        "rows dropped: they use such candidates": int((~usable).sum()),
-        "queries of unknown image": query_names.count("") if num_named else 0,
-        "queries name their image, candidates do not: none could be dropped for showing it (see "
-        "candidate_images)": 0 if any(names) else num_named,
-        "queries without any beam": int((beams == 0).sum()),
-        "queries with only one beam, which can be compared with no other": int((beams == 1).sum()),
+        "pool": _padded([query.pool for query in queries]),
+        "sequences": by_query(_padded(places), -1),
+        "fields": {
+            field: by_query(values, torch.nan)
+            for field, values in zip(FIELDS, outcomes.unbind(1), strict=True)
+            if not values.isnan().all()
+        },
+        "found_by": by_query(found_by, -1),
+        "round": by_query(rounds, 0),
     }
+
+
+def _padded(rows: list[list[int]]) -> Tensor:
+    """Return rows of different lengths as int64 [rows, longest], −1 after the end of a row."""
+    return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], True, -1)
+
+
+def _check_rows(path: Path, queries: list[Query], features: int, bank: int) -> None:
+    """Raise InputError if an id has no embedding."""
+    for query in queries:
+        ids = {"query": ([query.id], features), "candidate": (query.pool, bank)}
+        for what, (numbers, rows) in ids.items():
+            if (largest := max(numbers, default=-1)) >= rows:
+                raise InputError(
+                    f"{path}: query {query.id}: {what} id {largest} is beyond the {rows} rows of "
+                    f"the {what} embeddings; an id is a row number, so give the embeddings of the "
+                    "whole data set that it counts in"
+                )
+
+
+def _without_leaks(
+    query: Query, images: tuple[str, ...], same_items: bool, counts: Counter[str]
+) -> Query:
+    """Return the query without candidates that give the answer away, and the beams that use them.
+
+    These are the query itself, if it is an item of the bank, and those that show its image.
+    """
+    leaks = {query.id} if same_items else set()
+    if images and query.image:
+        leaks.update(i for i in query.pool if images[i] == query.image)
+    pool = [i for i in query.pool if i not in leaks]
+    beams = [beam for beam in query.beams if leaks.isdisjoint(beam.ids)]
+    counts["candidates dropped from pools: they are the query itself or show its image"] += len(
+        query.pool
+    ) - len(pool)
+    counts["rows dropped: they use such candidates"] += len(query.beams) - len(beams)
+    return query._replace(pool=pool, beams=beams)
+
+
+def _count(queries: list[Query], images: tuple[str, ...], counts: Counter[str]) -> None:
+    """Count what is missing."""
+    named = sum(bool(query.image) for query in queries)
+    if named:
+        counts["queries of unknown image"] = len(queries) - named
+    if not any(images):
+        counts[
+            "queries name their image, candidates do not: none could be dropped for that (see "
+            "candidate_images)"
+        ] = named
+    sizes = Counter(len(query.beams) for query in queries)
+    counts["queries without any beam"] = sizes[0]
+    counts["queries with only one beam, which can be compared with no other"] = sizes[1]
+
+
+def _saved_by_us(path: Path, meta: Any) -> Record:
+    """Return what `write_rl_data` noted of the table, if it wrote the file."""
+    saved: Record = {"notes": [], "candidate_images": [], "blocks": {}}
+    if isinstance(meta, dict):
+        # a foreign `_meta` says nothing; our own may have been edited
+        try:
+            saved |= meta.get("knobwise", {})
+            saved |= {name: list(saved[name]) for name in ("notes", "candidate_images")}
+            columns = saved["blocks"].items()
+            saved["blocks"] = {name: (int(start), int(stop)) for name, (start, stop) in columns}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InputError(
+                f"{path}: _meta.knobwise is not what knobwise writes ({error}): notes and "
+                "candidate_images are lists, blocks are columns [from, to] by name"
+            ) from error
+    return saved
+
+
+def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:
+    """Return the image of each of `count` candidates, "" if unknown; or none at all."""
+    names: Any = images
+    # from a file, a list or an object, or a table by id
+    if isinstance(images, str | Path):
+        source = str(images)
+        if source.endswith(".json"):
+            names = read_json(source)
+        else:
+            frame = read_frame(Path(source))
+            names = None
+            if {"id", "image_id"} <= {*frame.columns} and frame["id"].is_unique().all():
+                names = dict(frame.select("id", "image_id").iter_rows())
+    # by id: "" for candidates without a name
+    if isinstance(names, dict):
+        ids = whole_numbers(source, "id", [*names])
+        by_id = dict(zip(ids, names.values(), strict=True))
+        names = [by_id.pop(i, None) for i in range(count)]
+        names += by_id.values()  # ids beyond the candidates are too many names
+    if (
+        not isinstance(names, list | tuple)
+        or len(names) not in (0, count)
+        or not {*map(type, names)} <= {str, int, type(None)}
+    ):
+        raise InputError(
+            f"{source}: expected the image of each of {count} candidates: a list of names, names "
+            "by id, or a table with columns id (each once) and image_id"
+        )
+    return tuple("" if image is None else str(image) for image in names)
 
 
 def write_rl_data(
@@ -217,23 +295,19 @@ def write_rl_data(
             "Save the table as .safetensors instead"
         )
     saved: Record = {
-        "name": table.name,
-        "notes": table.notes,
-        "candidate_images": table.candidate_images,
+        name: getattr(table, name) for name in ("name", "notes", "candidate_images", "blocks")
     }
-    if table.blocks:
-        saved["blocks"] = table.blocks
     content: Record = {"_meta": {**(metadata or {}), "knobwise": saved}}
-    images = table.query_images or ("",) * table.num_queries
-    pools = [_unpadded(pool) for pool in table.pool.tolist()]
+    # an object for each query, in the order of the table
+    pools = table.pool.tolist()
     rows = _pointer_rows(table, pools)
-    for q, (query, image) in enumerate(zip(table.query_ids, images, strict=True)):
+    for q, query in enumerate(table.query_ids):
         description: Record = {"question_id": int(query)}
-        if image:
-            description["image_id"] = image
+        if table.query_images and table.query_images[q]:
+            description["image_id"] = table.query_images[q]
         content[query] = {
             "query": description,
-            "candidate_pool_ids": pools[q],
+            "candidate_pool_ids": [i for i in pools[q] if i >= 0],
             "pointer_candidates": rows[q],
         }
     try:
@@ -243,10 +317,6 @@ def write_rl_data(
     write_text(path, text)
 
 
-def _unpadded(numbers: list[int]) -> list[int]:
-    return [number for number in numbers if number >= 0]
-
-
 def _pointer_rows(table: BeamTable, pools: list[list[int]]) -> list[list[Record]]:
     """Return the `pointer_candidates` of each query: an object for each of its beams."""
     # as decimals that are as short as a float32 allows
@@ -254,53 +324,50 @@ def _pointer_rows(table: BeamTable, pools: list[list[int]]) -> list[list[Record]
     methods = table.found_by.tolist()
     rounds = table.round.tolist()
     sequences = table.sequences.tolist()
-    rows: list[list[Record]] = []
-    for q, num_beams in enumerate(table.beam_mask.sum(1).tolist()):
-        rows.append([])
-        for b in range(num_beams):
-            places = _unpadded(sequences[q][b])
-            row: Record = {
-                "pointer": places,
-                "pointer_global": [pools[q][place] for place in places],
-                "gen_method": METHODS[methods[q][b]],
-            }
-            if rounds[q][b]:
-                row["round"] = rounds[q][b]
-            for name, values in fields.items():
-                if not math.isnan(values[q][b]):
-                    row[name] = values[q][b]
-            rows[q].append(row)
+    rows: list[list[Record]] = [[] for _ in pools]
+    # an object for each beam
+    for q, b in table.beam_mask.nonzero().tolist():
+        places = [place for place in sequences[q][b] if place >= 0]
+        row: Record = {
+            "pointer": places,
+            "pointer_global": [pools[q][place] for place in places],
+            "gen_method": METHODS[methods[q][b]],
+        }
+        if rounds[q][b]:
+            row["round"] = rounds[q][b]
+        outcomes = {name: values[q][b] for name, values in fields.items()}
+        row |= {name: value for name, value in outcomes.items() if not math.isnan(value)}
+        rows[q].append(row)
     return rows
 
 
-def read_embeddings(path: str | Path) -> Tensor:
-    """Read float32 [N, d], a row per data set index, from `.safetensors`, `.npz`, `.npy` or `.pt`.
+def read_embeddings(embeddings: Embeddings) -> Tensor:
+    """Return embeddings as float32 [N, d] on the CPU, a row per data set index.
 
-    Of several matrices it is the one named `embeddings`. Raises InputError if there is no such
-    file, it is not of its kind, or it holds no matrix of numbers, or NaN or infinity.
+    Files are `.safetensors`, `.npz`, `.npy` or `.pt`; of several matrices in a file it is the one
+    named `embeddings`. Raises InputError if there is no such file, it is not of its kind, or it
+    holds no matrix of numbers, or NaN or infinity.
     """
-    path = Path(path)
-    if not path.is_file() or path.suffix not in (".safetensors", ".npz", ".npy", ".pt"):
-        raise InputError(
-            f"{path}: no such file, or not a .safetensors, .npz, .npy or .pt file of embeddings"
-        )
-    matrices = {}
-    for name, x in read_arrays(path, "embeddings").items():
-        if isinstance(x, Tensor) or (isinstance(x, np.ndarray) and x.dtype.kind in "iuf"):
-            matrices[name] = torch.as_tensor(x)
-    if len(matrices) != 1 and "embeddings" not in matrices:
-        raise InputError(
-            f"{path}: expected one matrix, or one named embeddings; it holds "
-            f"{[*matrices] or 'none'}"
-        )
-    first = next(iter(matrices.values()))
-    return _matrix(matrices.get("embeddings", first), str(path))
-
-
-def _matrix(embeddings: Embeddings, source: str) -> Tensor:
-    """Return embeddings as a checked matrix on the CPU, read from a file if they are a path."""
+    source = "embeddings"
     if not isinstance(embeddings, Tensor):
-        return read_embeddings(embeddings)
+        source = str(embeddings)
+        path = Path(embeddings)
+        if not path.is_file() or path.suffix not in (".safetensors", ".npz", ".npy", ".pt"):
+            raise InputError(
+                f"{path}: no such file, or not a .safetensors, .npz, .npy or .pt file of embeddings"
+            )
+        # arrays of numbers alone: a file may hold names too
+        matrices = {}
+        for name, x in read_arrays(path, "embeddings").items():
+            if isinstance(x, Tensor) or (isinstance(x, np.ndarray) and x.dtype.kind in "iuf"):
+                matrices[name] = torch.as_tensor(x)
+        if len(matrices) != 1 and "embeddings" not in matrices:
+            raise InputError(
+                f"{path}: expected one matrix, or one named embeddings; it holds "
+                f"{[*matrices] or 'none'}"
+            )
+        embeddings = matrices.get("embeddings", next(iter(matrices.values())))
+    # numbers, all of them finite
     kind = embeddings.dtype
     shape = tuple(embeddings.shape)
     if len(shape) != 2 or 0 in shape or kind.is_complex or kind == torch.bool:
@@ -313,114 +380,3 @@ def _matrix(embeddings: Embeddings, source: str) -> Tensor:
             f"{source}: {count} of {len(matrix)} embeddings hold NaN or infinite values"
         )
     return matrix
-
-
-def _padded(rows: list[list[int]]) -> Tensor:
-    """Return rows of different lengths as int64 [rows, longest], −1 after the end of a row."""
-    longest = max(map(len, rows), default=0)
-    padded = [row + [-1] * (longest - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), longest)
-
-
-def _check_embeddings(
-    path: str | Path, ids: Tensor, pool: Tensor, queries: Tensor, candidates: Tensor
-) -> None:
-    """Raise InputError if an id has no embedding, or the two matrices differ in width."""
-    for what, rows, count in (
-        ("query", ids[:, None], len(queries)),
-        ("candidate", pool, len(candidates)),
-    ):
-        if (beyond := rows >= count).any():
-            raise InputError(
-                f"{path}: {len(rows[beyond].unique())} {what} ids are beyond the {count} rows of "
-                f"the {what} embeddings, such as {rows[beyond][0]} of query "
-                f"{ids[beyond.any(1)][0]}; an id is a row number, so give the embeddings of the "
-                "whole data set that it counts in"
-            )
-    if queries.shape[1] != candidates.shape[1]:
-        widths = f"query embeddings are {queries.shape[1]} wide, candidates {candidates.shape[1]}"
-        raise InputError(f"{path}: {widths}; both must come from the same space")
-
-
-def _saved_by_us(path: str | Path, content: Any) -> Record:
-    """Return what `write_rl_data` noted of the table, if it wrote the file; always with `notes`."""
-    meta = content.get("_meta")
-    saved = meta.get("knobwise") if isinstance(meta, dict) else None
-    if not isinstance(saved, dict):
-        return {"notes": []}
-    if not isinstance(images := saved.get("candidate_images", []), list):
-        raise InputError(
-            f"{path}: candidate_images holds {images!r}, expected a list with a name for each "
-            "candidate"
-        )
-    blocks = saved.get("blocks", {})
-    if not isinstance(blocks, dict) or not all(
-        isinstance(x, list) and len(x) == 2 for x in blocks.values()
-    ):
-        raise InputError(f"{path}: blocks holds {blocks!r}, expected columns [from, to] by name")
-    # JSON has no tuples
-    columns = {
-        name: tuple(whole_numbers(str(path), f"block {name!r}", x)) for name, x in blocks.items()
-    }
-    notes = saved.get("notes")
-    if not isinstance(notes, list):
-        notes = []
-    return {**saved, "blocks": columns, "notes": notes}
-
-
-def _without(
-    dropped: Tensor, pool: Tensor, owners: Tensor, sequences: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pools and sequences without some candidates.
-
-    Args:
-        dropped: bool [Q, N], candidates to drop.
-        pool: int64 [Q, N].
-        owners: int64 [n], the query of each sequence.
-        sequences: int64 [n, T], places in the pools.
-
-    Returns: the pools; the sequences that use no dropped candidate; and which these are, bool [n].
-    """
-    used = sequences >= 0
-    places = sequences.clamp_min(0)
-    usable = ~(dropped[owners[:, None], places] & used).any(1)
-    # the places of the remaining candidates move forward
-    moved = (~dropped).cumsum(1) - 1
-    sequences = moved[owners[:, None], places].masked_fill(~used, -1)[usable]
-    return closed_up(pool, (pool >= 0) & ~dropped, -1), sequences, usable
-
-
-def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:
-    """Return the image of each of `count` candidates, "" if unknown; or none at all."""
-    names: Any = images
-    if isinstance(images, str | Path):
-        source = str(images)
-        if source.endswith(".json"):
-            names = read_json(source)
-        else:
-            frame = read_frame(Path(source))
-            if not {"id", "image_id"} <= {*frame.columns} or frame["id"].is_duplicated().any():
-                raise InputError(
-                    f"{source}: expected the image of each candidate: columns id (each once) and "
-                    "image_id"
-                )
-            names = dict(frame.select("id", "image_id").iter_rows())
-    if isinstance(names, dict):
-        by_id = dict(zip(whole_numbers(source, "id", [*names]), names.values(), strict=True))
-        if beyond := [i for i in by_id if i >= count]:
-            raise InputError(
-                f"{source}: names the image of candidate {beyond[0]}, but there are {count} "
-                "embeddings"
-            )
-        names = [by_id.get(i) for i in range(count)]
-    known = isinstance(names, list | tuple)
-    if not known or not {*map(type, names)} <= {str, int, type(None)}:
-        raise InputError(
-            f"{source}: expected the image of each candidate: a list of names, or names by id"
-        )
-    if names and len(names) != count:
-        raise InputError(
-            f"{source}: names the images of {len(names)} candidates, but there are {count} "
-            "embeddings"
-        )
-    return tuple("" if image is None else str(image) for image in names)

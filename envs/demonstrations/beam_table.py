@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,13 @@ from torch.nn.functional import pad
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.tables.splits import Split, split_groups
-from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
+from knobwise.envs.tables.tensor_file import (
+    check_axes,
+    read_table,
+    with_axes,
+    with_prefix,
+    write_tensors,
+)
 
 POLICY = METHODS.index("policy")
 """The index of draws of a policy in `METHODS`."""
@@ -31,6 +37,22 @@ WORDS = ("query_ids", "query_images", "candidate_images", "notes")
 """Fields of a table that hold text."""
 INTEGERS = ("pool", "sequences", "found_by", "round")
 """Fields of a table that hold integers."""
+EMBEDDINGS = ("queries", "candidates")
+"""Fields of a table that hold embeddings."""
+AXES = {
+    "pool": "QN",
+    "sequences": "QBT",
+    "found_by": "QB",
+    "round": "QB",
+    "queries": "Qd",
+    "candidates": "Md",
+    "query_ids": "Q",
+    "query_images": "Q",
+    "candidate_images": "M",
+}
+"""A letter for each axis of a field."""
+PADDING = {"sequences": -1, "found_by": -1, "round": 0}
+"""Values of the integers of beams where there is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,74 +109,80 @@ class BeamTable:
 
     def _check_shapes(self, table: str) -> None:
         """Raise InputError if shapes, types or names do not fit."""
-        outcomes = {f"fields[{name}]": values for name, values in self.fields.items()}
-        axes = {
-            "pool": "QN",
-            "sequences": "QBT",
-            "found_by": "QB",
-            "round": "QB",
-            "queries": "Qd",
-            "candidates": "Md",
-        }
-        axes |= {"query_ids": "Q", "query_images": "Q" if self.query_images else "_"}
-        axes |= {"candidate_images": "M" if self.candidate_images else "_"}
-        parts = {what: (getattr(self, what), letters) for what, letters in axes.items()}
-        parts |= {what: (values, "QB") for what, values in outcomes.items()}
+        parts = with_axes(self, AXES)
+        parts |= {f"fields[{name}]": (values, "QB") for name, values in self.fields.items()}
+        # every axis has one length
         lengths = check_axes(table, parts)
-        integers = {what: getattr(self, what) for what in INTEGERS}
-        floats = {"queries": self.queries, "candidates": self.candidates, **outcomes}
-        for tensors, wanted in ((integers, torch.int64), (floats, torch.float32)):
-            for what, values in tensors.items():
-                if values.dtype != wanted:
-                    raise InputError(f"{table}: {what} holds {values.dtype}, expected {wanted}")
+        for what, (values, _) in parts.items():
+            wanted = torch.int64 if what in INTEGERS else torch.float32
+            if isinstance(values, Tensor) and values.dtype != wanted:
+                raise InputError(f"{table}: {what} holds {values.dtype}, expected {wanted}")
+        # names of outcomes, queries, and columns
         if unknown := sorted(set(self.fields) - set(FIELDS)):
             raise InputError(
                 f"{table}: unknown fields {', '.join(unknown)}; known are {', '.join(FIELDS)}"
             )
-        if not lengths["Q"]:
-            raise InputError(f"{table} is empty: it has no queries")
-        if len(set(self.query_ids)) != lengths["Q"]:
-            raise InputError(f"{table}: query ids are not unique")
+        if not lengths["Q"] or len(set(self.query_ids)) != lengths["Q"]:
+            raise InputError(f"{table}: is empty (it has no queries), or query ids are not unique")
         for name, (start, stop) in self.blocks.items():
             if not 0 <= start < stop <= lengths["d"]:
-                columns = f"columns {start} to {stop}, but embeddings are {lengths['d']} wide"
-                raise InputError(f"{table}: block {name!r} is {columns}")
+                raise InputError(
+                    f"{table}: block {name!r} is columns {start} to {stop}, but embeddings are "
+                    f"{lengths['d']} wide"
+                )
 
     def _problems(self) -> dict[str, Tensor]:
         """Return what may be wrong with the values, with bool tensors, True where it is."""
         used = self.sequences >= 0
-        real = self.pool_mask
         beam = self.beam_mask
-        recorded = torch.zeros_like(beam)
-        for values in self.fields.values():
-            recorded |= ~values.isnan()
         known_method = (self.found_by >= 0) & (self.found_by < len(METHODS))
         fitting_round = (self.round >= 0) & ((self.round > 0) == (self.found_by == POLICY))
         numbers = torch.cat([self.pool.ravel(), self.sequences.ravel()])
-        own_image = shows_own_image(
-            self.pool.clamp_max(len(self.candidates) - 1), self.query_images, self.candidate_images
-        )
+        # outcomes [Q, B, 1 + number of fields], so that there may be none
+        nothing = torch.full((*beam.shape, 1), torch.nan)
+        outcomes = torch.cat([nothing, *(x.unsqueeze(2) for x in self.fields.values())], 2)
+        recorded = ~outcomes.isnan().all(2) | (self.found_by != -1) | (self.round != 0)
+        beyond = self.pool >= len(self.candidates)
         return {
             "numbers below −1 in pool or sequences": numbers < -1,
-            "padding inside a pool; it belongs at the end": after_gaps(real),
-            f"pool entries beyond the {len(self.candidates)} candidates": self.pool
-            >= len(self.candidates),
+            "padding inside a pool; it belongs at the end": after_gaps(self.pool_mask),
+            f"pool entries beyond the {len(self.candidates)} candidates": beyond,
             "candidates that occur twice in a pool": repeated(self.pool),
             "padding inside a sequence; it belongs at the end": after_gaps(used),
             "padding between the beams of a query; it belongs at the end": after_gaps(beam),
-            "indices outside the query's own pool": self.sequences >= real.sum(1)[:, None, None],
+            "indices outside the query's own pool": self.sequences
+            >= self.pool_mask.sum(1)[:, None, None],
             "indices that occur twice in a sequence": repeated(self.sequences),
             f"found_by that does not index {METHODS}": beam & ~known_method,
             "rounds that do not fit found_by (draws of a policy count from 1, everything else "
             "has 0)": beam & ~fitting_round,
-            "outcomes, found_by or round where there is no beam": ~beam
-            & (recorded | (self.found_by != -1) | (self.round != 0)),
-            **{f"infinite fields[{name}]": values.isinf() for name, values in self.fields.items()},
+            "outcomes, found_by or round where there is no beam": ~beam & recorded,
+            "infinite fields": outcomes.isinf(),
             "candidates that show their query's own image, which gives the answer away; take "
-            "them out of the pool": own_image,
-            "query embeddings that are NaN or infinite": ~self.queries.isfinite().all(1),
-            "candidate embeddings that are NaN or infinite": ~self.candidates.isfinite().all(1),
+            "them out of the pool": self._shows_own_image(),
+            **{
+                f"{name} whose embeddings are NaN or infinite": ~getattr(self, name)
+                .isfinite()
+                .all(1)
+                for name in EMBEDDINGS
+            },
         }
+
+    def _shows_own_image(self) -> Tensor:
+        """Return True where a candidate of the pool shows the query's image, bool [Q, N].
+
+        An unknown image, "", never matches.
+        """
+        if not self.query_images or not self.candidate_images:
+            return torch.zeros_like(self.pool_mask)
+        images = np.array([*self.query_images, *self.candidate_images], dtype=object)
+        # equal images have equal codes
+        codes = torch.from_numpy(np.unique(images, return_inverse=True)[1])
+        codes[torch.from_numpy(images == "")] = -1
+        query = codes[: self.num_queries, None]
+        candidates = codes[self.num_queries :]
+        same = candidates[self.pool.clamp(0, len(candidates) - 1)] == query
+        return same & (query >= 0) & self.pool_mask
 
     def __repr__(self) -> str:
         return (
@@ -245,47 +273,38 @@ class BeamTable:
             sequences: int64 [Q, B', T'], with empty rows anywhere.
             fields: float32 [Q, B'] by name; a field that one side lacks is NaN there.
             found_by, round: int64 [Q, B'], or a number for all.
-
-        Raises:
-            InputError: if a shape does not fit.
         """
-        if sequences.ndim != 3 or len(sequences) != self.num_queries:
-            raise InputError(
-                f"beam table {self.name!r}: beams to add have shape {tuple(sequences.shape)}, "
-                f"expected [{self.num_queries}, B, T]"
-            )
-        added = (sequences >= 0).any(-1)
+        new = {**fields, "sequences": sequences, "found_by": found_by, "round": round}
+        # beams of both sides, [Q, B] and [Q, B']
+        masks = (self.beam_mask, (sequences >= 0).any(-1))
+        sides = (self.beams, new)
         shots = max(self.shots, sequences.shape[2])
-        mask = torch.cat([self.beam_mask, added], 1)
+        # put them side by side, padding what one side lacks
+        joined = {}
+        for name in sides[0] | new:
+            columns = []
+            for side, exists in zip(sides, masks, strict=True):
+                column = side.get(name, PADDING.get(name, torch.nan))
+                if not isinstance(column, Tensor):
+                    column = torch.full(exists.shape, column)
+                elif name == "sequences":
+                    column = pad(column, (0, shots - column.shape[2]), value=-1)
+                columns.append(column)
+            joined[name] = torch.cat(columns, 1)
+        return self.with_only(joined, torch.cat(masks, 1))
 
-        def join(old: Tensor | None, new: Tensor | int | None, padding: float) -> Tensor:
-            # fields are padded with NaN, integers with a number
-            if math.isnan(padding):
-                kind = torch.float32
-            else:
-                kind = torch.int64
-            new = torch.as_tensor(padding if new is None else new, dtype=kind)
-            if new.ndim and new.shape != added.shape:
-                raise InputError(
-                    f"beam table {self.name!r}: the outcomes of beams to add have shape "
-                    f"{tuple(new.shape)}, expected {tuple(added.shape)}"
-                )
-            if old is None:
-                old = torch.full(self.beam_mask.shape, padding, dtype=kind)
-            return closed_up(torch.cat([old, new.expand(added.shape)], 1), mask, padding)
+    @property
+    def beams(self) -> dict[str, Tensor]:
+        """What the table knows of beams, [Q, B, …] by name."""
+        return {**self.fields, **{name: getattr(self, name) for name in PADDING}}
 
-        both = [pad(x, (0, shots - x.shape[2]), value=-1) for x in (self.sequences, sequences)]
-        joined = {
-            name: join(self.fields.get(name), fields.get(name), torch.nan)
-            for name in dict.fromkeys([*self.fields, *fields])
+    def with_only(self, beams: Mapping[str, Tensor], mask: Tensor) -> BeamTable:
+        """Return the table with those of these beams that are in the mask, bool [Q, B]."""
+        fields = {
+            name: closed_up(x, mask, PADDING.get(name, torch.nan)) for name, x in beams.items()
         }
-        return replace(
-            self,
-            sequences=closed_up(torch.cat(both, 1), mask, -1),
-            fields=joined,
-            found_by=join(self.found_by, found_by, -1),
-            round=join(self.round, round, 0),
-        )
+        integers = {name: fields.pop(name) for name in PADDING}
+        return replace(self, fields=fields, **integers)
 
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
         """Split by query, or by image where images are known; the rest is the test part.
@@ -295,8 +314,7 @@ class BeamTable:
         leave a part empty.
         """
         images = self.query_images or ("",) * self.num_queries
-        pairs = zip(images, self.query_ids, strict=True)
-        groups = [("image", image) if image else ("query", query) for image, query in pairs]
+        groups = [image or (query,) for image, query in zip(images, self.query_ids, strict=True)]
         return split_groups(
             groups,
             train,
@@ -309,12 +327,11 @@ class BeamTable:
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, integers in the smallest type that holds them."""
-        embeddings = {"queries": self.queries, "candidates": self.candidates}
         head = {"format": "knobwise.BeamTable/1", "name": self.name, "blocks": self.blocks}
         head |= {k: list(getattr(self, k)) for k in WORDS}
         tensors = {f"fields.{name}": values for name, values in self.fields.items()}
         tensors |= {name: _narrow(getattr(self, name)) for name in INTEGERS}
-        write_tensors(path, head, {**tensors, **embeddings})
+        write_tensors(path, head, tensors | {name: getattr(self, name) for name in EMBEDDINGS})
 
     @classmethod
     def load(cls, path: str | Path) -> BeamTable:
@@ -323,7 +340,7 @@ class BeamTable:
         def build(head: dict[str, Any], tensors: dict[str, Tensor]) -> BeamTable:
             parts: dict[str, Any] = {name: tuple(head[name]) for name in WORDS}
             parts |= {name: tensors[name].long() for name in INTEGERS}
-            parts |= {name: tensors[name].float() for name in ("queries", "candidates")}
+            parts |= {name: tensors[name].float() for name in EMBEDDINGS}
             blocks = {name: (start, stop) for name, (start, stop) in head["blocks"].items()}
             return cls(
                 name=head["name"], blocks=blocks, fields=with_prefix(tensors, "fields."), **parts
@@ -356,26 +373,8 @@ def closed_up(x: Tensor, mask: Tensor, padding: float) -> Tensor:
     if x.ndim == 3:
         mask = mask.unsqueeze(2)
         order = order.unsqueeze(2)
-    return x.where(mask, torch.tensor(padding, dtype=x.dtype)).take_along_dim(order, 1)
-
-
-def shows_own_image(
-    pool: Tensor, query_images: Sequence[str], candidate_images: Sequence[str]
-) -> Tensor:
-    """Return True where a candidate of the pool shows the image that the query asks about.
-
-    Pool and result are [Q, N]. An unknown image, "", never matches; without images on either side
-    everything is False.
-    """
-    if not query_images or not candidate_images:
-        return torch.zeros_like(pool, dtype=torch.bool)
-    images = np.array([*query_images, *candidate_images], dtype=object)
-    # equal images have equal codes
-    names, codes = np.unique(images, return_inverse=True)
-    known = torch.from_numpy(names != "")
-    query, candidate = torch.from_numpy(codes).split([len(query_images), len(candidate_images)])
-    same = candidate[pool.clamp_min(0)] == query[:, None]
-    return same & known[query][:, None] & (pool >= 0)
+    padded = torch.tensor(padding)
+    return x.to(padded.dtype).where(mask, padded).take_along_dim(order, 1)
 
 
 def bank_rows(pool: Tensor, sequences: Tensor) -> Tensor:
@@ -388,8 +387,7 @@ def bank_rows(pool: Tensor, sequences: Tensor) -> Tensor:
 
 
 def _narrow(x: Tensor) -> Tensor:
-    """Return integers in the smallest signed type that holds them all."""
-    for kind in (torch.int8, torch.int16, torch.int32):
-        if torch.equal(x.to(kind).long(), x):
-            return x.to(kind).contiguous()
-    return x.contiguous()
+    """Return integers ≥ −1 in the smallest signed type that holds them all."""
+    numbers = x.numpy()
+    kind = np.min_scalar_type(-1 - int(numbers.max(initial=0)))
+    return torch.from_numpy(numbers.astype(kind))

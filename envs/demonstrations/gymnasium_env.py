@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import gymnasium
@@ -10,12 +9,10 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig
-from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Scorer
+from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit
 
 Observation = dict[str, NDArray[Any]]
 
@@ -50,8 +47,9 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     Args:
         table: queries, pools, recorded sequences.
-        shots, reward, rows, scorer, groups, unprofiled, action: as for `DemonstrationBandit`.
         render_mode: None or "ansi".
+        **options: `shots`, `reward`, `rows`, `scorer`, `groups`, `unprofiled`, `action`, as for
+            `DemonstrationBandit`.
 
     Raises:
         InputError: as `DemonstrationBandit`; by `reset`, for options that do not exist; by `step`,
@@ -61,40 +59,20 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}
 
-    def __init__(
-        self,
-        table: BeamTable,
-        shots: int | None = None,
-        reward: DemonstrationRewardConfig | None = None,
-        rows: Tensor | None = None,
-        scorer: Scorer | None = None,
-        groups: GroupConfig | None = None,
-        unprofiled: str = "nearest",
-        action: str = "places",
-        render_mode: str | None = None,
-    ) -> None:
-        self._bandit = DemonstrationBandit(
-            table,
-            shots=shots,
-            reward=reward,
-            rows=rows,
-            scorer=scorer,
-            groups=groups,
-            unprofiled=unprofiled,
-            action=action,
-        )
+    def __init__(self, table: BeamTable, *, render_mode: str | None = None, **options: Any) -> None:
+        self._bandit = DemonstrationBandit(table, **options)
         self.table = self._bandit.table
         self.render_mode = render_mode
         n = self.table.pool.shape[1]
         d = self.table.queries.shape[1]
-        bound = float(self.table.queries.abs().amax())
-        pool_bound = float(self.table.candidates.abs().amax())
+        bound, pool_bound = (
+            float(x.abs().amax()) for x in (self.table.queries, self.table.candidates)
+        )
+        # embeddings may have any sign
         self.observation_space: Any = spaces.Dict(
-            {
-                "query": spaces.Box(-bound, bound, (d,)),
-                "pool": spaces.Box(-pool_bound, pool_bound, (n, d)),
-                "mask": spaces.MultiBinary(n),
-            }
+            query=spaces.Box(-bound, bound, (d,)),
+            pool=spaces.Box(-pool_bound, pool_bound, (n, d)),
+            mask=spaces.MultiBinary(n),
         )
         self.action_space: Any = spaces.MultiDiscrete([n] * self._bandit.shots)
         if self._bandit.by_index:
@@ -131,30 +109,24 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         outcome = self._bandit.decide(row, wanted)
         reward = float(outcome.reward)
         correct = float(outcome.correct)
-        sequence = outcome.sequences[0, 0]
+        sequence = outcome.sequences[0, 0].numpy()
+        # what was shown, and what came of it
         observation, info = self._observe(self._row)
-        info |= {"sequence": sequence.numpy(), "vqa_correct": correct}
+        info |= {"sequence": sequence, "vqa_correct": correct}
         answer = {1.0: "right", 0.0: "wrong"}.get(correct, "unknown")
-        replaced = ", the nearest recorded"
-        if self._bandit.by_index or torch.equal(wanted[0, 0], sequence):
-            replaced = ""
-        places = sequence[sequence >= 0].tolist()
         self._text = (
-            f"Query {self.table.query_ids[self._row]}.\n"
-            f"Shown: {places}{replaced}; answer {answer}, reward {reward:+.3f}."
+            f"Query {self.table.query_ids[self._row]}, chosen {wanted.ravel().tolist()}.\n"
+            f"Shown: {sequence[sequence >= 0].tolist()}; answer {answer}, reward {reward:+.3f}."
         )
         # the best recorded sequence, for comparison
         if self._bandit.scorer is None:
             rewards = self._bandit.rewards[self._row]
-            exists = self.table.beam_mask[self._row]
-            best = int(rewards.masked_fill(~exists, -torch.inf).argmax())
+            rewards = rewards.where(self.table.beam_mask[self._row], torch.nan)
+            best = int(rewards.nan_to_num(-torch.inf).argmax())
             oracle = info["sequences"][best].copy()
-            most = math.nan
-            if exists.any():
-                most = float(rewards[best])
-                places = oracle[oracle >= 0].tolist()
-                self._text += f"\nBest recorded: {places}; reward {most:+.3f}."
-            info |= {"oracle_sequence": oracle, "oracle_reward": most}
+            info |= {"oracle_sequence": oracle, "oracle_reward": float(rewards[best])}
+            places = oracle[oracle >= 0].tolist()
+            self._text += f"\nBest recorded: {places}; reward {rewards[best]:+.3f}."
         self._row = None
         return observation, reward, True, False, info
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig
 
 INFORMATION_SCALE = 10.0
@@ -28,25 +27,23 @@ def demonstration_reward(
     """Compute the rewards of the sequences of groups, not shuffled yet.
 
     Args:
-        fields: float [*, G] by name, also `coherence` and `diversity` where the mode uses them;
-            masked values may be NaN.
+        fields: float [*, G] by name, all that the mode needs, also `coherence` and `diversity`
+            where it uses them; masked values may be NaN.
         lengths: int64 [*, G], demonstrations in each sequence.
         mask: bool [*, G], True where there is a sequence.
 
     Returns: float32 [*, G], 0 where masked.
-
-    Raises:
-        InputError: if a field that the mode needs is missing.
     """
     config = config.resolved(fields)
-    for name in config.needs:
-        if name not in fields:
-            raise InputError(
-                f"reward.mode={config.mode} needs {name}, which is not recorded; choose another "
-                "mode"
-            )
     exists = mask.unsqueeze(-1)
-    signals = [_signal(name, fields, config) for name in config.signal_names]
+    information = fields.get(config.information, torch.empty(0)).float()
+    computed = {
+        "information": information,
+        "capped_information": (INFORMATION_SCALE * information).clamp_max(1.0),
+    }
+    known = {**fields, **computed}
+    # [*, G, K], 0 where there is no sequence
+    signals = [known[name].float() for name in config.signal_names]
     values = torch.stack(signals, -1).where(exists, 0.0)
     weights = _weights(values, config)
     # sequences of some lengths have weights of their own
@@ -55,16 +52,6 @@ def demonstration_reward(
     if config.adaptive:
         weights = adapted(weights, values, exists)
     return (values * weights).sum(-1)
-
-
-def _signal(name: str, fields: Mapping[str, Tensor], config: DemonstrationRewardConfig) -> Tensor:
-    """Return the values of a signal, [*, G]."""
-    if not name.endswith("information"):
-        return fields[name].float()
-    information = fields[config.information].float()
-    if name == "capped_information":
-        return (INFORMATION_SCALE * information).clamp_max(1.0)
-    return information
 
 
 def _weights(values: Tensor, config: DemonstrationRewardConfig, shots: int | None = None) -> Tensor:
@@ -83,6 +70,7 @@ def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
     Returns: [*, G, K]; the weights as they were where no signal varies.
     """
     count = exists.sum(-2, keepdim=True).clamp_min(1)
+    # standard deviation inside the group
     centred = (values - values.sum(-2, keepdim=True) / count).where(exists, 0.0)
     spread = (centred.square().sum(-2, keepdim=True) / count).sqrt()
     share = weights * spread.where(spread > LEAST_SPREAD, 0.0)

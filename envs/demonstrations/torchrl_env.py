@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +15,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nn.functional import pad
-from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
+from torchrl.data import Binary, Bounded, Categorical, Composite, TensorSpec, Unbounded
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import fresh_seed
 from knobwise.envs.configurations.replay import UNPROFILED
-from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, bank_rows, closed_up
+from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, bank_rows
 from knobwise.envs.demonstrations.reward import (
     coherence_and_diversity,
     demonstration_reward,
@@ -59,21 +58,14 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
         kept &= table.lengths == shots
     if not kept.any():
         lengths = table.lengths[table.beam_mask].unique().tolist()
-        methods = table.found_by[table.beam_mask].unique().tolist()
-        found_by = ", ".join(METHODS[i] for i in methods) or "none"
+        methods = [METHODS[i] for i in table.found_by[table.beam_mask].unique().tolist()]
         raise InputError(
-            f"beam table {table.name!r} has no sequence for "
-            f"groups.methods={', '.join(groups.methods)} and "
-            f"shots={'any' if shots is None else shots}; it has sequences of {lengths} "
-            f"demonstrations, found by {found_by}"
+            f"beam table {table.name!r} has no sequence for groups.methods={groups.methods} and "
+            f"shots={shots}; it has sequences of {lengths} demonstrations, found by "
+            f"{methods}"
         )
-    return replace(
-        table,
-        sequences=closed_up(table.sequences[..., : int(table.lengths[kept].max())], kept, -1),
-        fields={name: closed_up(x, kept, torch.nan) for name, x in table.fields.items()},
-        found_by=closed_up(table.found_by, kept, -1),
-        round=closed_up(table.round, kept, 0),
-    )
+    longest = int(table.lengths[kept].max())
+    return table.with_only(table.beams | {"sequences": table.sequences[..., :longest]}, kept)
 
 
 class Passes:
@@ -88,20 +80,17 @@ class Passes:
         self.count = count
         self.seed = seed
         self.drawn = 0
+        self.before = 0  # `set_back` to it draws the last batch again
 
     def __call__(self) -> Tensor:
         n = len(self.rows)
+        # the stretch of all passes, one after the other, that is next
         start = self.drawn * self.count
+        self.before = self.drawn
         self.drawn += 1
-        first = start // n
-        last = (start + self.count - 1) // n
-        orders = [_order(self.seed, number, n) for number in range(first, last + 1)]
+        passes = range(start // n, (start + self.count - 1) // n + 1)
+        orders = [_order(self.seed, number, n) for number in passes]
         return self.rows[torch.cat(orders)[start % n :][: self.count]]
-
-    @property
-    def before(self) -> int:
-        """The argument with which `set_back` makes the last batch come again."""
-        return max(self.drawn - 1, 0)
 
     def set_back(self, before: int) -> None:
         """Return to an earlier value of `before`: the batches drawn after it come again."""
@@ -185,58 +174,51 @@ class DemonstrationBandit(SingleStepEnv):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device, batch_size=[batch_size])
-        if rows is None:
-            rows = torch.arange(table.num_queries)
-        if not len(rows):
-            raise InputError("the environment got no queries to draw from")
         one_of("unprofiled", unprofiled, UNPROFILED)
         one_of("action", action, ("places", "sequence"))
-        if scorer is not None and (action == "sequence" or group_size == "all"):
+        if scorer is None:
+            table = recorded_groups(table, groups or GroupConfig(), shots)
+            shots = table.shots
+        elif action == "sequence" or group_size == "all":
             raise InputError(
                 "action=sequence and group_size=all are for recorded sequences; leave out the "
                 "scorer"
             )
+        # defaults depend on the table
+        group_size = table.num_beams if group_size == "all" else group_size
+        shots = table.shots if shots is None else shots
+        rows = torch.arange(table.num_queries) if rows is None else rows
+        sizes = (shots, 1 if group_size is None else group_size, batch_size, len(rows))
+        if any(type(size) is not int or size < 1 for size in sizes):
+            raise InputError(
+                f"shots={shots}, group_size={group_size}, batch_size={batch_size}, {len(rows)} "
+                "queries to draw from: all must be ≥ 1"
+            )
+        if not table.pool_mask.any():
+            raise InputError(f"beam table {table.name!r}: the pools of all queries are empty")
+        # settings
+        self.table = table
         self.scorer = scorer
         self.reward_config = (reward or DemonstrationRewardConfig()).resolved(table.fields)
         self.unprofiled = unprofiled
         self.by_index = action == "sequence"
         self.lean = lean
-        if scorer is None:
-            table = recorded_groups(table, groups or GroupConfig(), shots)
-        if group_size == "all":
-            group_size = table.num_beams
-        if scorer is None or shots is None:
-            shots = table.shots
-        sizes = (shots, 1 if group_size is None else group_size, batch_size)
-        if any(type(size) is not int or size < 1 for size in sizes):
-            raise InputError(
-                f"shots={shots}, group_size={group_size}, batch_size={batch_size}: all must be ≥ 1"
-            )
-        if not table.pool_mask.any():
-            raise InputError(f"beam table {table.name!r}: the pools of all queries are empty")
-        self.table = table
         self.shots = shots
         self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
         self._rows: Tensor | None = None  # the queries of the last reset
+        # data on the device
         self.queries = table.queries.to(device)
         self.pool = table.pool.to(device)
         self.candidates = table.candidates.to(device)
         if scorer is None:
-            self._set_recorded(device)
+            self.sequences = table.sequences.to(device)
+            self.group_mask = table.beam_mask.to(device)
+            self.rewards = self._recorded_rewards().to(device)
+            unknown = torch.full(table.beam_mask.shape, torch.nan)
+            self.correct = table.fields.get("vqa_correct", unknown).to(device)
         else:
             self.without_demonstrations = torch.full((table.num_queries,), torch.nan, device=device)
         self._set_specs(batch_size, () if group_size is None else (int(group_size),))
-
-    def _set_recorded(self, device: torch.device | str | None) -> None:
-        """Keep the recorded sequences of the groups and their results on the device."""
-        table = self.table
-        self.sequences = table.sequences.to(device)
-        self.group_mask = table.beam_mask.to(device)
-        self.rewards = self._recorded_rewards().to(device)
-        correct = table.fields.get("vqa_correct")
-        if correct is None:
-            correct = torch.full_like(self.rewards, torch.nan)
-        self.correct = correct.to(device)
 
     def _about(self) -> str:
         table = self.table
@@ -248,36 +230,33 @@ class DemonstrationBandit(SingleStepEnv):
     def _set_specs(self, p: int, group: tuple[int, ...]) -> None:
         """Describe the tensors; `group` is the group axis, empty for none."""
         table = self.table
-        device = self.device
         n = self.pool.shape[1]
         d = self.queries.shape[1]
-        observation: dict[str, Unbounded | Binary | Bounded | Categorical] = {
-            "row": Categorical(table.num_queries, shape=(p,), dtype=torch.int64, device=device),
-            "vqa_correct": Unbounded(shape=(p, *group), device=device),
+        # −1 is padding
+        places = functools.partial(Bounded, -1, n - 1, dtype=torch.int64)
+        mask = functools.partial(Binary, dtype=torch.bool)
+        observation: dict[str, TensorSpec] = {
+            "row": Categorical(table.num_queries, (p,)),
+            "vqa_correct": Unbounded((p, *group)),
         }
         if not self.lean:
-            observation["query"] = Unbounded(shape=(p, d), device=device)
-            observation["pool"] = Unbounded(shape=(p, n, d), device=device)
-            observation["mask"] = Binary(shape=(p, n), dtype=torch.bool, device=device)
-        # −1 is padding
-        places = functools.partial(Bounded, -1, n - 1, dtype=torch.int64, device=device)
+            observation["query"] = Unbounded((p, d))
+            observation["pool"] = Unbounded((p, n, d))
+            observation["mask"] = mask(shape=(p, n))
         if self.scorer is None:
-            observation["sequences"] = places(shape=(p, *self.sequences.shape[1:]))
-            observation["group_mask"] = Binary(
-                shape=(p, table.num_beams), dtype=torch.bool, device=device
-            )
-        self.observation_spec = Composite(observation, shape=(p,), device=device)
-        self.action_spec = places(shape=(p, *group, self.shots))
+            observation["sequences"] = places((p, *self.sequences.shape[1:]))
+            observation["group_mask"] = mask(shape=(p, table.num_beams))
+        action = places((p, *group, self.shots))
         if self.by_index:
-            self.action_spec = Categorical(
-                table.num_beams, shape=(p, *group), dtype=torch.int64, device=device
-            )
+            action = Categorical(table.num_beams, (p, *group))
+        self.observation_spec = Composite(observation, shape=(p,)).to(self.device)
+        self.action_spec = action.to(self.device)
         self._set_outcome_specs(p, *(group or (1,)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        self._rows = self.contexts().to(self.device)
+        rows = self._new_rows()
         correct = self.observation_spec["vqa_correct"].zero()
-        return self._context(self.observe(self._rows) | {"vqa_correct": correct})
+        return self._context(self.observe(rows) | {"vqa_correct": correct})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._rows_of(tensordict)
@@ -285,14 +264,16 @@ class DemonstrationBandit(SingleStepEnv):
         correct = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
         return self._outcome(self.observe(rows), outcome.reward, {"vqa_correct": correct})
 
+    def _new_rows(self) -> Tensor:
+        """Draw the next queries, int64 [P]."""
+        self._rows = self.contexts().to(self.device)
+        return self._rows
+
     def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor:
         """Return the queries that a step is for, int64 [P]."""
-        rows = tensordict.get("row", None) if tensordict is not None else None
-        if rows is not None:
-            return rows.long()
-        if self._rows is None:
-            self._rows = self.contexts().to(self.device)
-        return self._rows
+        if tensordict is not None and "row" in tensordict:
+            return tensordict["row"].long()
+        return self._new_rows() if self._rows is None else self._rows
 
     def observe(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the observations of queries int64 [P], except `vqa_correct`.
@@ -317,22 +298,19 @@ class DemonstrationBandit(SingleStepEnv):
         rows = self._rows_of(tensordict)
         if tensordict is None:
             tensordict = TensorDict(batch_size=self.batch_size, device=self.device)
-        p = len(rows)
-        g = self.group_size
-        t = self.shots
+        shape = (len(rows), self.group_size)
         if self.scorer is None:
             sizes = self.group_mask[rows].sum(1, keepdim=True)
-            action = (torch.rand(p, g, device=rows.device) * sizes).long()
+            action = (torch.rand(shape, device=rows.device) * sizes).long()
             if not self.by_index:
                 action = self._recorded_at(rows, action)
         else:
             # the places with the highest keys are a draw without replacement
-            keys = torch.rand(p, g, self.pool.shape[1], device=rows.device)
-            best = keys.masked_fill((self.pool[rows] < 0)[:, None], -1.0).topk(
-                min(t, keys.shape[2])
-            )
-            places = best.indices.masked_fill(best.values < 0, -1)
-            action = pad(places, (0, t - places.shape[2]), value=-1)
+            pool = self.pool[rows].unsqueeze(1)
+            keys = torch.rand(*shape, pool.shape[2], device=rows.device).masked_fill(pool < 0, -1.0)
+            places = keys.argsort(-1, descending=True)[..., : self.shots]
+            padded = pad(places, (0, self.shots - places.shape[2]), value=-1)
+            action = self.closed_up(rows, padded)
         return tensordict.set("action", action.view(self.action_spec.shape))
 
     def _set_seed(self, seed: int | None) -> None:
@@ -366,14 +344,12 @@ class DemonstrationBandit(SingleStepEnv):
         action = action.long().reshape(len(rows), self.group_size, *last)
         if self.by_index:
             most = self.table.num_beams - 1
-            if ((action < 0) | (action > most)).any():
+            if not torch.equal(action, action.clamp(0, most)):
                 raise InputError(
                     f"action: indices of recorded sequences are 0 to {most}, got {action.tolist()}"
                 )
             action = self._recorded_at(rows, action)
-        if self.scorer is None:
-            return self._replayed(rows, action)
-        return self._scored(rows, action)
+        return (self._replayed if self.scorer is None else self._scored)(rows, action)
 
     def closed_up(self, rows: Tensor, places: Tensor) -> Tensor:
         """Return the sequences that remain of places, int64 [P, G, T].
@@ -388,41 +364,48 @@ class DemonstrationBandit(SingleStepEnv):
 
     def _recorded_at(self, rows: Tensor, index: Tensor) -> Tensor:
         """Return the recorded sequences int64 [P, G, T] at these indices, int64 [P, G]."""
-        return self.sequences[rows].gather(1, index.unsqueeze(-1).expand(-1, -1, self.shots))
+        return self.sequences[rows].take_along_dim(index.unsqueeze(-1), 1)
 
     def _recorded_rewards(self) -> Tensor:
-        """Compute the reward of every recorded sequence, float32 [Q, B]; 0 where there is none.
-
-        Raises InputError if a sequence lacks a field that the reward needs.
-        """
+        """Compute the reward of every recorded sequence, float32 [Q, B]; 0 where there is none."""
         table = self.table
-        config = self.reward_config
-        unknown = torch.full(table.beam_mask.shape, torch.nan)
-        for name in config.needs:
-            absent = table.beam_mask & table.fields.get(name, unknown).isnan()
-            if count := int(absent.sum()):
-                query = table.query_ids[int(absent.any(1).nonzero()[0])]
-                raise InputError(
-                    f"reward.mode={config.mode} needs {name}, which {count} of "
-                    f"{int(table.beam_mask.sum())} sequences of beam table {table.name!r} lack "
-                    f"(the first: query {query}); record it, leave out those sequences, or choose "
-                    "another mode"
-                )
-        fields = dict(table.fields)
-        if not set(LEVELS).isdisjoint(config.signal_names):
-            # in pieces, because the embeddings of all sequences may need more than the memory
-            parts = zip(table.pool.split(256), table.sequences.split(256), strict=True)
-            levels = [self._levels(table.candidates, pool, sequences) for pool, sequences in parts]
-            for name in LEVELS:
-                fields[name] = torch.cat([level[name] for level in levels])
-        reward = demonstration_reward(fields, table.lengths, table.beam_mask, config)
-        if config.shuffled:
+        # in pieces, because the embeddings of all sequences may need more than the memory
+        parts = zip(table.pool.split(256), table.sequences.split(256), strict=True)
+        levels = [self._levels(table.candidates, pool, sequences) for pool, sequences in parts]
+        together = {name: torch.cat([level[name] for level in levels]) for name in levels[0]}
+        reward = self._reward(
+            torch.arange(table.num_queries), {**table.fields, **together}, table.lengths
+        )
+        if self.reward_config.shuffled:
             return shuffle(reward, table.beam_mask, self._generator(self.contexts.seed))
         return reward
 
-    @staticmethod
-    def _levels(candidates: Tensor, pool: Tensor, sequences: Tensor) -> dict[str, Tensor]:
-        """Return coherence and diversity, [P, G], of sequences int64 [P, G, T] in pools [P, N]."""
+    def _reward(self, rows: Tensor, fields: dict[str, Tensor], lengths: Tensor) -> Tensor:
+        """Compute the rewards of sequences of queries `rows`, [P, G], before they are shuffled.
+
+        Raises InputError if a sequence lacks a field that the reward needs.
+        """
+        mask = lengths > 0
+        unknown = torch.full(mask.shape, torch.nan, device=mask.device)
+        for name in self.reward_config.needs:
+            absent = mask & fields.get(name, unknown).isnan()
+            if absent.any():
+                query = self.table.query_ids[rows[absent.any(1)][0]]
+                raise InputError(
+                    f"reward.mode={self.reward_config.mode} needs {name}, which "
+                    f"{int(absent.sum())} of {int(mask.sum())} sequences of beam table "
+                    f"{self.table.name!r} lack (the first: query {query}); record it or have it "
+                    "scored, leave out those sequences, or choose another mode"
+                )
+        return demonstration_reward(fields, lengths, mask, self.reward_config)
+
+    def _levels(self, candidates: Tensor, pool: Tensor, sequences: Tensor) -> dict[str, Tensor]:
+        """Return coherence and diversity, [P, G], of sequences int64 [P, G, T] in pools [P, N].
+
+        The result is empty if the reward does not need them.
+        """
+        if set(LEVELS).isdisjoint(self.reward_config.signal_names):
+            return {}
         embeddings = candidates[bank_rows(pool, sequences).clamp_min(0)]
         levels = coherence_and_diversity(embeddings, (sequences >= 0).sum(-1))
         return dict(zip(LEVELS, levels, strict=True))
@@ -465,10 +448,6 @@ class DemonstrationBandit(SingleStepEnv):
         lengths = (recorded >= 0).sum(-1)
         nearness = common * (self.shots + 1) + lengths.unsqueeze(1)
         most, index = nearness.masked_fill(~exists.unsqueeze(1), -1).max(2)
-        # of two equal recordings each keeps its own index
-        if action.shape == recorded.shape:
-            indices = torch.arange(index.shape[1], device=index.device)
-            index = torch.where((action == recorded).all(-1), indices, index)
         return index, most >= self.shots * (self.shots + 1)
 
     def _scored(self, rows: Tensor, action: Tensor) -> Outcome:
@@ -481,17 +460,11 @@ class DemonstrationBandit(SingleStepEnv):
             )
             self._refuse((action != sequences).any(-1), rows, action, problem)
         fields = self._scores(rows, sequences)
-        used = sequences >= 0
-        mask = used[..., 0]
-        config = self.reward_config
-        reward = demonstration_reward(fields, used.sum(-1), mask, config)
-        if reward.isnan().any():
-            unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
-            raise InputError(
-                f"reward.mode={config.mode} needs {unknown}, for which the scorer returned NaN"
-            )
-        if config.shuffled:
-            reward = shuffle(reward, mask, self._generator(self.contexts.seed, self.contexts.drawn))
+        lengths = (sequences >= 0).sum(-1)
+        reward = self._reward(rows, fields, lengths)
+        if self.reward_config.shuffled:
+            generator = self._generator(self.contexts.seed, self.contexts.drawn)
+            reward = shuffle(reward, lengths > 0, generator)
         correct = fields.get("vqa_correct", torch.full_like(reward, torch.nan))
         return Outcome(sequences, reward, correct)
 
@@ -500,25 +473,24 @@ class DemonstrationBandit(SingleStepEnv):
         assert self.scorer is not None
         pool = self.pool[rows]
         mask = sequences[..., 0] >= 0
-        needs = self.reward_config.needs
         # a sequence that was drawn twice is scored once
         queries = rows[:, None, None].expand(*mask.shape, 1)
         drawn = torch.cat([queries, bank_rows(pool, sequences)], 2)[mask]
         distinct, inverse = drawn.unique(dim=0, return_inverse=True)
         distinct = distinct.cpu()
-        scores = dict.fromkeys(needs, torch.empty(0))
+        scores = dict.fromkeys(self.reward_config.needs, torch.empty(0))
         if len(distinct):
             scores = self.scorer(distinct[:, 0], distinct[:, 1:])
-        fields = {}
+        unknown = torch.full(mask.shape, torch.nan, device=mask.device)
+        fields = self._levels(self.candidates, pool, sequences)
         for name, value in scores.items():
-            fields[name] = torch.full(mask.shape, torch.nan, device=mask.device)
-            fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
+            values = value.to(mask.device, torch.float32)[inverse]
+            fields[name] = unknown.masked_scatter(mask, values)
         # the information gain is the probability of the answer minus that without demonstrations
-        if "beam_score" in needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
+        needed = "beam_score" in self.reward_config.needs and "beam_score" not in fields
+        if needed and "vqa_gt_prob" in fields:
             baseline = self._score_without_demonstrations(rows)[:, None]
             fields["beam_score"] = fields["vqa_gt_prob"] - baseline
-        if not set(LEVELS).isdisjoint(self.reward_config.signal_names):
-            fields |= self._levels(self.candidates, pool, sequences)
         return fields
 
     def _score_without_demonstrations(self, rows: Tensor) -> Tensor:

@@ -8,19 +8,26 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
 from knobwise.envs.tables.repeats import check_repeats, median_of
-from knobwise.envs.tables.splits import Split, fingerprints_of, split_samples
-from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
+from knobwise.envs.tables.splits import Split, split_fixed, split_groups
+from knobwise.envs.tables.tensor_file import (
+    check_axes,
+    read_table,
+    with_axes,
+    with_prefix,
+    write_tensors,
+)
 
 __all__ = ["ActionIndex", "Knob", "KnobValue", "ProfileTable", "Split", "median_of"]
 
@@ -55,8 +62,20 @@ class ProfileTable:
     """Fields with a name for each sample, which may be empty."""
     TENSORS: ClassVar = ("configurations", "accuracy", "latency_ms", "mask")
     """Tensors that every table has."""
-    OPTIONAL: ClassVar = {"repeats_ms": "NCR", "first_look_ms": "NC"}
-    """Tensors that may be None, with a letter for each axis."""
+    OPTIONAL: ClassVar = ("repeats_ms", "first_look_ms")
+    """Tensors that may be None."""
+    AXES: ClassVar = {
+        "accuracy": "NC",
+        "latency_ms": "NC",
+        "mask": "NC",
+        "knobs": "K",
+        "configurations": "CK",
+        "sample_ids": "N",
+        "repeats_ms": "NCR",
+        "first_look_ms": "NC",
+        **dict.fromkeys(WORDS, "N"),
+    }
+    """A letter for each axis of a field."""
     name: str
     """The profile's name in reports."""
     knobs: tuple[Knob, ...]
@@ -104,8 +123,6 @@ class ProfileTable:
         for what, count in self._count_problems().items():
             if count:
                 raise InputError(f"profile {self.name!r}: {count} × {what}")
-        if self.first_look_ms is not None and not bool((self.first_look_ms >= 0).all()):
-            raise InputError(f"profile {self.name!r}: first_look_ms must be at least 0 everywhere")
         if self.repeats_ms is not None:
             check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
         names = set(zip(self.dataset_names, self.sample_ids, strict=True))
@@ -116,17 +133,9 @@ class ProfileTable:
 
     def _check_shapes(self) -> None:
         """Raise InputError if lengths disagree, or the table is empty."""
-        parts: dict[str, tuple[Any, str]] = {
-            "accuracy": (self.accuracy, "NC"),
-            "latency_ms": (self.latency_ms, "NC"),
-            "mask": (self.mask, "NC"),
-            "knobs": (self.knobs, "K"),
-            "configurations": (self.configurations, "CK"),
-            "sample_ids": (self.sample_ids, "N"),
-        }
-        parts |= {name: (words, "N") for name in self.WORDS if (words := getattr(self, name))}
+        # every axis has one length
+        parts = with_axes(self, self.AXES)
         parts |= {f"features[{name}]": (block, "N_") for name, block in self.features.items()}
-        parts |= {name: (x, self.OPTIONAL[name]) for name, x in self._optional().items()}
         check_axes(f"profile {self.name!r}", parts)
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
@@ -139,21 +148,24 @@ class ProfileTable:
 
     def _count_problems(self) -> dict[str, int]:
         """Return what may be wrong with the cells, and how often it occurs."""
-        problems: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-            "accuracy that is NaN or infinite": lambda a, t, m: m & ~a.isfinite(),
-            "latency_ms that is NaN or infinite": lambda a, t, m: m & ~t.isfinite(),
-            "negative latency_ms": lambda a, t, m: m & (t < 0),
-            "accuracy outside [0, 1]": lambda a, t, m: m & ((a < 0) | (a > 1)),
-            "samples without any profiled configuration": lambda a, t, m: ~m.any(1),
-            "unprofiled cells that are not NaN": lambda a, t, m: ~m & ~(a.isnan() & t.isnan()),
-        }
-        counts = {"configurations without any profiled sample": int((~self.mask.any(0)).sum())}
-        counts |= dict.fromkeys(problems, 0)
+        counts = Counter[str]()
+        counts["configurations without any profiled sample"] = int((~self.mask.any(0)).sum())
         # in pieces, because a table mapped from a file may be larger than the memory
         pieces = [x.split(1 << 18) for x in (self.accuracy, self.latency_ms, self.mask)]
-        for piece in zip(*pieces, strict=True):
-            for what, is_wrong in problems.items():
-                counts[what] += int(is_wrong(*piece).sum())
+        for accuracy, latency, mask in zip(*pieces, strict=True):
+            problems = {
+                "accuracy that is NaN or infinite": mask & ~accuracy.isfinite(),
+                "latency_ms that is NaN or infinite": mask & ~latency.isfinite(),
+                "negative latency_ms": mask & (latency < 0),
+                "accuracy outside [0, 1]": mask & ((accuracy < 0) | (accuracy > 1)),
+                "samples without any profiled configuration": ~mask.any(1),
+                "unprofiled cells that are not NaN": ~mask & ~(accuracy.isnan() & latency.isnan()),
+            }
+            for what, wrong in problems.items():
+                counts[what] += int(wrong.sum())
+        # what only some tables have
+        if self.first_look_ms is not None:
+            counts["first_look_ms that is not at least 0"] = int((~(self.first_look_ms >= 0)).sum())
         return counts
 
     def __repr__(self) -> str:
@@ -179,9 +191,7 @@ class ProfileTable:
     @property
     def num_repeats(self) -> int:
         """The most measurements of a cell, R."""
-        if self.repeats_ms is None:
-            return 1
-        return self.repeats_ms.shape[-1]
+        return self.measurements_ms.shape[-1]
 
     @property
     def measurements_ms(self) -> Tensor:
@@ -238,6 +248,7 @@ class ProfileTable:
         It does not depend on the file.
         """
         sha = hashlib.sha256()
+        # names first, then tensors
         names = [[k.name, list(k.values)] for k in self.knobs]
         text: list[Any] = [
             names,
@@ -258,8 +269,31 @@ class ProfileTable:
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
 
-    split = split_samples
-    fingerprints = fingerprints_of
+    def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
+        """Split by sample, or by image where images are known; the rest is the test part.
+
+        A split fixed by the file (`parts`) is used as it is; if it has no validation part, that
+        comes out of the training part. Deterministic in `seed` and in the order of the samples.
+        Raises InputError if the shares leave a part empty, or the fixed split lacks a part or tears
+        an image apart.
+        """
+        groups = list(zip(self.dataset_names, self.image_ids or self.sample_ids, strict=True))
+        name = f"profile {self.name!r}"
+        if self.parts:
+            return split_fixed(self.parts, groups, train, validation, seed, name)
+        return split_groups(groups, train, validation, seed, table=name)
+
+    def fingerprints(self, rows: Tensor) -> list[str]:
+        """Return a short text for each of these samples (int64 [n]) that identifies its input.
+
+        It is a hash of its features, or without features its data set and id, so that the same
+        input has the same text in another table.
+        """
+        if not self.features:
+            datasets = self.datasets or ("",) * self.num_samples
+            return [f"{datasets[row]}/{self.sample_ids[row]}" for row in rows.tolist()]
+        joined = torch.cat([block[rows] for block in self.features.values()], 1).contiguous()
+        return [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined.numpy()]
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, which `load` maps into memory instead of copying."""

@@ -27,6 +27,7 @@ def check_repeats(table: str, repeats_ms: Tensor, latency_ms: Tensor) -> None:
     """
     # in pieces, because a table mapped from a file may be larger than the memory
     for repeats, median in zip(repeats_ms.split(1 << 16), latency_ms.split(1 << 16), strict=True):
+        # finite, not negative, without gaps
         missing = repeats.isnan()
         gaps = missing[..., :-1] & ~missing[..., 1:]
         if bool(gaps.any() | (repeats < 0).any() | repeats.isinf().any()):

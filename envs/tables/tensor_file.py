@@ -26,6 +26,16 @@ DIGEST = "sha256"
 """The key in the metadata of a `.safetensors` file under which the digest of all else stands."""
 
 
+def with_axes(table: object, axes: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Return the fields of a table with a letter for each axis, without None and empty tuples."""
+    fields = {}
+    for name, letters in axes.items():
+        value = getattr(table, name)
+        if isinstance(value, Tensor) or value:
+            fields[name] = (value, letters)
+    return fields
+
+
 def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
     """Return the length of each axis, by its letter.
 
@@ -73,6 +83,7 @@ def save_tensors(
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    # everything that is written: metadata, names, shapes, values
     sha = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -110,13 +121,12 @@ def read_arrays(path: Path, kind: str) -> dict[str, Any]:
             return tensors_of(path)
         if is_damaged(path):
             raise Damaged(path)
+        # none of these runs code from the file
         if path.suffix == ".pt":
             content = torch.load(path, map_location="cpu", weights_only=True)
         else:
             content = np.load(path, allow_pickle=False)
-        if isinstance(content, Mapping):
-            return dict(content)
-        return {"embeddings": content}
+        return dict(content) if isinstance(content, Mapping) else {"embeddings": content}
     except Damaged:
         raise
     except Exception as error:

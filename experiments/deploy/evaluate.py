@@ -27,8 +27,8 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import judged_budgets
 from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.report.report import on_decisions, print_results
 from knobwise.experiments.results.controllers import (
     held_out_choices,

@@ -35,8 +35,8 @@ from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import few_budgets, judged_budgets
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
+from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.results.controllers import (
     held_out_choices,
     judge_deadlines,

@@ -139,7 +139,7 @@ def test_a_checkpoint_holds_the_models_name_and_gives_the_same_log_probs(
     }
     loaded = load_checkpoint(tmp_path / "c.pt").selector
     batch = (table.queries, table.candidates[table.pool], table.pool_mask)
-    with pytest.raises(InputError, match="has no pictures and texts"):
+    with pytest.raises(InputError, match="items"):
         loaded.choose(*batch, 2)
     loaded.encoder.items = items
     wanted = made.distribution(*batch, 2)
@@ -204,15 +204,10 @@ def test_a_moved_model_and_missing_packages_are_named(
         tmp_path / "c.pt", selector_of(table, changed(str(tmp_path / "moved"), items)), table, {}
     )
     shutil.rmtree(tmp_path / "moved")
-    with pytest.raises(
-        InputError, match=r"c\.pt: encoder\.model=.*moved: .*moved: no such folder$"
-    ):
+    with pytest.raises(InputError, match=r"encoder\.model=.*moved"):
         load_checkpoint(tmp_path / "c.pt")
-    config = (
-        Path(source, "config.json")
-        .read_text()
-        .replace('"model_type": "clip"', '"model_type": "siglip"')
-    )
+    config = Path(source, "config.json").read_text()
+    config = config.replace('"model_type": "clip"', '"model_type": "siglip"')
     shutil.copytree(source, tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text(config)
     with pytest.raises(InputError, match=r"encoder\.model="):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 
-CONFIGS = [SelectorConfig(width=8, heads=2, update=update) for update in ("additive", "convex")]
-VERSIONS = [SelectorConfig(width=8, version=version) for version in ("v0", "v1", "v3")]
-every_config = pytest.mark.parametrize(
-    "config", CONFIGS + VERSIONS, ids=lambda c: f"{c.version}-{c.update}"
-)
+KINDS: list[dict[str, Any]] = [{"update": "additive"}, {"update": "convex"}]
+KINDS += [{"version": version} for version in ("v0", "v1", "v3")]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 
 
 def embeddings() -> StoredEmbeddings:
@@ -44,26 +41,16 @@ def pools() -> Tensor:
     return pool
 
 
-def selector(config: SelectorConfig = CONFIGS[0]) -> Selector:
+def selector(**settings: Any) -> Selector:
     torch.manual_seed(0)
     stored = embeddings()
+    config = SelectorConfig(**{"width": 8} | settings)
     return Selector.fitted(config, stored.query_table, stored.candidate_table)
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
     pool = pools()
     return (*embeddings().both(torch.arange(6), pool), pool >= 0)
-
-
-def test_stored_embeddings_are_looked_up_and_padding_is_zero() -> None:
-    stored = embeddings()
-    queries, result = stored.both(torch.tensor([5, -1]), torch.tensor([[3, -1], [0, 3]]))
-    assert torch.equal(result[0, 0], stored.candidate_table[3])
-    assert torch.equal(result[1], stored.candidate_table[[0, 3]])
-    assert (result[0, 1] == 0).all()
-    assert torch.equal(queries, torch.stack([stored.query_table[5], torch.zeros(4)]))
-    assert not list(stored.parameters())
-    assert not stored.state_dict()
 
 
 # -- the selector ----------------------------------------------------------------------------------
@@ -74,41 +61,12 @@ def test_embeddings_are_standardised_by_queries_and_candidates_together() -> Non
     both = torch.cat([stored.query_table, stored.candidate_table])
     normal = (both - made.mean) / made.scale
     torch.testing.assert_close(normal.mean(0), torch.zeros(4), atol=1e-4, rtol=0)
-    torch.testing.assert_close(
-        normal.std(0, correction=0), torch.tensor([1.0, 1.0, 1.0, 0.0]), atol=1e-3, rtol=0
-    )
-
-
-def test_the_scale_of_the_embeddings_does_not_matter() -> None:
-    stored = embeddings()
-    torch.manual_seed(0)
-    scaled = Selector.fitted(CONFIGS[0], 7 * stored.query_table - 1, 7 * stored.candidate_table - 1)
-    query, pool, mask = batch()
-    first, second = (
-        selector(CONFIGS[0]).distribution(query, pool, mask, 2),
-        scaled.distribution(7 * query - 1, 7 * pool - 1, mask, 2),
-    )
-    assert torch.equal(first.mode, second.mode)
-    torch.testing.assert_close(
-        first.log_prob(first.mode), second.log_prob(first.mode), atol=1e-3, rtol=0
-    )
-
-
-@every_config
-def test_choices_are_different_places_of_the_querys_own_pool(config: SelectorConfig) -> None:
-    made = selector(config)
-    chosen = made.choose(*batch(), shots=3)
-    assert chosen.shape == (6, 3)
-    assert chosen.dtype == torch.int64
-    for query, size in enumerate((5, 2, 0, 5, 5, 5)):
-        kept = chosen[query, : min(3, size)].tolist()
-        assert len(set(kept)) == len(kept)
-        assert all(0 <= place < size for place in kept)
-        assert (chosen[query, size:] == -1).all()
+    spread = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    torch.testing.assert_close(normal.std(0, correction=0), spread, atol=1e-3, rtol=0)
 
 
 def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
-    made = selector(dataclasses.replace(CONFIGS[0], dropout=0.9)).train()
+    made = selector(dropout=0.9).train()
     first = made.choose(*batch(), shots=3)
     assert all(torch.equal(made.choose(*batch(), shots=3), first) for _ in range(5))
     assert made.training
@@ -117,30 +75,29 @@ def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "field"),
     [
-        ({"query": torch.zeros(6, 3)}, "query embeddings are 3 wide, but this selector reads 4"),
-        ({"pool": torch.zeros(6, 5, 3)}, "candidate embeddings are 3 wide"),
-        ({"shots": 0}, "shots=0: must be at least 1"),
+        ({"query": torch.zeros(6, 3)}, "query"),
+        ({"pool": torch.zeros(6, 5, 3)}, "candidate"),
+        ({"shots": 0}, "shots"),
     ],
 )
-def test_mistakes_are_told(changed: dict[str, Any], message: str) -> None:
+def test_mistakes_are_told(changed: dict[str, Any], field: str) -> None:
     query, pool, mask = batch()
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=field):
         selector().choose(**{"query": query, "pool": pool, "mask": mask, "shots": 2} | changed)
 
 
 # -- saved and restored ----------------------------------------------------------------------------
 
 
-@every_config
-def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -> None:
-    made = selector(config)
+@every_kind
+def test_restored_is_the_same_selector(kind: dict[str, Any], tmp_path: Path) -> None:
+    made = selector(**kind)
     made.stage = "grpo"
     torch.save(made.plain(), tmp_path / "selector.pt")
     restored = Selector.restored(torch.load(tmp_path / "selector.pt", weights_only=True))
-    assert restored.config == config
-    assert restored.stage == "grpo"
+    assert (restored.config, restored.stage) == (made.config, "grpo")
     assert not restored.training
     wanted, result = (s.eval().distribution(*batch(), 3) for s in (made, restored))
     assert torch.equal(result.mode, wanted.mode)
@@ -148,44 +105,27 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
 
 
 def test_a_selector_of_an_earlier_version_is_still_read() -> None:
-    plain = selector(CONFIGS[0]).plain()
-    older = {name: value for name, value in plain["selector"].items() if name != "version"} | {
-        "layers": 1
-    }
-    restored = Selector.restored(
-        {key: plain[key] for key in ("features", "stage", "state")} | {"selector": older}
-    )
-    assert torch.equal(restored.choose(*batch(), 3), selector(CONFIGS[0]).choose(*batch(), 3))
+    plain = selector(layers=1).plain()
+    del plain["encoder"], plain["selector"]["version"]
+    restored = Selector.restored(plain)
+    assert torch.equal(restored.choose(*batch(), 3), selector().choose(*batch(), 3))
     assert restored.config.version == "v2"
 
 
 def test_weights_of_another_network_are_refused() -> None:
-    plain = selector(CONFIGS[0]).plain()
-    for state in (
-        {**plain["state"], "other": torch.ones(1)},
-        dict(list(plain["state"].items())[1:]),
+    plain = selector().plain()
+    state = plain["state"]
+    for changed in (
+        {"state": state | {"other": torch.ones(1)}},
+        {"state": dict([*state.items()][1:])},
+        {"features": 5},
+        {"selector": plain["selector"] | {"update": "convex"}},
     ):
-        with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key"):
-            Selector.restored(plain | {"state": state})
-    for changed in ({"features": 5}, {"selector": plain["selector"] | {"update": "convex"}}):
-        with pytest.raises(RuntimeError, match="size mismatch"):
+        with pytest.raises(RuntimeError):
             Selector.restored(plain | changed)
 
 
 # -- the networks behind it ------------------------------------------------------------------------
-
-
-every_network = pytest.mark.parametrize(
-    "settings",
-    [
-        {"update": "additive"},
-        {"update": "convex"},
-        {"version": "v0"},
-        {"version": "v1"},
-        {"version": "v3"},
-    ],
-    ids=lambda settings: "-".join(settings.values()),
-)
 
 
 def network(features: int = 6, **settings: object) -> PointerNetwork:
@@ -207,29 +147,24 @@ def size_of(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "settings"),
     [
-        ({"projection": "cnn"}, "selector.projection='cnn'"),
-        ({"update": "gru"}, "selector.update='gru'"),
-        ({"layers": -1}, "selector.layers=-1: must be at least 0"),
-        ({"width": 0}, "selector.width=0"),
-        ({"heads": 0}, "selector.heads=0"),
-        ({"width": 10, "heads": 4}, "must be a multiple of selector.heads=4"),
-        ({"temperature": 0.0}, "selector.temperature=0.0: must be positive"),
-        ({"dropout": 1.0}, "selector.dropout=1.0"),
-        ({"version": "v4"}, "selector.version='v4'"),
-        ({"version": "v0", "layers": 0}, "selector.layers=0: must be at least 1"),
-        ({"version": "v3", "layers": 0}, "selector.layers=0: must be at least 1"),
-        ({"version": "v1", "layers": 2}, "selector.layers=2: selector.version=v1 does not read it"),
-        ({"version": "v1", "heads": 2}, "selector.heads=2: selector.version=v1 does not read it"),
-        (
-            {"version": "v0", "update": "convex"},
-            "selector.update=convex: selector.version=v0 does not read it",
-        ),
+        ("projection", {"projection": "cnn"}),
+        ("update", {"update": "gru"}),
+        ("layers", {"layers": -1}),
+        ("width", {"width": 0}),
+        ("heads", {"heads": 0}),
+        ("heads", {"width": 10, "heads": 4}),
+        ("temperature", {"temperature": 0.0}),
+        ("dropout", {"dropout": 1.0}),
+        ("version", {"version": "v4"}),
+        *[("layers", {"version": version, "layers": 0}) for version in ("v0", "v1", "v3")],
+        ("heads", {"version": "v1", "heads": 2}),
+        ("update", {"version": "v0", "update": "convex"}),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_settings_that_cannot_be_are_refused(name: str, settings: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=f"selector.{name}"):
         SelectorConfig(**settings)
 
 
@@ -248,43 +183,18 @@ def test_the_network_has_the_originals_number_of_parameters_and_the_default_is_s
 # -- the network -----------------------------------------------------------------------------------
 
 
-@every_network
+@every_kind
 @pytest.mark.parametrize("projection", ["mlp", "linear"])
-def test_logits_are_cosines_over_the_temperature(projection: str, settings: dict[str, str]) -> None:
-    projected = {} if settings.get("version") == "v1" else {"projection": projection}
-    net = network(**projected, **settings, temperature=0.25)
+def test_logits_are_cosines_over_the_temperature(projection: str, kind: dict[str, Any]) -> None:
+    projected = {} if kind.get("version") == "v1" else {"projection": projection}
+    net = network(**projected, **kind, temperature=0.25)
     encoded = net.encode(*encodable())
     torch.testing.assert_close(encoded.keys.norm(dim=-1), torch.ones(3, 5))
-    state = net.start(encoded, 4)
-    for step in range(3):
-        directions = net.point(state)
-        assert directions.shape == (3, 4, 16)
-        torch.testing.assert_close(directions.norm(dim=-1), torch.ones(3, 4))
-        logits = net.logits(directions, encoded)
-        assert logits.shape == (3, 4, 5)
-        torch.testing.assert_close(logits[1, 2, 3], directions[1, 2] @ encoded.keys[1, 3] / 0.25)
-        state = net.advance(state, encoded.keys[:, step].unsqueeze(1).expand(-1, 4, -1))
-
-
-@every_network
-def test_known_sequences_are_read_as_step_by_step(settings: dict[str, str]) -> None:
-    net = network(**settings)
-    encoded = net.encode(*encodable())
-    chosen = encoded.keys[:, torch.tensor([[0, 1], [4, 2]])]  # [3, 2, 2, 16]
-    state, wanted = net.start(encoded, 2), []
-    for step in range(3):
-        wanted.append(net.point(state))
-        state = net.advance(state, chosen[:, :, step]) if step < 2 else state
-    torch.testing.assert_close(net.states(encoded, chosen), torch.stack(wanted, 2))
-
-
-def test_what_was_chosen_first_and_its_order_matter() -> None:
-    net = network()
-    encoded = net.encode(*encodable())
-    chosen = encoded.keys[:, torch.tensor([[0, 1], [1, 0], [2, 1]])]
-    last = net.states(encoded, chosen)[:, :, -1]
-    assert (last[:, 0] - last[:, 1]).norm(dim=-1).min() > 1e-3
-    assert (last[:, 0] - last[:, 2]).norm(dim=-1).min() > 1e-3
+    chosen = encoded.keys[:, torch.tensor([[0, 1]] * 4)]
+    directions = net.states(encoded, chosen)  # [3, 4, 3, 16]
+    torch.testing.assert_close(directions.norm(dim=-1), torch.ones(3, 4, 3))
+    wanted = torch.einsum("pjth,pnh->pjtn", directions, encoded.keys) / 0.25
+    torch.testing.assert_close(net.logits(directions, encoded), wanted)
 
 
 def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool() -> None:
@@ -297,22 +207,14 @@ def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool() -> None:
     other = net.encode(query, pool, mask)
     torch.testing.assert_close(other.state[:2], encoded.state[:2])
     torch.testing.assert_close(other.keys[:2][mask[:2]], encoded.keys[:2][mask[:2]])
-    alone = net.encode(query[1:2], pool[1:2, :3], mask[1:2, :3])
+    alone = net.encode(query[1:2], pool[1:2, [2, 0, 1]], mask[1:2, :3])
     torch.testing.assert_close(alone.state, encoded.state[1:2])
+    torch.testing.assert_close(alone.keys, encoded.keys[1:2, [2, 0, 1]])
 
 
-def test_another_order_of_the_pool_is_only_another_order_of_the_keys() -> None:
-    net = network()
-    query, pool, mask = encodable()
-    order = torch.tensor([3, 0, 4, 2, 1])
-    first, other = net.encode(query, pool, mask), net.encode(query, pool[:, order], mask)
-    torch.testing.assert_close(other.keys, first.keys[:, order])
-    torch.testing.assert_close(other.state, first.state)
-
-
-@every_network
-def test_every_weight_learns(settings: dict[str, str]) -> None:
-    net = network(**settings)
+@every_kind
+def test_every_weight_learns(kind: dict[str, Any]) -> None:
+    net = network(**kind)
     encoded = net.encode(*encodable())
     directions = net.states(encoded, encoded.keys[:, torch.tensor([[0, 1], [4, 2]])])
     torch.manual_seed(0)
@@ -322,14 +224,6 @@ def test_every_weight_learns(settings: dict[str, str]) -> None:
             continue
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
-
-
-def test_dropout_is_for_train_mode_alone() -> None:
-    net = network(dropout=0.5)
-    assert torch.equal(net.encode(*encodable()).state, net.encode(*encodable()).state)
-    net.train()
-    first, second = (net.start(net.encode(*encodable()), 1) for _ in range(2))
-    assert not torch.equal(first, second)
 
 
 # -- the parts -------------------------------------------------------------------------------------

@@ -13,15 +13,12 @@ from torch import Tensor
 
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import (
-    best_places,
     part_similarity,
-    parts_of,
     random_places,
     simple_ways,
     voters,
 )
 from knobwise.agents.selector.evaluation import (
-    Decided,
     choose,
     decide_selectors,
     decide_simple,
@@ -36,6 +33,10 @@ from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 
 QUERIES, PLACES, BANK, BEAMS = 12, 6, 30, 5
 KNOWN = [q for q in range(QUERIES - 1) if q != 3]  # those with records of two demonstrations
+
+
+SIMILAR = ("image_similarity", "question_similarity", "similarity")
+KNOWN_ROWS = torch.tensor(KNOWN)
 
 
 class Sums:
@@ -65,12 +66,8 @@ def table(fields: dict[str, Tensor] | None = None) -> BeamTable:
     sequences[-1] = -1
     exists = sequences[..., 0] >= 0
     if fields is None:
-        names = ("beam_score", "vqa_correct")
-        fields = {
-            name: torch.rand(QUERIES, BEAMS, generator=generator).round(decimals=1)
-            for name in names
-        }
-        fields["vqa_correct"] = fields["vqa_correct"].round()
+        drawn = [torch.rand(QUERIES, BEAMS, generator=generator) for _ in range(2)]
+        fields = {"beam_score": drawn[0].round(decimals=1), "vqa_correct": drawn[1].round()}
     return BeamTable(
         name="small",
         query_ids=tuple(map(str, range(QUERIES))),
@@ -96,10 +93,6 @@ def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
 # -- with a scorer ---------------------------------------------------------------------------------
 
 
-def correct(results: dict[str, Decided]) -> dict[str, Tensor]:
-    return {name: decided.correct for name, decided in results.items()}
-
-
 def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> None:
     data = table()
     policy, stored = selector(data)
@@ -114,83 +107,45 @@ def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> N
 def test_each_query_is_judged_on_its_own_pool() -> None:
     data, rows = table(), torch.tensor([5, 3, 0])
     places = torch.tensor([[4, 1], [0, -1], [2, 0]])
-    demonstrations = bank_rows(data.pool[rows], places)
     pool = data.pool.tolist()
-    assert demonstrations.tolist() == [
-        [pool[5][4], pool[5][1]],
-        [pool[3][0], -1],
-        [pool[0][2], pool[0][0]],
-    ]
     right = judge(data, Sums(), places, rows)
     assert right.dtype == torch.float32
-    assert right.tolist() == ((rows + demonstrations.clamp_min(0).sum(1)) % 3 == 0).tolist()
-    assert len(judge(data, Sums(), torch.zeros(QUERIES, 1, dtype=torch.int64))) == QUERIES
+    sums = [5 + pool[5][4] + pool[5][1], 3 + pool[3][0], pool[0][2] + pool[0][0]]
+    assert right.tolist() == [float(total % 3 == 0) for total in sums]
 
 
-def test_a_selector_is_judged_by_what_it_chose() -> None:
+@pytest.mark.parametrize("shots", [1, 2, 3])
+def test_a_selector_is_judged_by_what_it_chose(shots: int) -> None:
     data, rows = table(), torch.arange(1, 9)
     policy, stored = selector(data)
-    for shots in (1, 2, 3):
-        chosen = choose(policy, stored, data, rows, shots)
-        decided = decide_selectors([policy], [stored], data, Sums(), shots, rows)
-        assert torch.equal(decided.correct[0], judge(data, Sums(), chosen, rows))
+    chosen = choose(policy, stored, data, rows, shots)
+    decided = decide_selectors([policy], [stored], data, Sums(), shots, rows)
+    assert torch.equal(decided.correct[0], judge(data, Sums(), chosen, rows))
+    assert torch.equal(decided.demonstrations[0], bank_rows(data.pool[rows], chosen))
 
 
 def test_simple_ways_are_judged_beside_it() -> None:
-    data, rows = table(), torch.tensor([8, 0, 5])
-    results = correct(decide_simple(data, Sums(), 2, seeds=(0, 1, 2), rows=rows))
-    names = (
-        "image_similarity",
-        "question_similarity",
-        "similarity",
-        "vote",
-        "best_recorded",
-        "oracle",
-    )
-    assert {name: len(values) for name, values in results.items()} == {"random": 3} | dict.fromkeys(
-        names, 1
-    )
-    assert all(
-        values.shape[1] == 3 and values.dtype == torch.float32 for values in results.values()
-    )
-    assert results["vote"].tolist() == [[0.0, 0.0, 0.0]]  # five voters
-    everyone = correct(decide_simple(data, Sums(), 2))
-    for name in ("image_similarity", "similarity", "oracle"):
-        assert torch.equal(everyone[name][:, rows].nan_to_num(-1), results[name].nan_to_num(-1))
-    nearest = (
-        torch.cosine_similarity(data.queries[8, :2], data.candidates[data.pool[8], :2], dim=-1)
-        .topk(2)
-        .indices
-    )
-    assert results["image_similarity"][0, 0] == float((8 + data.pool[8][nearest].sum()) % 3 == 0)
-
-
-def test_what_was_shown_is_said_with_what_came_of_it() -> None:
+    """What was shown is said with what came of it, of the rows that were asked for."""
     data, rows = table(), torch.tensor([8, 3, 5])
-    results = decide_simple(data, Sums(), 2, seeds=(0, 1), rows=rows)
+    results = decide_simple(data, Sums(), 2, rows, seeds=(0, 1, 2))
+    assert list(results) == ["random", *SIMILAR, "vote", "best_recorded", "oracle"]
+    assert results["random"].correct.shape == (3, 3)
+    assert results["vote"].correct.tolist() == [[0.0] * 3]  # five voters, or one
     assert results["vote"].demonstrations is None
-    for name, decided in results.items():
-        if decided.demonstrations is None or name in ("best_recorded", "oracle"):
-            continue
-        assert decided.demonstrations.shape == (len(decided.correct), 3, 2)
-        for demonstrations, correct in zip(decided.demonstrations, decided.correct, strict=True):
-            assert torch.equal(Sums()(rows, demonstrations)["vqa_correct"].float(), correct)
+    everyone = decide_simple(data, Sums(), 2, torch.arange(QUERIES))
+    for name in ("random", *SIMILAR):
+        decided = results[name]
+        for demonstrations, right in zip(decided.demonstrations, decided.correct, strict=True):
+            assert torch.equal(Sums()(rows, demonstrations)["vqa_correct"].float(), right)
             for row, line in zip(rows, demonstrations, strict=True):
                 assert {r for r in line.tolist() if r >= 0} <= set(data.pool[row].tolist())
+        if name != "random":
+            assert torch.equal(everyone[name].correct[:, rows], decided.correct)
     oracle = results["oracle"]
     assert oracle.demonstrations[0, 1].tolist() == [-1, -1]  # no sequence of two
-    beams = [[int(data.pool[8, place]) for place in beam] for beam in data.sequences[8, :3]]
-    assert (
-        data.fields["vqa_correct"][8, beams.index(oracle.demonstrations[0, 0].tolist())]
-        == oracle.correct[0, 0]
-    )
-
-    policy, stored = selector(data)
-    selected = decide_selectors([policy], [stored], data, Sums(), 2, rows)
-    assert torch.equal(
-        selected.demonstrations[0],
-        bank_rows(data.pool[rows], choose(policy, stored, data, rows, 2)),
-    )
+    beams = bank_rows(data.pool[[8]], data.sequences[8:9, :3])[0].tolist()
+    place = beams.index(oracle.demonstrations[0, 0].tolist())
+    assert data.fields["vqa_correct"][8, place] == oracle.correct[0, 0]
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
@@ -228,13 +183,11 @@ def test_the_recorded_sequence_that_is_preferred_counts() -> None:
 
 def test_the_oracle_is_right_wherever_any_record_is() -> None:
     data = table()
-    results = correct(decide_simple(data, None, 2))
-    some = data.fields["vqa_correct"][:, :3].nan_to_num(0).amax(1)
-    assert torch.equal(results["oracle"][0, KNOWN], some[KNOWN])
-    best = data.fields["beam_score"][:, :3].argmax(1)
-    assert torch.equal(
-        results["best_recorded"][0, KNOWN], data.fields["vqa_correct"][KNOWN, best[KNOWN]]
-    )
+    results = decide_simple(data, None, 2, KNOWN_ROWS)
+    right = data.fields["vqa_correct"][KNOWN, :3]
+    assert torch.equal(results["oracle"].correct[0], right.amax(1))
+    best = data.fields["beam_score"][KNOWN, :3].argmax(1, keepdim=True)
+    assert torch.equal(results["best_recorded"].correct[0], right.gather(1, best)[:, 0])
 
 
 def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
@@ -245,12 +198,12 @@ def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
     data.fields["vqa_correct"][0, 2] = torch.nan
     assert recorded(data, 2, nothing.fill_(-torch.inf))[0].isnan()
     bare = table({"beam_score": torch.zeros(QUERIES, BEAMS)})
-    with pytest.raises(InputError, match=r"'small': without vqa_correct .* judge with a scorer"):
+    with pytest.raises(InputError, match="vqa_correct"):
         recorded(bare, 2, nothing)
-    assert "oracle" not in correct(decide_simple(bare, Sums(), 2))
+    assert "oracle" not in decide_simple(bare, Sums(), 2, KNOWN_ROWS)
     nothing = {name: getattr(data, name)[:, :0] for name in ("sequences", "found_by", "round")}
     empty = dataclasses.replace(data, fields={"vqa_correct": torch.zeros(QUERIES, 0)}, **nothing)
-    assert correct(decide_simple(empty, Sums(), 1))["oracle"].isnan().all()
+    assert decide_simple(empty, Sums(), 1, KNOWN_ROWS)["oracle"].correct.isnan().all()
 
 
 def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> None:
@@ -270,14 +223,14 @@ def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> N
 
 
 def test_simple_ways_without_a_scorer() -> None:
-    results = correct(decide_simple(table(), None, 2, seeds=(0, 1)))
-    similar = {"image_similarity", "question_similarity", "similarity"}
-    assert set(results) == {"random", *similar, "best_recorded", "oracle"}
-    assert results["random"].shape == (2, QUERIES)
-    known = ~results["oracle"][0].isnan()
-    for values in results.values():
-        assert torch.equal(~values.isnan(), known.expand(values.shape))
-        assert (values[:, known] <= results["oracle"][:, known]).all()
+    decided = decide_simple(table(), None, 2, torch.arange(QUERIES), seeds=(0, 1))
+    assert list(decided) == ["random", *SIMILAR, "best_recorded", "oracle"]
+    oracle = decided["oracle"].correct[0]
+    known = ~oracle.isnan()
+    for name, way in decided.items():
+        assert way.correct.shape == (1 + (name == "random"), QUERIES)
+        assert torch.equal(~way.correct.isnan(), known.expand(way.correct.shape))
+        assert (way.correct[:, known] <= oracle[known]).all()
 
 
 # -- simple ways to choose, by hand ----------------------------------------------------------------
@@ -316,15 +269,17 @@ def by_hand(
     queries: Tensor = BY_HAND, pool: Tensor = POOL, blocks: dict[str, tuple[int, int]] = BLOCKS
 ) -> BeamTable:
     none = torch.full((len(queries), 0), -1)
-    recorded = {
-        "sequences": none.unsqueeze(2).expand(-1, -1, 2),
-        "fields": {},
-        "found_by": none,
-        "round": none,
-    }
-    ids = tuple(map(str, range(len(queries))))
     return BeamTable(
-        "by hand", ids, pool, **recorded, queries=queries, candidates=CANDIDATES, blocks=blocks
+        name="by hand",
+        query_ids=tuple(map(str, range(len(queries)))),
+        pool=pool,
+        sequences=none.unsqueeze(2),
+        fields={},
+        found_by=none,
+        round=none,
+        queries=queries,
+        candidates=CANDIDATES,
+        blocks=blocks,
     )
 
 
@@ -354,23 +309,17 @@ def test_ways_that_need_blocks_or_trust_are_left_out_without_them() -> None:
     assert set(mixed) == {"similarity"}
     whole = torch.cosine_similarity(BY_HAND[1], CANDIDATES, dim=-1)
     assert POOL[1][mixed["similarity"][1]].tolist() == whole.topk(2).indices.tolist()
+    # parts are known only where every column is a thing asked
+    for other in (by_hand(blocks={}), by_hand(BY_HAND * 0.5), by_hand(blocks={"question": (2, 4)})):
+        assert "part_similarity" not in simple_ways(other, 2)
+        with pytest.raises(ValueError, match="blocks"):
+            part_similarity(other, 2)
 
 
 def test_voters_are_the_nearest_few_of_each_part() -> None:
     rows = bank_rows(by_hand().pool, voters(by_hand(), each=3))
     assert rows.tolist() == [[2, 0, 4, 1, 5, 3], [2, 0, 4, -1, -1, -1], [3] + [-1] * 5, [-1] * 6]
     assert voters(by_hand(blocks={})).shape == (4, 5)
-
-
-def test_parts_are_known_only_where_every_column_is_a_thing_asked() -> None:
-    query_parts, candidate_parts = parts_of(by_hand()) or pytest.fail("there are parts")
-    assert query_parts.tolist() == [[True, True], [True, False], [False, True], [True, True]]
-    assert candidate_parts[:3].tolist() == [[True, False], [False, True], [True, False]]
-    for other in (by_hand(blocks={}), by_hand(BY_HAND * 0.5), by_hand(blocks={"question": (2, 4)})):
-        assert parts_of(other) is None
-        assert "part_similarity" not in simple_ways(other, 2)
-        with pytest.raises(ValueError, match="lacks blocks image and question"):
-            part_similarity(other, 2)
     # a query that asks nothing known gets similar images
     nothing = by_hand(BY_HAND * torch.tensor([1.0, 1, 0, 0, 1]))
     assert POOL[0][part_similarity(nothing, 3)[0]].tolist() == [2, 0, 1]
@@ -391,17 +340,9 @@ def test_every_way_takes_each_candidate_once_and_no_padding(shots: int, seed: in
 
 
 def test_random_follows_its_seed_and_is_uniform() -> None:
-    many = dataclasses.replace(
-        by_hand(BY_HAND[:1].expand(3500, -1), POOL[:1].expand(3500, -1)),
-        query_ids=tuple(map(str, range(3500))),
-    )
+    many = by_hand(BY_HAND[:1].expand(3500, -1), POOL[:1].expand(3500, -1))
     places = random_places(many, 2, seed=1)
     assert torch.equal(places, random_places(many, 2, seed=1))
     assert not torch.equal(places, random_places(many, 2, seed=2))
     counts = torch.bincount(places[:, 1], minlength=7)
     assert ((counts - 500).abs() < 5 * 500**0.5).all()
-
-
-def test_best_places_are_padded_where_too_few_are_left() -> None:
-    scores = torch.tensor([[0.5, -torch.inf, 0.7], [-torch.inf] * 3])
-    assert best_places(scores, 4).tolist() == [[2, 0, -1, -1], [-1] * 4]

@@ -220,41 +220,6 @@ def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(
     assert first.scores[-2][0] < begins - 4, "the stage must end early for this test"
 
 
-def test_after_evaluations_below_the_best_grpo_goes_back_to_the_best_and_learns_half_as_fast() -> (
-    None
-):
-    changes = {"iterations": 24, "patience": 0, "retreat": 2, "schedule": "constant", "lr": 1e-3}
-    optimiser = dataclasses.replace(SHORT, **changes)
-    student = trainer(small_table(80), optimiser=optimiser, policy=TAUGHT)
-    # at 0, 4 … 48: regression, from 8 on with bins, imitation from 16 on, GRPO from 24 on
-    teachers = [0.1, 0.2, 0.3, 0.35, 0.5]
-    scored(student, *teachers, 0.4, 0.5, 0.6, 0.4, 0.5, 0.7, 0.3, 0.3)
-    rates: dict[int, float] = {}
-    went_back = []
-    watch(student, lambda data: rates.update({student.iteration: student._learning_rate()}))
-    load = student.agent.load_state_dict
-
-    def loaded(state: Any) -> object:
-        went_back.append((student.iteration, student.best["iteration"]))
-        return load(state)
-
-    student.agent.load_state_dict = loaded
-    student.run()
-    # 16: imitation takes the best teacher; 36: .4 and .5 are below .6; 48: the end
-    assert went_back == [(16, 16), (36, 28), (48, 40)]
-    at = {iteration: rates[iteration] for iteration in (24, 35, 36, 47)}
-    assert at == {24: 1e-3, 35: 1e-3, 36: 5e-4, 47: 5e-4}
-    assert student._gained() == {"start": 0.5, "best": 0.7, "last": 0.3}
-
-
-def test_a_stop_after_going_back_ends_as_without_it(tmp_path: Path) -> None:
-    optimiser = dataclasses.replace(SHORT, iterations=40, lr=0.01, retreat=1)
-    first = ends_as_without_a_stop(
-        tmp_path, lambda student: bool(student.retreats), optimiser=optimiser, policy=HEADS
-    )
-    assert first.retreats
-
-
 @pytest.mark.parametrize("name", ["one", "taught"])
 def test_grpo_starts_from_the_end_of_the_warm_up(name: str) -> None:
     student = trainer(small_table(80), policy=POLICIES[name])

@@ -1,12 +1,10 @@
 """Rewards of demonstration sequences: every mode by hand, weights by length, adaptive weights, and
 the control."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers import small_beams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,8 +16,7 @@ from knobwise.envs.demonstrations.reward import (
     demonstration_reward,
     shuffle,
 )
-from knobwise.envs.demonstrations.settings import FIELDS, LEVELS, MODES, DemonstrationRewardConfig
-from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit
+from knobwise.envs.demonstrations.settings import LEVELS, MODES, DemonstrationRewardConfig
 
 NAN = float("nan")
 RECORDED = {
@@ -38,13 +35,9 @@ MASK = torch.tensor([True, True, True, False])
 LENGTHS = torch.tensor([1, 2, 2, 0])
 
 
-def rewards(
-    fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **settings: Any
-) -> Tensor:
-    fields = SIGNALS if fields is None else fields
-    return demonstration_reward(
-        fields, LENGTHS[: mask.shape[-1]], mask, DemonstrationRewardConfig(**settings)
-    )
+def rewards(fields: dict[str, Tensor] = SIGNALS, mask: Tensor = MASK, **settings: Any) -> Tensor:
+    lengths = LENGTHS[: mask.shape[-1]]
+    return demonstration_reward(fields, lengths, mask, DemonstrationRewardConfig(**settings))
 
 
 @pytest.mark.parametrize(
@@ -84,40 +77,6 @@ def test_every_mode_by_hand(config: dict[str, Any], wanted: list[float]) -> None
 
 
 @pytest.mark.parametrize(
-    ("mode", "outcome", "weights", "wanted"),
-    [
-        ("hard_plus_soft_v2", {"vqa_correct": 1, "vqa_acc_score": 0.9}, {}, 2.9),
-        ("hard_plus_soft_v2", {"vqa_correct": 0, "vqa_acc_score": 0.4}, {}, 0.4),
-        ("hybrid", {"vqa_correct": 1, "vqa_acc_score": 0.9, "beam_score": 0.02}, {}, 0.825),
-        ("legacy", {"beam_score": 0.02}, {}, 0.02),
-        (
-            "hard_plus_soft",
-            {"vqa_correct": 1, "vqa_acc_score": 0.9},
-            {"hard_weight": 2, "soft_weight": 0.5},
-            2.45,
-        ),
-    ],
-)
-def test_the_original_examples(
-    mode: str, outcome: dict[str, float], weights: dict[str, float], wanted: float
-) -> None:
-    fields = {name: torch.tensor([float(value)]) for name, value in outcome.items()}
-    reward = rewards(fields, torch.tensor([True]), mode=mode, **weights)
-    assert reward.item() == pytest.approx(wanted)
-
-
-def test_the_default_puts_every_right_answer_above_every_wrong_one() -> None:
-    mask = torch.ones(11, dtype=torch.bool)
-    for correct, low, high in ((1.0, 2.0, 3.0), (0.0, 0.0, 1.0)):
-        fields = {
-            "vqa_correct": torch.full((11,), correct),
-            "vqa_acc_score": torch.linspace(0, 1, 11),
-        }
-        reward = demonstration_reward(fields, mask.long(), mask, DemonstrationRewardConfig())
-        assert (float(reward.min()), float(reward.max())) == (low, high)
-
-
-@pytest.mark.parametrize(
     ("config", "needs"),
     [
         ({}, ("vqa_correct", "vqa_acc_score")),
@@ -139,12 +98,6 @@ def test_a_mode_needs_what_it_is_made_of_and_nothing_else(
 ) -> None:
     assert DemonstrationRewardConfig(**config).needs == needs
     rewards({name: SIGNALS[name] for name in (*needs, *LEVELS)}, **config)
-    for missing in needs:
-        left = {name: SIGNALS[name] for name in (*FIELDS, *LEVELS) if name != missing}
-        with pytest.raises(
-            InputError, match=f"reward.mode={config.get('mode', 'hard_plus_soft_v2')}.*{missing}"
-        ):
-            rewards(left, **config)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -154,47 +107,24 @@ def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive:
     mask = torch.tensor([[True, False, False, False], [False] * 4])
     config = DemonstrationRewardConfig(mode, adaptive=adaptive)
     reward = demonstration_reward(fields, torch.stack([LENGTHS, LENGTHS]), mask, config)
-    torch.testing.assert_close(
-        reward[0, 0], rewards(mode=mode)[0]
-    )  # nothing to compare with: the weights stay
-    assert not reward[:, 1:].any()
-    assert not reward[1].any()
+    # nothing to compare with: the weights stay
+    torch.testing.assert_close(reward[0, 0], rewards(mode=mode)[0])
+    assert not reward.flatten()[1:].any()
 
 
 @pytest.mark.parametrize(
     ("correct", "accuracy", "config", "wanted"),
     [
-        (
-            [1.0, 1.0, 1.0],
-            [0.9, 0.3, 0.6],
-            {},
-            [1.8, 0.6, 1.2],
-        ),  # all right: the soft accuracy gets both weights
-        (
-            [0.0, 0.0, 0.0],
-            [0.4, 0.4, 0.4],
-            {},
-            [0.4, 0.4, 0.4],
-        ),  # all wrong, all alike: the weights stay
-        (
-            [1.0, 0.0],
-            [0.6, 0.2],
-            {},
-            [12.4 / 7, 0.8 / 7],
-        ),  # deviations .5 and .2 share 2 as 10/7 and 4/7
-        (
-            [1.0, 0.0],
-            [0.6, 0.2],
-            {"hard_weight": 2.0},
-            [2.8, 0.1],
-        ),  # 2·.5 and 1·.2 share 3 as 2.5 and .5
-        (
-            [1.0, 0.0],
-            [0.5, 0.5],
-            {"hard_weight": 2.0},
-            [3.0, 0.0],
-        ),  # the soft accuracy is the same everywhere
-        ([1.0, 1.0], [0.6, 0.2], {"soft_weight": 0.0}, [1.0, 1.0]),  # a weight of 0 stays 0
+        # all right: the soft accuracy gets both weights
+        ([1.0, 1.0, 1.0], [0.9, 0.3, 0.6], {}, [1.8, 0.6, 1.2]),
+        # all wrong, all alike: the weights stay
+        ([0.0, 0.0, 0.0], [0.4, 0.4, 0.4], {}, [0.4, 0.4, 0.4]),
+        # deviations .5 and .2 share 2 as 10/7 and 4/7
+        ([1.0, 0.0], [0.6, 0.2], {}, [12.4 / 7, 0.8 / 7]),
+        # 2·.5 and 1·.2 share 3 as 2.5 and .5
+        ([1.0, 0.0], [0.6, 0.2], {"hard_weight": 2.0}, [2.8, 0.1]),
+        # a weight of 0 stays 0
+        ([1.0, 1.0], [0.6, 0.2], {"soft_weight": 0.0}, [1.0, 1.0]),
         # of one demonstration hard weighs 1·.5 beside .2, of two 3·.5 beside .2 of a sum of 4
         (
             [1.0, 0.0],
@@ -216,18 +146,13 @@ def test_adaptive_weights_by_hand(
     torch.testing.assert_close(reward, torch.tensor([*wanted, 0.0]))
 
 
-def test_coherence_and_diversity_by_hand() -> None:
-    orthogonal = [
-        [1.0, 0.0],
-        [0.0, 2.0],
-        [5.0, 0.0],
-    ]  # cosines 0 and 0 in a row; 0, 0 and 1 of all pairs
-    similar = [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]]  # .6, of two of them
+def test_coherence_and_diversity_of_few_and_of_zeros() -> None:
+    similar = [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]]  # cosine .6 of the first two
     with_zeros = [[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]  # zeros are like nothing
-    embeddings = torch.tensor([orthogonal, similar, similar, similar, with_zeros])
-    coherence, diversity = coherence_and_diversity(embeddings, torch.tensor([3, 2, 1, 0, 3]))
-    torch.testing.assert_close(coherence, torch.tensor([0.0, 0.6, 0.0, 0.0, 0.5]))
-    torch.testing.assert_close(diversity, torch.tensor([2 / 3, 0.4, 0.0, 0.0, 2 / 3]))
+    embeddings = torch.tensor([similar, similar, similar, with_zeros])
+    coherence, diversity = coherence_and_diversity(embeddings, torch.tensor([2, 1, 0, 3]))
+    torch.testing.assert_close(coherence, torch.tensor([0.6, 0.0, 0.0, 0.5]))
+    torch.testing.assert_close(diversity, torch.tensor([0.4, 0.0, 0.0, 2 / 3]))
 
 
 @given(length=st.integers(2, 5), seed=st.integers(0, 99))
@@ -264,43 +189,25 @@ def test_every_permutation_is_as_likely() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "field"),
     [
-        (
-            {"mode": "hard"},
-            "reward.mode='hard': must be one of auto, legacy, hard_plus_soft, hard_plus_soft_v2",
-        ),
-        ({"hard_weight": -1.0}, "reward.hard_weight=-1.0: must be at least 0"),
-        (
-            {"alpha": 0.5},
-            "reward.alpha: mode auto has no such weight; it has hard_weight, soft_weight",
-        ),
-        (
-            {"mode": "legacy", "hard_weight": 1.0},
-            "reward.hard_weight: mode legacy has no such weight",
-        ),
-        ({"mode": "legacy", "alpha": 0.0}, "reward: all weights of mode legacy are 0"),
-        ({"mode": "hybrid", "alpha": 1.5}, "reward.alpha=1.5: must be from 0 to 1"),
-        (
-            {"mode": "hybrid", "by_shots": {2: {"alpha": 2}}},
-            "reward.by_shots.2.alpha=2: must be from 0 to 1",
-        ),
-        ({"by_shots": {2: 3.0}}, "reward.by_shots.2=3.0: must be weights by name"),
-        (
-            {"by_shots": {2: {"hard_weight": "x"}}},
-            "reward.by_shots.2.hard_weight='x': must be a number",
-        ),
-        ({"by_shots": {0: {}}}, "reward.by_shots.0: must be a number of demonstrations"),
-        ({"by_shots": {2: {"luck": 3.0}}}, "reward.by_shots.2.luck: mode auto has no such weight"),
-        ({"by_shots": {2: {"hard_weight": 0, "soft_weight": 0}}}, "reward.by_shots.2: all weights"),
-        (
-            {"information": "luck"},
-            "reward.information='luck': must be one of beam_score, logprob_score, vqa_correct",
-        ),
+        ({"mode": "hard"}, "mode"),
+        ({"hard_weight": -1.0}, "hard_weight"),
+        ({"alpha": 0.5}, "alpha"),
+        ({"mode": "legacy", "hard_weight": 1.0}, "hard_weight"),
+        ({"mode": "legacy", "alpha": 0.0}, "legacy"),
+        ({"mode": "hybrid", "alpha": 1.5}, "alpha"),
+        ({"mode": "hybrid", "by_shots": {2: {"alpha": 2}}}, "by_shots.2.alpha"),
+        ({"by_shots": {2: 3.0}}, "by_shots.2"),
+        ({"by_shots": {2: {"hard_weight": "x"}}}, "by_shots.2.hard_weight"),
+        ({"by_shots": {0: {}}}, "by_shots.0"),
+        ({"by_shots": {2: {"luck": 3.0}}}, "by_shots.2.luck"),
+        ({"by_shots": {2: {"hard_weight": 0, "soft_weight": 0}}}, "by_shots.2"),
+        ({"information": "luck"}, "information"),
     ],
 )
-def test_settings_that_make_no_sense(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_settings_that_make_no_sense(config: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=field):
         DemonstrationRewardConfig(**config)
 
 
@@ -311,24 +218,10 @@ def test_settings_that_make_no_sense(config: dict[str, Any], message: str) -> No
         (("vqa_acc_score", "beam_score"), "hard_plus_soft_v2"),
         (("beam_score", "vqa_gt_prob"), "legacy"),
         (("logprob_score",), "hard_plus_soft_v2"),
-        ((), "hard_plus_soft_v2"),
     ],
 )
 def test_without_a_mode_the_recorded_fields_decide(recorded: tuple[str, ...], mode: str) -> None:
     config = DemonstrationRewardConfig(shuffled=True)
-    assert config.mode == "auto"
     assert config.resolved(recorded) == DemonstrationRewardConfig(mode, shuffled=True)
     chosen = DemonstrationRewardConfig("hybrid")
     assert chosen.resolved(recorded) is chosen
-
-
-def test_scores_alone_are_the_reward_of_an_environment_too() -> None:
-    table, _ = small_beams(20)
-    scores = replace(table, fields={"beam_score": table.fields["beam_score"]})
-    env = DemonstrationBandit(scores, batch_size=20)
-    assert env.reward_config.mode == "legacy"
-    assert torch.equal(env.rewards[scores.beam_mask], scores.fields["beam_score"][scores.beam_mask])
-    with pytest.raises(
-        InputError, match=r"reward\.mode=hard_plus_soft_v2 needs vqa_correct, which"
-    ):
-        DemonstrationBandit(scores, reward=DemonstrationRewardConfig("hard_plus_soft_v2"))

@@ -50,25 +50,19 @@ def test_a_table_measured_once_holds_nothing_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "what"),
     [
-        ({"repeats_ms": torch.ones(2, 2)}, r"repeats_ms has shape \(2, 2\), expected \[N, C, R\]"),
-        ({"repeats_ms": torch.ones(2, 3, 1)}, r"repeats_ms has shape \(2, 3, 1\)"),
-        ({"repeats_ms": torch.tensor(CELLS).flip(-1)}, "NaN only after the last measurement"),
-        ({"repeats_ms": -torch.tensor(CELLS)}, "finite, not negative"),
-        ({"repeats_ms": torch.tensor(CELLS) * torch.inf}, "finite, not negative"),
-        (
-            {"repeats_ms": torch.tensor(CELLS).nan_to_num(1.0)},
-            "in 3 cells latency_ms is not the median",
-        ),
-        (
-            {"latency_ms": 2 * TABLE.latency_ms},
-            r"in 3 cells .* Set latency_ms=median_of\(repeats_ms\)",
-        ),
+        ({"repeats_ms": torch.ones(2, 2)}, "repeats_ms has shape"),
+        ({"repeats_ms": torch.ones(2, 3, 1)}, "repeats_ms has shape"),
+        ({"repeats_ms": torch.tensor(CELLS).flip(-1)}, "NaN only after"),
+        ({"repeats_ms": -torch.tensor(CELLS)}, "finite"),
+        ({"repeats_ms": torch.tensor(CELLS) * torch.inf}, "finite"),
+        ({"repeats_ms": torch.tensor(CELLS).nan_to_num(1.0)}, "in 3 cells"),
+        ({"latency_ms": 2 * TABLE.latency_ms}, "in 3 cells"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:
-    with pytest.raises(InputError, match=f"^profile 'by hand': .*{message}"):
+def test_what_does_not_fit_is_refused(changes: dict, what: str) -> None:
+    with pytest.raises(InputError, match=f"'by hand'.*{what}"):
         replace(TABLE, **changes)
 
 

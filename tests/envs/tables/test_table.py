@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from knobwise.common.errors import Damaged, InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.readers.joint import join_tables
+from knobwise.envs.tables.divisions import budget_rows, divide, leave_one_out
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, Split
-from knobwise.envs.tables.splits import budget_rows, divide, leave_one_out
 
 NAN = float("nan")
 
@@ -39,40 +40,40 @@ def test_names_and_sizes():
     assert table.label(5) == "max_crops=6 top_k=4 num_active_blocks=16"
     assert table.dataset_names == ("small",) * 5
     assert replace(table, datasets=tuple("xyxyx")).dataset_names == tuple("xyxyx")
-    message = (
-        "ProfileTable 'tiny': 2 samples × 2 configurations of top_k; 75.0% profiled; features: "
-    )
-    assert (
-        repr(replace(TINY, sample_ids=("a", "a"), datasets=("x", "y"))) == message + "none"
-    )  # not one sample twice
-    assert repr(replace(TINY, features={"x": torch.zeros(2, 3)})) == message + "x 3 wide"
+    assert "75.0% profiled" in repr(TINY)
+    assert "x 3 wide" in repr(replace(TINY, features={"x": torch.zeros(2, 3)}))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "what"),
     [
-        ({"latency_ms": torch.zeros(2, 3)}, r"latency_ms has shape \(2, 3\), expected \(2, 2\)"),
-        ({"mask": torch.ones(1, 2) > 0}, r"mask has shape \(1, 2\)"),
-        ({"configurations": torch.zeros(2, 2)}, r"configurations has shape \(2, " r"2\), " r"expected \(2, 1\)"),
-        ({"sample_ids": ("a",)}, r"sample_ids has shape \(1,\)"),
-        ({"features": {"x": torch.zeros(3, 1)}}, r"features\[x\] has shape \(3, 1\)"),
-        ({"features": {"x": torch.zeros(2)}}, r"features\[x\] has shape"),
-        ({"parts": ("train",)}, r"parts has shape \(1,\)"),
-        ({"accuracy": torch.zeros(2)}, r"accuracy has shape \(2,\), expected \[N, C\]"),
+        ({"latency_ms": torch.zeros(2, 3)}, "latency_ms has shape"),
+        ({"mask": torch.ones(1, 2) > 0}, "mask has shape"),
+        ({"configurations": torch.zeros(2, 2)}, "configurations has shape"),
+        ({"sample_ids": ("a",)}, "sample_ids has shape"),
+        ({"features": {"x": torch.zeros(3, 1)}}, "x. has shape"),
+        ({"features": {"x": torch.zeros(2)}}, "x. has shape"),
+        ({"parts": ("train",)}, "parts has shape"),
+        ({"accuracy": torch.zeros(2)}, "accuracy has shape"),
         ({"accuracy": torch.tensor([[NAN, 1.0], [0.0, 0.0]])}, "1 × accuracy that is NaN"),
-        ({"accuracy": torch.tensor([[0.5, 2.0], [-1.0, 0.0]])}, r"2 × accuracy outside \[0, 1\]"),
-        ({"latency_ms": torch.tensor([[10.0, torch.inf], [1.0, 1.0]])}, "1 × latency_ms that is NaN or " "infinite"),
-        ({"latency_ms": torch.tensor([[-1.0, 1.0], [1.0, 1.0]])}, "1 × negative latency_ms"),
-        ({"mask": torch.tensor([[True, True], [False, False]])}, "1 × samples without any " "profiled configuration"),
-        ({"mask": torch.tensor([[True, False], [True, False]])}, "1 × configurations without " "any " "profiled sample"),
-        ({"accuracy": torch.tensor([[0.5, 1.0], [0.0, 0.0]])}, "1 × unprofiled cells that are " "not NaN"),
-        ({"sample_ids": ("a", "a")}, "sample ids are not unique"),
-        ({"configurations": torch.zeros(2, 1, dtype=torch.int64)}, "a configuration occurs twice"),
-        ({**dict.fromkeys(("accuracy", "latency_ms", "mask"), torch.zeros(0, 2)), "sample_ids": ()}, "is empty: 0 sam"),
+        ({"accuracy": torch.tensor([[0.5, 2.0], [-1.0, 0.0]])}, "2 × accuracy outside"),
+        ({"latency_ms": torch.tensor([[10.0, torch.inf], [1.0, 1.0]])}, "1 × latency_ms"),
+        ({"latency_ms": torch.tensor([[-1.0, 1.0], [1.0, 1.0]])}, "1 × negative"),
+        ({"mask": torch.tensor([[True, True], [False, False]])}, "1 × samples without"),
+        ({"mask": torch.tensor([[True, False], [True, False]])}, "1 × configurations without"),
+        ({"accuracy": torch.tensor([[0.5, 1.0], [0.0, 0.0]])}, "1 × unprofiled"),
+        ({"first_look_ms": torch.full((2, 2), -1.0)}, "4 × first_look_ms"),
+        ({"sample_ids": ("a", "a")}, "not unique"),
+        ({"configurations": torch.zeros(2, 1, dtype=torch.int64)}, "occurs twice"),
+        (
+            dict.fromkeys(("accuracy", "latency_ms", "mask"), torch.zeros(0, 2))
+            | {"sample_ids": ()},
+            "empty",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_refused(changes, message):
-    with pytest.raises(InputError, match=f"'tiny'.*{message}"):
+)
+def test_what_is_refused(changes, what):
+    with pytest.raises(InputError, match=f"'tiny'.*{what}"):
         replace(TINY, **changes)
 
 
@@ -98,13 +99,6 @@ def test_find_with_more_combinations_than_int64_can_number():
     assert table.find(1 - flags).tolist() == [-1] * 71
 
 
-def test_split_follows_shares_and_seed():
-    table = small_table(samples=50)
-    assert [len(part) for part in table.split()] == [30, 10, 10]
-    assert [len(part) for part in table.split(train=0.1, validation=0.1)] == [5, 5, 40]
-    assert table.split(seed=0).test.tolist() != table.split(seed=1).test.tolist()
-
-
 def test_images_of_different_data_sets_are_different():
     table = replace(small_table(samples=6), image_ids=("1",) * 6, datasets=tuple("uvwxyz"))
     assert sum(len(part) for part in table.split()) == 6
@@ -124,37 +118,32 @@ def test_a_fixed_split_without_validation_takes_it_out_of_train():
 
 
 @pytest.mark.parametrize(
-    ("parts", "images", "message"),
+    ("parts", "images", "what"),
     [
-        (("train", "train", "validation", "train"), (), r"no sample is in: test\. Name the parts"),
-        (
-            ("train", "test", "train", "validation"),
-            tuple("aabc"),
-            "1 images are in several parts of its split",
-        ),
+        (("train", "train", "validation", "train"), (), "test"),
+        (("train", "test", "train", "validation"), tuple("aabc"), "1 images"),
     ],
 )
-def test_fixed_splits_that_are_refused(parts, images, message):
-    with pytest.raises(InputError, match=message):
+def test_fixed_splits_that_are_refused(parts, images, what):
+    with pytest.raises(InputError, match=what):
         replace(small_table(samples=4), parts=parts, image_ids=images).split()
 
 
 def test_digest_tells_content_apart_and_nothing_else():
     table = TINY
-    assert table.digest.startswith("sha256:")
     assert replace(table, notes=("read on a Monday",), name="another").digest == table.digest
     changed = [
-        replace(table, accuracy=torch.tensor([[0.5, 1.0], [0.25, NAN]])),
-        replace(table, latency_ms=torch.tensor([[10.0, 20.0], [0.5, NAN]])),
-        replace(table, knobs=(Knob("top_k", (4, 9)),)),
-        replace(table, sample_ids=("a", "c")),
-        replace(table, datasets=("x", "y")),
-        replace(table, image_ids=("1", "2")),
-        replace(table, parts=("train", "test")),
-        replace(table, features={"x": torch.zeros(2, 1)}),
-        replace(table, features={"y": torch.zeros(2, 1)}),
+        {"accuracy": torch.tensor([[0.5, 1.0], [0.25, NAN]])},
+        {"latency_ms": torch.tensor([[10.0, 20.0], [0.5, NAN]])},
+        {"knobs": (Knob("top_k", (4, 9)),)},
+        {"sample_ids": ("a", "c")},
+        {"datasets": ("x", "y")},
+        {"image_ids": ("1", "2")},
+        {"parts": ("train", "test")},
+        {"features": {"x": torch.zeros(2, 1)}},
+        {"features": {"y": torch.zeros(2, 1)}},
     ]
-    assert len({table.digest, *(c.digest for c in changed)}) == 10
+    assert len({table.digest, *(replace(table, **change).digest for change in changed)}) == 10
 
 
 @pytest.mark.parametrize("features", [False, True])
@@ -183,15 +172,15 @@ def test_a_saved_table_loads_the_same(tmp_path, features):
 
 def test_files_that_are_no_saved_table(tmp_path):
     path = tmp_path / "t.safetensors"
-    with pytest.raises(InputError, match=r"t\.safetensors: no such file"):
+    with pytest.raises(InputError, match="no such file"):
         ProfileTable.load(path)
-    heads = [
-        torch.tensor(list(head), dtype=torch.uint8)
-        for head in (b"{}", b'{"name": "t", "sample_ids": ["a"]}')
-    ]
-    for content in (None, {"x": torch.zeros(1)}, *({"head": head} for head in heads)):
-        path.write_text("hello") if content is None else save_file(content, path)
-        with pytest.raises(InputError, match=r"t\.safetensors: not a table saved by knobwise"):
+    path.write_text("hello")
+    with pytest.raises(InputError, match="not a table"):
+        ProfileTable.load(path)
+    heads = [torch.tensor([*head], dtype=torch.uint8) for head in (b"{}", b'{"name": "t"}')]
+    for content in ({"x": torch.zeros(1)}, *({"head": head} for head in heads)):
+        save_file(content, path)
+        with pytest.raises(InputError, match="not a table"):
             ProfileTable.load(path)
 
 
@@ -203,12 +192,8 @@ def test_fingerprints_know_an_input_again_by_its_features() -> None:
     assert small_table(10, features=False).fingerprints(rows[:2]) == ["/0", "/1"]
 
 
-def three(*sizes: int, images: bool = False) -> ProfileTable:
+def three(*sizes: int) -> ProfileTable:
     tables = [replace(small_table(n, seed=i), name=f"set {i}") for i, n in enumerate(sizes)]
-    if images:  # two samples an image
-        tables = [
-            replace(t, image_ids=tuple(str(i // 2) for i in range(t.num_samples))) for t in tables
-        ]
     return join_tables(tables)
 
 
@@ -258,15 +243,18 @@ def test_split_keeps_images_together_and_rows_apart(
 def test_shares_that_leave_a_part_empty(kind: str) -> None:
     table, _ = images_of(kind, 20, 0)
     assert [len(part) for part in table.split()] == [12, 4, 4]
+    assert table.split(seed=0).test.tolist() != table.split(seed=1).test.tolist()
     for shares in ((0.99, 0.005), (0.0, 0.5), (0.5, 0.0), (1.0, 0.0), (0.6, 0.6)):
-        with pytest.raises(InputError, match=f"leave a part of its 20 {kind}"):
+        with pytest.raises(InputError, match=f"20 {kind}"):
             table.split(*shares)
-    with pytest.raises(InputError, match=f"leave a part of its 1 {kind}"):
+    with pytest.raises(InputError, match=f"1 {kind}"):
         images_of(kind, 20, 1)[0].split()
     # what is not judged on its own queries may be judged on other beams
-    assert len(images_of("queries", 20, 0)[0].split(0.9, 0.1).test) == 0
-    with pytest.raises(InputError, match="leave a part of its 20 samples"):
-        images_of("samples", 20, 0)[0].split(0.9, 0.1)
+    if kind == "queries":
+        assert len(table.split(0.9, 0.1).test) == 0
+    else:
+        with pytest.raises(InputError, match="20 samples"):
+            table.split(0.9, 0.1)
 
 
 def test_the_data_set_left_out_is_judged_on_and_nothing_else_is() -> None:
@@ -326,22 +314,16 @@ def test_folds_are_disjoint_cover_all_and_spread_every_data_set_evenly() -> None
         assert counted == {"set 0": 5, "set 1": 10}
         # of the other 45 samples a quarter, in each data set
         assert len(split.validation) == 11
-    assert torch.cat([split.test for split in splits]).sort().values.tolist() == list(range(60))
-    again = divide(table, seed=4, folds=4)
-    assert not torch.equal(again.test, splits[0].test)
-    with pytest.raises(InputError, match=r"split\.folds=21: .* has too few samples"):
-        divide(three(20, 20), folds=21)
+    assert torch.cat([split.test for split in splits]).unique().tolist() == list(range(60))
+    assert not torch.equal(divide(table, seed=4, folds=4).test, splits[0].test)
 
 
 def test_an_image_is_in_one_fold_and_not_trained_on_there() -> None:
-    images = tuple(str(row // 3) for row in range(30))
-    table = replace(small_table(30), image_ids=images)
+    table = replace(small_table(30), image_ids=tuple(str(row // 3) for row in range(30)))
     for number in range(5):
         split = divide(table, folds=5, number=number)
-        shown = [{images[row] for row in part.tolist()} for part in split]
         assert len(split.test) == 6
-        assert shown[2].isdisjoint(shown[0] | shown[1])
-        assert shown[0].isdisjoint(shown[1])
+        assert sum(len((part // 3).unique()) for part in split) == 10
 
 
 def test_settings_say_which() -> None:
@@ -355,31 +337,29 @@ def test_settings_say_which() -> None:
     # half and half of what is not judged, by the seed
     split = divide(table, 0.4, 0.4, 1, leave_out="set 1")
     assert abs(len(split.train) - len(split.validation)) <= 2
-    assert all(
-        map(
-            torch.equal,
-            divide(table, 0.4, 0.4, 1, leave_out="set 1"),
-            leave_one_out(table, 0.5, 1)["set 1"],
-        )
-    )
+    assert all(map(torch.equal, split, leave_one_out(table, 0.5, 1)["set 1"]))
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "field"),
     [
-        ({"leave_out": "set 7"}, "leave_out='set 7': must be one of set 0, set 1"),
-        ({"leave_out": "set 0", "train": 0.0, "validation": 0.0}, "both must be positive"),
+        ({"leave_out": "set 7"}, "leave_out='set 7'"),
+        ({"leave_out": "set 0", "train": 0.0, "validation": 0.0}, "split.train"),
+        ({"leave_out": "set 0", "validation": 0.0}, "split.validation"),
+        ({"leave_out": "set 0", "folds": 2}, "split.folds"),
+        ({"leave_out": "set 0", "repeats": 2}, "split.repeats"),
+        ({"folds": 21}, "split.folds"),
     ],
 )
-def test_a_mistake_is_named(words: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        divide(three(20, 20), **words)  # type: ignore[arg-type]
+def test_a_mistake_is_named(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        divide(three(20, 20), **options)
 
 
 def test_a_single_data_set_cannot_be_left_out() -> None:
-    with pytest.raises(InputError, match="has one data set, 'small'"):
+    with pytest.raises(InputError, match="'small'"):
         leave_one_out(small_table())
-    with pytest.raises(InputError, match="cannot be divided into training and validation"):
+    with pytest.raises(InputError, match="cannot be divided"):
         leave_one_out(three(12, 12), validation=0.0)
 
 
@@ -390,18 +370,18 @@ def test_a_saved_table_that_was_changed_or_cut_short_is_damaged_and_another_file
     small_table(20).save(path)
     whole = path.read_bytes()
     for place in draw.sample(range(len(whole)), 60):
-        path.write_bytes(
-            whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :]
-        )
+        changed = bytearray(whole)
+        changed[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
         with pytest.raises(InputError, match=r"t\.safetensors: "):
             ProfileTable.load(path)
     for cut in (b"", whole[:-1], whole[: len(whole) // 2], whole[:-4096] + bytes(4096), bytes(99)):
         path.write_bytes(cut)
-        with pytest.raises(Damaged, match=r"t\.safetensors: is damaged") as damaged:
+        with pytest.raises(Damaged) as damaged:
             ProfileTable.load(path)
         assert str(pickle.loads(pickle.dumps(damaged.value))) == str(damaged.value)
     path.write_text("another file")
-    with pytest.raises(InputError, match="not a table saved by knobwise") as refused:
+    with pytest.raises(InputError, match="not a table") as refused:
         ProfileTable.load(path)
     assert not isinstance(refused.value, Damaged)
 
