@@ -37,6 +37,7 @@ class SingleStepEnv(EnvBase):
 
     def _context(self, observation: dict[str, Tensor]) -> TensorDict:
         """What `_reset` returns."""
+        # no episode has ended before its step
         done = torch.zeros((*self.batch_size, 1), dtype=torch.bool, device=self.device)
         content = {**observation, "done": done, "terminated": done}
         return TensorDict(content, batch_size=self.batch_size, device=self.device)
@@ -48,6 +49,7 @@ class SingleStepEnv(EnvBase):
         observation: dict[str, Tensor],
     ) -> TensorDictBase:
         """What `_step` returns: the observation before the step with what changed in it."""
+        # every episode ends with its step
         done = torch.ones_like(reward[:, :1], dtype=torch.bool)
         content = {key: before[key] for key in self.observation_keys if key in before}
         content |= {**observation, "reward": reward, "done": done, "terminated": done}

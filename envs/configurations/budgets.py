@@ -63,25 +63,28 @@ def log_moments(measurements_ms: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (logs - mean.unsqueeze(-1)).square_().nanmean(-1)
 
 
-def default_budgets(table: ProfileTable) -> Tensor:
-    """Return the budgets that policies are judged by: a table's `quantile_budgets`, float32 [B]."""
-    return quantile_budgets(table.without_first_look.latency_ms, table.mask)
+def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
+    """Return the budgets that policies are judged by: five in ms, distinct and rising.
 
+    They are the 10/25/50/75/90 % quantiles of all profiled latencies of these rows, none below a
+    floor: the budget that three quarters of the samples can meet with their fastest configuration.
+    Two budgets without a latency between them are in effect the same. If there are such, the
+    quantiles of the latencies from the floor up are taken instead, and equal ones count once; there
+    are then fewer. Time-outs count as not profiled, and samples that have nothing else do not
+    count.
 
-def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
-    """Return five distinct budgets in ms, rising; fewer where many latencies are equal.
+    Args:
+        table: the profile.
+        rows: int64 [n], None for the whole table.
 
-    They are the 10/25/50/75/90 % quantiles of all profiled latencies, none below a floor: the
-    budget that three quarters of the samples can meet with their fastest configuration. Two budgets
-    without a latency between them are in effect the same. If there are such, the quantiles of the
-    latencies from the floor up are taken instead, and equal ones count once. Time-outs count as not
-    profiled, and samples that have nothing else do not count.
-
-    Shapes: latencies [N, C], mask bool [N, C] → [B].
+    Returns:
+        float32 [B].
     """
-    latency_ms = thinned(latency_ms)
-    mask = thinned(mask)
+    which = slice(None) if rows is None else rows
+    latency_ms = thinned(table.without_first_look.latency_ms[which])
+    mask = thinned(table.mask[which])
     quantiles = torch.tensor(DEFAULT_QUANTILES)
+    # the profiled latencies, and how often the largest of them occurs
     ordered = latency_ms[mask].sort().values
     values, counts = ordered.unique_consecutive(return_counts=True)
     if len(values) > 1:
@@ -90,6 +93,7 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
             # the largest latency is that of time-outs
             mask = mask & (latency_ms < values[-1])
             ordered = ordered[: -int(counts[-1])]
+    # three quarters of the samples can meet the floor
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
     floor = torch.quantile(fastest[fastest.isfinite()], FEASIBLE_SHARE, interpolation="higher")
     budgets = _quantile(ordered, quantiles).maximum(floor)
@@ -115,16 +119,13 @@ def judged_budgets(
 ) -> Tensor:
     """Return the budgets in the settings, in ms, float32 [B].
 
-    The default is `quantile_budgets` of these rows, int64 [n], or of the whole table.
+    The default is `default_budgets` of these rows, int64 [n], or of the whole table.
 
     Raises:
         InputError: there is no budget, or one that is not positive.
     """
     if budgets_ms is None:
-        if rows is None:
-            return default_budgets(table)
-        latency_ms = table.without_first_look.latency_ms
-        return quantile_budgets(latency_ms[rows], table.mask[rows])
+        return default_budgets(table, rows)
     if not budgets_ms or not min(budgets_ms) > 0:
         raise InputError(
             f"budgets_ms={list(budgets_ms)}: give at least one budget in ms, all positive"
@@ -227,6 +228,7 @@ class BudgetSampler:
         if self.config.sense == "mean":
             return torch.lerp(*numbers, torch.rand(n, generator=generator)).exp()
         if self.config.strategy in ("quantiles", "uniform"):
+            # between two neighbours of the grid
             position = torch.rand(n, generator=generator) * (len(numbers) - 1)
             low = position.floor().long().clamp_max(len(numbers) - 2)
             drawn = torch.lerp(numbers[low], numbers[low + 1], position - low)
@@ -273,6 +275,7 @@ class BudgetEncoding(nn.Module):
 
     def forward(self, budget_ms: Tensor) -> Tensor:
         z = ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4).unsqueeze(-1)
+        # [*, frequencies]
         angle = z * self.frequencies
         # an even width cuts z off
         return torch.cat([z, angle.sin(), angle.cos()], -1)[..., -self.width :]

@@ -29,9 +29,8 @@ def fresh_seed() -> int:
     process is mixed into the seed, so that they still get different ones.
     """
     drawn = int(torch.randint(1 << 62, ()))
-    if multiprocessing.parent_process() is None:
-        return drawn
-    return drawn ^ zlib.crc32(multiprocessing.current_process().name.encode())
+    name = multiprocessing.current_process().name
+    return drawn ^ (zlib.crc32(name.encode()) if multiprocessing.parent_process() else 0)
 
 
 def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
@@ -58,6 +57,7 @@ def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
             )
         members = torch.nn.functional.one_hot(torch.from_numpy(group)).double()
     # members [n, groups]: a sample counts 1/size for each group that it is in
+    # a sample that is not drawn from has weight 0
     weights = torch.zeros(table.num_samples, dtype=torch.float64)
     weights[rows] = members @ (1 / members.sum(0).clamp_min(1))
     return weights
@@ -94,6 +94,7 @@ class ContextSampler:
         if not self.counts.all():
             raise InputError("the environment got no samples to draw from")
         self.rows = pad_sequence(lists, batch_first=True)
+        # budgets are those of all lists together
         together = torch.cat(lists).unique() if len(lists) > 1 else lists[0]
         self.budgets = BudgetSampler(table, budget, together)
         self.weights: Tensor | None = None
@@ -183,6 +184,7 @@ def _checked(
     """Return numbers from low to high as a tensor [count]; one number holds for every context."""
     if value is None:
         return None
+    # whole numbers stand for floats too, but nothing else is converted
     array = np.asarray(value)
     fits = np.can_cast(array.dtype, dtype, "same_kind") and array.dtype != bool
     fits = fits and array.shape in ((), (count,))
@@ -195,18 +197,16 @@ def _checked(
 
 
 def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
-    names = enumerate(zip(table.sample_ids, table.dataset_names, strict=True))
-    rows = [
-        row
-        for row, (known, known_set) in names
-        if known == sample_id and dataset in (None, known_set)
-    ]
+    known = np.array(table.sample_ids) == sample_id
+    if dataset is not None:
+        known &= np.array(table.dataset_names) == dataset
+    rows = known.nonzero()[0].tolist()
     if len(rows) != 1:
         raise InputError(
             f"reset options: {len(rows)} samples of {table.name!r} have sample_id={sample_id!r} "
             f"and dataset={dataset!r} (None is any); the first ids are {table.sample_ids[:3]}"
         )
-    return rows[0]
+    return int(rows[0])
 
 
 def reward_under(budget: BudgetConfig, reward: RewardConfig | str | None) -> RewardConfig:

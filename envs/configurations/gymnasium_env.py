@@ -111,6 +111,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
     ) -> None:
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
+        # a batch of one
         self._batch = ConfigBanditVectorEnv(1, table, budget, reward, rows, **options)
         self.table = self._batch.table
         self.render_mode = render_mode
@@ -143,6 +144,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         if self._last is None:
             raise gymnasium.error.ResetNeeded("call reset() before render()")
         info, reward = self._last
+        # a name is looked up only where it is needed
         inputs = self._inputs
         if isinstance(inputs, str):
             inputs = pkgutil.resolve_name(inputs)
@@ -165,9 +167,9 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         # what is added from here on is for people
         key = self._batch.limit_key
         mask = observation["mask"].astype(bool)
-        sample_id = self.table.sample_ids[info["row"]]
-        info |= {"sample_id": sample_id, key: observation[key].tolist(), "mask": mask}
-        info.setdefault("action_mask", self._knob_masks(mask))
+        info = {"action_mask": self._knob_masks(mask)} | info
+        info |= {key: observation[key].item(), "mask": mask}
+        info["sample_id"] = self.table.sample_ids[info["row"]]
         for name in info.keys() & {"configuration", "oracle_configuration"}:
             values = zip(self.table.knobs, info[name], strict=True)
             info[name] = {knob.name: knob.values[value] for knob, value in values}
@@ -319,6 +321,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         """Draw contexts and observe them: all, or only the `renewed` ones, bool [num_envs]."""
         if seed is not None:
             self._contexts.generator.manual_seed(seed)
+        # as many contexts are drawn whatever is chosen, so that a seed stays a seed
         chosen, chosen_limits = chosen_context(
             options or {}, self.table, self.limit_key, self.num_envs
         )
@@ -343,6 +346,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             raise gymnasium.error.ResetNeeded(
                 "call reset() before step(): every episode is one decision"
             )
+        # actions as [n, 1, K] or [n, 1]
         rows, limits = self._context
         if self.knob_keys:
             knobs = self._replay.side_by_side(actions)
@@ -353,7 +357,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         best = oracle(self._replay.rewards, rows, limits).unsqueeze(1)
         observations, info = self._observe(rows, limits)
         outcomes = {
-            "": (replayed.configuration, *self._replay.outcome(rows, replayed)),
+            "": (replayed.configuration, replayed.accuracy, replayed.latency_ms),
             "oracle_": (best, *self._replay.rewards.outcome(rows, best)),
         }
         for who, outcome in outcomes.items():

@@ -218,36 +218,25 @@ class RewardTable:
             latency_ms = measured.gather(-1, repeat.unsqueeze(-1)).squeeze(-1)
         return self.accuracy.take(cells), latency_ms
 
-    def chosen(
-        self,
-        rows: Tensor,
-        configurations: Tensor,
-        budgets_ms: Tensor,
-        repeats: Tensor | None = None,
-    ) -> Tensor:
-        """Return the rewards of these choices, float32 [n, G].
+    def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
+        """Return the rewards of these choices, means over the measurements of each cell.
 
-        Args:
-            rows: int64 [n].
-            configurations: int64 [n, G].
-            budgets_ms: float [n].
-            repeats: int64 [n, G], the measurements, see `outcome`; None for the mean over all
-                measurements of each cell.
+        Rows int64 [n], configurations int64 [n, G], budgets float [n] → float32 [n, G].
         """
-        accuracy, latency_ms = self.outcome(rows, configurations, repeats)
+        accuracy, latency_ms = self.outcome(rows, configurations)
         budgets_ms = budgets_ms.unsqueeze(-1)
-        if repeats is not None or self.repeats_ms is None:
-            return self._rewards(accuracy, latency_ms, budgets_ms, configurations)
+        if self.repeats_ms is None:
+            return self.of(accuracy, latency_ms, budgets_ms, configurations)
         # a last axis for the measurements of a cell
         measured = self.repeats_ms[rows.unsqueeze(-1), configurations]
         others = (cells.unsqueeze(-1) for cells in (accuracy, budgets_ms, configurations))
         accuracy, budgets_ms, configurations = others
-        return self._rewards(accuracy, measured, budgets_ms, configurations).nanmean(-1)
+        return self.of(accuracy, measured, budgets_ms, configurations).nanmean(-1)
 
-    def _rewards(
+    def of(
         self, accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor, configurations: Tensor
     ) -> Tensor:
-        """Return the reward of each measurement; int64 configurations and the others broadcast."""
+        """Return the reward of each outcome; int64 configurations and the others broadcast."""
         if self.function is not None:
             return self.function(accuracy, latency_ms, budgets_ms, configurations)
         complexity = self.complexity[configurations]

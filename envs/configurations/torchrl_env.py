@@ -139,6 +139,7 @@ class ConfigBandit(SingleStepEnv):
         p = self.decisions[0]
         c = self.table.num_configurations
         row = Categorical(self.table.num_samples, shape=(p,), dtype=torch.int64, device=self.device)
+        # what is a float, by its shape
         shapes: dict[str, tuple[int, ...]] = {self.limit_key: (p,)}
         if self.full_information:
             shapes["reward_per_configuration"] = (p, c)
@@ -160,7 +161,9 @@ class ConfigBandit(SingleStepEnv):
         """Draw uniformly among the configurations profiled for each sample."""
         if tensordict is None:
             tensordict = TensorDict(batch_size=self.batch_size, device=self.device)
-        rows = tensordict["row"].long() if "row" in tensordict else self._some_contexts()["row"]
+        if "row" not in tensordict and not self.current:
+            self._reset()
+        rows = tensordict.get("row", self.current.get("row")).long()
         # draw n evenly and take the n-th of the profiled configurations, which is much faster than
         # torch.multinomial
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
@@ -183,15 +186,12 @@ class ConfigBandit(SingleStepEnv):
         self, tensordict: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
         self._take_contexts(tensordict)
-        return tensordict.set("next", self._decide(tensordict)), self._reset()
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._take_contexts(tensordict, wrapped=True)
-        return self._decide(tensordict)
+        return super().step_and_maybe_reset(tensordict)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         # contexts are drawn where the table is, so that a seed gives the same ones on every device
         rows, limits = (drawn.to(self.device) for drawn in self.contexts(self.batch_size.numel()))
+        # a partial reset draws as many contexts, and keeps some of the old ones
         wanted = None if tensordict is None else tensordict.get("_reset", None)
         if wanted is not None and self.current:
             # the other contexts go on
@@ -218,41 +218,35 @@ class ConfigBandit(SingleStepEnv):
         if self.full_information:
             self.current["reward_per_configuration"] = self.rewards.all(rows, limits)
 
-    def _some_contexts(self) -> dict[str, Tensor]:
-        """Return the current contexts; before any reset draw them."""
-        if not self.current:
-            self._reset()
-        return self.current
-
     def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
         """Set the current contexts to those that a step is to decide for.
 
         If `wrapped`, a transform may have changed the limits in the tensordict. The rows of the
         last reset then keep theirs.
         """
-        rows = tensordict.get("row", None)
-        limits = tensordict.get(self.limit_key, None)
-        current = self.current
-        if rows is None or limits is None:
-            current = self._some_contexts()
-        rows = current["row"] if rows is None else rows.long()
-        limits = None if limits is None else limits.float()
-        same_rows = _same(rows, current.get("row"))
-        same = same_rows and limits is not None and _same(limits, current.get(self.limit_key))
+        hidden = self.limit_key not in tensordict
+        if not self.current and (hidden or "row" not in tensordict):
+            self._reset()
+        old_rows = self.current.get("row")
+        old_limits = self.current.get(self.limit_key)
+        rows = tensordict.get("row", old_rows).long()
+        limits = tensordict.get(self.limit_key, old_limits).float()
+        same_rows = _same(rows, old_rows)
+        same = same_rows and not hidden and _same(limits, old_limits)
         if wrapped and same_rows:
             # other limits under the same rows can only come from a transform
             self.limits_change = not same
-        elif wrapped and (self.limits_change or limits is None):
+        elif wrapped and (self.limits_change or hidden):
             raise InputError(
                 "row: the tensordict has other rows than the last reset, and their limits are "
                 f"unknown, because a transform changes or removes {self.limit_key}; reset before "
                 "each step, and let no two loops share an environment"
             )
         elif not same:
-            self._set_contexts(rows, current[self.limit_key] if limits is None else limits)
+            self._set_contexts(rows, limits)
 
-    def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Decide for the current contexts and return what `_step` returns."""
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._take_contexts(tensordict, wrapped=True)
         rows = self.current["row"]
         # actions as [P, G, K] or [P, G], whatever keys and axes the policy left out
         if self.replay.knob_keys:
@@ -264,8 +258,8 @@ class ConfigBandit(SingleStepEnv):
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         changed = self._described()
         if not self.lean:
-            for name, values in zip(OUTCOMES, self.replay.outcome(rows, replayed), strict=True):
-                changed[name] = values.view(self.outcome_shape)
+            for name in OUTCOMES:
+                changed[name] = getattr(replayed, name).view(self.outcome_shape)
         return self._outcome(self.current, replayed.reward, changed)
 
     def _described(self) -> dict[str, Tensor]:

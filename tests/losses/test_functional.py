@@ -149,25 +149,6 @@ def test_rce_leaves_masked_alternatives_out_whatever_stands_there() -> None:
         assert gradient.tolist() == pytest.approx([-0.25, -0.75, 0.0])
 
 
-def test_gradcheck_of_the_whole_sampled_objective() -> None:
-    old, reference = random_log_probs(3, 4, seed=1), random_log_probs(3, 4, seed=2)
-    advantage = normal(3, 4, seed=3)
-    logits = old.detach() + 0.5 * random_log_probs(3, 4, seed=4)
-    ratio = (logits.log_softmax(-1) - old).exp()
-    assert ((ratio - 0.8).abs() > 1e-3).all()  # away from the kinks
-    assert ((ratio - 1.2).abs() > 1e-3).all()
-    assert clipped_surrogate(logits.log_softmax(-1), old, advantage, 0.2)[1].any()
-
-    def objective(logits: torch.Tensor) -> torch.Tensor:
-        log_probs = logits.log_softmax(-1)
-        surrogate, _ = clipped_surrogate(log_probs, old, advantage, 0.2)
-        return (
-            -surrogate.mean(-1) + 0.3 * k3(log_probs, reference).mean(-1) - 0.1 * entropy(log_probs)
-        )
-
-    assert torch.autograd.gradcheck(objective, logits.requires_grad_())
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "reward", "wanted"),
     [

@@ -427,14 +427,6 @@ def test_the_group_axis_of_one_decision_may_be_missing(form: dict[str, Any]) -> 
         env.step(context.update({key: context[key].float() for key in env.action_keys}))
 
 
-@pytest.mark.parametrize("unprofiled", ["nearest", "penalty"])
-def test_random_policies_live_on_a_sparse_profile(unprofiled: str) -> None:
-    env = SerialEnv(2, lambda: make(unprofiled=unprofiled, group_size=3))
-    batch = next(iter(collector(env)))
-    assert batch["next", "reward"].isfinite().all()
-    assert batch["next", "latency_ms"].isfinite().all()
-
-
 def test_the_mask_keeps_random_policies_to_profiled_configurations() -> None:
     base = make(action="configuration", unprofiled="error")
     env = TransformedEnv(base, ActionMask(mask_key="mask"))
@@ -489,15 +481,11 @@ def test_each_answer_to_an_unprofiled_action_by_hand() -> None:
         replay = Replay(table, unprofiled=unprofiled)
         out = replay(rows, action, limits)
         assert out.configuration.tolist() == [[0, 0, 3, 3]]
-        assert out.missing is not None
-        assert out.missing.tolist() == [[False, True, True, False]]
         assert out.reward.tolist() == [pytest.approx(rewards)]
-        accuracy, latency_ms = replay.outcome(rows, out)
-        assert accuracy.tolist() == [pytest.approx(accuracies)]
-        assert latency_ms.tolist() == [[1.0, 1.0, 4.0, 4.0]]
+        assert out.accuracy.tolist() == [pytest.approx(accuracies)]
+        assert out.latency_ms.tolist() == [[1.0, 1.0, 4.0, 4.0]]
     with pytest.raises(InputError, match=r"2 of the actions.*sample '0' of 'by hand'"):
         Replay(table, unprofiled="error")(rows, action, limits)
-    assert replay(rows, action[:, ::3], limits).missing is None
 
 
 @settings(max_examples=50, deadline=None)

@@ -71,14 +71,6 @@ def test_budgets_between_two_quantiles(strategy: str, quarters: list[float]) -> 
     torch.testing.assert_close(drawn.quantile(shares), torch.tensor(quarters), rtol=0.03, atol=0.1)
 
 
-@pytest.mark.parametrize("strategy", BudgetSampler.STRATEGIES)
-def test_one_seed_gives_one_sequence(strategy: str) -> None:
-    table, rows = small_table(holes=0.3), torch.arange(60)
-    settings = {"strategy": strategy, "values_ms": (5.0, 7.0, 9.0)}
-    assert torch.equal(draw(table, rows, **settings), draw(table, rows, **settings))
-    assert not torch.equal(draw(table, rows, **settings), draw(table, rows, seed=1, **settings))
-
-
 @pytest.mark.parametrize("strategy", ["relative", "quantiles"])
 def test_budgets_are_positive_where_a_timer_said_zero(strategy: str) -> None:
     table = of_latencies(torch.tensor([[0.0, 0.0], [0.0, 3.0]]))
@@ -299,13 +291,13 @@ def test_budgets_are_those_of_the_rows_of_all_lists_together() -> None:
     assert (budgets < 6).float().mean().item() == pytest.approx(3 / 8, abs=0.03)
 
 
+@pytest.mark.parametrize("strategy", BudgetSampler.STRATEGIES)
 @pytest.mark.parametrize("balance", ["none", "question_type"])
 @pytest.mark.parametrize("rows", [torch.arange(20), LISTS])
-def test_contexts_come_from_the_seed_and_come_again(rows: Any, balance: str) -> None:
-    table = replace(small_table(), question_types=("x", "y", "y") * 20)
-    one, same, other = (
-        ContextSampler(table, BudgetConfig(), rows, seed, balance) for seed in (0, 0, 1)
-    )
+def test_contexts_come_from_the_seed_and_come_again(rows: Any, balance: str, strategy: str) -> None:
+    table = replace(small_table(holes=0.3), question_types=("x", "y", "y") * 20)
+    budget = BudgetConfig(strategy, values_ms=(5.0, 7.0, 9.0))
+    one, same, other = (ContextSampler(table, budget, rows, seed, balance) for seed in (0, 0, 1))
     first = one(40)
     assert all(map(torch.equal, first, same(40)))
     assert not torch.equal(first[0], other(40)[0])

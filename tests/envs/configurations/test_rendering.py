@@ -106,7 +106,7 @@ def test_pictures_of_every_kind_are_drawn(picture: object) -> None:
 values = st.one_of(st.integers(0, 10**9), st.floats(0, 1e6), st.text(max_size=60))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     number=st.floats(0, 1e9, width=32),
     budget=st.floats(2**-20, 1e9, width=32),

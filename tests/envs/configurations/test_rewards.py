@@ -120,7 +120,8 @@ def test_rewards_by_hand() -> None:
     assert measured.tolist() == [[3.0, 2.0, 4.0], [7.0, 9.0, 7.0]]
     assert torch.equal(accuracy, TABLE.accuracy.gather(1, chosen))
     wanted = torch.tensor([[-0.3, 1.0, -0.3], [0.5, -0.3, 0.9]])
-    torch.testing.assert_close(rewards.chosen(ROWS, chosen, BUDGETS, repeats), wanted)
+    found = rewards.of(accuracy, measured, BUDGETS.unsqueeze(1), chosen)
+    torch.testing.assert_close(found, wanted)
     medians = [[2.0, 4.0, 4.0], [6.0, 8.0, 8.0]]
     assert rewards.outcome(ROWS, chosen)[1].tolist() == medians
 
@@ -134,9 +135,11 @@ def test_rewards_are_means_over_measurements(seed: int, kind: str) -> None:
     budgets = torch.linspace(4, 30, 9)
     every = torch.arange(12).expand(9, -1)
     # six numbers meet each of 1, 2 or 3 measurements equally often
-    numbers = [torch.full((9, 12), number) for number in range(6)]
-    drawn = torch.stack([rewards.chosen(rows, every, budgets, number) for number in numbers])
-    torch.testing.assert_close(drawn.mean(0), rewards.all(rows, budgets), equal_nan=True)
+    total = torch.zeros(9, 12)
+    for number in range(6):
+        drawn = rewards.outcome(rows, every, torch.full((9, 12), number))
+        total += rewards.of(*drawn, budgets.unsqueeze(1), every)
+    torch.testing.assert_close(total / 6, rewards.all(rows, budgets), equal_nan=True)
 
 
 def test_the_median_is_rewarded_like_a_single_measurement() -> None:
@@ -180,7 +183,8 @@ def test_a_function_by_hand_of_each_measurement_and_their_mean(written: Write) -
     chosen = torch.tensor([[1, 0], [0, 0]])
     repeats = torch.tensor([[0, 1], [1, 0]])
     each = torch.tensor([[1.0 - 0.4 + 10, 0.6 - 0.3], [0.5 - 0.35, 0.5 - 0.25]])
-    torch.testing.assert_close(rewards.chosen(ROWS, chosen, budgets, repeats), each)
+    drawn = rewards.outcome(ROWS, chosen, repeats)
+    torch.testing.assert_close(rewards.of(*drawn, budgets.unsqueeze(1), chosen), each)
 
 
 def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written: Write) -> None:
