@@ -55,11 +55,25 @@ class SingleStepEnv(EnvBase):
         content |= {**observation, "reward": reward, "done": done, "terminated": done}
         return TensorDict(content, batch_size=self.batch_size, device=self.device)
 
+    def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
+        """Take over the contexts that a step is to decide for; nothing unless a bandit keeps some.
+
+        Args:
+            tensordict: what the step gets.
+            wrapped: whether the step may come from a wrapper, and not from the user.
+        """
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Decide for the contexts in the tensordict."""
+        self._take_contexts(tensordict)
+        return super().step(tensordict)
+
     def step_and_maybe_reset(
         self, tensordict: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """A step and the contexts after it; every episode ends here, so there is no need to check
         `done`."""
+        self._take_contexts(tensordict)
         return tensordict.set("next", self._step(tensordict)), self._reset()
 
     def rollout(

@@ -204,13 +204,13 @@ class BudgetSampler:
             self._numbers = worths_range(latencies).log()
         elif config.strategy in ("relative", "fixed"):
             name = "factors" if config.strategy == "relative" else "values_ms"
-            given = getattr(config, name)
-            if not given or not all(0 < number < math.inf for number in given):
+            numbers = getattr(config, name)
+            if not numbers or not all(0 < number < math.inf for number in numbers):
                 raise InputError(
                     f"budget.strategy={config.strategy}: {name} must hold at least one number, all "
-                    f"positive, not {given}"
+                    f"positive, not {numbers}"
                 )
-            self._numbers = torch.tensor([*given])
+            self._numbers = torch.tensor([*numbers])
         else:
             if not 0 <= config.low <= config.high <= 1:
                 raise InputError(
@@ -226,12 +226,13 @@ class BudgetSampler:
         n = len(rows)
         numbers = self._numbers
         if self.config.sense == "mean":
-            return torch.lerp(*numbers, torch.rand(n, generator=generator)).exp()
+            low, high = numbers
+            return torch.lerp(low, high, torch.rand(n, generator=generator)).exp()
         if self.config.strategy in ("quantiles", "uniform"):
             # between two neighbours of the grid
             position = torch.rand(n, generator=generator) * (len(numbers) - 1)
-            low = position.floor().long().clamp_max(len(numbers) - 2)
-            drawn = torch.lerp(numbers[low], numbers[low + 1], position - low)
+            below = position.floor().long().clamp_max(len(numbers) - 2)
+            drawn = torch.lerp(numbers[below], numbers[below + 1], position - below)
         else:
             drawn = numbers[torch.randint(len(numbers), (n,), generator=generator)]
         if self.config.strategy == "relative":

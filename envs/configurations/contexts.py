@@ -170,11 +170,11 @@ def chosen_context(
     rows = options.get("row")
     if by_id:
         rows = _row_of_id(str(options["sample_id"]), options.get("dataset"), table)
-    ends = np.finfo(np.float32)
+    float32 = torch.finfo(torch.float32)
     limits = options.get(limit_key)
     return (
         _checked("row", rows, np.int64, 0, table.num_samples - 1, count),
-        _checked(limit_key, limits, np.float32, ends.tiny, ends.max, count),
+        _checked(limit_key, limits, np.float32, float32.tiny, float32.max, count),
     )
 
 

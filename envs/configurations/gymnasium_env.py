@@ -297,13 +297,13 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if self.autoreset_mode != AutoresetMode.SAME_STEP:
             return last, rewards, ended, ~ended, self._with_masks(outcomes)
         observations, infos = self.draw()
-        infos["final_obs"] = np.empty(self.num_envs, dtype=object)
+        final_obs = np.empty(self.num_envs, dtype=object)
         for i in range(self.num_envs):
             # arrays of shape (), not numbers, are what is in a Box of this shape
-            infos["final_obs"][i] = {name: values[i, ...] for name, values in last.items()}
+            final_obs[i] = {name: values[i, ...] for name, values in last.items()}
         # TorchRL looks for the parts of a Dict observation in final_info
-        infos["final_info"] = self._with_masks(outcomes | last)
-        return observations, rewards, ended, ~ended, self._with_masks(infos)
+        final = {"final_obs": final_obs, "final_info": self._with_masks(outcomes | last)}
+        return observations, rewards, ended, ~ended, self._with_masks(infos | final)
 
     def _with_masks(
         self, infos: dict[str, Any], renewed: NDArray[np.bool_] | None = None

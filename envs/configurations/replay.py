@@ -141,7 +141,7 @@ class Replay:
             steps = steps.masked_fill(self.rewards.accuracy[rows[at]].isnan(), torch.inf)
             configuration = configuration.masked_scatter(missing, steps.argmin(1))
             accuracy, latency_ms = self.rewards.outcome(rows, configuration, repeat)
-        reward = self.rewards.of(accuracy, latency_ms, limits.unsqueeze(-1), configuration)
+        reward = self.rewards.reward_of(accuracy, latency_ms, limits.unsqueeze(-1), configuration)
         if self.unprofiled == "penalty":
             accuracy = accuracy.masked_fill(missing, 0.0)
             profiled = self.rewards.all(rows[at], limits[at]).nan_to_num(torch.inf)

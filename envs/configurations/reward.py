@@ -226,14 +226,14 @@ class RewardTable:
         accuracy, latency_ms = self.outcome(rows, configurations)
         budgets_ms = budgets_ms.unsqueeze(-1)
         if self.repeats_ms is None:
-            return self.of(accuracy, latency_ms, budgets_ms, configurations)
+            return self.reward_of(accuracy, latency_ms, budgets_ms, configurations)
         # a last axis for the measurements of a cell
         measured = self.repeats_ms[rows.unsqueeze(-1), configurations]
         others = (cells.unsqueeze(-1) for cells in (accuracy, budgets_ms, configurations))
         accuracy, budgets_ms, configurations = others
-        return self.of(accuracy, measured, budgets_ms, configurations).nanmean(-1)
+        return self.reward_of(accuracy, measured, budgets_ms, configurations).nanmean(-1)
 
-    def of(
+    def reward_of(
         self, accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor, configurations: Tensor
     ) -> Tensor:
         """Return the reward of each outcome; int64 configurations and the others broadcast."""

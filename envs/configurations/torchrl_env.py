@@ -96,10 +96,9 @@ class ConfigBandit(SingleStepEnv):
         **options: Any,
     ) -> None:
         budget = budget or BudgetConfig()
-        contexts = ContextSampler(table, budget, rows, seed, balance)
         super().__init__(device=device, batch_size=[batch_size])
         self.table = table
-        self.contexts = contexts
+        self.contexts = ContextSampler(table, budget, rows, seed, balance)
         self.limit_key = LIMIT_KEYS[budget.sense]
         self.lean = lean
         self.full_information = full_information
@@ -178,16 +177,6 @@ class ConfigBandit(SingleStepEnv):
 
     # -- one decision ------------------------------------------------------------------------------
 
-    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._take_contexts(tensordict)
-        return super().step(tensordict)
-
-    def step_and_maybe_reset(
-        self, tensordict: TensorDictBase
-    ) -> tuple[TensorDictBase, TensorDictBase]:
-        self._take_contexts(tensordict)
-        return super().step_and_maybe_reset(tensordict)
-
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         # contexts are drawn where the table is, so that a seed gives the same ones on every device
         rows, limits = (drawn.to(self.device) for drawn in self.contexts(self.batch_size.numel()))
@@ -249,10 +238,8 @@ class ConfigBandit(SingleStepEnv):
         self._take_contexts(tensordict, wrapped=True)
         rows = self.current["row"]
         # actions as [P, G, K] or [P, G], whatever keys and axes the policy left out
-        if self.replay.knob_keys:
-            action = self.replay.side_by_side(tensordict)
-        else:
-            action = tensordict["action"]
+        separate = bool(self.replay.knob_keys)
+        action = self.replay.side_by_side(tensordict) if separate else tensordict["action"]
         action = self.replay.grouped(action, *self.decisions)
         limits = self.current[self.limit_key]
         replayed = self.replay(rows, action, limits, self.contexts.generator)

@@ -1,6 +1,7 @@
 """What a person sees: in words, as a picture, in a window."""
 
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -83,16 +84,8 @@ def test_a_picture_shows_the_input_the_choice_and_the_outcome() -> None:
 
 @pytest.mark.parametrize(
     "picture",
-    [
-        RED,
-        RED / 255,
-        RED[..., 0],
-        Image.fromarray(RED),
-        Image.fromarray(RED).convert("P"),
-        RED.repeat(300, 0),
-        None,
-    ],
-    ids=["uint8", "float", "grey", "PIL", "palette", "tall", "none"],
+    [RED / 255, RED[..., 0], Image.fromarray(RED).convert("P"), RED.repeat(300, 0), None],
+    ids=["float", "grey", "palette", "tall", "none"],
 )
 def test_pictures_of_every_kind_are_drawn(picture: object) -> None:
     env = ConfigBanditEnv(
@@ -118,15 +111,11 @@ def test_whatever_is_drawn_nothing_runs_over(
     number: float, budget: float, knobs: list[list], text: str
 ) -> None:
     made = tuple(Knob(f"{i} {text}", tuple(row)) for i, row in enumerate(knobs))
-    outcome = {"accuracy": 0.5, "latency_ms": number, "violation": number > budget}
-    info = {
-        "sample_id": "x" * 99,
-        "budget_ms": budget,
-        **outcome,
-        **{f"oracle_{k}": v for k, v in outcome.items()},
-    }
-    info["configuration"] = {knob.name: knob.values[-1] for knob in made}
-    info["oracle_configuration"] = {knob.name: knob.values[0] for knob in made}
+    info: dict[str, Any] = {"sample_id": "x" * 99, "budget_ms": budget}
+    for who, value in (("", -1), ("oracle_", 0)):
+        info |= {f"{who}accuracy": 0.5, f"{who}latency_ms": number}
+        info[f"{who}violation"] = number > budget
+        info[f"{who}configuration"] = {knob.name: knob.values[value] for knob in made}
     view = rendering.View(made, "ms", info, reward=-0.2, question=text)
     picture = view.image()
     assert (picture[:, :30] == 255).all()  # the margins stay empty

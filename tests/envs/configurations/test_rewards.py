@@ -120,7 +120,7 @@ def test_rewards_by_hand() -> None:
     assert measured.tolist() == [[3.0, 2.0, 4.0], [7.0, 9.0, 7.0]]
     assert torch.equal(accuracy, TABLE.accuracy.gather(1, chosen))
     wanted = torch.tensor([[-0.3, 1.0, -0.3], [0.5, -0.3, 0.9]])
-    found = rewards.of(accuracy, measured, BUDGETS.unsqueeze(1), chosen)
+    found = rewards.reward_of(accuracy, measured, BUDGETS.unsqueeze(1), chosen)
     torch.testing.assert_close(found, wanted)
     medians = [[2.0, 4.0, 4.0], [6.0, 8.0, 8.0]]
     assert rewards.outcome(ROWS, chosen)[1].tolist() == medians
@@ -138,7 +138,7 @@ def test_rewards_are_means_over_measurements(seed: int, kind: str) -> None:
     total = torch.zeros(9, 12)
     for number in range(6):
         drawn = rewards.outcome(rows, every, torch.full((9, 12), number))
-        total += rewards.of(*drawn, budgets.unsqueeze(1), every)
+        total += rewards.reward_of(*drawn, budgets.unsqueeze(1), every)
     torch.testing.assert_close(total / 6, rewards.all(rows, budgets), equal_nan=True)
 
 
@@ -184,7 +184,7 @@ def test_a_function_by_hand_of_each_measurement_and_their_mean(written: Write) -
     repeats = torch.tensor([[0, 1], [1, 0]])
     each = torch.tensor([[1.0 - 0.4 + 10, 0.6 - 0.3], [0.5 - 0.35, 0.5 - 0.25]])
     drawn = rewards.outcome(ROWS, chosen, repeats)
-    torch.testing.assert_close(rewards.of(*drawn, budgets.unsqueeze(1), chosen), each)
+    torch.testing.assert_close(rewards.reward_of(*drawn, budgets.unsqueeze(1), chosen), each)
 
 
 def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written: Write) -> None:
