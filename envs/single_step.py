@@ -37,6 +37,7 @@ class SingleStepEnv(EnvBase):
 
     def _context(self, observation: dict[str, Tensor]) -> TensorDict:
         """What `_reset` returns."""
+        # no episode has ended before its step
         done = torch.zeros((*self.batch_size, 1), dtype=torch.bool, device=self.device)
         content = {**observation, "done": done, "terminated": done}
         return TensorDict(content, batch_size=self.batch_size, device=self.device)
@@ -48,16 +49,31 @@ class SingleStepEnv(EnvBase):
         observation: dict[str, Tensor],
     ) -> TensorDictBase:
         """What `_step` returns: the observation before the step with what changed in it."""
+        # every episode ends with its step
         done = torch.ones_like(reward[:, :1], dtype=torch.bool)
         content = {key: before[key] for key in self.observation_keys if key in before}
         content |= {**observation, "reward": reward, "done": done, "terminated": done}
         return TensorDict(content, batch_size=self.batch_size, device=self.device)
+
+    def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
+        """Take over the contexts that a step is to decide for; nothing unless a bandit keeps some.
+
+        Args:
+            tensordict: what the step gets.
+            wrapped: whether the step may come from a wrapper, and not from the user.
+        """
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Decide for the contexts in the tensordict."""
+        self._take_contexts(tensordict)
+        return super().step(tensordict)
 
     def step_and_maybe_reset(
         self, tensordict: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """A step and the contexts after it; every episode ends here, so there is no need to check
         `done`."""
+        self._take_contexts(tensordict)
         return tensordict.set("next", self._step(tensordict)), self._reset()
 
     def rollout(

@@ -56,6 +56,7 @@ class ActorLoss(LossModule):
         super().__init__()
         # TorchRL looks there for target networks that nobody updates; we have none
         self._forward_pre_hooks.clear()
+        # parameters apart from the module, or the module itself
         self.functional = functional
         self.reduction = reduction or "mean"
         self.diagnostics = True
@@ -64,6 +65,7 @@ class ActorLoss(LossModule):
         else:
             self.actor_network = actor_network
             self.actor_network_params = None
+        # an actor that draws the parts of an action says under which keys
         drawn = getattr(actor_network, "dist_sample_keys", ["action"])
         if drawn != ["action"]:
             self.tensor_keys.action = drawn
@@ -71,6 +73,7 @@ class ActorLoss(LossModule):
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         in_keys = [*self.actor_network.in_keys]
+        # each key once, the actor's first
         for keys in self._loss_keys():
             in_keys += _listed(keys)
         self.in_keys = list(dict.fromkeys(in_keys))
@@ -89,6 +92,7 @@ class ActorLoss(LossModule):
     def _distribution(self, tensordict: TensorDictBase) -> Any:
         if not self.functional:
             return self.actor_network.get_dist(tensordict)
+        # the module borrows the parameters that the optimiser changes
         with self.actor_network_params.to_module(self.actor_network):
             return self.actor_network.get_dist(tensordict)
 
@@ -97,6 +101,7 @@ class ActorLoss(LossModule):
         keys = _listed(self.tensor_keys.action)
         if not isinstance(dist, CompositeDistribution):
             return dist.log_prob(tensordict.get(keys[0]))
+        # one log-prob for the whole action, [P, G], not one for each part
         with set_composite_lp_aggregate(True):
             return dist.log_prob(tensordict.select(*keys).auto_batch_size_())
 

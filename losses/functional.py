@@ -54,6 +54,7 @@ def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> 
     best_first = reward.masked_fill(~present, -torch.inf).argsort(
         dim=-1, descending=True, stable=True
     )
+    # the order of the order is each one's rank, 0 the best
     rank = best_first.argsort(-1)
     return even_weight(present & (rank < count))
 
@@ -77,8 +78,10 @@ def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
     ordered, order = reward.sort(-1)
     # the weight of the alternatives below each rank, [*, J + 1]
     below = functional.pad(weight.gather(-1, order).cumsum(-1), (1, 0))
+    # what lies below, and what lies above, without ties
     worse = below.gather(-1, torch.searchsorted(ordered, reward))
     better = below[..., -1:] - below.gather(-1, torch.searchsorted(ordered, reward, right=True))
+    # the probability that two draws differ
     differ = 1 - weight.square().sum(-1, keepdim=True)
     return (worse - better) / differ.clamp_min(0.5)
 
@@ -110,6 +113,7 @@ def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
     Raises:
         ValueError: another kind.
     """
+    # a function of the user's, by its name or as such
     if isinstance(kind, str) and ":" in kind:
         return advantage_function(kind)
     if not callable(kind) and kind not in ADVANTAGES:
@@ -197,6 +201,7 @@ def clipped_surrogate(
     Returns:
         the objective, to be maximised, [*]; and bool [*], True where the clip cut the gradient off.
     """
+    # ρA, before the clip
     surrogate = (log_prob - old_log_prob).exp() * advantage
     # the clip matters only on the side that A pulls to, where it holds min(ρA, ·) at (1 ± ε)A
     most = advantage + clip_epsilon * advantage.abs()
@@ -209,6 +214,7 @@ def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
     The estimate is unbiased and never negative. Shapes: [*] → [*]. Schulman 2020, "Approximating KL
     Divergence"; Shao et al. 2024, "DeepSeekMath", equation 4.
     """
+    # ln of π_ref/π
     log_ratio = reference_log_prob - log_prob
     return log_ratio.exp() - 1 - log_ratio
 
@@ -243,6 +249,7 @@ def effective_sample_size(log_ratio: Tensor, weight: Tensor | None = None) -> Te
 
     It is 1 while the policy is still the behaviour policy. `log_ratio` is ln ρ, [*, J]. Kish 1965.
     """
+    # a common factor changes nothing and keeps the exponential finite
     ratio = (log_ratio - log_ratio.max()).exp()
     return expectation(ratio, weight).mean().square() / expectation(ratio.square(), weight).mean()
 
@@ -262,6 +269,7 @@ def reward_weighted_cross_entropy(
     Returns:
         [*].
     """
+    # the target is softmax(scores)
     scores = rewards / temperature
     if mask is not None:
         # a finite number, because everything may be masked
@@ -278,6 +286,7 @@ def gaussian_nll(
     That is (target − mean)²/(2·spread²) + ln spread. Shapes broadcast. With a variance it is the
     mean over several targets that have `target` as mean and this variance.
     """
+    # E(x − mean)² = (E x − mean)² + Var x
     square = (target - mean).square()
     if variance is not None:
         square = square + variance
@@ -309,5 +318,6 @@ def doubly_robust(
     """
     column = chosen.unsqueeze(1)
     weight = (1 / probability).clamp_max(clip).unsqueeze(1)
+    # what the model got wrong about the chosen one, [n, 1]
     error = reward.unsqueeze(1) - expected.gather(1, column)
     return expected.scatter_add(1, column, weight * error)

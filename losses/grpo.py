@@ -199,6 +199,7 @@ class GRPOLoss(ActorLoss):
                 keys.behaviour_log_probs,
                 keys.reference_log_probs,
             ]
+        # draws, with their mask where groups differ in size
         mask = [keys.group_mask] if self.masked else []
         return [keys.action, keys.reward, *mask, keys.sample_log_prob, keys.reference_log_prob]
 
@@ -214,6 +215,7 @@ class GRPOLoss(ActorLoss):
             raise ValueError(
                 f"{shapes}; both must be [contexts, group]: give env and policy the same group_size"
             )
+        # the index of a configuration spares the search for its knob values
         index = None
         if not isinstance(keys.action, list):
             index = tensordict.get(keys.configuration, None)
@@ -241,6 +243,7 @@ class GRPOLoss(ActorLoss):
         old = tensordict.get(keys.behaviour_log_probs)
         log_prob = self._log_probs(dist)
         reference = tensordict.get(keys.reference_log_probs, None)
+        # the behaviour policy never chooses what is masked
         impossible = old == -torch.inf
         weight = old.exp().detach()
         if finite:
@@ -271,11 +274,13 @@ class GRPOLoss(ActorLoss):
         surrogate, cut = clipped_surrogate(
             group.log_prob, group.old.detach(), advantage, self.clip_epsilon
         )
+        # a curriculum learns from the best of a group alone
         learned = group.weight
         if self.top is not None:
             learned = weight_of_best(group.reward, self.top, group.weight)
         out = {"loss_objective": self._reduce_loss(-expectation(surrogate, learned), tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
+        # terms of weight 0 are not computed
         if not is_zero(self.entropy_coeff):
             entropy = self._entropy(group.distribution)
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)

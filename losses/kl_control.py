@@ -30,6 +30,7 @@ class KLControl:
 
     def step(self, kl: float) -> None:
         """Adapt the coefficient to the KL of the last iteration, in nats."""
+        # one step towards the band, then inside the ends
         if kl > self.highest:
             self.coefficient.mul_(self.factor)
         elif kl < self.lowest:

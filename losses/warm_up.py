@@ -156,8 +156,10 @@ class RegressionLoss(LossModule):
             predicted = self.predictor(tensordict.select(*self.predictor.in_keys))
         accuracy = tensordict.get(self.tensor_keys.accuracy)
         log_latency = tensordict.get(self.tensor_keys.log_latency)
+        # cells that were measured, and how many each context has
         profiled = ~accuracy.isnan()
         count = profiled.sum(-1).clamp_min(1)
+        # finite numbers in the place of NaN, which are left out below
         wrong = functional.binary_cross_entropy_with_logits(
             predicted.get("accuracy_logits"), accuracy.nan_to_num(), reduction="none"
         )

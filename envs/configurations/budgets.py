@@ -56,42 +56,35 @@ def log_measured(latency_ms: Tensor) -> Tensor:
 def log_moments(measurements_ms: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the mean and the variance of each cell's `log_measured`.
 
-    float [N, C, R] → [N, C] each. Large tables are computed in parts, to save memory.
+    float [N, C, R] → [N, C] each.
     """
-    parts = measurements_ms.split(MOST_SAMPLES)
-    positive = (part[part > 0] for part in parts)
-    least = min(
-        (float(part.min()) for part in positive if len(part)), default=10 * LEAST_LATENCY_MS
-    )
-    means = []
-    variances = []
-    for part in parts:
-        logs = part.clamp_min(least / 10).log_()
-        mean = logs.nanmean(-1)
-        means.append(mean)
-        variances.append((logs - mean.unsqueeze(-1)).square_().nanmean(-1))
-    return torch.cat(means), torch.cat(variances)
+    logs = log_measured(measurements_ms)
+    mean = logs.nanmean(-1)
+    return mean, (logs - mean.unsqueeze(-1)).square_().nanmean(-1)
 
 
-def default_budgets(table: ProfileTable) -> Tensor:
-    """Return the budgets that policies are judged by: a table's `quantile_budgets`, float32 [B]."""
-    return quantile_budgets(table.without_first_look.latency_ms, table.mask)
+def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
+    """Return the budgets that policies are judged by: five in ms, distinct and rising.
 
+    They are the 10/25/50/75/90 % quantiles of all profiled latencies of these rows, none below a
+    floor: the budget that three quarters of the samples can meet with their fastest configuration.
+    Two budgets without a latency between them are in effect the same. If there are such, the
+    quantiles of the latencies from the floor up are taken instead, and equal ones count once; there
+    are then fewer. Time-outs count as not profiled, and samples that have nothing else do not
+    count.
 
-def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
-    """Return five distinct budgets in ms, rising; fewer where many latencies are equal.
+    Args:
+        table: the profile.
+        rows: int64 [n], None for the whole table.
 
-    They are the 10/25/50/75/90 % quantiles of all profiled latencies, none below a floor: the
-    budget that three quarters of the samples can meet with their fastest configuration. Two budgets
-    without a latency between them are in effect the same. If there are such, the quantiles of the
-    latencies from the floor up are taken instead, and equal ones count once. Time-outs count as not
-    profiled, and samples that have nothing else do not count.
-
-    Shapes: latencies [N, C], mask bool [N, C] → [B].
+    Returns:
+        float32 [B].
     """
-    latency_ms = thinned(latency_ms)
-    mask = thinned(mask)
+    which = slice(None) if rows is None else rows
+    latency_ms = thinned(table.without_first_look.latency_ms[which])
+    mask = thinned(table.mask[which])
     quantiles = torch.tensor(DEFAULT_QUANTILES)
+    # the profiled latencies, and how often the largest of them occurs
     ordered = latency_ms[mask].sort().values
     values, counts = ordered.unique_consecutive(return_counts=True)
     if len(values) > 1:
@@ -100,6 +93,7 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
             # the largest latency is that of time-outs
             mask = mask & (latency_ms < values[-1])
             ordered = ordered[: -int(counts[-1])]
+    # three quarters of the samples can meet the floor
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
     floor = torch.quantile(fastest[fastest.isfinite()], FEASIBLE_SHARE, interpolation="higher")
     budgets = _quantile(ordered, quantiles).maximum(floor)
@@ -112,14 +106,12 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
 
 def few_budgets(budgets_ms: Tensor) -> list[str]:
     """Return a note if the default budgets [B] are fewer than usual, else no note."""
-    few = len(budgets_ms)
     usual = len(DEFAULT_QUANTILES)
-    if few >= usual:
-        return []
-    return [
-        f"budgets: only {few} of {usual} are distinct, because many latencies "
-        "are equal; budgets_ms sets others"
-    ]
+    note = (
+        f"budgets: only {len(budgets_ms)} of {usual} are distinct, because many latencies are "
+        "equal; budgets_ms sets others"
+    )
+    return [note] * (len(budgets_ms) < usual)
 
 
 def judged_budgets(
@@ -127,16 +119,13 @@ def judged_budgets(
 ) -> Tensor:
     """Return the budgets in the settings, in ms, float32 [B].
 
-    The default is `quantile_budgets` of these rows, int64 [n], or of the whole table.
+    The default is `default_budgets` of these rows, int64 [n], or of the whole table.
 
     Raises:
         InputError: there is no budget, or one that is not positive.
     """
     if budgets_ms is None:
-        if rows is None:
-            return default_budgets(table)
-        latency_ms = table.without_first_look.latency_ms
-        return quantile_budgets(latency_ms[rows], table.mask[rows])
+        return default_budgets(table, rows)
     if not budgets_ms or not min(budgets_ms) > 0:
         raise InputError(
             f"budgets_ms={list(budgets_ms)}: give at least one budget in ms, all positive"
@@ -174,9 +163,7 @@ def limits_seen(table: ProfileTable, rows: Tensor, sense: str) -> Tensor:
     the greatest worth, [2].
     """
     latencies_ms = table.latency_ms[rows][table.mask[rows]]
-    if sense == "deadline":
-        return latencies_ms
-    return worths_range(latencies_ms)
+    return latencies_ms if sense == "deadline" else worths_range(latencies_ms)
 
 
 def judged_worths(table: ProfileTable) -> Tensor:
@@ -217,40 +204,41 @@ class BudgetSampler:
             self._numbers = worths_range(latencies).log()
         elif config.strategy in ("relative", "fixed"):
             name = "factors" if config.strategy == "relative" else "values_ms"
-            numbers: tuple[float, ...] = getattr(config, name)
-            valid = bool(numbers) and all(0 < number < math.inf for number in numbers)
-            self._check(valid, f"{name} must hold at least one number, all positive, not", numbers)
-            self._numbers = torch.tensor(list(numbers))
+            numbers = getattr(config, name)
+            if not numbers or not all(0 < number < math.inf for number in numbers):
+                raise InputError(
+                    f"budget.strategy={config.strategy}: {name} must hold at least one number, all "
+                    f"positive, not {numbers}"
+                )
+            self._numbers = torch.tensor([*numbers])
         else:
-            self._check(
-                0 <= config.low <= config.high <= 1,
-                "needs 0 ≤ low ≤ high ≤ 1, not",
-                (config.low, config.high),
-            )
+            if not 0 <= config.low <= config.high <= 1:
+                raise InputError(
+                    f"budget.strategy={config.strategy}: needs 0 ≤ low ≤ high ≤ 1, not "
+                    f"{(config.low, config.high)}"
+                )
             # `uniform` needs the ends alone, `quantiles` a fine grid of the distribution
             points = 2 if config.strategy == "uniform" else 1025
             self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, points))
 
-    def _check(self, valid: bool, needs: str, value: object) -> None:
-        if not valid:
-            raise InputError(f"budget.strategy={self.config.strategy}: {needs} {value}")
-
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
         n = len(rows)
-        if self.config.sense != "deadline":
-            low, high = self._numbers
+        numbers = self._numbers
+        if self.config.sense == "mean":
+            low, high = numbers
             return torch.lerp(low, high, torch.rand(n, generator=generator)).exp()
-        if self.config.strategy in ("relative", "fixed"):
-            drawn = self._numbers[torch.randint(len(self._numbers), (n,), generator=generator)]
-            if self.config.strategy == "relative":
-                # a factor times the latency of a random profiled cell of the sample
-                cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
-                drawn = drawn * self.table.latency_ms[rows].gather(1, cell).squeeze(1)
+        if self.config.strategy in ("quantiles", "uniform"):
+            # between two neighbours of the grid
+            position = torch.rand(n, generator=generator) * (len(numbers) - 1)
+            below = position.floor().long().clamp_max(len(numbers) - 2)
+            drawn = torch.lerp(numbers[below], numbers[below + 1], position - below)
         else:
-            position = torch.rand(n, generator=generator) * (len(self._numbers) - 1)
-            low = position.floor().long().clamp_max(len(self._numbers) - 2)
-            drawn = torch.lerp(self._numbers[low], self._numbers[low + 1], position - low)
+            drawn = numbers[torch.randint(len(numbers), (n,), generator=generator)]
+        if self.config.strategy == "relative":
+            # a factor times the latency of a random profiled cell of the sample
+            cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
+            drawn = drawn * self.table.latency_ms[rows].gather(1, cell).squeeze(1)
         return drawn.clamp_min(LEAST_LATENCY_MS)
 
 
@@ -282,15 +270,13 @@ class BudgetEncoding(nn.Module):
         self.register_buffer("mean", logs.mean())
         self.register_buffer("scale", logs.std(correction=0).clamp_min(1e-3))
         count = width // 2
-        if width % 2:
-            step: float = 1
-        else:
-            step = min(1, OCTAVES / max(count - 1, 1))
+        step = 1 if width % 2 else min(1, OCTAVES / max(count - 1, 1))
         self.register_buffer("frequencies", math.pi / 4 * 2.0 ** (step * torch.arange(count)))
         self.width = width
 
     def forward(self, budget_ms: Tensor) -> Tensor:
         z = ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4).unsqueeze(-1)
+        # [*, frequencies]
         angle = z * self.frequencies
         # an even width cuts z off
         return torch.cat([z, angle.sin(), angle.cos()], -1)[..., -self.width :]

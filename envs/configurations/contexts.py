@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import multiprocessing
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import BudgetSampler
 from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
+
+LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms"}
+"""The key of a request's limit, by the sense of the budget."""
 
 
 def fresh_seed() -> int:
@@ -24,9 +29,8 @@ def fresh_seed() -> int:
     process is mixed into the seed, so that they still get different ones.
     """
     drawn = int(torch.randint(1 << 62, ()))
-    if multiprocessing.parent_process() is None:
-        return drawn
-    return drawn ^ zlib.crc32(multiprocessing.current_process().name.encode())
+    name = multiprocessing.current_process().name
+    return drawn ^ (zlib.crc32(name.encode()) if multiprocessing.parent_process() else 0)
 
 
 def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
@@ -43,12 +47,9 @@ def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
     if by == "configuration":
         members = table.mask[rows].double()
     else:
-        if by == "dataset":
-            names = table.dataset_names
-        else:
-            names = table.question_types
-        names_of_rows = [names[row] for row in rows.tolist()] if names else []
-        kinds, group = np.unique(names_of_rows, return_inverse=True)
+        types = table.question_types or ("unknown",) * table.num_samples
+        names = np.array(table.dataset_names if by == "dataset" else types)
+        kinds, group = np.unique(names[rows.numpy()], return_inverse=True)
         if len(kinds) < 2:
             raise InputError(
                 f"balance.by={by}: the training samples of profile {table.name!r} have fewer than "
@@ -56,6 +57,7 @@ def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
             )
         members = torch.nn.functional.one_hot(torch.from_numpy(group)).double()
     # members [n, groups]: a sample counts 1/size for each group that it is in
+    # a sample that is not drawn from has weight 0
     weights = torch.zeros(table.num_samples, dtype=torch.float64)
     weights[rows] = members @ (1 / members.sum(0).clamp_min(1))
     return weights
@@ -89,16 +91,16 @@ class ContextSampler:
             rows = [torch.as_tensor(rows)]
         lists = [torch.as_tensor(part, dtype=torch.long) for part in rows]
         self.counts = torch.tensor([len(part) for part in lists])
-        if not lists or not self.counts.all():
+        if not self.counts.all():
             raise InputError("the environment got no samples to draw from")
-        self.rows = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
+        self.rows = pad_sequence(lists, batch_first=True)
+        # budgets are those of all lists together
         together = torch.cat(lists).unique() if len(lists) > 1 else lists[0]
         self.budgets = BudgetSampler(table, budget, together)
         self.weights: Tensor | None = None
         if balance != "none":
             weights = row_weights(table, balance, together)
-            weights_of_lists = [weights[part] for part in lists]
-            self.weights = torch.nn.utils.rnn.pad_sequence(weights_of_lists, batch_first=True)
+            self.weights = pad_sequence([weights[part] for part in lists], batch_first=True)
         self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
         self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
 
@@ -121,19 +123,20 @@ class ContextSampler:
         if self.weights is not None:
             per_list = math.ceil(count / len(self.rows))
             drawn = torch.multinomial(self.weights, per_list, True, generator=self.generator)
-            rows = self.rows[turn, drawn.T.flatten()[:count]]
+            drawn = drawn.T.flatten()[:count]
         elif len(self.rows) == 1:
             drawn = torch.randint(self.rows.shape[1], (count,), generator=self.generator)
-            rows = self.rows[0][drawn]
         else:
             # a large number modulo the length, because the lists differ in length
             drawn = torch.randint(1 << 62, (count,), generator=self.generator) % self.counts[turn]
-            rows = self.rows[turn, drawn]
-        if chosen is not None and not torch.isin(chosen, self.rows).all():
-            raise InputError(
-                f"reset options: row={chosen.tolist()} is not among the rows of this environment"
-            )
-        rows = rows if chosen is None else chosen
+        rows = self.rows[turn, drawn]
+        if chosen is not None:
+            if not torch.isin(chosen, self.rows).all():
+                raise InputError(
+                    f"reset options: row={chosen.tolist()} is not among the rows of this "
+                    "environment"
+                )
+            rows = chosen
         return rows, self.budgets(rows, self.generator)
 
     def set_back(self, before: Tensor) -> None:
@@ -141,16 +144,72 @@ class ContextSampler:
         self.generator.set_state(before)
 
 
-def limit_key(budget: BudgetConfig | None) -> str:
-    """Return the key of the number that limits a request.
+def chosen_context(
+    options: Mapping[str, Any], table: ProfileTable, limit_key: str, count: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Read the options of `reset`, by which a person chooses `count` contexts.
 
-    It is `budget_ms`; under a mean budget `worth_ms`, the worth of a right answer.
+    The options are `row` or `sample_id` (with `dataset`, where data sets share ids), and
+    `budget_ms`, or under a mean budget `worth_ms`. A single row, budget or worth holds for every
+    context; else there is one for each.
+
+    Returns:
+        rows int64 [count], and limits float32 [count] in ms; None for what is to be drawn.
+
+    Raises:
+        InputError: another option, an unknown sample, or a limit that is not positive and finite.
     """
-    sense = budget.sense if budget else "deadline"
-    return {"deadline": "budget_ms", "mean": "worth_ms"}[sense]
+    known = ("row", "sample_id", "dataset", limit_key)
+    if unknown := [name for name in options if name not in known]:
+        raise InputError(f"reset options: {unknown[0]!r}: must be one of {', '.join(known)}")
+    by_id = "sample_id" in options
+    if ("row" in options and by_id) or ("dataset" in options and not by_id):
+        raise InputError(
+            "reset options: name the sample by row, or by sample_id (with dataset where ids repeat)"
+        )
+    rows = options.get("row")
+    if by_id:
+        rows = _row_of_id(str(options["sample_id"]), options.get("dataset"), table)
+    float32 = torch.finfo(torch.float32)
+    limits = options.get(limit_key)
+    return (
+        _checked("row", rows, np.int64, 0, table.num_samples - 1, count),
+        _checked(limit_key, limits, np.float32, float32.tiny, float32.max, count),
+    )
 
 
-def reward_under(budget: BudgetConfig | None, reward: RewardConfig | str | None) -> RewardConfig:
+def _checked(
+    name: str, value: Any, dtype: type[np.generic], low: float, high: float, count: int
+) -> Tensor | None:
+    """Return numbers from low to high as a tensor [count]; one number holds for every context."""
+    if value is None:
+        return None
+    # whole numbers stand for floats too, but nothing else is converted
+    array = np.asarray(value)
+    fits = np.can_cast(array.dtype, dtype, "same_kind") and array.dtype != bool
+    fits = fits and array.shape in ((), (count,))
+    if not fits or not ((low <= array) & (array <= high)).all():
+        raise InputError(
+            f"reset options: {name}={value!r}: must be from {low:g} to {high:g}; give one for all "
+            f"environments, or {count}"
+        )
+    return torch.from_numpy(np.broadcast_to(array, count).astype(dtype))
+
+
+def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
+    known = np.array(table.sample_ids) == sample_id
+    if dataset is not None:
+        known &= np.array(table.dataset_names) == dataset
+    rows = known.nonzero()[0].tolist()
+    if len(rows) != 1:
+        raise InputError(
+            f"reset options: {len(rows)} samples of {table.name!r} have sample_id={sample_id!r} "
+            f"and dataset={dataset!r} (None is any); the first ids are {table.sample_ids[:3]}"
+        )
+    return int(rows[0])
+
+
+def reward_under(budget: BudgetConfig, reward: RewardConfig | str | None) -> RewardConfig:
     """Return the settings of a reward that is given as such, by its kind, or not at all.
 
     The default is the reward of training; under a mean budget it is `priced`.
@@ -158,15 +217,14 @@ def reward_under(budget: BudgetConfig | None, reward: RewardConfig | str | None)
     Raises:
         InputError: the reward does not go with the sense of the budget.
     """
-    sense = "deadline" if budget is None else budget.sense
-    priced = sense != "deadline"
+    priced = budget.sense != "deadline"
     if reward is None:
         reward = "priced" if priced else TRAINING_REWARD
     if isinstance(reward, str):
         reward = TRAINING_REWARD if reward == TRAINING_REWARD.kind else RewardConfig(kind=reward)
     if (reward.kind == "priced") != priced:
         raise InputError(
-            f"reward.kind={reward.kind}: does not suit budget.sense={sense}; priced goes with "
-            "mean only"
+            f"reward.kind={reward.kind}: does not suit budget.sense={budget.sense}; priced goes "
+            "with mean only"
         )
     return reward

@@ -90,23 +90,18 @@ def drifted_copies(
 def _repeated(table: ProfileTable, factors: Tensor) -> ProfileTable:
     """Return copies of a table below each other, latencies times factors [N·copies, C]."""
     copies = len(factors) // table.num_samples
-    changed: dict[str, Any] = {
-        "accuracy": table.accuracy.repeat(copies, 1),
-        "latency_ms": table.latency_ms.repeat(copies, 1) * factors,
-        "mask": table.mask.repeat(copies, 1),
-        "features": {},
-    }
-    sample_ids: list[str] = []
-    for k in range(copies):
-        sample_ids += [f"{name} {k}" for name in table.sample_ids]
-    changed["sample_ids"] = tuple(sample_ids)
-    for name in ProfileTable.WORDS:
+    changed: dict[str, Any] = {"features": {}}
+    for name in ("accuracy", "latency_ms", "mask", *ProfileTable.OPTIONAL):
         values = getattr(table, name)
-        changed[name] = values * copies if values else values
-    if table.repeats_ms is not None:
-        changed["repeats_ms"] = table.repeats_ms.repeat(copies, 1, 1) * factors.unsqueeze(-1)
-    if table.first_look_ms is not None:
-        changed["first_look_ms"] = table.first_look_ms.repeat(copies, 1)
+        if values is not None:
+            changed[name] = torch.cat([values] * copies)
+    changed["latency_ms"] *= factors
+    if "repeats_ms" in changed:
+        changed["repeats_ms"] *= factors.unsqueeze(-1)
+    for name in ProfileTable.WORDS:
+        changed[name] = getattr(table, name) * copies
+    names = (f"{name} {k}" for k in range(copies) for name in table.sample_ids)
+    changed["sample_ids"] = tuple(names)
     return replace(table, **changed)
 
 

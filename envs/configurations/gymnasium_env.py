@@ -7,7 +7,6 @@ many at once.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import pkgutil
@@ -24,11 +23,10 @@ from torch import Tensor
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.contexts import ContextSampler, limit_key
-from knobwise.envs.configurations.options import chosen_context
+from knobwise.envs.configurations.contexts import LIMIT_KEYS, ContextSampler, chosen_context
 from knobwise.envs.configurations.rendering import View
 from knobwise.envs.configurations.replay import Replay
-from knobwise.envs.configurations.reward import expected_utility
+from knobwise.envs.configurations.reward import RewardTable, expected_utility
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -83,7 +81,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
 
     Args:
         table: the profile; None for the built-in one.
-        budget, reward, unprofiled, action, action_keys, repeats: see `Replay`.
+        budget, reward: see `Replay`.
         rows: int64 [n], the samples to draw from; None for all.
         render_mode: None, "ansi" (words) or "rgb_array" (uint8 [520, 900, 3]), which
             `gymnasium.make` shows in a window for "human".
@@ -92,6 +90,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
             side.
         inputs: a function from a sample id to its question and picture, for rendering. A text
             `module:function` names such a function for the built-in profile alone.
+        options: `unprofiled`, `action`, `action_keys` and `repeats`, see `Replay`.
 
     Raises:
         InputError: a setting, an option of `reset` or an action that does not exist.
@@ -106,30 +105,21 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         reward: RewardConfig | str | None = None,
         rows: Tensor | Sequence[int] | None = None,
         render_mode: str | None = None,
-        unprofiled: str = "nearest",
-        action: str = "knobs",
         inputs: Inputs | str | None = None,
-        repeats: str = "draw",
-        action_keys: str = "action",
         numeric_infos: bool = False,
+        **options: Any,
     ) -> None:
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
-        options = {
-            "unprofiled": unprofiled,
-            "action": action,
-            "repeats": repeats,
-            "action_keys": action_keys,
-        }
+        # a batch of one
         self._batch = ConfigBanditVectorEnv(1, table, budget, reward, rows, **options)
         self.table = self._batch.table
         self.render_mode = render_mode
         self.numeric_infos = numeric_infos
         self.observation_space = self._batch.single_observation_space
         self.action_space = self._batch.single_action_space
-        if self.table.name == "builtin" or callable(inputs):
-            self._inputs = inputs
-        else:
+        self._inputs = inputs
+        if self.table.name != "builtin" and not callable(inputs):
             self._inputs = None
         self._last: tuple[dict[str, Any], float | None] | None = None
 
@@ -154,18 +144,13 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         if self._last is None:
             raise gymnasium.error.ResetNeeded("call reset() before render()")
         info, reward = self._last
-        if isinstance(self._inputs, str):
-            inputs = pkgutil.resolve_name(self._inputs)
-        else:
-            inputs = self._inputs
-        if inputs is None:
-            question, picture = "", None
-        else:
-            question, picture = inputs(info["sample_id"])
+        # a name is looked up only where it is needed
+        inputs = self._inputs
+        if isinstance(inputs, str):
+            inputs = pkgutil.resolve_name(inputs)
+        question, picture = inputs(info["sample_id"]) if callable(inputs) else ("", None)
         view = View(self.table.knobs, self.table.unit, info, reward, question, picture)
-        if self.render_mode == "ansi":
-            return view.words()
-        return view.image()
+        return view.words() if self.render_mode == "ansi" else view.image()
 
     def _single(
         self, observations: Observation, infos: Info, reward: float | None
@@ -182,12 +167,9 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         # what is added from here on is for people
         key = self._batch.limit_key
         mask = observation["mask"].astype(bool)
-        info |= {
-            "sample_id": self.table.sample_ids[info["row"]],
-            key: observation[key].tolist(),
-            "mask": mask,
-        }
-        info.setdefault("action_mask", self._knob_masks(mask))
+        info = {"action_mask": self._knob_masks(mask)} | info
+        info |= {key: observation[key].item(), "mask": mask}
+        info["sample_id"] = self.table.sample_ids[info["row"]]
         for name in info.keys() & {"configuration", "oracle_configuration"}:
             values = zip(self.table.knobs, info[name], strict=True)
             info[name] = {knob.name: knob.values[value] for knob, value in values}
@@ -202,15 +184,11 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         """
         profiled = self.table.configurations.numpy()[mask]
         columns = zip(profiled.T, self.table.knob_sizes, strict=True)
-        masks = tuple(
-            (np.bincount(values, minlength=size) > 0).astype(np.int8) for values, size in columns
-        )
+        masks = tuple(np.isin(range(size), values).astype(np.int8) for values, size in columns)
         if math.prod(int(knob.sum()) for knob in masks) != len(profiled):
             return None
         names = self._batch.knob_keys
-        if names:
-            return dict(zip(names, masks, strict=True))
-        return masks
+        return dict(zip(names, masks, strict=True)) if names else masks
 
 
 class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
@@ -241,12 +219,9 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         reward: RewardConfig | str | None = None,
         rows: Tensor | Sequence[int] | None = None,
         render_mode: str | None = None,
-        unprofiled: str = "nearest",
-        action: str = "knobs",
         inputs: Inputs | str | None = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
-        repeats: str = "draw",
-        action_keys: str = "action",
+        **options: Any,
     ) -> None:
         if os.getpid() != _PROCESS:
             # torch would wait for its threads, which a fork leaves behind
@@ -256,39 +231,33 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             raise InputError(
                 f"table={table!r}: must be a ProfileTable; knobwise.read(FILE) reads it"
             )
+        budget = budget or BudgetConfig()
         self.table = table
         self.num_envs = num_envs
         self.render_mode = render_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
-        self.limit_key = limit_key(budget)
-        self._repeats = repeats
-        self._replay = Replay(table, budget, reward, unprofiled, action, None, repeats, action_keys)
-        self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=None)
+        self._replay = Replay(table, budget, reward, **options)
+        self._contexts = ContextSampler(table, budget, rows, seed=None)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
         self._features = {
             name: torch.where(block.isnan(), block.nanmedian(0).values.nan_to_num(), block)
             for name, block in table.features.items()
         }
+        self.limit_key = LIMIT_KEYS[budget.sense]
         self.knob_keys = self._replay.knob_keys
-        self.single_observation_space: Any = self._observation_space()
-        self.single_action_space: Any = self._action_space()
-        self.observation_space = gymnasium.vector.utils.batch_space(
-            self.single_observation_space, num_envs
-        )
-        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
+        blocks: dict[str, Any] = {name: _box(block) for name, block in self._features.items()}
+        blocks[self.limit_key] = spaces.Box(0.0, float(np.finfo(np.float32).max), ())
+        blocks["mask"] = spaces.MultiBinary(table.num_configurations)
+        self.single_observation_space: Any = spaces.Dict(blocks)
+        self.single_action_space: Any = self._actions()
+        batched = gymnasium.vector.utils.batch_space
+        self.observation_space = batched(self.single_observation_space, num_envs)
+        self.action_space = batched(self.single_action_space, num_envs)
         self._context: tuple[Tensor, Tensor] | None = None
         self._over = np.zeros(num_envs, dtype=bool)  # whose episode has ended
 
-    def _observation_space(self) -> spaces.Dict:
-        """Return the space of one observation."""
-        blocks: dict[str, Any] = {name: _box(block) for name, block in self._features.items()}
-        most = float(np.finfo(np.float32).max)
-        limit = spaces.Box(0.0, most, ())
-        mask = spaces.MultiBinary(self.table.num_configurations)
-        return spaces.Dict({**blocks, self.limit_key: limit, "mask": mask})
-
-    def _action_space(self) -> spaces.Space[Any]:
+    def _actions(self) -> spaces.Space[Any]:
         """Return the space of one action."""
         if self.knob_keys:
             knobs = zip(self.knob_keys, self.table.knob_sizes, strict=True)
@@ -328,30 +297,20 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if self.autoreset_mode != AutoresetMode.SAME_STEP:
             return last, rewards, ended, ~ended, self._with_masks(outcomes)
         observations, infos = self.draw()
-        final_obs = self._one_by_one(last)
+        final_obs = np.empty(self.num_envs, dtype=object)
+        for i in range(self.num_envs):
+            # arrays of shape (), not numbers, are what is in a Box of this shape
+            final_obs[i] = {name: values[i, ...] for name, values in last.items()}
         # TorchRL looks for the parts of a Dict observation in final_info
-        final = {"final_obs": final_obs, "final_info": self._with_masks({**outcomes, **last})}
-        return observations, rewards, ended, ~ended, self._with_masks({**infos, **final})
-
-    def _one_by_one(self, observations: Observation) -> NDArray[Any]:
-        """Split a batch of observations into an array of num_envs dicts."""
-        # arrays of shape (), not numbers, are what is in a Box of this shape
-        parts = (
-            np.nditer(values, op_flags=["readwrite"]) if values.ndim == 1 else values
-            for values in observations.values()
-        )
-        # map and zip build the dicts in C, which is much faster than a loop
-        named = map(zip, itertools.repeat(tuple(observations)), zip(*parts, strict=True))
-        out = np.empty(self.num_envs, dtype=object)
-        out[:] = list(map(dict, named))
-        return out
+        final = {"final_obs": final_obs, "final_info": self._with_masks(outcomes | last)}
+        return observations, rewards, ended, ~ended, self._with_masks(infos | final)
 
     def _with_masks(
         self, infos: dict[str, Any], renewed: NDArray[np.bool_] | None = None
     ) -> dict[str, Any]:
         """Pair every info with the mask of the environments that gave it, as gymnasium does."""
         mask = np.ones(self.num_envs, dtype=bool) if renewed is None else renewed
-        return {**infos, **{f"_{name}": mask for name in infos}}
+        return infos | {f"_{name}": mask for name in infos}
 
     def draw(
         self,
@@ -362,6 +321,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         """Draw contexts and observe them: all, or only the `renewed` ones, bool [num_envs]."""
         if seed is not None:
             self._contexts.generator.manual_seed(seed)
+        # as many contexts are drawn whatever is chosen, so that a seed stays a seed
         chosen, chosen_limits = chosen_context(
             options or {}, self.table, self.limit_key, self.num_envs
         )
@@ -386,6 +346,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             raise gymnasium.error.ResetNeeded(
                 "call reset() before step(): every episode is one decision"
             )
+        # actions as [n, 1, K] or [n, 1]
         rows, limits = self._context
         if self.knob_keys:
             knobs = self._replay.side_by_side(actions)
@@ -393,37 +354,29 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             knobs = torch.from_numpy(np.array(actions))
         grouped = self._replay.grouped(knobs, self.num_envs)
         replayed = self._replay(rows, grouped, limits, self._contexts.generator)
-        priced = self.limit_key != "budget_ms"
-        best = oracle(self.table, rows, limits, priced, self._repeats).unsqueeze(1)
+        best = oracle(self._replay.rewards, rows, limits).unsqueeze(1)
         observations, info = self._observe(rows, limits)
-        outcome = self._replay.outcome(rows, replayed)
-        info |= self._outcome_info("", replayed.configuration, outcome)
-        info |= self._outcome_info("oracle_", best, self._replay.rewards.outcome(rows, best))
+        outcomes = {
+            "": (replayed.configuration, replayed.accuracy, replayed.latency_ms),
+            "oracle_": (best, *self._replay.rewards.outcome(rows, best)),
+        }
+        for who, outcome in outcomes.items():
+            choice, accuracy, latency_ms = (cells.squeeze(1) for cells in outcome)
+            info |= {f"{who}accuracy": accuracy.numpy(), f"{who}latency_ms": latency_ms.numpy()}
+            if self.limit_key == "budget_ms":
+                info[f"{who}violation"] = (latency_ms > limits).numpy()
+            info[f"{who}configuration"] = self.table.configurations[choice].numpy()
         self._over[:] = True
         return observations, replayed.reward[:, 0].numpy(), info
 
-    def _outcome_info(self, prefix: str, choice: Tensor, outcome: tuple[Tensor, ...]) -> Info:
-        """Return the infos about these choices, int64 [num_envs, 1], and their outcome."""
-        assert self._context is not None
-        limits = self._context[1]
-        accuracy, latency_ms = (cells.squeeze(1).numpy() for cells in outcome)
-        info = {f"{prefix}accuracy": accuracy, f"{prefix}latency_ms": latency_ms}
-        if self.limit_key == "budget_ms":
-            info[f"{prefix}violation"] = latency_ms > limits.numpy()
-        knobs = self.table.configurations.index_select(0, choice.squeeze(1))
-        info[f"{prefix}configuration"] = knobs.numpy()
-        return info
-
     def _observe(self, rows: Tensor, limits: Tensor) -> tuple[Observation, Info]:
         """Return the observations and the infos of contexts before a decision, in new arrays."""
-        blocks = {
-            name: block.index_select(0, rows).numpy() for name, block in self._features.items()
-        }
-        mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
+        observation = {name: block[rows].numpy() for name, block in self._features.items()}
+        mask = self.table.mask[rows].numpy().view(np.int8)
         info = {"row": rows.numpy().copy()}
         if self._replay.action == "configuration":
             info["action_mask"] = mask.copy()
-        return {**blocks, self.limit_key: limits.numpy().copy(), "mask": mask}, info
+        return observation | {self.limit_key: limits.numpy().copy(), "mask": mask}, info
 
 
 @functools.cache
@@ -447,32 +400,25 @@ def _box(block: Tensor) -> spaces.Box:
     return spaces.Box(float(low), float(high) or 1.0, block.shape[1:])
 
 
-def oracle(
-    table: ProfileTable, rows: Tensor, limits: Tensor, priced: bool = False, repeats: str = "draw"
-) -> Tensor:
+def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
     """Find the best profiled configuration of each sample, int64 [n].
 
-    It has the highest utility, and of equal ones the lowest latency. If `priced`, it has the
-    highest accuracy − latency/worth instead.
+    It has the highest utility, and of equal ones the lowest latency; under the reward `priced` it
+    has the highest accuracy − latency/worth instead. Of several measurements of a cell the mean
+    counts.
 
     Args:
-        table: the profile.
+        rewards: of the table.
         rows: int64 [n], the samples.
-        limits: float [n], budgets in ms; if `priced`, the worth of a right answer in ms.
-        priced: whether limits are worths.
-        repeats: `draw` for the mean over a cell's measurements, `median` for that of its median
-            latency.
+        limits: float [n], budgets in ms; under `priced` the worth of a right answer in ms.
     """
     # an unprofiled cell counts as infinitely late: it gains nothing, and of the cells that gain
     # nothing it is the slowest
-    latency = table.latency_ms.index_select(0, rows).nan_to_num(torch.inf)
-    if repeats == "median":
-        measured = latency.unsqueeze(-1)
-    else:
-        measured = table.measurements_ms.index_select(0, rows)
-    accuracy = table.accuracy.index_select(0, rows)
+    latency = rewards.latency_ms[rows].nan_to_num(torch.inf)
+    measured = latency.unsqueeze(-1) if rewards.repeats_ms is None else rewards.repeats_ms[rows]
+    accuracy = rewards.accuracy[rows]
     limits = limits.unsqueeze(1)
-    if priced:
+    if rewards.config.kind == "priced":
         gain = accuracy.nan_to_num() - measured.nanmean(-1).nan_to_num(torch.inf) / limits
     else:
         gain = expected_utility(accuracy, measured, limits)

@@ -25,7 +25,12 @@ _WHITE = "#ffffff"
 _CHOSEN = "#2563a8"
 _ON_TIME = "#2e7d4f"
 _LATE = "#b93a32"
-_VERDICTS = {None: ("", _GREY), True: (", late", _LATE), False: (", on time", _ON_TIME)}
+_VERDICTS = {
+    None: ("", "", _GREY),
+    True: (", over budget", ", late", _LATE),
+    False: (", within budget", ", on time", _ON_TIME),
+}
+"""Whether the budget was missed → what words and the picture say, and the colour."""
 _font = functools.cache(ImageFont.load_default)
 
 
@@ -48,13 +53,11 @@ class View:
         question = f"\nQuestion: {self.question}" if self.question else ""
         request = f"Sample {self.info['sample_id']}, {self._limit()}"
         if self.reward is None:
-            lines = [f"{request}: what will you set?{question}"]
-            lines += [f"  {knob.name}: {', '.join(map(str, knob.values))}" for knob in self.knobs]
-            return "\n".join(lines)
-        chosen = self._outcome("")
-        best = self._outcome("oracle_")
+            knobs = [f"  {knob.name}: {', '.join(map(str, knob.values))}" for knob in self.knobs]
+            return "\n".join([f"{request}: what will you set?{question}", *knobs])
         return (
-            f"{request}.{question}\nChosen: {chosen}; reward {self.reward:+.3f}.\nOracle: {best}."
+            f"{request}.{question}\nChosen: {self._outcome('')}; reward {self.reward:+.3f}.\n"
+            f"Oracle: {self._outcome('oracle_')}."
         )
 
     def _limit(self) -> str:
@@ -64,15 +67,12 @@ class View:
 
     def _amount(self, key: str) -> str:
         value = float(self.info[key])
-        if value >= 0.1 or value == 0:
-            return f"{value:.2f} {self.unit}"
-        return f"{value:.3g} {self.unit}"
+        digits = ".2f" if value >= 0.1 or value == 0 else ".3g"
+        return f"{value:{digits}} {self.unit}"
 
     def _outcome(self, who: str) -> str:
         knobs = ", ".join(f"{k} = {v}" for k, v in self.info[f"{who}configuration"].items())
-        late = {None: "", True: ", over budget", False: ", within budget"}[
-            self.info.get(f"{who}violation")
-        ]
+        late = _VERDICTS[self.info.get(f"{who}violation")][0]
         return (
             f"{knobs}: accuracy {self.info[f'{who}accuracy']:.2f}, "
             f"{self._amount(f'{who}latency_ms')}{late}"
@@ -116,21 +116,22 @@ class View:
         half = min(32, 3 * step // 8)
         size = min(32, step // 2)
         _text(draw, (688, middle), knob.name, size, width=300)
-        chosen = self.info.get("configuration", {}).get(knob.name)
-        best = self.info.get("oracle_configuration", {}).get(knob.name)
-        widths = {
-            value: 40 + _font(size).getlength(cut(str(value), size, 200)) for value in knob.values
-        }
+        marked = [
+            self.info.get(f"{who}configuration", {}).get(knob.name) for who in ("", "oracle_")
+        ]
+        labels = {value: cut(str(value), size, 200) for value in knob.values}
+        widths = {value: 40 + _font(size).getlength(label) for value, label in labels.items()}
         # marked values first, so that the others are dropped until the rest fits
-        kept = sorted(knob.values, key=lambda value: value not in (chosen, best))
+        kept = sorted(knob.values, key=lambda value: value not in marked)
         while sum(widths[value] + 14 for value in kept) > 700:
             kept.pop()
         left = 1008.0
         for value in sorted(kept, key=knob.values.index):
             right = left + widths[value]
-            _chip(draw, (left, middle - half, right, middle + half), value == chosen, value == best)
-            colour = _WHITE if value == chosen else _INK
-            _text(draw, ((left + right) / 2, middle), str(value), size, colour, "mm", 200)
+            chosen, best = (value == mark for mark in marked)
+            _chip(draw, (left, middle - half, right, middle + half), chosen, best)
+            colour = _WHITE if chosen else _INK
+            _text(draw, ((left + right) / 2, middle), labels[value], size, colour, "mm")
             left = right + 14
         if len(kept) < len(knob.values):
             _text(draw, (left, middle), "…", size)
@@ -148,7 +149,7 @@ class View:
         # a budget of more than three times the longest bar is off the scale
         scale = 760 / max(longest, min(budget, 3 * longest))
         for middle, title, who in (868, "Chosen", ""), (928, "Best", "oracle_"):
-            verdict, colour = _VERDICTS[self.info.get(f"{who}violation")]
+            _, verdict, colour = _VERDICTS[self.info.get(f"{who}violation")]
             _chip(draw, (100, middle - 11, 122, middle + 11), title == "Chosen", title == "Best")
             _text(draw, (144, middle), title, 32)
             _text(draw, (336, middle), f"{self.info[f'{who}accuracy']:.2f}", 32)
@@ -191,11 +192,8 @@ def cut(text: str, size: int, width: float) -> str:
     Accents are dropped, and letters that the font lacks become ?.
     """
     letters = unicodedata.normalize("NFKD", " ".join(text[:200].split()))
-    text = "".join(
-        c if c.isprintable() and c.isascii() else "?"
-        for c in letters
-        if not unicodedata.combining(c)
-    )
+    kept = (c for c in letters if not unicodedata.combining(c))
+    text = "".join(c if c.isprintable() and c.isascii() else "?" for c in kept)
     while _font(size).getlength(text) > width:
         text = f"{text[:-2]}…"
     return text
@@ -211,6 +209,6 @@ def _fitted(picture: Any, size: tuple[int, int]) -> Image.Image:
         if array.dtype.kind == "f":
             array = (array.clip(0, 1) * 255).round()
         picture = Image.fromarray(array.astype(np.uint8))
-    small = max(picture.size) < 128
-    method = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
+    methods = Image.Resampling
+    method = methods.NEAREST if max(picture.size) < 128 else methods.LANCZOS
     return ImageOps.pad(picture.convert("RGB"), size, method, _PANEL)

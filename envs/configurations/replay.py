@@ -34,11 +34,10 @@ class Outcome(NamedTuple):
     """int64, the configuration of the table that was replayed."""
     reward: Tensor
     """float32."""
-    missing: Tensor | None
-    """bool, True for actions that were never profiled for their sample; None if all were."""
-    repeat: Tensor | None = None
-    """int64, the measurement that was drawn, see `RewardTable.outcome`; None if it is the median,
-    or the only one."""
+    accuracy: Tensor
+    """float32."""
+    latency_ms: Tensor
+    """float32, of the measurement that was drawn, or the median."""
 
 
 class Replay:
@@ -89,19 +88,17 @@ class Replay:
         if action_keys == "knobs":
             one_of("action_keys=knobs: action", action, ["knobs"])
             self.knob_keys = [knob.name for knob in table.knobs]
-        self.rewards = RewardTable(table, reward_under(budget, reward), device, repeats, cost_ms)
-        if device is None:
-            self.find = table.find
-        else:
-            self.find = ActionIndex(table.configurations).to(device)
+        # everything lies on the device where decisions arrive
+        config = reward_under(budget or BudgetConfig(), reward)
+        self.rewards = RewardTable(table, config, device, repeats, cost_ms)
+        self.find = ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)
-        names = ["the configuration"]
+        self.names = ["the configuration"]
         sizes = [table.num_configurations]
         if action == "knobs":
-            names = [f"knob {knob.name}" for knob in table.knobs]
-            sizes = list(table.knob_sizes)
-        self.names = names
-        self.sizes = torch.tensor(sizes, device=self.configurations.device)
+            self.names = [f"knob {knob.name}" for knob in table.knobs]
+            sizes = table.knob_sizes
+        self.sizes = torch.tensor(sizes, device=device)
 
     def __call__(
         self, rows: Tensor, action: Tensor, limits: Tensor, generator: torch.Generator | None = None
@@ -118,22 +115,38 @@ class Replay:
             InputError: an action outside its range; under `error` an action that was never profiled
                 for its sample.
         """
-        if self.action == "knobs":
-            configuration = self.find(action)
-        else:
-            self._refuse_outside(action.unsqueeze(-1))
-            configuration = action
+        by_knobs = self.action == "knobs"
+        self._refuse_outside(action if by_knobs else action.unsqueeze(-1))
+        configuration = self.find(action) if by_knobs else action
         # cells differ in how many measurements they have, so draw a large number modulo that
         repeat = None
         if self.rewards.repeats_ms is not None:
-            repeat = torch.randint(1 << 62, configuration.shape, generator=generator).to(
-                configuration.device
-            )
-        reward = self.rewards.chosen(rows, configuration, limits, repeat)
-        # configurations that were not profiled are −1 or have the reward NaN
-        if not ((configuration.amin() < 0) | reward.sum().isnan()):
-            return Outcome(configuration, reward, None, repeat)
-        return self._with_unprofiled(rows, action, configuration, limits, repeat)
+            repeat = torch.randint(1 << 62, configuration.shape, generator=generator)
+            repeat = repeat.to(configuration.device)
+        accuracy, latency_ms = self.rewards.outcome(rows, configuration, repeat)
+        # configurations that were never profiled at all are −1
+        missing = (configuration < 0) | accuracy.isnan()
+        at = missing.nonzero()[:, 0]  # the context of each missing action, [m]
+        if len(at):
+            if self.unprofiled == "error":
+                sample = self.table.sample_ids[int(rows[at[0]])]
+                raise InputError(
+                    f"{len(at)} of the actions were never profiled for their sample (the first: "
+                    f"sample {sample!r} of {self.table.name!r}); `mask` says which configurations "
+                    "were, and unprofiled=nearest replays the nearest of them"
+                )
+            # the steps of each missing action to every configuration, [m, C]
+            knobs = action if by_knobs else self.configurations[action]
+            steps = torch.cdist(knobs[missing].float(), self.configurations.float(), p=1)
+            steps = steps.masked_fill(self.rewards.accuracy[rows[at]].isnan(), torch.inf)
+            configuration = configuration.masked_scatter(missing, steps.argmin(1))
+            accuracy, latency_ms = self.rewards.outcome(rows, configuration, repeat)
+        reward = self.rewards.reward_of(accuracy, latency_ms, limits.unsqueeze(-1), configuration)
+        if self.unprofiled == "penalty":
+            accuracy = accuracy.masked_fill(missing, 0.0)
+            profiled = self.rewards.all(rows[at], limits[at]).nan_to_num(torch.inf)
+            reward = reward.masked_scatter(missing, profiled.amin(1) - 1)
+        return Outcome(configuration, reward, accuracy, latency_ms)
 
     def side_by_side(self, actions: Mapping[str, Any] | Any) -> Tensor:
         """Stack the values of knobs that have their own keys, [*] each → [*, K].
@@ -154,75 +167,25 @@ class Replay:
         Raises:
             InputError: actions of another shape, or that are not whole numbers.
         """
+        shape = [contexts, group]
         if self.action == "knobs":
-            shape: tuple[int, ...] = (contexts, group, len(self.sizes))
-        else:
-            shape = (contexts, group)
-        axes = [size for size in action.shape if size != 1]
-        same = axes == [size for size in shape if size != 1]
+            shape.append(len(self.names))
+        same = [size for size in action.shape if size != 1] == [size for size in shape if size != 1]
         if not same or action.dtype == torch.bool or action.is_floating_point():
-            if self.action == "knobs":
-                wanted = f"{len(self.sizes)} indices, one for each knob"
-            else:
-                wanted = "one index"
-            if contexts * group > 1:
-                wanted += f", for each of {contexts} × {group} decisions"
             raise InputError(
-                f"action: is {action.dtype} {[*action.shape]}; must be int64 {[*shape]}: {wanted}"
+                f"action: is {action.dtype} {[*action.shape]}; must be int64 {shape}: the index of "
+                f"{' and of '.join(self.names)}, for each of {contexts} × {group} decisions"
             )
+        # axes of length 1 come back
         return action.long().reshape(shape)
-
-    def outcome(self, rows: Tensor, replayed: Outcome) -> tuple[Tensor, ...]:
-        """Return accuracy and latency in ms of these decisions, float32 [P, G] each."""
-        accuracy, latency_ms = self.rewards.outcome(rows, replayed.configuration, replayed.repeat)
-        if replayed.missing is not None and self.unprofiled == "penalty":
-            accuracy = accuracy.masked_fill(replayed.missing, 0.0)
-        return accuracy, latency_ms
-
-    def _with_unprofiled(
-        self,
-        rows: Tensor,
-        action: Tensor,
-        configuration: Tensor,
-        limits: Tensor,
-        repeat: Tensor | None,
-    ) -> Outcome:
-        """Decide where some actions were never profiled for their sample, as `unprofiled` says."""
-        mask = ~self.rewards.accuracy.index_select(0, rows).isnan()
-        missing = (configuration < 0) | ~mask.gather(1, configuration.clamp_min(0))
-        if self.action == "knobs":
-            knobs = action
-            self._refuse_outside(knobs)
-        else:
-            knobs = self.configurations[action]
-        if self.unprofiled == "error" and missing.any():
-            sample = self.table.sample_ids[int(rows[missing.any(1)][0])]
-            raise InputError(
-                f"{int(missing.sum())} of the actions were never profiled for their sample (the "
-                "first: sample "
-                f"{sample!r} of {self.table.name!r}); `mask` says which configurations were, and "
-                "unprofiled=nearest "
-                "replays the nearest of them"
-            )
-        # the context of each missing action, [m], and its steps to every configuration, [m, C]
-        at = missing.nonzero()[:, 0]
-        steps = torch.cdist(knobs[missing].float(), self.configurations.float(), p=1)
-        nearest = steps.masked_fill(~mask[at], torch.inf).argmin(1)
-        configuration = configuration.masked_scatter(missing, nearest)
-        reward = self.rewards.chosen(rows, configuration, limits, repeat)
-        if self.unprofiled == "penalty":
-            profiled = self.rewards.all(rows[at], limits[at]).nan_to_num(torch.inf)
-            reward = reward.masked_scatter(missing, profiled.amin(1) - 1)
-        return Outcome(configuration, reward, missing, repeat)
 
     def _refuse_outside(self, indices: Tensor) -> None:
         """Refuse indices that no value has, int64 [P, G, K], or no configuration, [P, G, 1]."""
         outside = (indices < 0) | (indices >= self.sizes)
         if outside.any():
-            p, g, k = outside.nonzero()[0].tolist()
-            name = self.names[k]
-            size = int(self.sizes[k])
+            where = outside.nonzero()[0]
+            k = int(where[-1])
             raise InputError(
-                f"action: {name} has no index {int(indices[p, g, k])}; its {size} values have "
-                f"indices 0 to {size - 1}"
+                f"action: {self.names[k]} has no index {int(indices[*where])}; its indices are 0 "
+                f"to {int(self.sizes[k]) - 1}"
             )

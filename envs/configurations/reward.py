@@ -5,20 +5,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from knobwise.envs.configurations.reward_function import RewardFunction
+from knobwise.common.errors import InputError
+from knobwise.common.imports import imported, in_a_line
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
-
-
-def utility(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
-    """Compute the utility that every policy is judged by: accuracy if latency ≤ budget, else 0.
-
-    Shapes broadcast. NaN cells give 0.
-    """
-    return torch.where(latency_ms <= budget_ms, accuracy, 0.0)
 
 
 def share_in_time(measurements_ms: Tensor, budget_ms: Tensor) -> Tensor:
@@ -32,10 +28,9 @@ def share_in_time(measurements_ms: Tensor, budget_ms: Tensor) -> Tensor:
 
 
 def expected_utility(accuracy: Tensor, measurements_ms: Tensor, budget_ms: Tensor) -> Tensor:
-    """Compute the mean `utility` over a cell's measurements, accuracy · share in time.
+    """Compute accuracy · share in time: a policy is judged by accuracy on time, and 0 if late.
 
-    Accuracy [*], measurements [*, R], budgets [*] → [*]. Shapes broadcast. NaN cells give 0. For
-    R = 1 it is `utility`, bit for bit.
+    Accuracy [*], measurements [*, R], budgets [*] → [*]. Shapes broadcast. NaN cells give 0.
     """
     share = share_in_time(measurements_ms, budget_ms)
     return torch.where(share > 0, accuracy * share, 0.0)
@@ -82,14 +77,80 @@ def complexity(table: ProfileTable) -> Tensor:
     Knobs whose values are names or negative have no size and count 0.
     """
     columns = []
-    for k, knob in enumerate(table.knobs):
-        sizes = [0.0 if isinstance(v, str) else float(v) for v in knob.values]
-        largest = max(sizes)
-        if min(sizes) < 0 or largest <= 0:
-            sizes = [0.0] * len(sizes)
-            largest = 1.0
-        columns.append(torch.tensor(sizes)[table.configurations[:, k]] / largest)
+    for knob, column in zip(table.knobs, table.configurations.T, strict=True):
+        sizes = torch.tensor([0.0 if isinstance(v, str) else float(v) for v in knob.values])
+        if sizes.min() < 0:
+            sizes = torch.zeros_like(sizes)
+        columns.append(sizes[column] / (sizes.max() or 1.0))
     return torch.stack(columns).mean(0)
+
+
+class RewardFunction:
+    """A reward that the user wrote: `function(accuracy, latency_ms, budget_ms, knobs)`.
+
+    The first three are float32 tensors of one shape, whatever it is. `knobs` has a tensor of this
+    shape for each knob, by name: its values, or their indices where the values are names. The
+    result is a tensor of the same shape. A decision's reward must depend on its own numbers alone,
+    and be the same whenever the function is called. Cells that were not profiled come in as NaN,
+    and get NaN whatever the function returns.
+
+    Args:
+        name: `module:name`; modules are looked for in the current folder first, as by `python -m`.
+        table: the profile; the function is tried on its cells.
+        device: where the arguments will be; None for where the table is.
+
+    Raises:
+        InputError: there is no such function. Raised by the first call and any other: it raises, or
+            returns no tensor, another shape, or NaN or infinity in a profiled cell.
+    """
+
+    def __init__(
+        self, name: str, table: ProfileTable, device: torch.device | str | None = None
+    ) -> None:
+        self.key = f"reward.function={name}"
+        self._function = imported(self.key, name, "function", "examples.rewards:late_answers")
+        self.knobs: dict[str, Tensor] = {}  # float32 [C], the value of each configuration
+        configurations = table.configurations.to(device)
+        for knob, column in zip(table.knobs, configurations.T, strict=True):
+            values: Any = knob.values
+            if any(isinstance(value, str) for value in values):
+                values = range(len(values))
+            sizes = torch.tensor([*values], dtype=torch.float32, device=column.device)
+            self.knobs[knob.name] = sizes[column]
+        # try it on every cell, under the median latency as the budget
+        latency_ms = table.latency_ms.to(device)
+        budget_ms = latency_ms.nanmedian().clamp_min(LEAST_LATENCY_MS)
+        self(table.accuracy.to(device), latency_ms, budget_ms, torch.arange(len(configurations)))
+
+    def __call__(
+        self, accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, configurations: Tensor
+    ) -> Tensor:
+        """Return the rewards of decisions, float32, in the shape that all arguments broadcast to.
+
+        The arguments are float tensors and int64 configurations.
+        """
+        values = (sizes[configurations] for sizes in self.knobs.values())
+        cells = torch.broadcast_tensors(accuracy, latency_ms, budget_ms, *values)
+        profiled = ~(cells[0].isnan() | cells[1].isnan())
+        try:
+            rewards = self._function(*cells[:3], dict(zip(self.knobs, cells[3:], strict=True)))
+        except Exception as error:
+            raise InputError(f"{self.key}: raises {in_a_line(error)}") from error
+        returned = [*rewards.shape] if isinstance(rewards, Tensor) else type(rewards).__name__
+        if returned != [*profiled.shape]:
+            raise InputError(
+                f"{self.key}: returns {returned}; must return a tensor {[*profiled.shape]}, the "
+                "shape of its arguments"
+            )
+        bad = profiled & ~rewards.isfinite()
+        if bad.any():
+            right, took, limit = (float(values[bad][0]) for values in cells[:3])
+            raise InputError(
+                f"{self.key}: returns {float(rewards[bad][0])} in {int(bad.sum())} of "
+                f"{int(profiled.sum())} profiled cells, the first with accuracy {right:g}, latency "
+                f"{took:g} ms, budget {limit:g} ms; must be finite"
+            )
+        return torch.where(profiled, rewards.detach().to(torch.float32), torch.nan)
 
 
 class RewardTable:
@@ -115,7 +176,6 @@ class RewardTable:
     ) -> None:
         self.config = config
         self.complexity = complexity(table).to(device)
-        self.configurations = torch.arange(table.num_configurations, device=self.complexity.device)
         self.function: RewardFunction | None = None
         if config.function is not None:
             self.function = RewardFunction(config.function, table, device)
@@ -123,7 +183,7 @@ class RewardTable:
         self.latency_ms = table.latency_ms.to(device)
         self.repeats_ms: Tensor | None = None
         if table.repeats_ms is not None and repeats == "draw":
-            self.repeats_ms = table.measurements_ms.to(device)
+            self.repeats_ms = table.repeats_ms.to(device)
         if cost_ms:
             self.latency_ms = self.latency_ms + cost_ms
             if self.repeats_ms is not None:
@@ -134,13 +194,8 @@ class RewardTable:
 
         Rewards are means over the measurements of a cell, and NaN where it was not profiled.
         """
-        accuracy = self.accuracy.index_select(0, rows)
-        budgets_ms = budgets_ms.unsqueeze(-1)
-        if self.repeats_ms is None:
-            latency_ms = self.latency_ms.index_select(0, rows)
-            return self._rewards(accuracy, latency_ms, budgets_ms, self.configurations)
-        measured = self.repeats_ms.index_select(0, rows)
-        return self._mean(accuracy, measured, budgets_ms, self.configurations)
+        everything = torch.arange(len(self.complexity), device=rows.device)
+        return self.chosen(rows, everything.expand(len(rows), -1), budgets_ms)
 
     def outcome(
         self, rows: Tensor, configurations: Tensor, repeats: Tensor | None = None
@@ -156,51 +211,33 @@ class RewardTable:
         # cells count through the flattened table
         cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
         if repeats is None or self.repeats_ms is None:
-            return self.accuracy.take(cells), self.latency_ms.take(cells)
-        measured = self.repeats_ms.flatten(0, 1)[cells]
-        repeat = repeats % (~measured.isnan()).sum(-1).clamp_min(1)
-        return self.accuracy.take(cells), measured.gather(-1, repeat.unsqueeze(-1)).squeeze(-1)
+            latency_ms = self.latency_ms.take(cells)
+        else:
+            measured = self.repeats_ms[rows.unsqueeze(-1), configurations]
+            repeat = repeats % (~measured.isnan()).sum(-1).clamp_min(1)
+            latency_ms = measured.gather(-1, repeat.unsqueeze(-1)).squeeze(-1)
+        return self.accuracy.take(cells), latency_ms
 
-    def chosen(
-        self,
-        rows: Tensor,
-        configurations: Tensor,
-        budgets_ms: Tensor,
-        repeats: Tensor | None = None,
-    ) -> Tensor:
-        """Return the rewards of these choices, float32 [n, G].
+    def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
+        """Return the rewards of these choices, means over the measurements of each cell.
 
-        Args:
-            rows: int64 [n].
-            configurations: int64 [n, G].
-            budgets_ms: float [n].
-            repeats: int64 [n, G], the measurements, see `outcome`; None for the mean over all
-                measurements of each cell.
+        Rows int64 [n], configurations int64 [n, G], budgets float [n] → float32 [n, G].
         """
+        accuracy, latency_ms = self.outcome(rows, configurations)
         budgets_ms = budgets_ms.unsqueeze(-1)
-        if repeats is None and self.repeats_ms is not None:
-            cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
-            measured = self.repeats_ms.flatten(0, 1)[cells]
-            return self._mean(self.accuracy.take(cells), measured, budgets_ms, configurations)
-        return self._rewards(
-            *self.outcome(rows, configurations, repeats), budgets_ms, configurations
-        )
+        if self.repeats_ms is None:
+            return self.reward_of(accuracy, latency_ms, budgets_ms, configurations)
+        # a last axis for the measurements of a cell
+        measured = self.repeats_ms[rows.unsqueeze(-1), configurations]
+        others = (cells.unsqueeze(-1) for cells in (accuracy, budgets_ms, configurations))
+        accuracy, budgets_ms, configurations = others
+        return self.reward_of(accuracy, measured, budgets_ms, configurations).nanmean(-1)
 
-    def _mean(
-        self, accuracy: Tensor, measured: Tensor, budgets_ms: Tensor, configurations: Tensor
-    ) -> Tensor:
-        """Return the mean reward over measurements [*, R] of cells [*]."""
-        accuracy = accuracy.unsqueeze(-1)
-        budgets_ms = budgets_ms.unsqueeze(-1)
-        configurations = configurations.unsqueeze(-1)
-        return self._rewards(accuracy, measured, budgets_ms, configurations).nanmean(-1)
-
-    def _rewards(
+    def reward_of(
         self, accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor, configurations: Tensor
     ) -> Tensor:
-        """Return the reward of each measurement; int64 configurations and the others broadcast."""
+        """Return the reward of each outcome; int64 configurations and the others broadcast."""
         if self.function is not None:
             return self.function(accuracy, latency_ms, budgets_ms, configurations)
-        return reward(
-            accuracy, latency_ms, budgets_ms, self.complexity[configurations], self.config
-        )
+        complexity = self.complexity[configurations]
+        return reward(accuracy, latency_ms, budgets_ms, complexity, self.config)

@@ -55,7 +55,7 @@ class RewardConfig:
     −`miss`; `priced`: α·accuracy − latency/worth; `function`: what `function` returns."""
     function: str | None = None
     """A Python function as module:name, of accuracy, latency_ms, budget_ms and knobs (see
-    `knobwise.envs.configurations.reward_function`)."""
+    `knobwise.envs.configurations.reward.RewardFunction`)."""
     alpha: float = 1.0
     """α, weight of the accuracy."""
     beta: float = 0.5

@@ -8,21 +8,25 @@ features are looked up where they are encoded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Binary, Categorical, Composite, TensorSpec, Unbounded
+from torchrl.data import Binary, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
 
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.context_env import ContextEnv, action_spec
-from knobwise.envs.configurations.contexts import ContextSampler, limit_key
+from knobwise.envs.configurations.contexts import LIMIT_KEYS, ContextSampler
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.envs.single_step import SingleStepEnv
 from knobwise.envs.tables.profile_table import ProfileTable
 
+OUTCOMES = ("accuracy", "latency_ms")
+"""What is observed of a decision."""
 
-class ConfigBandit(ContextEnv):
+
+class ConfigBandit(SingleStepEnv):
     """Decide for P contexts at once: one decision for each, or a group of G.
 
     Observation: `row` int64 [P], the row of the table, and `budget_ms` float32 [P]; under a mean
@@ -49,16 +53,17 @@ class ConfigBandit(ContextEnv):
 
     Args:
         batch_size, group_size: P, G.
-        budget, reward, unprofiled, action, action_keys, repeats, cost_ms: see `Replay`;
-            measurements are drawn from the generator of the contexts. Under `nearest`, the default,
-            any policy may play; with `action="configuration"` and without an axis G, TorchRL's
-            `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.
+        budget, reward: see `Replay`.
         rows: int64 [n], the samples to draw from (the training split), None for all. From M such
             lists contexts are drawn in turn, context i from list i mod M.
-        balance: how often each sample is drawn, see `BalanceConfig`.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
         lean: leave features, mask and outcomes out of the observations.
         full_information: add the rewards of all configurations to the observations.
+        balance: how often each sample is drawn, see `BalanceConfig`.
+        options: `unprofiled`, `action`, `action_keys`, `repeats` and `cost_ms`, see `Replay`;
+            measurements are drawn from the generator of the contexts. Under `nearest`, the default,
+            any policy may play; with `action="configuration"` and without an axis G, TorchRL's
+            `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.
 
     Raises:
         InputError: `action_keys="knobs"` with `action="configuration"`, or with a knob that is
@@ -84,33 +89,28 @@ class ConfigBandit(ContextEnv):
         reward: RewardConfig | str | None = None,
         rows: Tensor | Sequence[Tensor] | None = None,
         seed: int | None = None,
-        unprofiled: str = "nearest",
-        action: str = "knobs",
-        action_keys: str = "action",
         lean: bool = False,
         full_information: bool = False,
         device: torch.device | str | None = None,
-        repeats: str = "draw",
         balance: str = "none",
-        cost_ms: float = 0.0,
+        **options: Any,
     ) -> None:
-        contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, balance)
-        super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
+        budget = budget or BudgetConfig()
+        super().__init__(device=device, batch_size=[batch_size])
         self.table = table
+        self.contexts = ContextSampler(table, budget, rows, seed, balance)
+        self.limit_key = LIMIT_KEYS[budget.sense]
         self.lean = lean
         self.full_information = full_information
-        self.replay = Replay(
-            table, budget, reward, unprofiled, action, device, repeats, action_keys, cost_ms
-        )
+        self.replay = Replay(table, budget, reward, device=device, **options)
         self.rewards = self.replay.rewards
-        self.outcomes = ["accuracy", "latency_ms"]
+        self.current: dict[str, Tensor] = {}  # the contexts to decide for
+        self.limits_change = False  # True once a transform changed or removed the limits
         self.decisions = (batch_size, group_size or 1)
-        self.outcome_shape: tuple[int, ...] = self.decisions
-        if group_size is None:
-            self.outcome_shape = (batch_size,)
+        self.outcome_shape = self.decisions if group_size else (batch_size,)
         self._set_outcome_specs(*self.decisions)
-        self.action_spec = action_spec(self.replay, self.outcome_shape, device)
-        specs = self._observation_specs()
+        self.action_spec = self._actions()
+        specs = self._observations()
         self.observation_spec = Composite(specs, shape=(batch_size,), device=device)
         if taken := {*specs, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
             raise InputError(
@@ -118,72 +118,136 @@ class ConfigBandit(ContextEnv):
                 "action_keys=action"
             )
 
-    def _observation_specs(self) -> dict[str, TensorSpec]:
+    def _actions(self) -> TensorSpec:
+        """Return the spec of the actions."""
+        table = self.table
+        shape = self.outcome_shape
+        whole: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
+        if self.replay.knob_keys:
+            knobs = zip(self.replay.knob_keys, table.knob_sizes, strict=True)
+            specs = {name: Categorical(size, shape=shape, **whole) for name, size in knobs}
+            return Composite(specs, shape=shape[:1], device=self.device)
+        if self.replay.action == "knobs":
+            sizes = torch.tensor(table.knob_sizes)
+            shape = (*shape, len(sizes))
+            return MultiCategorical(sizes, shape=shape, remove_singleton=False, **whole)
+        return Categorical(table.num_configurations, shape=shape, **whole)
+
+    def _observations(self) -> dict[str, TensorSpec]:
         """Return the spec of each part of an observation."""
-
-        def floats(*shape: int) -> TensorSpec:
-            return Unbounded(shape=shape, device=self.device)
-
         p = self.decisions[0]
         c = self.table.num_configurations
         row = Categorical(self.table.num_samples, shape=(p,), dtype=torch.int64, device=self.device)
-        specs = {"row": row, self.limit_key: floats(p)}
+        # what is a float, by its shape
+        shapes: dict[str, tuple[int, ...]] = {self.limit_key: (p,)}
         if self.full_information:
-            specs["reward_per_configuration"] = floats(p, c)
+            shapes["reward_per_configuration"] = (p, c)
+        specs: dict[str, TensorSpec] = {"row": row}
         if not self.lean:
-            for name, block in self.table.features.items():
-                specs[name] = floats(p, block.shape[1])
+            shapes |= {name: (p, block.shape[1]) for name, block in self.table.features.items()}
+            shapes |= dict.fromkeys(OUTCOMES, self.outcome_shape)
             specs["mask"] = Binary(shape=(p, c), dtype=torch.bool, device=self.device)
-            for name in self.outcomes:
-                specs[name] = floats(*self.outcome_shape)
-        return specs
+        floats = {name: Unbounded(shape, device=self.device) for name, shape in shapes.items()}
+        return specs | floats
+
+    def _about(self) -> str:
+        budget = self.contexts.budgets.config
+        limits = budget.strategy if budget.sense == "deadline" else budget.sense
+        size = f"{self.table.num_samples} samples × {self.table.num_configurations} configurations"
+        return f"{self.table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
         if tensordict is None:
-            out = TensorDict(batch_size=self.batch_size, device=self.device)
-        else:
-            out = tensordict
-        if "row" in out:
-            rows = out["row"].long()
-        else:
-            rows = self._some_contexts()["row"]
+            tensordict = TensorDict(batch_size=self.batch_size, device=self.device)
+        if "row" not in tensordict and not self.current:
+            self._reset()
+        rows = tensordict.get("row", self.current.get("row")).long()
         # draw n evenly and take the n-th of the profiled configurations, which is much faster than
         # torch.multinomial
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
-        drawn = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
+        action = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
         if self.replay.action == "knobs":
-            action = self.table.configurations[drawn]
-        else:
-            action = drawn
+            action = self.table.configurations[action]
+        action = action.to(rows.device)
         if keys := self.replay.knob_keys:
-            columns = action.to(rows.device).view(*self.outcome_shape, len(keys)).unbind(-1)
-            return out.update(dict(zip(keys, columns, strict=True)))
-        return out.set("action", action.view(self.action_spec.shape).to(rows.device))
+            columns = action.view(*self.outcome_shape, len(keys)).unbind(-1)
+            return tensordict.update(dict(zip(keys, columns, strict=True)))
+        return tensordict.set("action", action.view(self.action_spec.shape))
 
-    def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
+    # -- one decision ------------------------------------------------------------------------------
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
+        # contexts are drawn where the table is, so that a seed gives the same ones on every device
+        rows, limits = (drawn.to(self.device) for drawn in self.contexts(self.batch_size.numel()))
+        # a partial reset draws as many contexts, and keeps some of the old ones
+        wanted = None if tensordict is None else tensordict.get("_reset", None)
+        if wanted is not None and self.current:
+            # the other contexts go on
+            wanted = wanted.reshape(-1)
+            rows = rows.where(wanted, self.current["row"])
+            limits = limits.where(wanted, self.current[self.limit_key])
+        self._set_contexts(rows, limits)
+        return self._context(self.current | self._described())
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.contexts.generator.manual_seed(seed)
+
+    # what `state_dict` carries: the state of the generator that contexts are drawn from
+    def get_extra_state(self) -> Tensor:
+        return self.contexts.generator.get_state()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.contexts.generator.set_state(state)
+
+    def _set_contexts(self, rows: Tensor, limits: Tensor) -> None:
+        """Decide for these contexts from now on; where wanted, compute all their rewards."""
+        self.current = {"row": rows, self.limit_key: limits}
+        if self.full_information:
+            self.current["reward_per_configuration"] = self.rewards.all(rows, limits)
+
+    def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
+        """Set the current contexts to those that a step is to decide for.
+
+        If `wrapped`, a transform may have changed the limits in the tensordict. The rows of the
+        last reset then keep theirs.
+        """
+        hidden = self.limit_key not in tensordict
+        if not self.current and (hidden or "row" not in tensordict):
+            self._reset()
+        old_rows = self.current.get("row")
+        old_limits = self.current.get(self.limit_key)
+        rows = tensordict.get("row", old_rows).long()
+        limits = tensordict.get(self.limit_key, old_limits).float()
+        same_rows = _same(rows, old_rows)
+        same = same_rows and not hidden and _same(limits, old_limits)
+        if wrapped and same_rows:
+            # other limits under the same rows can only come from a transform
+            self.limits_change = not same
+        elif wrapped and (self.limits_change or hidden):
+            raise InputError(
+                "row: the tensordict has other rows than the last reset, and their limits are "
+                f"unknown, because a transform changes or removes {self.limit_key}; reset before "
+                "each step, and let no two loops share an environment"
+            )
+        elif not same:
+            self._set_contexts(rows, limits)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._take_contexts(tensordict, wrapped=True)
         rows = self.current["row"]
-        limits = self.current[self.limit_key]
         # actions as [P, G, K] or [P, G], whatever keys and axes the policy left out
-        if self.replay.knob_keys:
-            action = self.replay.side_by_side(tensordict)
-        else:
-            action = tensordict["action"]
+        separate = bool(self.replay.knob_keys)
+        action = self.replay.side_by_side(tensordict) if separate else tensordict["action"]
         action = self.replay.grouped(action, *self.decisions)
+        limits = self.current[self.limit_key]
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         changed = self._described()
         if not self.lean:
-            outcome = self.replay.outcome(rows, replayed)
-            for name, values in zip(self.outcomes, outcome, strict=True):
-                changed[name] = values.view(self.outcome_shape)
+            for name in OUTCOMES:
+                changed[name] = getattr(replayed, name).view(self.outcome_shape)
         return self._outcome(self.current, replayed.reward, changed)
-
-    def _contexts(self, rows: Tensor, limits: Tensor) -> dict[str, Tensor]:
-        """Return the rows and limits, and where wanted the reward of every configuration."""
-        out = {"row": rows, self.limit_key: limits}
-        if self.full_information:
-            out["reward_per_configuration"] = self.rewards.all(rows, limits)
-        return out
 
     def _described(self) -> dict[str, Tensor]:
         """Return the features, masks and outcomes (still 0) of the current contexts.
@@ -200,4 +264,8 @@ class ConfigBandit(ContextEnv):
             # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
             mask = out["mask"]
             self.action_spec.update_mask(mask if self.action_spec.ndim == 1 else mask.unsqueeze(1))
-        return out | {name: self.observation_spec[name].zero() for name in self.outcomes}
+        return out | {name: self.observation_spec[name].zero() for name in OUTCOMES}
+
+
+def _same(first: Tensor, second: Tensor | None) -> bool:
+    return first is second or (second is not None and torch.equal(first, second))

@@ -45,7 +45,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
-from knobwise.common.checks import at_least, one_of
+from knobwise.common.checks import at_least, one_of, share
 from knobwise.common.errors import InputError
 from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
@@ -53,41 +53,29 @@ from knobwise.envs.tables.profile_table import Knob, ProfileTable
 Floats = NDArray[np.float64]
 
 
-def _knobs(grid: dict[str, list[Any]]) -> tuple[Knob, ...]:
-    return tuple(Knob(name, tuple(values)) for name, values in grid.items())
-
-
 _NUMBERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 PREFILL = SimpleNamespace(**_NUMBERS["prefill"])
 ANSWERS = SimpleNamespace(**_NUMBERS["answers"])
 TIERS: dict[str, tuple[int, int]] = _NUMBERS["tiers"]
 """Fewest and most crops."""
-GRIDS = {grid: _knobs(values) for grid, values in _NUMBERS["grids"].items()}
-DATA_SETS = {
-    name: SimpleNamespace(**published) for name, published in _NUMBERS["data_sets"].items()
-}
+GRIDS: dict[str, tuple[Knob, ...]] = {}
+for _grid, _values in _NUMBERS["grids"].items():
+    GRIDS[_grid] = tuple(Knob(name, tuple(values)) for name, values in _values.items())
+DATA_SETS = {name: SimpleNamespace(**known) for name, known in _NUMBERS["data_sets"].items()}
 BLOCK_LOSS: Floats = np.array(_NUMBERS["block_loss"])
 """Accuracy lost by removing one block."""
 TOTAL_BLOCKS = len(BLOCK_LOSS)
 
 
 class Records(NamedTuple):
-    """The records of one data set: arrays [n, C] unless said otherwise; times in ms."""
+    """The records of one data set."""
 
     accuracy: Floats
-    vision: Floats
-    prefill: Floats
-    decode: Floats
+    """[n, C]."""
+    latency_ms: Floats
+    """[n, C], the time that the budget limits."""
     features: dict[str, torch.Tensor]
     """Float32 [n, width] each."""
-
-    @property
-    def vision_prefill(self) -> Floats:
-        return self.vision + self.prefill
-
-    @property
-    def total(self) -> Floats:
-        return self.vision + self.prefill + self.decode
 
 
 def simulate(config: SimulatedConfig) -> ProfileTable:
@@ -101,14 +89,13 @@ def simulate(config: SimulatedConfig) -> ProfileTable:
             negative numbers.
     """
     _check(config)
+    # one data set below the other
     parts = [_draw(config, dataset) for dataset in config.datasets]
-    times = [getattr(part, config.latency) for part in parts]
+    accuracies, times, blocks = zip(*parts, strict=True)
     n = config.samples
-    accuracy = torch.from_numpy(np.concatenate([part.accuracy for part in parts], dtype=np.float32))
+    accuracy = torch.from_numpy(np.concatenate(accuracies, dtype=np.float32))
     datasets = np.repeat(config.datasets, n).tolist() if len(parts) > 1 else []
-    features = {}
-    for name in parts[0].features:
-        features[name] = torch.cat([part.features[name] for part in parts])
+    features = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
     return ProfileTable(
         name="simulated-" + "+".join(config.datasets),
         knobs=GRIDS[config.grid],
@@ -154,10 +141,9 @@ def _check(config: SimulatedConfig) -> None:
     one_of("profile.grid", config.grid, GRIDS)
     one_of("profile.latency", config.latency, ("total", "prefill", "vision_prefill"))
     at_least("profile.samples", config.samples, 1)
-    for name in ("image_width", "language_width"):
-        at_least(f"profile.{name}", getattr(config, name), 0)
-    if not 0 <= config.signal <= 1:
-        raise InputError(f"profile.signal={config.signal}: must be between 0 and 1")
+    at_least("profile.image_width", config.image_width, 0)
+    at_least("profile.language_width", config.language_width, 0)
+    share("profile.signal", config.signal)
 
 
 class _Sizes(NamedTuple):
@@ -188,9 +174,14 @@ def _draw(config: SimulatedConfig, dataset: str) -> Records:
     vision = vision / (sizes.nominal + 1)
     prefill = _draw_prefill(sizes, z, text_effect, for_prefill)
     decode = _draw_decode(published, sizes, z, for_steps, for_lengths)
+    stages = {
+        "prefill": prefill,
+        "vision_prefill": vision + prefill,
+        "total": vision + prefill + decode,
+    }
     accuracy = _draw_accuracy(published, sizes, z, for_answers)
     features = _features(config, dataset, z, for_features)
-    return Records(accuracy, vision, prefill, decode, features)
+    return Records(accuracy, stages[config.latency], features)
 
 
 def _sizes(config: SimulatedConfig, z: Floats) -> _Sizes:

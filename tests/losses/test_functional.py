@@ -85,16 +85,8 @@ def test_k3_is_never_negative_and_zero_at_equality() -> None:
     assert (k3(p, q) >= 0).all()
     assert (k3(p, p) == 0).all()
     assert k3(log([0.5]), log([0.25])).item() == pytest.approx(0.5 - 1 + math.log(2))
-
-
-def test_k3_averages_to_the_kl_over_draws_of_the_policy() -> None:
-    p, q = random_log_probs(5), random_log_probs(5, seed=1)
-    draws = torch.multinomial(
-        p.exp(), 400_000, replacement=True, generator=torch.Generator().manual_seed(0)
-    )
-    kl = (p.exp() * (p - q)).sum().item()
-    assert k3(p, q)[draws].mean().item() == pytest.approx(kl, rel=0.01)
-    assert expectation(k3(p, q), p.exp()).item() == pytest.approx(kl)
+    # in expectation it is the KL
+    torch.testing.assert_close(expectation(k3(p, q), p.exp()), (p.exp() * (p - q)).sum(-1))
 
 
 def test_the_weighted_k3_is_the_sum_and_does_not_overflow_where_the_weight_is_nothing() -> None:
@@ -116,15 +108,11 @@ def test_entropy_by_hand_and_masked_alternatives_count_nothing() -> None:
     assert entropy(log([0.25] * 4)).item() == pytest.approx(math.log(4))
     assert entropy(log([0.5, 0.5, 0.0])).item() == pytest.approx(math.log(2))
     assert entropy(log([1.0, 0.0])).item() == 0
-
-
-def test_masked_alternatives_give_no_nan_gradient() -> None:
     logits = normal(4).requires_grad_()
-    mask = torch.tensor([True, False, True, True])
-    entropy(logits.masked_fill(~mask, -INF).log_softmax(-1)).backward()
+    masked = logits.masked_fill(torch.tensor([False, True, False, False]), -INF)
+    entropy(masked.log_softmax(-1)).backward()
     assert logits.grad.isfinite().all()
-    assert logits.grad[1] == 0
-    assert logits.grad.abs().sum() > 0
+    assert logits.grad.count_nonzero() == 3
 
 
 def test_effective_sample_size_by_hand() -> None:
@@ -160,71 +148,17 @@ def test_rce_leaves_masked_alternatives_out_whatever_stands_there() -> None:
         assert gradient.tolist() == pytest.approx([-0.25, -0.75, 0.0])
 
 
-def test_rce_is_least_at_the_softmax_of_the_rewards() -> None:
-    rewards = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64)
-    least = reward_weighted_cross_entropy((rewards / 0.4).log_softmax(-1), rewards, 0.4)
-    assert (reward_weighted_cross_entropy(random_log_probs(50, 3), rewards, 0.4) > least).all()
-
-
-def test_gradcheck_of_the_whole_sampled_objective() -> None:
-    old, reference = random_log_probs(3, 4, seed=1), random_log_probs(3, 4, seed=2)
-    advantage = normal(3, 4, seed=3)
-    logits = old.detach() + 0.5 * random_log_probs(3, 4, seed=4)
-    ratio = (logits.log_softmax(-1) - old).exp()
-    assert ((ratio - 0.8).abs() > 1e-3).all()  # away from the kinks
-    assert ((ratio - 1.2).abs() > 1e-3).all()
-    assert clipped_surrogate(logits.log_softmax(-1), old, advantage, 0.2)[1].any()
-
-    def objective(logits: torch.Tensor) -> torch.Tensor:
-        log_probs = logits.log_softmax(-1)
-        surrogate, _ = clipped_surrogate(log_probs, old, advantage, 0.2)
-        return (
-            -surrogate.mean(-1) + 0.3 * k3(log_probs, reference).mean(-1) - 0.1 * entropy(log_probs)
-        )
-
-    assert torch.autograd.gradcheck(objective, logits.requires_grad_())
-
-
-def test_gradcheck_of_rce_with_a_mask() -> None:
-    rewards = torch.tensor([[0.3, math.nan, 1.0, -2.0]], dtype=torch.float64)
-    mask = ~rewards.isnan()
-
-    def formula(logits: torch.Tensor) -> torch.Tensor:
-        log_probs = logits.masked_fill(~mask, -INF).log_softmax(-1)
-        return reward_weighted_cross_entropy(log_probs, rewards, 0.5, mask)
-
-    assert torch.autograd.gradcheck(formula, random_log_probs(1, 4, seed=6).requires_grad_())
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "reward", "wanted"),
     [
         ("centred", {}, [1.0, 2.0, 6.0], [-2.0, -1.0, 3.0]),
-        (
-            "zscore",
-            {},
-            [1.0, 3.0, 1.0, 3.0],
-            [-1.0, 1.0, -1.0, 1.0],
-        ),  # population standard deviation 1
         # variance (4 + 4 + 16)/3
         ("zscore", {}, [0.0, 0.0, 6.0], rounded([each / math.sqrt(8) for each in (-2, -2, 4)])),
         # the floor keeps noise small: deviations ±2⁻¹⁰, divided by .1
         ("zscore", {}, [0.5, 0.5 + 2**-9], rounded([-10 * 2**-10, 10 * 2**-10])),
         ("zscore", {"std_floor": 1e-4}, [0.5, 0.5 + 2**-9], rounded([-1.0, 1.0])),
-        (
-            "unnormalised",
-            {},
-            [1.0, 2.0, 6.0],
-            [1.0, 2.0, 5.0],
-        ),  # the reward itself, cut at 5, as all of them
-        ("unnormalised", {}, [3.7], rounded([3.7])),  # no baseline
-        ("rank", {}, [7.0, -1.0, 3.0], near([1.0, -1.0, 0.0])),
-        (
-            "rank",
-            {},
-            [5.0, 5.0, 1.0, 9.0, 5.0],
-            near([0.0, 0.0, -1.0, 1.0, 0.0]),
-        ),  # ties in the middle
+        # the reward itself, cut at 5, as all of them
+        ("unnormalised", {}, [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),
         ("rank", {}, [2.0, 2.0, 1.0], near([0.5, 0.5, -1.0])),  # 1 − 2·rank/(G − 1), ranks ½, ½, 2
         ("centred", {"clip": 5.0}, [-10.0, 10.0], [-5.0, 5.0]),
         ("centred", {"clip": 50.0}, [-10.0, 10.0], [-10.0, 10.0]),
@@ -243,10 +177,8 @@ def test_advantages_by_hand(
         ("centred", rounded([-1.5, -0.5, 3.5])),  # mean .5 + .5 + 1.5 = 2.5
         # variance .5·2.25 + .25·.25 + .25·12.25
         ("zscore", rounded([each / math.sqrt(4.25) for each in (-1.5, -0.5, 3.5)])),
-        (
-            "rank",
-            near([-0.8, 0.4, 1.2]),
-        ),  # mass that is worse − mass that is better, −.5, .25, .75, over 1 − .375
+        # mass that is worse − mass that is better, −.5, .25, .75, over 1 − .375
+        ("rank", near([-0.8, 0.4, 1.2])),
         ("unnormalised", [1.0, 2.0, 6.0]),
     ],
 )
@@ -276,9 +208,13 @@ def test_alternatives_of_weight_zero_do_not_touch_the_others(kind: str) -> None:
     alone = group_advantage(reward[:, kept], kind, weight=weight[kept].expand(3, -1))
     for nonsense in (0.0, 1e6, -1e6):
         filled = torch.where(kept, reward, nonsense)
-        torch.testing.assert_close(
-            group_advantage(filled, kind, weight=weight.expand(3, -1))[:, kept], alone
-        )
+        result = group_advantage(filled, kind, weight=weight.expand(3, -1))
+        torch.testing.assert_close(result[:, kept], alone)
+
+
+def test_even_weights_by_hand() -> None:
+    mask = torch.tensor([[True, True, False, False], [False, True, False, False]])
+    assert even_weight(mask).tolist() == [[0.5, 0.5, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("kind", RELATIVE)
@@ -299,15 +235,6 @@ def test_no_gradient_goes_through_rewards_and_another_kind_is_refused() -> None:
     assert not group_advantage(normal(2, 3).requires_grad_(), "zscore").requires_grad
     with pytest.raises(ValueError, match=r"'mean'.*zscore, centred, rank, unnorm"):
         group_advantage(torch.zeros(1, 2), "mean")
-
-
-def test_draws_that_are_not_there_do_not_touch_the_others() -> None:
-    reward = torch.tensor([[3.0, 1.0, 2.0, 9.0, -7.0], [5.0, 9.0, 9.0, 9.0, 9.0]])
-    mask = torch.tensor([[True, True, True, False, False], [True, False, False, False, False]])
-    for kind in ADVANTAGES:
-        result = group_advantage(reward, kind, weight=even_weight(mask))
-        torch.testing.assert_close(result[0, :3], group_advantage(reward[:1, :3], kind)[0])
-        assert result[1, 0] == 0 or kind == "unnormalised"  # a group of one
 
 
 def test_weights_of_the_best_by_hand() -> None:
@@ -360,18 +287,12 @@ def test_an_advantage_of_ones_own_and_what_is_refused() -> None:
         pytest.approx([0.75, -0.8333333, -0.1666667])
     ]
     reward = torch.rand(4, 1, 3)
-    with pytest.raises(
-        InputError,
-        match=r"a tensor \[4, 1\]; must be finite, in the shape of the rewards \[4, 1, 3\]",
+    for wrong in (
+        lambda reward, weight: reward.mean(-1),  # would be stretched over all contexts
+        lambda reward, weight: reward * torch.nan,
     ):
-        group_advantage(
-            reward, lambda reward, weight: reward.mean(-1)
-        )  # would be stretched over all contexts
-    with pytest.raises(InputError, match="must be finite"):
-        group_advantage(reward, lambda reward, weight: reward * torch.nan)
-    with pytest.raises(InputError, match=r"advantages\.py has no function loo"):
-        advantage_function("examples.advantages:loo")
-    with pytest.raises(
-        InputError, match=r"loss\.advantage=math:sqrt: tried on two groups, it fails: TypeError"
-    ):
-        advantage_function("math:sqrt")
+        with pytest.raises(InputError, match="finite"):
+            group_advantage(reward, wrong)
+    for name in ("examples.advantages:loo", "math:sqrt"):
+        with pytest.raises(InputError, match=r"loss\.advantage"):
+            advantage_function(name)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from actors import actor_of, certain_actor, expected_reward, real_actor
+from actors import actor_of, certain_actor, real_actor
 from helpers import small_table
 from tensordict import TensorDict
 from tensordict.nn import (
@@ -173,29 +173,6 @@ def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(
         torch.testing.assert_close(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_sampled_gradients_average_to_the_exact_one(moved: bool) -> None:
-    group, repeats = 4, 40_000
-    behaviour, policy = linear_actor(group), linear_actor(group, seed=int(moved))
-    contexts = drawn(behaviour, 3, group)
-    settings: dict[str, Any] = {"advantage": "centred", "clip_epsilon": 1e6}
-    exact = gradient(GRPOLoss(policy, objective="exact", **settings), contexts)
-    index = torch.multinomial(
-        contexts["behaviour_log_probs"].exp(), group * repeats, replacement=True
-    )
-    many = TensorDict(
-        {"observation": contexts["observation"].repeat_interleave(repeats, 0)}, [3 * repeats]
-    )
-    many["action"] = GRID[index].reshape(-1, group, 2)
-    many["action_log_prob"] = contexts["behaviour_log_probs"].gather(1, index).reshape(-1, group)
-    many["next", "reward"] = (
-        contexts["reward_per_configuration"].gather(1, index).reshape(-1, group)
-    )
-    sampled = gradient(GRPOLoss(policy, **settings), many) * group / (group - 1)
-    assert torch.cosine_similarity(sampled, exact, dim=0) > 0.999
-    torch.testing.assert_close(sampled.norm(), exact.norm(), rtol=0.02, atol=0)
-
-
 def test_the_exact_gradient_at_the_behaviour_policy_is_the_policy_gradient() -> None:
     actor = linear_actor(None)
     data = drawn(actor, 7, 2)
@@ -206,15 +183,6 @@ def test_the_exact_gradient_at_the_behaviour_policy_is_the_policy_gradient() -> 
     analytic = -(probabilities * (reward - value) * log_probs).sum(-1).mean()
     wanted = torch.autograd.grad(analytic, list(actor.parameters()))
     torch.testing.assert_close(gradient(loss, data), torch.cat([g.flatten() for g in wanted]))
-
-
-def test_one_small_step_along_the_exact_gradient_raises_the_expected_reward() -> None:
-    actor = linear_actor(None)
-    data = drawn(actor, 7, 2)
-    before = expected_reward(actor, data)
-    total(GRPOLoss(actor, objective="exact", functional=False), data).backward()
-    torch.optim.SGD(actor.parameters(), lr=0.1).step()
-    assert expected_reward(actor, data) > before
 
 
 @both_objectives
@@ -337,14 +305,11 @@ def test_a_reference_that_is_asked_for_but_missing_is_loud() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"objective": "all"}, "'all': must be sampled or exact"),
-        ({"advantage": "gae"}, "'gae'.*zscore, centred, rank, unnormalised"),
-    ],
+    "settings", [{"objective": "all"}, {"advantage": "gae"}], ids=lambda settings: str(*settings)
 )
-def test_other_settings_are_refused(settings: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_other_settings_are_refused(settings: dict[str, str]) -> None:
+    (value,) = settings.values()
+    with pytest.raises(ValueError, match=value):
         GRPOLoss(linear_actor(4), **settings)
 
 

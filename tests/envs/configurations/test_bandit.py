@@ -1,165 +1,97 @@
-"""Rewards by hand, and the TorchRL bandit that gives them."""
+"""The native bandit: what a step gives, and how it goes with TorchRL's workers, wrappers and
+transforms."""
 
-import dataclasses
 import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from helpers import small_table, table_of
+from helpers import repeated, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
 from torchrl.collectors import Collector
-from torchrl.envs import check_env_specs
+from torchrl.envs import (
+    ActionMask,
+    CatTensors,
+    Compose,
+    DoubleToFloat,
+    DTypeCastTransform,
+    EnvBase,
+    EnvCreator,
+    ExcludeTransform,
+    ObservationNorm,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+    UnsqueezeTransform,
+    check_env_specs,
+)
 
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.reward import RewardTable, complexity, reward, utility
-from knobwise.envs.configurations.settings import RewardConfig
+from knobwise.envs.configurations.replay import Replay
+from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
-NOTHING = RewardConfig(alpha=0, beta=0, gamma=0, delta=0, epsilon=0)
-
-
-def one(
-    config: RewardConfig, accuracy: float = 0.8, latency: float = 150.0, budget: float = 100.0
-) -> float:
-    values = (torch.tensor(v, dtype=torch.float64) for v in (accuracy, latency, budget, 0.4))
-    return reward(*values, config).item()
-
-
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
+FULL = small_table()
+SPARSE = small_table(holes=0.68)
+KEYS = {"action_keys": "knobs"}
+FORMS: list[dict[str, Any]] = [
+    {**kind, "group_size": group}
+    for kind in ({"action": "knobs"}, {"action": "configuration"}, KEYS)
+    for group in (None, 1, 3)
+]
+every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
-@pytest.mark.parametrize(
-    ("term", "latency", "wanted"),
-    [
-        ("alpha", 150.0, 0.8),
-        ("alpha", 50.0, 0.8),
-        ("beta", 150.0, -sigmoid(5)),
-        ("beta", 100.0, -0.5),
-        ("beta", 50.0, -sigmoid(-5)),
-        ("gamma", 150.0, -0.25),
-        ("gamma", 300.0, -4.0),
-        ("gamma", 100.0, 0.0),
-        ("gamma", 50.0, 0.0),
-        ("delta", 150.0, 0.0),
-        ("delta", 100.0, 0.0),
-        ("delta", 25.0, 0.75),
-        ("epsilon", 150.0, -0.4),
-    ],
-)
-def test_each_term_by_hand(term: str, latency: float, wanted: float) -> None:
-    assert one(dataclasses.replace(NOTHING, **{term: 1.0}), latency=latency) == pytest.approx(
-        wanted
-    )
-    assert one(dataclasses.replace(NOTHING, **{term: 3.0}), latency=latency) == pytest.approx(
-        3 * wanted
-    )
+def make(**options: Any) -> ConfigBandit:
+    """Picklable, on a table with holes."""
+    return ConfigBandit(SPARSE, batch_size=4, **options)
 
 
-def test_the_whole_by_hand_with_the_default_coefficients() -> None:
-    late = 0.8 - 0.5 * sigmoid(5) - 10 * 0.5**2 - 0.05 * 0.4
-    assert one(RewardConfig()) == pytest.approx(late)
-    in_time = 0.8 - 0.5 * sigmoid(-2) - 0.05 * 0.4 + 0.1 * 0.2
-    assert one(RewardConfig(), latency=80.0) == pytest.approx(in_time)
+def contexts(tensordict: TensorDictBase) -> list[tuple[int, float]]:
+    """Rows with their budgets."""
+    pairs = (tensordict[name].flatten().tolist() for name in ("row", "budget_ms"))
+    return list(zip(*pairs, strict=True))
 
 
-def test_utility_kind_by_hand() -> None:
-    config = RewardConfig(kind="utility", alpha=2.0, miss=0.3)
-    assert one(config, latency=100.0) == 1.6
-    assert one(config, latency=100.1) == -0.3
-    with pytest.raises(InputError, match=r"reward\.kind='sparse'"):
-        RewardConfig(kind="sparse")
-    # the utility that everything is judged by counts accuracy only inside the budget
-    latency = torch.tensor([9.0, 10.0, 10.0001, math.nan])
-    accuracy = torch.tensor([0.5, 0.7, 0.9, math.nan])
-    torch.testing.assert_close(
-        utility(accuracy, latency, torch.tensor(10.0)), torch.tensor([0.5, 0.7, 0.0, 0.0])
-    )
+def reward_of(step: TensorDictBase, budgets_ms: Tensor | None = None) -> Tensor:
+    """By the formula, [P, 1], of knob actions [P, K] in the full table."""
+    budgets_ms = step["budget_ms"] if budgets_ms is None else budgets_ms
+    chosen = FULL.find(step["action"].unsqueeze(1))
+    return RewardTable(FULL, TRAINING_REWARD).chosen(step["row"], chosen, budgets_ms)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.floats(2**-10, 2**17, width=32), st.integers(-2, 2))
-def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(
-    budget: float, steps: int
-) -> None:
-    limit = torch.tensor(budget)
-    latency = limit
-    for _ in range(abs(steps)):
-        latency = latency.nextafter(torch.tensor(math.copysign(math.inf, steps)))
-    in_time = reward(
-        torch.tensor(1.0), latency, limit, torch.tensor(0.0), RewardConfig(kind="utility")
-    )
-    assert in_time == utility(torch.tensor(1.0), latency, limit)
+# -- observations and outcomes ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["shaped", "utility"])
-def test_what_was_not_profiled_has_reward_nan(kind: str) -> None:
-    table = small_table(holes=0.5)
-    budgets = torch.full((table.num_samples,), 12.0)
-    result = RewardTable(table, RewardConfig(kind=kind)).all(
-        torch.arange(table.num_samples), budgets
-    )
-    assert (result.isnan() == ~table.mask).all()
-
-
-def test_complexity_by_hand() -> None:
-    table = small_table()  # crops 2, 6, 10; experts 4, 8; blocks 12, 16
-    result = complexity(table)
-    assert result[0].item() == pytest.approx((2 / 10 + 4 / 8 + 12 / 16) / 3)
-    assert result[6].item() == pytest.approx((6 / 10 + 8 / 8 + 12 / 16) / 3)
-    assert result[-1].item() == 1
-
-
-@pytest.mark.parametrize("values", [("fast", "good"), (-1, 4), (0, 0.0)])
-def test_a_knob_without_a_size_counts_nothing(values: tuple[int | str, ...]) -> None:
-    knobs, table = (
-        (Knob("top_k", (2, 4)), Knob("other", values)),
-        table_of([[1.0, 1.0]], [[1.0, 1.0]]),
-    )
-    table = dataclasses.replace(table, knobs=knobs, configurations=torch.tensor([[0, 0], [1, 1]]))
-    assert complexity(table).tolist() == [0.25, 0.5]
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 1000), st.sampled_from(["shaped", "utility"]), st.floats(2.0, 40.0, width=32))
-def test_all_and_of_say_the_same_of_every_configuration(
-    seed: int, kind: str, budget: float
-) -> None:
-    table = small_table(samples=15, seed=seed, holes=0.3)
-    rewards = RewardTable(table, RewardConfig(kind=kind, miss=0.1))
-    rows = torch.randint(15, (9,), generator=torch.Generator().manual_seed(seed))
-    budgets = budget * torch.linspace(0.5, 2, 9)
-    every = torch.arange(table.num_configurations).expand(9, -1)
-    chosen = rewards.chosen(rows, every, budgets)
-    torch.testing.assert_close(rewards.all(rows, budgets), chosen, rtol=0, atol=0, equal_nan=True)
-
-
-ONE_KNOB = table_of(
-    [[0.1, 0.5, 1.0], [0.2, torch.nan, 0.8]], [[1.0, 2.0, 4.0], [1.5, torch.nan, 6.0]]
-)
-
-
-@pytest.mark.parametrize(("lean", "full_information"), [(True, False), (True, True), (False, True)])
-@pytest.mark.parametrize("table", [small_table(), small_table(holes=0.6, features=False), ONE_KNOB])
-def test_specs_hold(lean: bool, full_information: bool, table: ProfileTable) -> None:
-    env = ConfigBandit(
-        table, batch_size=4, group_size=3, lean=lean, full_information=full_information
-    )
-    check_env_specs(env, seed=0)
+@every_form
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_specs_hold_in_every_form(form: dict[str, Any], contiguous: bool) -> None:
+    sparse = small_table(holes=0.6, features=False)
+    for env in (
+        ConfigBandit(SPARSE, batch_size=1, full_information=True, **form),
+        ConfigBandit(repeated(sparse), batch_size=4, lean=True, full_information=True, **form),
+        SerialEnv(2, lambda: make(**form)),
+    ):
+        # without this TorchRL compares three steps with one, also of other environments whose
+        # episodes are one step
+        check_env_specs(env, return_contiguous=contiguous, break_when_any_done=False)
 
 
 def test_shapes_of_everything() -> None:
-    table = small_table()
-    out = (
-        ConfigBandit(table, batch_size=4, group_size=3, full_information=True)
-        .rollout(1)
-        .squeeze(-1)
-    )
-    result = {key: tuple(value.shape) for key, value in out.items() if key != "next"}
-    assert result == {
+    env = ConfigBandit(FULL, batch_size=4, group_size=3, full_information=True)
+    out = env.rollout(1).squeeze(-1)
+    assert {key: tuple(value.shape) for key, value in out.items() if key != "next"} == {
         **dict.fromkeys(("row", "budget_ms"), (4,)),
         **dict.fromkeys(("mask", "reward_per_configuration"), (4, 12)),
         **dict.fromkeys(("image_features", "language_features"), (4, 4)),
@@ -168,94 +100,450 @@ def test_shapes_of_everything() -> None:
         **dict.fromkeys(("done", "terminated"), (4, 1)),
     }
     assert out["next", "reward"].shape == (4, 3)
-    lean = ConfigBandit(table, batch_size=4, lean=True).reset()
+    lean = ConfigBandit(FULL, batch_size=4, lean=True).reset()
     assert set(lean.keys()) == {"row", "budget_ms", "done", "terminated"}
-    out = ConfigBandit(table, batch_size=4).rollout(1).squeeze(-1)  # defaults have no group axis
-    assert out["action"].shape == (4, 3)
-    assert out["next", "reward"].shape == (4, 1)
-    assert out["next", "accuracy"].shape == out["next", "latency_ms"].shape == (4,)
+    size = "'small': 60 samples × 12 configurations"
+    assert repr(env) == f"ConfigBandit({size}, budget quantiles, reward utility, batch 4, group 3)"
+    priced = make(budget=BudgetConfig(sense="mean"))
+    assert repr(priced) == f"ConfigBandit({size}, budget mean, reward priced, batch 4, group 1)"
 
 
-def test_every_episode_is_one_decision_on_one_context() -> None:
-    env = ConfigBandit(small_table(), batch_size=4, group_size=2)
-    out = env.rollout(5, break_when_any_done=False)
+def test_every_episode_is_one_decision_and_a_rollout_goes_on() -> None:
+    env = make(group_size=2)
+    out = env.rollout(5)
     assert out["next", "done"].all()
-    assert torch.equal(out["next", "row"], out["row"])
-    assert torch.equal(out["next", "budget_ms"], out["budget_ms"])
+    assert contexts(out["next"]) == contexts(out)
     assert len(out["budget_ms"].unique()) == 20  # and the next one is another
+    for stop in ("break_when_any_done", "break_when_all_done"):
+        assert env.rollout(3, **{stop: True}).shape == (4, 1)
 
 
 @pytest.mark.parametrize("kind", ["shaped", "utility"])
 def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind: str) -> None:
-    table, config = small_table(holes=0.3), RewardConfig(kind=kind)
+    table = small_table(holes=0.3)
+    config = RewardConfig(kind=kind)
     env = ConfigBandit(table, batch_size=30, group_size=4, full_information=True, reward=config)
     out = env.rollout(1).squeeze(-1)
     chosen = table.find(out["action"])
     cells = out["row"][:, None], chosen
     assert torch.equal(out["next", "accuracy"], table.accuracy[cells])
     assert torch.equal(out["next", "latency_ms"], table.latency_ms[cells])
-    # where a number stands in a tensor decides whether torch's sigmoid rounds its last bit up or
-    # down
-    last_bit = 1e-7 if kind == "shaped" else 0
-    wanted = out["reward_per_configuration"].gather(1, chosen)
-    torch.testing.assert_close(out["next", "reward"], wanted, rtol=0, atol=last_bit)
     assert torch.equal(out["mask"], table.mask[out["row"]])
     assert torch.equal(out["image_features"], table.features["image_features"][out["row"]])
-    assert (out["reward_per_configuration"].isnan() == ~out["mask"]).all()
-    assert torch.equal(
-        out["next", "reward"],
-        RewardTable(table, config).chosen(out["row"], chosen, out["budget_ms"]),
-    )
+    rewards = RewardTable(table, config)
+    wanted = rewards.chosen(out["row"], chosen, out["budget_ms"])
+    assert torch.equal(out["next", "reward"], wanted)
+    every = out["reward_per_configuration"]
+    assert (every.isnan() == ~out["mask"]).all()
+    torch.testing.assert_close(every.gather(1, chosen), wanted)
 
 
 def test_random_actions_are_drawn_evenly_among_what_was_profiled() -> None:
     table = small_table(holes=0.5)
-    env = ConfigBandit(table, batch_size=1, group_size=8_000)
-    torch.manual_seed(0)
+    env = ConfigBandit(table, group_size=8_000)
     for row in range(3):
-        context = env.reset().set("row", torch.tensor([row]))
-        share = (
-            torch.bincount(table.find(env.rand_action(context)["action"]).flatten(), minlength=12)
-            / 8_000
-        )
-        torch.testing.assert_close(
-            share, table.mask[row] / table.mask[row].sum(), rtol=0, atol=0.02
-        )
+        action = env.rand_action(env.reset().set("row", torch.tensor([row])))["action"]
+        share = table.find(action).flatten().bincount(minlength=12) / 8_000
+        wanted = table.mask[row] / table.mask[row].sum()
+        torch.testing.assert_close(share, wanted, rtol=0, atol=0.02)
         assert torch.equal(share > 0, table.mask[row])
 
 
-def test_the_reward_of_a_draw_depends_on_this_draw_alone() -> None:
-    table = small_table()
-    env = ConfigBandit(table, batch_size=8, group_size=4, reward="shaped")
+# -- seeds and state -------------------------------------------------------------------------------
+
+
+def test_without_a_seed_environments_draw_different_contexts_which_manual_seed_fixes() -> None:
+    assert not set(contexts(make().rollout(1))) & set(contexts(make().rollout(1)))
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(contexts(make().reset()))
+    assert drawn[0] == drawn[1]
+    # with a seed nobody else's random numbers matter
+    env = make(seed=3)
+    same = make()
+    same.set_seed(3)
+    env.reset()
+    torch.rand(100)
+    env.rollout(1)
+    same.reset()
+    same.rollout(1)
+    assert contexts(env.reset()) == contexts(same.reset())
+
+
+FORKED = """
+import multiprocessing
+from knobwise.envs.configurations.contexts import fresh_seed
+context = multiprocessing.get_context("fork")
+queue = context.SimpleQueue()
+for _ in range(2):
+    context.Process(target=lambda: queue.put(fresh_seed())).start()
+print(queue.get(), queue.get(), fresh_seed())
+"""
+
+
+def test_forked_processes_which_share_torchs_generator_draw_different_seeds() -> None:
+    """In a process of its own, because threads of this one may hold locks that a fork would keep
+    for ever."""
+    command = [sys.executable, "-c", FORKED]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    seeds = {int(seed) for seed in printed.stdout.split()}
+    assert len(seeds) == 3
+    assert min(seeds) >= 0
+
+
+@pytest.mark.parametrize("workers", [make, [make, lambda: make()]])
+def test_workers_draw_different_contexts_and_take_seeds(workers: Any) -> None:
+    env = SerialEnv(2, workers)
+    assert len(set(contexts(env.reset()))) == 8
+    following = env.set_seed(5)
+    alone = make()
+    wanted = []
+    seed = 5
+    for _ in range(2):
+        seed = alone.set_seed(seed)
+        wanted += contexts(alone.reset())
+    assert following == seed
+    assert contexts(env.reset()) == wanted
+
+
+class Slowest(nn.Module):
+    def forward(self, row: Tensor) -> Tensor:
+        return torch.tensor([2, 1, 1]).expand(*row.shape, 3)
+
+
+def collector(env: EnvBase, policy: Any = None) -> Collector:
+    options = {"reset_at_each_iter": True, "auto_register_policy_transforms": False}
+    return Collector(env, policy, frames_per_batch=8, total_frames=-1, **options)
+
+
+def test_the_state_carries_the_generator() -> None:
+    creator = EnvCreator(make)
+    for new in (make, creator, lambda: SerialEnv(2, make)):
+        env, other = new(), new()
+        env.reset()
+        assert contexts(env.reset()) != contexts(other.reset())
+        other.load_state_dict(env.state_dict())
+        assert contexts(other.reset()) == contexts(env.reset())
+    policy = TensorDictModule(Slowest(), ["row"], ["action"])
+    plain = collector(make(), policy)  # of an environment without workers TorchRL saves nothing
+    plain.load_state_dict(plain.state_dict())
+    first, second = (collector(SerialEnv(2, make), policy) for _ in range(2))
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    assert contexts(next(iter(second))) == contexts(next(iter(first)))
+
+
+# -- the contexts that a step decides for ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize(
+    "wrap", [lambda env: env, lambda env: TransformedEnv(env, DoubleToFloat())]
+)
+def test_a_step_from_row_budget_and_action_alone(
+    reset: bool, lean: bool, wrap: Callable[..., EnvBase]
+) -> None:
+    env = wrap(ConfigBandit(FULL, batch_size=2, lean=lean, seed=0))
+    given_context = {"row": torch.tensor([17, 3]), "budget_ms": torch.tensor([12.0, 30.0])}
+    context = TensorDict(given_context, [2])
+    if reset:
+        assert not torch.equal(env.reset()["row"], context["row"])
+    out = env.rand_step(context)
+    assert torch.equal(out["next", "reward"], reward_of(out))
+    assert contexts(out["next"]) == [(17, 12.0), (3, 30.0)]
+    if not lean:
+        features = FULL.features["image_features"][[17, 3]]
+        assert torch.equal(out["next", "image_features"], features)
+    if not reset:  # the generator was left alone
+        assert contexts(env.reset()) == contexts(ConfigBandit(FULL, batch_size=2, seed=0).reset())
+
+
+def test_what_a_person_changes_in_a_context_holds() -> None:
+    env = ConfigBandit(FULL, batch_size=3)
+    context = env.rand_action(env.reset())
+    context["budget_ms"] = torch.full((3,), 7.0)
+    out = env.step(context.clone())
+    assert torch.equal(out["next", "reward"], reward_of(out))
+    context = env.rand_action(env.reset())
+    context["row"][:] = 5  # in place
+    context["budget_ms"] *= 2
+    context["image_features"].fill_(7.0)
+    context["mask"] = torch.zeros_like(context["mask"])
+    out = env.step(context)
+    assert torch.equal(out["next", "reward"], reward_of(out))
+    # features and mask are those of the table, whatever was done to them
+    wanted = FULL.features["image_features"][[5, 5, 5]]
+    assert torch.equal(out["next", "image_features"], wanted)
+    assert out["next", "mask"].all()
+
+
+@every_form
+def test_what_is_missing_is_as_in_the_last_reset(form: dict[str, Any]) -> None:
+    env = make(unprofiled="error", **form)
+    assert env.rand_step()["next", "reward"].isfinite().all()  # before any reset contexts are drawn
     context = env.reset()
-    action = env.rand_action(context.clone())["action"]
-    first = env.step(context.clone().set("action", action))["next", "reward"]
-    for changed in range(4):
-        other = action.clone()
-        other[:, changed] = (action[:, changed] + 1) % torch.tensor(table.knob_sizes)
-        reward = env.step(context.clone().set("action", other))["next", "reward"]
-        same = torch.arange(4) != changed
-        assert torch.equal(reward[:, same], first[:, same])
-        assert (reward[:, changed] != first[:, changed]).all()
+    for _ in range(5):
+        alone = env.rand_action()
+        assert not {"row", "budget_ms"} & set(alone.keys())
+        full = env.step(context.clone().update(alone))["next"].to_dict()
+        torch.testing.assert_close(env.step(alone)["next"].to_dict(), full, rtol=0, atol=0)
 
 
-def test_a_group_is_the_same_as_flat_rows_with_repeated_contexts() -> None:
-    table = small_table()
-    grouped, flat = (
-        ConfigBandit(table, batch_size=5, group_size=3),
-        ConfigBandit(table, batch_size=15),
-    )
-    context = grouped.rand_action(grouped.reset())
-    repeated = TensorDict({k: context[k].repeat_interleave(3) for k in ("row", "budget_ms")}, [15])
-    repeated["action"] = context["action"].reshape(15, 1, 3)
-    reward = grouped.step(context)["next", "reward"]
-    assert torch.equal(flat.step(repeated)["next", "reward"].reshape(5, 3), reward)
+def test_a_partial_reset_leaves_the_other_contexts() -> None:
+    env = ConfigBandit(FULL, batch_size=4, seed=0)
+    before = env.reset()
+    wanted = torch.tensor([True, False, False, True])
+    after = env.reset(before.clone().set("_reset", wanted.unsqueeze(1)))
+    assert torch.equal(after["budget_ms"] != before["budget_ms"], wanted)
+    step = env.rand_step()
+    assert torch.equal(step["next", "reward"], reward_of(after.set("action", step["action"])))
 
 
-def test_the_collector_gives_one_decision_for_each_context() -> None:
-    env = ConfigBandit(small_table(), batch_size=8, group_size=2, lean=True)
-    collector = Collector(env, frames_per_batch=8, total_frames=24, reset_at_each_iter=True)
-    batches = list(collector)
-    collector.shutdown()
-    assert [tuple(batch["next", "reward"].shape) for batch in batches] == [(8, 1, 2)] * 3
-    assert len(torch.cat([batch["budget_ms"] for batch in batches]).unique()) == 24
+# -- transforms ------------------------------------------------------------------------------------
+
+BLOCKS = ["image_features", "language_features"]
+SEEN = ["budget_ms", *BLOCKS]
+TRANSFORMS: dict[str, Callable[[], Transform]] = {
+    "ObservationNorm": lambda: ObservationNorm(0.0, 2.0, in_keys=SEEN),
+    "CatTensors": lambda: Compose(
+        UnsqueezeTransform(-1, in_keys=["budget_ms"]), CatTensors(SEEN, "observation")
+    ),
+    "DTypeCastTransform": lambda: DTypeCastTransform(torch.float32, torch.float64, in_keys=SEEN),
+    "several": lambda: Compose(RewardSum(), StepCounter(), DoubleToFloat()),
+}
+
+
+@pytest.mark.parametrize("collect", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_see_each_observation_once(name: str, collect: bool) -> None:
+    env = TransformedEnv(ConfigBandit(FULL, batch_size=4, seed=0), TRANSFORMS[name]())
+    check_env_specs(env)
+    env.set_seed(0)
+    if collect:
+        out = next(iter(Collector(env, None, frames_per_batch=12)))
+    else:
+        out = env.rollout(3, break_when_any_done=False)
+    plain = ConfigBandit(FULL, batch_size=4, seed=0)
+    for step in out.unbind(1):
+        context = plain.reset()
+        following = step["next"]
+        wanted = plain.step(context.clone().set("action", step["action"]))["next"]
+        for key in ("reward", "row", "accuracy"):
+            assert torch.equal(following[key], wanted[key])
+        for result, raw in ((step, context), (following, wanted)):
+            if name == "CatTensors":
+                blocks = [raw["budget_ms"][:, None], *(raw[block] for block in BLOCKS)]
+                assert torch.equal(result["observation"], torch.cat(blocks, 1))
+                continue
+            for key in SEEN:
+                assert torch.equal(result[key], (2 if name == "ObservationNorm" else 1) * raw[key])
+                assert (result[key].dtype == torch.float64) == (name == "DTypeCastTransform")
+        if name == "several":
+            assert following["step_count"].eq(1).all()
+            assert torch.equal(following["episode_reward"], following["reward"])
+
+
+def test_transforms_take_rewards_of_groups() -> None:
+    several = Compose(RewardSum(), StepCounter(), TRANSFORMS["CatTensors"]())
+    env = TransformedEnv(make(group_size=3), several)
+    check_env_specs(env)
+    assert env.rollout(2, break_when_any_done=False)["next", "episode_reward"].shape == (4, 2, 3)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_transforms_around_workers_and_in_them(outside: bool) -> None:
+    def normalised(env: EnvBase) -> EnvBase:
+        return TransformedEnv(env, ObservationNorm(0.0, 2.0, in_keys=["budget_ms"]))
+
+    def plain() -> ConfigBandit:
+        return ConfigBandit(FULL, batch_size=4)
+
+    env = normalised(SerialEnv(2, plain)) if outside else SerialEnv(2, lambda: normalised(plain()))
+    out = env.rollout(3, break_when_any_done=False).flatten()
+    assert torch.equal(out["next", "budget_ms"], out["budget_ms"])
+    assert torch.equal(out["next", "reward"], reward_of(out, out["budget_ms"] / 2))
+
+
+@pytest.mark.parametrize(
+    "hides", [ObservationNorm(0.0, 2.0, in_keys=["budget_ms"]), ExcludeTransform("budget_ms")]
+)
+def test_limits_that_a_transform_hides_are_never_guessed(hides: Transform) -> None:
+    env = TransformedEnv(ConfigBandit(FULL, batch_size=4, seed=0), hides)
+    context = env.reset()
+    env.rand_step(context)
+    env.reset()  # another loop in between
+    with pytest.raises(InputError, match=r"row: .* budget_ms"):
+        env.rand_step(context.exclude("next"))
+
+
+def test_two_loops_may_share_an_environment_whose_limits_no_transform_changes() -> None:
+    env = TransformedEnv(ConfigBandit(FULL, batch_size=4), StepCounter())
+    context = env.reset()
+    env.rollout(1)
+    out = env.rand_step(context)
+    assert torch.equal(out["next", "reward"], reward_of(out))
+
+
+# -- actions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [None, 1, 3])
+def test_every_kind_of_action_gets_what_knobs_get(group: int | None) -> None:
+    env = make(group_size=group, seed=0)
+    out = env.rand_action(env.reset())
+    wanted = env.step(out.clone())["next"].to_dict()
+    action = out["action"]
+    by_name = dict(zip([knob.name for knob in SPARSE.knobs], action.unbind(-1), strict=True))
+    separate = make(group_size=group, **KEYS)
+    assert separate.action_keys == sorted(by_name)
+    whole = make(group_size=group, action="configuration")
+    for other, changed in (
+        (separate, by_name),
+        (whole, {"action": SPARSE.find(action)}),
+        (env, {"action": action.int()}),
+    ):
+        result = other.step(out.clone().update(changed))["next"].to_dict()
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+
+
+@every_form
+def test_the_group_axis_of_one_decision_may_be_missing(form: dict[str, Any]) -> None:
+    env = make(**form, seed=0)
+    context = env.rand_action(env.reset())
+    wanted = env.step(context.clone())["next", "reward"]
+    group = form["group_size"]
+    changed = {}
+    for key in env.action_keys:
+        action = context[key]
+        changed[key] = action.unsqueeze(1) if group is None else action[:, 0]
+    if group == 3:
+        with pytest.raises(InputError, match="action: is"):
+            env.step(context.clone().update(changed))
+    else:
+        assert torch.equal(env.step(context.clone().update(changed))["next", "reward"], wanted)
+    with pytest.raises(InputError, match="float32"):
+        env.step(context.update({key: context[key].float() for key in env.action_keys}))
+
+
+def test_the_mask_keeps_random_policies_to_profiled_configurations() -> None:
+    base = make(action="configuration", unprofiled="error")
+    env = TransformedEnv(base, ActionMask(mask_key="mask"))
+    check_env_specs(env)
+    out = env.rollout(50, break_when_any_done=False)
+    assert SPARSE.mask[out["row"], out["action"]].all()
+    drawn = env.reset().set("action", env.action_spec.rand())
+    assert env.step(drawn)["next", "reward"].isfinite().all()
+
+
+@pytest.mark.parametrize("unprofiled", ["nearest", "penalty", "error"])
+@pytest.mark.parametrize("wrong", [-1, 2, 12])
+def test_actions_outside_their_range_are_refused(unprofiled: str, wrong: int) -> None:
+    knobs = make(unprofiled=unprofiled)
+    with pytest.raises(InputError, match=f"top_k has no index {wrong}; .* 0 to 1"):
+        knobs.step(TensorDict({"action": torch.tensor([[0, wrong, 0]]).expand(4, 3)}, [4]))
+    if wrong != 2:
+        whole = make(unprofiled=unprofiled, action="configuration")
+        with pytest.raises(InputError, match=f"has no index {wrong}; .* 0 to 11"):
+            whole.step(TensorDict({"action": torch.tensor([0, wrong, 0, 0])}, [4]))
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for options in (
+        {**KEYS, "action": "configuration"},
+        {"action_keys": "knob"},
+        {"repeats": "mean"},
+        {"unprofiled": "guess"},
+    ):
+        with pytest.raises(InputError, match=f"^{next(iter(options))}"):
+            make(**options)
+    named = replace(FULL, knobs=(replace(FULL.knobs[0], name="mask"), *FULL.knobs[1:]))
+    assert ConfigBandit(named).action_keys == ["action"]
+    with pytest.raises(InputError, match="knob mask"):
+        ConfigBandit(named, **KEYS)
+
+
+# -- what was not profiled -------------------------------------------------------------------------
+
+
+def test_each_answer_to_an_unprofiled_action_by_hand() -> None:
+    nan = math.nan
+    table = table_of([[0.1, nan, nan, 0.9], [0.5] * 4], [[1.0, nan, nan, 4.0], [1.0] * 4])
+    rows = torch.tensor([0])
+    action = torch.tensor([[[0], [1], [2], [3]]])
+    limits = torch.tensor([2.0])
+    # the worst of the sample is late: −0.2
+    for unprofiled, rewards, accuracies in (
+        ("nearest", [0.1, 0.1, -0.2, -0.2], [0.1, 0.1, 0.9, 0.9]),
+        ("penalty", [0.1, -1.2, -1.2, -0.2], [0.1, 0.0, 0.0, 0.9]),
+    ):
+        replay = Replay(table, unprofiled=unprofiled)
+        out = replay(rows, action, limits)
+        assert out.configuration.tolist() == [[0, 0, 3, 3]]
+        assert out.reward.tolist() == [pytest.approx(rewards)]
+        assert out.accuracy.tolist() == [pytest.approx(accuracies)]
+        assert out.latency_ms.tolist() == [[1.0, 1.0, 4.0, 4.0]]
+    with pytest.raises(InputError, match=r"2 of the actions.*sample '0' of 'by hand'"):
+        Replay(table, unprofiled="error")(rows, action, limits)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 1000), st.floats(0.1, 0.95), st.booleans())
+def test_the_nearest_profiled_configuration_is_replayed(
+    seed: int, holes: float, by_knobs: bool
+) -> None:
+    table = small_table(samples=20, seed=seed, holes=holes)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(20, (8,), generator=generator)
+    index = torch.randint(12, (8, 3), generator=generator)
+    limits = torch.full((8,), 10.0)
+    action = table.configurations[index]
+    replay = Replay(table, action="knobs" if by_knobs else "configuration")
+    out = replay(rows, action if by_knobs else index, limits)
+    assert table.mask[rows[:, None], out.configuration].all()
+    steps = (action.unsqueeze(2) - table.configurations).abs().sum(-1)  # [8, 3, C]
+    least = steps.where(table.mask[rows][:, None], 99).amin(-1)
+    assert torch.equal(steps.gather(2, out.configuration[..., None]).squeeze(2), least)
+    assert torch.equal(out.reward, replay.rewards.chosen(rows, out.configuration, limits))
+    assert torch.equal(out.configuration == index, table.mask[rows[:, None], index])
+
+
+# -- cells that were measured repeatedly -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("unprofiled", ["nearest", "penalty"])
+def test_what_is_shown_is_what_is_rewarded(unprofiled: str) -> None:
+    table = repeated(small_table(holes=0.5), jitter=0.5)
+    env = ConfigBandit(table, batch_size=200, group_size=3, unprofiled=unprofiled, seed=0)
+    out = env.rollout(1).squeeze(1)
+    rows = out["row"]
+    replay = Replay(table, unprofiled=unprofiled)
+    cells = rows.unsqueeze(1), replay(rows, out["action"], out["budget_ms"]).configuration
+    latency_ms = out["next", "latency_ms"]
+    assert (table.repeats_ms[cells] == latency_ms.unsqueeze(-1)).any(-1).all()
+    assert (latency_ms != table.latency_ms[cells]).any()
+    in_time = latency_ms <= out["budget_ms"].unsqueeze(1)
+    wanted = torch.where(in_time, out["next", "accuracy"], -0.2)
+    profiled = table.mask[rows.unsqueeze(1), table.find(out["action"])]
+    shown = profiled | (unprofiled == "nearest")
+    assert torch.equal(out["next", "reward"][shown], wanted[shown])
+
+
+def test_every_measurement_is_drawn_about_equally_often() -> None:
+    table = table_of([[1.0, 1.0]], [[[1.0, 2.0, 3.0], [4.0, 5.0, math.nan]]])
+    env = ConfigBandit(table, batch_size=6000, action="configuration", seed=0)
+    for configuration, values in ((0, [1.0, 2.0, 3.0]), (1, [4.0, 5.0])):
+        context = env.reset().set("action", torch.full((6000,), configuration))
+        latency_ms = env.step(context)["next", "latency_ms"]
+        share = torch.tensor([(latency_ms == value).float().mean() for value in values])
+        assert (share - 1 / len(values)).abs().max() < 0.03  # some five standard errors
+
+
+def test_single_measurements_take_no_draw() -> None:
+    for table, draws in ((FULL, False), (repeated(FULL), True)):
+        env = ConfigBandit(table, seed=3)
+        env.reset()
+        before = env.get_extra_state()
+        env.rand_step()
+        assert torch.equal(env.get_extra_state(), before) != draws

@@ -26,6 +26,9 @@ from knobwise.envs.configurations.contexts import ContextSampler
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
+ZEROS = torch.zeros(20_000, dtype=torch.int64)
+HALF = math.sqrt(0.5)
+
 
 def of_latencies(latency_ms: torch.Tensor) -> ProfileTable:
     """A table with these latencies [N, C]; NaN where not profiled."""
@@ -49,43 +52,23 @@ def test_relative_is_a_profiled_latency_of_the_same_sample_times_a_factor() -> N
 
 
 def test_fixed_draws_each_value() -> None:
-    drawn = draw(
-        small_table(), torch.zeros(3000, dtype=torch.int64), strategy="fixed", values_ms=(5.0, 7.0)
-    )
+    drawn = draw(small_table(), ZEROS, strategy="fixed", values_ms=(5.0, 7.0))
     assert sorted(set(drawn.tolist())) == [5.0, 7.0]
     assert drawn.mean().item() == pytest.approx(6.0, abs=0.1)
 
 
-def test_quantiles_follows_the_latencies_between_its_ends() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "quarters"),
+    [
+        ("quantiles", [4.0, 12.25, 25.0, 42.25, 64.0]),  # at ranks .2, .35, .5, .65, .8
+        ("uniform", [4.0, 19.0, 34.0, 49.0, 64.0]),  # even in ms
+    ],
+)
+def test_budgets_between_two_quantiles(strategy: str, quarters: list[float]) -> None:
     table = of_latencies(torch.linspace(0, 10, 1001).square().reshape(1001, 1))
-    drawn = draw(
-        table, torch.zeros(20_000, dtype=torch.int64), strategy="quantiles", low=0.2, high=0.8
-    )
-    assert drawn.min() >= 4 - 1e-4
-    assert drawn.max() <= 64 + 1e-4
-    quarters = drawn.quantile(torch.tensor([0.25, 0.5, 0.75]))  # at ranks .35, .5, .65
-    torch.testing.assert_close(quarters, torch.tensor([12.25, 25.0, 42.25]), rtol=0.03, atol=0)
-    # ranges are taken from some of the rows
-    table = of_latencies(torch.tensor([[1.0, 2.0], [100.0, 200.0]]))
-    sampler = BudgetSampler(table, BudgetConfig("quantiles", low=0, high=1), rows=torch.tensor([0]))
-    drawn = sampler(torch.ones(100, dtype=torch.int64), torch.Generator().manual_seed(0))
-    assert drawn.max() <= 2
-
-
-def test_uniform_is_even_in_ms_between_two_quantiles() -> None:
-    table = of_latencies(torch.linspace(0, 10, 1001).square().reshape(1001, 1))
-    rows = torch.zeros(20_000, dtype=torch.int64)
-    drawn = draw(table, rows, strategy="uniform", low=0.2, high=0.8)  # between 2² and 8²
-    quarters = drawn.quantile(torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]))
-    torch.testing.assert_close(quarters, torch.tensor([4.0, 19, 34, 49, 64]), rtol=0, atol=0.8)
-
-
-@pytest.mark.parametrize("strategy", BudgetSampler.STRATEGIES)
-def test_one_seed_gives_one_sequence(strategy: str) -> None:
-    table, rows = small_table(holes=0.3), torch.arange(60)
-    settings = {"strategy": strategy, "values_ms": (5.0, 7.0, 9.0)}
-    assert torch.equal(draw(table, rows, **settings), draw(table, rows, **settings))
-    assert not torch.equal(draw(table, rows, **settings), draw(table, rows, seed=1, **settings))
+    drawn = draw(table, ZEROS, strategy=strategy, low=0.2, high=0.8)
+    shares = torch.linspace(0, 1, 5)
+    torch.testing.assert_close(drawn.quantile(shares), torch.tensor(quarters), rtol=0.03, atol=0.1)
 
 
 @pytest.mark.parametrize("strategy", ["relative", "quantiles"])
@@ -112,45 +95,29 @@ def test_the_range_of_worths_and_those_that_are_judged_by_hand() -> None:
 
 def test_worths_are_drawn_evenly_in_logarithm() -> None:
     table = of_latencies(torch.arange(101.0).reshape(101, 1) + 1)
-    drawn = draw(table, torch.zeros(20_000, dtype=torch.int64), sense="mean").log()
-    assert drawn.min() >= math.log(4) - 1e-5
-    assert drawn.max() <= math.log(30 * 98) + 1e-5
-    quarters = torch.histc(drawn, 4, math.log(4), math.log(30 * 98)) / len(drawn)
+    drawn = draw(table, ZEROS, sense="mean").log()
+    ends = math.log(4), math.log(30 * 98)
+    quarters = torch.histc(drawn, 4, *ends) / len(drawn)
     torch.testing.assert_close(quarters, torch.full((4,), 0.25), atol=0.02, rtol=0)
+    assert quarters.sum() == 1  # none is beyond the ends
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "fault"),
     [
-        ({"sense": "median"}, "budget.sense='median': must be one of deadline, mean"),
-        ({"strategy": "best"}, "relative, quantiles, uniform, fixed"),
-        (
-            {"strategy": "relative", "factors": ()},
-            "factors must hold at least one number, all positive, not",
-        ),
-        (
-            {"strategy": "relative", "factors": (1.0, 0.0)},
-            "factors must hold at least one number, all positive, not",
-        ),
-        (
-            {"strategy": "relative", "factors": (1.0, math.nan)},
-            "factors must hold at least one number, all positive, not",
-        ),
-        ({"strategy": "fixed"}, "values_ms must hold at least one number, all positive, not"),
-        (
-            {"strategy": "fixed", "values_ms": (3.0, -1.0)},
-            r"values_ms must hold at least one number, all positive.*-1\.0",
-        ),
-        (
-            {"strategy": "fixed", "values_ms": (math.inf,)},
-            "values_ms must hold at least one number, all positive, not",
-        ),
-        ({"strategy": "quantiles", "low": 0.9, "high": 0.1}, "0 ≤ low ≤ high ≤ 1"),
-        ({"strategy": "quantiles", "high": 97.0}, "0 ≤ low ≤ high ≤ 1"),
+        ({"sense": "median"}, "budget.sense"),
+        ({"strategy": "best"}, "budget.strategy"),
+        ({"strategy": "relative", "factors": ()}, "factors"),
+        ({"strategy": "relative", "factors": (1.0, 0.0)}, "factors"),
+        ({"strategy": "relative", "factors": (1.0, math.nan)}, "factors"),
+        ({"strategy": "fixed"}, "values_ms"),
+        ({"strategy": "fixed", "values_ms": (math.inf,)}, "values_ms"),
+        ({"strategy": "quantiles", "low": 0.9, "high": 0.1}, "low"),
+        ({"strategy": "quantiles", "high": 97.0}, "high"),
     ],
 )
-def test_numbers_that_cannot_be_used_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_numbers_that_cannot_be_used_are_refused(settings: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InputError, match=fault):
         BudgetSampler(small_table(), BudgetConfig(**settings))
 
 
@@ -173,7 +140,6 @@ down."""
         # fastest 1 … 50: place 36.75, upward: 38, above two of the quantiles
         (numbered(50, 2), FROM_38_UP),
         # neither what times out counts nor samples with nothing else
-        (torch.cat([numbered(50, 2), torch.full((50, 3), 1000.0)], 1), FROM_38_UP),
         (torch.cat([numbered(50, 2), torch.full((30, 2), 1000.0)]), FROM_38_UP),
         # the largest of a few costs is none
         (torch.tensor([[1.0, 2.0, 4.0]]).expand(30, -1), [1, 2, 4]),
@@ -184,11 +150,7 @@ down."""
 def test_default_budgets_by_hand(latency_ms: torch.Tensor, wanted: list[float]) -> None:
     budgets = default_budgets(of_latencies(latency_ms))
     assert budgets.tolist() == pytest.approx(wanted, rel=1e-6)
-    note = (
-        f"budgets: only {len(wanted)} of 5 are distinct, because many latencies "
-        "are equal; budgets_ms sets others"
-    )
-    assert few_budgets(budgets) == ([note] if len(wanted) < 5 else [])
+    assert len(few_budgets(budgets)) == (len(wanted) < 5)
 
 
 @settings(max_examples=80, deadline=None)
@@ -202,14 +164,12 @@ def test_default_budgets_by_hand(latency_ms: torch.Tensor, wanted: list[float]) 
 def test_default_budgets_are_distinct_feasible_and_below_time_outs(
     seed: int, samples: int, configurations: int, rounded_to: float, timed_out: bool
 ) -> None:
-    measured = (
-        torch.randn(samples, configurations, generator=torch.Generator().manual_seed(seed)) + 1
-    ).exp()
-    measured = (measured / rounded_to).ceil() * rounded_to if rounded_to else measured
-    out = torch.full((samples, 5 * configurations + 1), 1e4)
-    budgets = default_budgets(
-        of_latencies(torch.cat([measured, out], 1) if timed_out else measured)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    measured = (torch.randn(samples, configurations, generator=generator) + 1).exp()
+    if rounded_to:
+        measured = (measured / rounded_to).ceil() * rounded_to
+    out = torch.full((samples, timed_out * (5 * configurations + 1)), 1e4)
+    budgets = default_budgets(of_latencies(torch.cat([measured, out], 1)))
     assert 1 <= len(budgets) <= 5
     assert budgets[0] > 0
     assert (measured.flatten() <= budgets.unsqueeze(1)).sum(1).diff().gt(0).all()
@@ -227,45 +187,27 @@ def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_
     assert log_measured(torch.zeros(2)).tolist() == pytest.approx([math.log(LEAST_LATENCY_MS)] * 2)
 
 
-def test_encodings_by_hand() -> None:
-    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), 1)  # ln: 0 and 2, so μ = 1, σ = 1
-    assert encoding.width == 1
-    result = encoding(torch.tensor([[math.e, math.e**3], [1e-9, 1e9]]))
-    torch.testing.assert_close(
-        result, torch.tensor([[[0.0], [2.0]], [[-4.0], [4.0]]]), atol=1e-6, rtol=0
-    )
-    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), 5)
-    result = encoding(torch.tensor(math.e**2))  # z = 1: angles π/4 and π/2
-    half = math.sqrt(0.5)
-    torch.testing.assert_close(result, torch.tensor([1.0, half, 1.0, half, 0.0]), atol=1e-6, rtol=0)
+@pytest.mark.parametrize(
+    ("width", "wanted"),
+    [
+        (1, [1.0]),
+        (5, [1.0, HALF, 1.0, HALF, 0.0]),  # z, then the sines and cosines of π/4 and π/2
+        (4, [HALF, 1.0, HALF, 0.0]),  # an even width leaves z out
+    ],
+)
+def test_encodings_by_hand(width: int, wanted: list[float]) -> None:
+    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), width)  # ln: 0 and 2, so μ = σ = 1
+    result = encoding(torch.tensor([[math.e**2, 1e9]]))  # z = 1, and 4 at most
+    assert result.shape == (1, 2, width)
+    torch.testing.assert_close(result[0, 0], torch.tensor(wanted), atol=1e-6, rtol=0)
+    if width == 1:
+        assert result[0, 1].item() == 4
 
 
-@pytest.mark.parametrize(("wanted", "width"), [(1, 1), (9, 9), (17, 17)])
-def test_encodings_have_the_width_they_say_and_rise_with_the_budget(
-    wanted: int, width: int
-) -> None:
-    table = small_table()
-    encoding = BudgetEncoding(table.latency_ms[table.mask], wanted)
-    result = encoding(torch.linspace(2, 40, 200).reshape(4, 50))
-    assert encoding.width == width
-    assert result.shape == (4, 50, width)
-    assert result.abs().max() <= 4
-    first = result[..., 0].flatten()
-    assert (first.diff() > 0).all()
-
-
-def test_an_even_width_is_pairs_of_sine_and_cosine_without_the_number() -> None:
-    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), 4)
-    half = math.sqrt(0.5)
-    result = encoding(torch.tensor(math.e**2))  # z = 1: angles π/4 and π/2
-    torch.testing.assert_close(result, torch.tensor([half, 1.0, half, 0.0]), atol=1e-6, rtol=0)
-    encoding = BudgetEncoding(small_table().latency_ms.flatten(), 32)
-    assert encoding(torch.ones(3)).shape == (3, 32)
-    octaves = encoding.frequencies.log2().diff()  # 16 pairs divide seven octaves evenly
-    torch.testing.assert_close(octaves, torch.full((15,), 7 / 15), atol=1e-5, rtol=0)
-    torch.testing.assert_close(
-        encoding.frequencies[[0, -1]], math.pi / 4 * torch.tensor([1.0, 128.0])
-    )
+def test_sixteen_pairs_divide_seven_octaves_evenly() -> None:
+    frequencies = BudgetEncoding(small_table().latency_ms.flatten(), 32).frequencies
+    wanted = math.pi / 4 * 2 ** torch.linspace(0, 7, 16)
+    torch.testing.assert_close(frequencies, wanted)
 
 
 def test_encoding_survives_latencies_that_never_vary_and_zeros() -> None:
@@ -284,33 +226,23 @@ def sampler(
 
 def shares_drawn(table: ProfileTable, by: str, rows: list[torch.Tensor]) -> torch.Tensor:
     """Of the samples of a table, [N], for each list of rows."""
-    contexts = ContextSampler(table, BudgetConfig(), rows, 0, by)
-    drawn, _ = contexts(6000 * len(rows))
-    return torch.stack(
-        [
-            drawn[m :: len(rows)].bincount(minlength=table.num_samples) / 6000
-            for m in range(len(rows))
-        ]
-    )
+    drawn, _ = ContextSampler(table, BudgetConfig(), rows, 0, by)(6000 * len(rows))
+    counts = [drawn[m :: len(rows)].bincount(minlength=table.num_samples) for m in range(len(rows))]
+    return torch.stack(counts) / 6000
 
 
 def test_balanced_groups_are_drawn_as_often_as_each_other() -> None:
     # a, a, a, b, and another a that is not drawn from; each list is balanced by the sizes of both
     # together
-    table = replace(
-        small_table(5), datasets=("a", "a", "a", "b", "a"), question_types=tuple("xyyyx")
-    )
-    shares = shares_drawn(table, "dataset", [torch.tensor([0, 1, 2, 3])])
-    expected = torch.tensor([[1 / 6, 1 / 6, 1 / 6, 1 / 2, 0]])
-    torch.testing.assert_close(shares, expected, atol=0.025, rtol=0)
-    shares = shares_drawn(table, "question_type", [torch.tensor([0, 1, 2]), torch.tensor([3])])
-    expected = torch.tensor([[3 / 5, 1 / 5, 1 / 5, 0, 0], [0, 0, 0, 1, 0]])  # of 1/1, 1/3, 1/3
-    torch.testing.assert_close(shares, expected, atol=0.025, rtol=0)
-    contexts = ContextSampler(table, BudgetConfig(), None, 0, "dataset")
-    contexts(7)
-    drawn = contexts(9)
-    contexts.set_back(contexts.before)  # as a training that is resumed does
-    assert all(map(torch.equal, contexts(9), drawn))
+    names = {"datasets": ("a", "a", "a", "b", "a"), "question_types": tuple("xyyyx")}
+    table = replace(small_table(5), **names)
+    for by, rows, expected in (
+        ("dataset", [[0, 1, 2, 3]], [[1 / 6, 1 / 6, 1 / 6, 1 / 2, 0]]),
+        # of 1/1, 1/3, 1/3
+        ("question_type", [[0, 1, 2], [3]], [[3 / 5, 1 / 5, 1 / 5, 0, 0], [0, 0, 0, 1, 0]]),
+    ):
+        shares = shares_drawn(table, by, list(map(torch.tensor, rows)))
+        torch.testing.assert_close(shares, torch.tensor(expected), atol=0.025, rtol=0)
 
 
 def test_samples_with_rare_configurations_are_drawn_more_often() -> None:
@@ -356,19 +288,13 @@ def test_budgets_are_those_of_the_rows_of_all_lists_together() -> None:
     assert (budgets < 6).float().mean().item() == pytest.approx(3 / 8, abs=0.03)
 
 
-def test_under_a_mean_budget_worths_are_drawn() -> None:
-    table = small_table()
-    worths = sampler(LISTS, sense="mean")(3000)[1]
-    measured = table.latency_ms[torch.cat(LISTS)]
-    assert worths.min() >= measured.min()
-    assert measured.max() < worths.max() <= 30 * measured.max()
-
-
+@pytest.mark.parametrize("strategy", BudgetSampler.STRATEGIES)
+@pytest.mark.parametrize("balance", ["none", "question_type"])
 @pytest.mark.parametrize("rows", [torch.arange(20), LISTS])
-def test_contexts_come_from_the_seed_and_come_again(rows: Any) -> None:
-    one, same, other = (
-        ContextSampler(small_table(), BudgetConfig(), rows, seed) for seed in (0, 0, 1)
-    )
+def test_contexts_come_from_the_seed_and_come_again(rows: Any, balance: str, strategy: str) -> None:
+    table = replace(small_table(holes=0.3), question_types=("x", "y", "y") * 20)
+    budget = BudgetConfig(strategy, values_ms=(5.0, 7.0, 9.0))
+    one, same, other = (ContextSampler(table, budget, rows, seed, balance) for seed in (0, 0, 1))
     first = one(40)
     assert all(map(torch.equal, first, same(40)))
     assert not torch.equal(first[0], other(40)[0])

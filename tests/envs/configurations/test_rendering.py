@@ -1,6 +1,7 @@
 """What a person sees: in words, as a picture, in a window."""
 
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -35,30 +36,20 @@ def test_words_say_what_can_be_set_and_what_happened(sense: str) -> None:
         TABLE, budget, render_mode="ansi", inputs=lambda sample_id: (f"Is it {sample_id}?", None)
     )
     _, info = env.reset(seed=0)
-    limit = (
-        f"a right answer is worth {info['worth_ms']:.2f} ms"
-        if sense == "mean"
-        else "budget 12.00 ms"
-    )
-    request, question = (
-        f"Sample {info['sample_id']}, {limit}",
-        f"Question: Is it {info['sample_id']}?",
-    )
-    assert env.render().splitlines() == [
-        f"{request}: what will you set?",
-        question,
-        "  max_crops: 2, 6, 10",
-        "  top_k: 4, 8",
-        "  num_active_blocks: 12, 16",
-    ]
+    limit = "budget 12.00 ms"
+    if sense == "mean":
+        limit = f"a right answer is worth {info['worth_ms']:.2f} ms"
+    request = f"Sample {info['sample_id']}, {limit}"
+    asked, question, *knobs = env.render().splitlines()
+    assert asked.startswith(request)
+    assert question == f"Question: Is it {info['sample_id']}?"
+    assert knobs == ["  max_crops: 2, 6, 10", "  top_k: 4, 8", "  num_active_blocks: 12, 16"]
     _, reward, _, _, info = env.step(np.array([2, 1, 0]))
-    *first, chosen, best = env.render().splitlines()
-    assert first == [f"{request}.", question]
+    *_, chosen, best = env.render().splitlines()
     kept = {None: "", True: ", over budget", False: ", within budget"}[info.get("violation")]
     assert chosen == (
         "Chosen: max_crops = 10, top_k = 8, num_active_blocks = 12: accuracy "
-        f"{info['accuracy']:.2f}, "
-        f"{info['latency_ms']:.2f} ms{kept}; reward {reward:+.3f}."
+        f"{info['accuracy']:.2f}, {info['latency_ms']:.2f} ms{kept}; reward {reward:+.3f}."
     )
     assert best.startswith("Oracle: max_crops = ")
     words = env.render()
@@ -76,10 +67,7 @@ def test_a_picture_shows_the_input_the_choice_and_the_outcome() -> None:
     before = env.render()
     assert (before.shape, before.dtype) == ((520, 900, 3), np.uint8)
     assert pixels(before, "#ff0000") > 200**2  # the input
-    assert not any(
-        pixels(before, colour)
-        for colour in (rendering._CHOSEN, rendering._ON_TIME, rendering._LATE)
-    )
+    assert not pixels(before, rendering._CHOSEN)
     env.step([2, 1, 0])
     on_time = env.render()
     assert pixels(on_time, rendering._CHOSEN) > 3 * 500  # a value of each knob
@@ -96,16 +84,8 @@ def test_a_picture_shows_the_input_the_choice_and_the_outcome() -> None:
 
 @pytest.mark.parametrize(
     "picture",
-    [
-        RED,
-        RED / 255,
-        RED[..., 0],
-        Image.fromarray(RED),
-        Image.fromarray(RED).convert("P"),
-        RED.repeat(300, 0),
-        None,
-    ],
-    ids=["uint8", "float", "grey", "PIL", "palette", "tall", "none"],
+    [RED / 255, RED[..., 0], Image.fromarray(RED).convert("P"), RED.repeat(300, 0), None],
+    ids=["float", "grey", "palette", "tall", "none"],
 )
 def test_pictures_of_every_kind_are_drawn(picture: object) -> None:
     env = ConfigBanditEnv(
@@ -119,7 +99,7 @@ def test_pictures_of_every_kind_are_drawn(picture: object) -> None:
 values = st.one_of(st.integers(0, 10**9), st.floats(0, 1e6), st.text(max_size=60))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     number=st.floats(0, 1e9, width=32),
     budget=st.floats(2**-20, 1e9, width=32),
@@ -131,15 +111,11 @@ def test_whatever_is_drawn_nothing_runs_over(
     number: float, budget: float, knobs: list[list], text: str
 ) -> None:
     made = tuple(Knob(f"{i} {text}", tuple(row)) for i, row in enumerate(knobs))
-    outcome = {"accuracy": 0.5, "latency_ms": number, "violation": number > budget}
-    info = {
-        "sample_id": "x" * 99,
-        "budget_ms": budget,
-        **outcome,
-        **{f"oracle_{k}": v for k, v in outcome.items()},
-    }
-    info["configuration"] = {knob.name: knob.values[-1] for knob in made}
-    info["oracle_configuration"] = {knob.name: knob.values[0] for knob in made}
+    info: dict[str, Any] = {"sample_id": "x" * 99, "budget_ms": budget}
+    for who, value in (("", -1), ("oracle_", 0)):
+        info |= {f"{who}accuracy": 0.5, f"{who}latency_ms": number}
+        info[f"{who}violation"] = number > budget
+        info[f"{who}configuration"] = {knob.name: knob.values[value] for knob in made}
     view = rendering.View(made, "ms", info, reward=-0.2, question=text)
     picture = view.image()
     assert (picture[:, :30] == 255).all()  # the margins stay empty
@@ -170,7 +146,7 @@ def test_without_a_mode_there_is_nothing_to_see() -> None:
     env = ConfigBanditEnv(TABLE)
     env.reset(seed=0)
     assert env.render() is None
-    with pytest.raises(InputError, match="render_mode='video': must be one of ansi, rgb_array"):
+    with pytest.raises(InputError, match="render_mode"):
         ConfigBanditEnv(TABLE, render_mode="video")
 
 

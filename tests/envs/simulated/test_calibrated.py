@@ -36,11 +36,8 @@ def latencies(grid: str, latency: str) -> NDArray[np.float64]:
 
 def test_published_times_over_the_240_configurations() -> None:
     prefill = latencies("240", "prefill")
-    quantiles = dict(
-        zip((0.05, 0.25, 0.5, 0.75, 0.95), (102.3, 119.7, 135.0, 151.7, 175.3), strict=True)
-    )
-    for share, published in quantiles.items():
-        assert np.quantile(prefill, share) == pytest.approx(published, rel=0.015)
+    quantiles = np.quantile(prefill, (0.05, 0.25, 0.5, 0.75, 0.95)).tolist()
+    assert quantiles == pytest.approx([102.3, 119.7, 135.0, 151.7, 175.3], rel=0.015)
     assert prefill.mean() == pytest.approx(136.3, rel=0.015)
     assert prefill.std() == pytest.approx(22.2, rel=0.04)
     assert prefill.min() == pytest.approx(68.7, rel=0.10)
@@ -61,14 +58,6 @@ def test_published_steps() -> None:
         step = times.mean(0) / (DATA_SETS[dataset].tokens[0] - 1)
         assert step.min() == pytest.approx(36, rel=0.06)
         assert step.max() == pytest.approx(48, rel=0.06)
-
-
-def test_every_stage_takes_time() -> None:
-    prefill, first, total = (
-        latencies("tiers", stage) for stage in ("prefill", "vision_prefill", "total")
-    )
-    assert (first > prefill).all()
-    assert (total > first).all()
 
 
 def test_published_losses_without_blocks() -> None:
@@ -198,19 +187,13 @@ def test_samples_differ_in_what_suits_them_and_agree_on_right_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("option", "wrong"),
     [
-        ({"datasets": ("doc_qa",)}, "datasets.*text_vqa, coco_vqa, okvqa"),
-        ({"datasets": ()}, "datasets"),
-        ({"datasets": ("okvqa", "okvqa")}, "each once"),
-        ({"grid": "28"}, "grid='28'.*240, 27, tiers"),
-        ({"latency": "decode"}, "latency"),
-        ({"samples": 0}, "samples=0: must be at least 1"),
-        ({"image_width": -1}, "image_width"),
-        ({"seed": -1}, "seed"),
-        ({"signal": 1.5}, "signal"),
+        *(("datasets", wrong) for wrong in (("doc_qa",), (), ("okvqa", "okvqa"))),
+        *(("grid", "28"), ("latency", "decode"), ("samples", 0), ("image_width", -1)),
+        *(("language_width", -1), ("seed", -1), ("signal", 1.5)),
     ],
 )
-def test_a_mistake_is_named(change: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        simulate(SimulatedConfig(**change))  # type: ignore[arg-type]
+def test_a_mistake_is_named(option: str, wrong: Any) -> None:
+    with pytest.raises(InputError, match=f"profile.{option}"):
+        simulate(SimulatedConfig(**{option: wrong}))
