@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import altair as alt
 import polars as pl
 
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import ComparedRun
 from knobwise.experiments.report import charts
-from knobwise.experiments.report.result_charts import Charts, fronts, numbers
+from knobwise.experiments.report.page import Figure
+from knobwise.experiments.report.result_charts import ON_TIME, SHARE_ON_TIME, Figures, numbers
 from knobwise.experiments.report.training_charts import (
     is_shown_first,
     logged_numbers,
     metrics_in_time,
     title_of,
 )
-from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name
-from knobwise.experiments.results.problem import FEASIBLE, WEIGHTS
+from knobwise.experiments.report.words import (
+    SIGN_WORDS,
+    grpo_begins,
+    number,
+    policy_name,
+    shots_words,
+)
+from knobwise.experiments.results.problem import FEASIBLE
 
 COLOURED = 4
 """At most this many runs have a colour: the first one, and the best of the runs that are comparable
 with it."""
 
 
-def comparison_charts(comparison: Comparison) -> Charts:
-    """Draw all charts that the runs have numbers for."""
-    if comparison.problem is WEIGHTS:
-        return _fronts(comparison)
+def comparison_charts(comparison: Comparison) -> Figures:
+    """Draw all figures that the runs have numbers for."""
     problem = comparison.problem
     labels = order(comparison)
     unit = comparison.unit
@@ -38,45 +44,64 @@ def comparison_charts(comparison: Comparison) -> Charts:
         (comparison.reference, policy, {"policy": name, "name": name})
         for policy, name in names.items()
     ]
-    drawn: Charts = {}
+    drawn: Figures = {}
+    coloured, grey = _colours(comparison)
     metric = next(metric for metric in problem.metrics if metric.key == problem.ranked_by)
     heading = f"{metric.name.capitalize()} by {problem.place_words[0]}"
+    shaded = "" if grey else " Shaded: 95% intervals."
     if problem.averaged:
         if lines:
             rows = pl.concat(
                 [rows, _numbers(comparison, lines).select(rows.columns)], how="vertical_relaxed"
             )
-        coloured = [*labels, *names.values()]
-        drawn[heading] = charts.by_budget(rows, metric.key, metric.name, coloured, unit=unit)
+        legend = [*labels, *names.values()]
+        chart = charts.by_budget(rows, metric.key, metric.name, legend, unit=unit)
+        drawn[heading] = Figure(chart, f"{shaded}{grey}".strip())
     elif len(comparison.places) > 1:
-        drawn[heading] = charts.by_shots(rows, labels, int(comparison.main or 0))
+        shots = int(comparison.main or 0)
+        drawn[heading] = Figure(
+            charts.by_shots(rows, labels, shots),
+            f"Dashed: {shots_words(shots)}, the number compared above.{shaded}{grey}",
+        )
     if FEASIBLE in problem.metrics:
         level = comparison.reference.results.get("satisfaction_level")
         rows = rows.drop("low", "high", strict=False)
-        title = "on time, of the feasible requests"
-        drawn["On time"] = charts.by_budget(
-            rows, FEASIBLE.key, title, coloured, percent=True, level=level, unit=unit
+        chart = charts.by_budget(
+            rows, FEASIBLE.key, ON_TIME, legend, percent=True, level=level, unit=unit
         )
+        dashed = ""
+        if level is not None:
+            dashed = f" Dashed: {number(level, '.0%')}, the level that the guard keeps."
+        drawn["On time"] = Figure(chart, f"{SHARE_ON_TIME}{dashed}{grey}")
     columns = [(run.label, policy, run.results) for run, policy in runs if run.label in labels]
     if usage := charts.knob_usage(columns, unit):
-        drawn["Which settings are used"] = usage
+        of_runs = f" Of {coloured}." if grey else ""
+        caption = f"Share of the test requests that get each value of a knob, per budget.{of_runs}"
+        drawn["Which settings are used"] = Figure(usage, caption, min(len(runs), COLOURED))
     if training := _training(comparison):
-        drawn[f"Training, on validation {problem.samples}"] = training
+        drawn[f"Training, on validation {problem.samples}"] = Figure(
+            training,
+            "Means over the seeds, shaded from the lowest to the highest; a curve ends where its "
+            "first seed ends. Dashed: where GRPO begins, if it follows a warm-up. The curves of "
+            f"controllers are of the network alone, without experts or guard.{grey}",
+        )
     return drawn
 
 
-def _fronts(comparison: Comparison) -> Charts:
-    """Draw the points of every run, and of the reference policies from the first run."""
-    named = [(run, run.policy, _line(comparison, run)["policy"]) for run in comparison.runs]
-    for policy in (WEIGHTS.low, WEIGHTS.high):
-        named.append((comparison.reference, policy, policy_name(policy)))
-    points = []
-    for run, policy, label in named:
-        points += [(label, run.row(policy, place)) for place in comparison.places]
-    return {"Fronts": fronts(points, comparison.reference.results)}
+def _colours(comparison: Comparison) -> tuple[str, str]:
+    """Say which runs have a colour, and how many are grey; "" for the second if all have one."""
+    best = len(order(comparison)) - 2
+    grey = len(comparison.runs) - 1 - best
+    coloured = "the first run"
+    if best:
+        others = "best other" if best == 1 else f"{best} best others"
+        coloured += f" and the {others} judged on the same {comparison.problem.samples}"
+    if len(comparison.runs) <= COLOURED:
+        return coloured, ""
+    return coloured, f" In colour: {coloured}; grey: {grey} more."
 
 
-def forest(comparison: Comparison) -> charts.Figure:
+def forest(comparison: Comparison) -> Figure:
     """Draw the differences at the main place, in points as in the tables."""
     rows = []
     for difference in comparison.differences:
@@ -88,7 +113,11 @@ def forest(comparison: Comparison) -> charts.Figure:
     colour = charts.colour_of(
         {"blue": "better", "orange": "worse", "grey": "no difference shown"}, "shown"
     )
-    return charts.dots(pl.DataFrame(rows), title, colour, zero=True)
+    return Figure(
+        charts.dots(pl.DataFrame(rows), title, colour, zero=True),
+        f"A dot is the difference to {comparison.reference.label}, the line its 95% interval; "
+        "grey: it may be chance.",
+    )
 
 
 def order(comparison: Comparison) -> list[str]:
@@ -124,7 +153,7 @@ def _numbers(
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
-def _training(comparison: Comparison) -> charts.Figure:
+def _training(comparison: Comparison) -> list[alt.LayerChart]:
     """Draw for each metric the mean, the lowest and the highest seed of every run, by step."""
     frames = []
     for run in comparison.runs:

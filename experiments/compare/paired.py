@@ -70,8 +70,11 @@ def differences(
         the differences, and in words what is restricted, or why there are none ("" where all is
         well).
     """
-    if refusal := _not_tested(reference, run):
-        return [], refusal
+    for side in (reference, run):
+        if side.decisions is None:
+            return [], f"{side.label} {side.missing}, so it is shown but not tested"
+        if "split_seeds" in side.results:
+            return [], f"{side.label} was judged on several splits, so it is shown but not tested"
     old = decisions_of(reference, policies[0])
     new = decisions_of(run, policies[1])
     if old is None or new is None:
@@ -99,7 +102,13 @@ def differences(
     for column, count, (gap, low, high, p) in tests:
         tested.append(Difference(*names, columns[column], count, gap, (low, high), p))
 
-    restrictions = _restricted_to(reference, run, (old, new), len(samples))
+    restrictions = []
+    all_samples = [side["sample"].n_unique() for side in (old, new)]
+    if len(samples) < max(all_samples):
+        counts = f"{reference.label}: {all_samples[0]:,}, {run.label}: {all_samples[1]:,}"
+        restrictions.append(
+            f"tested on the {len(samples):,} samples that both were judged on ({counts})"
+        )
     if left_out := len(places) - len(common):
         mean = ", so its mean is over the others" if run.problem.averaged else ""
         restrictions.append(f"not judged at {left_out} of the {run.problem.place_words[1]}{mean}")
@@ -108,26 +117,13 @@ def differences(
     return tested, f"{run.label}: {'; '.join(restrictions)}" if restrictions else ""
 
 
-def _not_tested(reference: ComparedRun, run: ComparedRun) -> str:
-    """Return why two runs cannot be tested whatever the policies, "" where they can."""
-    for side in (reference, run):
-        if side.decisions is None:
-            return f"{side.label} {side.missing}, so it is shown but not tested"
-        if "split_seeds" in side.results:
-            return f"{side.label} was judged on several splits, so it is shown but not tested"
-    return ""
-
-
 def _too_little(
     reference: ComparedRun, run: ComparedRun, samples: int, places: Sequence[float]
 ) -> str:
     """Return why the samples and places that two runs have in common are too few for a test, "" if
     they are enough."""
     if samples < FEWEST:
-        if samples:
-            how_many = f"only {samples} test samples"
-        else:
-            how_many = "no test sample"
+        how_many = f"only {samples} test samples" if samples else "no test sample"
         return f"{run.label} has {how_many} in common with {reference.label}, so it is not tested"
     if not places:
         return (
@@ -135,20 +131,6 @@ def _too_little(
             f"{reference.label}, so it is not tested"
         )
     return ""
-
-
-def _restricted_to(
-    reference: ComparedRun,
-    run: ComparedRun,
-    pair: tuple[pl.DataFrame, pl.DataFrame],
-    samples: int,
-) -> list[str]:
-    """Return in words the number of common samples, [] where these are all."""
-    judged = [side["sample"].n_unique() for side in pair]
-    if samples == max(judged):
-        return []
-    counts = f"{reference.label}: {judged[0]:,}, {run.label}: {judged[1]:,}"
-    return [f"tested on the {samples:,} samples that both were judged on ({counts})"]
 
 
 def _tests(

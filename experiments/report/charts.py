@@ -35,8 +35,6 @@ SAME_EVERYWHERE = (
 """Policies that are drawn in every data set; of all others only the best."""
 CLOSE = alt.Scale(zero=False, padding=12)
 """A scale that begins near the smallest number, not at 0."""
-Figure = alt.LayerChart | list[alt.LayerChart]
-"""A chart, or several of one heading."""
 
 
 def layered(
@@ -323,21 +321,34 @@ def dots(
     return layered(*layers, height=alt.Step(24))
 
 
+def dots_of_policies(rows: Sequence[Mapping[str, Any]], metric: str, title: str) -> alt.LayerChart:
+    """Draw a number of each policy with its interval, in the colours of the policies.
+
+    Args:
+        rows: policy, the metric and its interval, of each.
+        metric: the key of the number.
+        title: of the horizontal axis.
+    """
+    drawn = []
+    for row in rows:
+        low, high = row[f"{metric}_ci95"]
+        dot = {"name": policy_name(row["policy"]), "value": row[metric], "low": low, "high": high}
+        drawn.append(dot)
+    colour = colour_of([dot["name"] for dot in drawn], "name").legend(None)
+    return dots(pl.DataFrame(drawn), title, colour)
+
+
 def by_dataset(judged: Sequence[Mapping[str, Any]]) -> list[alt.LayerChart]:
     """Draw mean utility and its interval for the most important policies, a chart for each data
     set."""
     rows_of: dict[str, list[dict[str, Any]]] = {}
     for row in judged:
         policy = row["policy"] if row["policy"] in SAME_EVERYWHERE else "best_other"
-        low, high = row["utility_ci95"]
-        dot = {"name": policy_name(policy), "value": row["utility"], "low": low, "high": high}
-        rows_of.setdefault(row["dataset"], []).append(dot)
-    figure = []
-    for dataset, rows in rows_of.items():
-        colour = colour_of([row["name"] for row in rows], "name").legend(None)
-        chart = dots(pl.DataFrame(rows), "utility (0 to 1)", colour)
-        figure.append(chart.properties(title=dataset))
-    return figure
+        rows_of.setdefault(row["dataset"], []).append({**row, "policy": policy})
+    return [
+        dots_of_policies(rows, "utility", "utility (0 to 1)").properties(title=dataset)
+        for dataset, rows in rows_of.items()
+    ]
 
 
 # -- latencies -------------------------------------------------------------------------------------
