@@ -85,8 +85,13 @@ def differences(
     samples = set(old["sample"].unique()) & set(new["sample"].unique())
     judged = set(old["place"].unique()) & set(new["place"].unique())
     common = [place for place in places if place in judged]
-    if refusal := _too_little(reference, run, len(samples), common):
-        return [], refusal
+    if len(samples) < FEWEST:
+        how_many = f"only {len(samples)} test samples" if samples else "no test sample"
+        where = f"in common with {reference.label}"
+        return [], f"{run.label} has {how_many} {where}, so it is not tested"
+    if not common:
+        where = f"{run.problem.place_words[1]} of {reference.label}"
+        return [], f"{run.label} was judged at none of the {where}, so it is not tested"
 
     pair = [
         side.filter(pl.col("sample").is_in(samples), pl.col("place").is_in(common))
@@ -102,13 +107,7 @@ def differences(
     for column, count, (gap, low, high, p) in tests:
         tested.append(Difference(*names, columns[column], count, gap, (low, high), p))
 
-    restrictions = []
-    all_samples = [side["sample"].n_unique() for side in (old, new)]
-    if len(samples) < max(all_samples):
-        counts = f"{reference.label}: {all_samples[0]:,}, {run.label}: {all_samples[1]:,}"
-        restrictions.append(
-            f"tested on the {len(samples):,} samples that both were judged on ({counts})"
-        )
+    restrictions = _restrictions(reference, run, (old, new), len(samples))
     if left_out := len(places) - len(common):
         mean = ", so its mean is over the others" if run.problem.averaged else ""
         restrictions.append(f"not judged at {left_out} of the {run.problem.place_words[1]}{mean}")
@@ -117,20 +116,15 @@ def differences(
     return tested, f"{run.label}: {'; '.join(restrictions)}" if restrictions else ""
 
 
-def _too_little(
-    reference: ComparedRun, run: ComparedRun, samples: int, places: Sequence[float]
-) -> str:
-    """Return why the samples and places that two runs have in common are too few for a test, "" if
-    they are enough."""
-    if samples < FEWEST:
-        how_many = f"only {samples} test samples" if samples else "no test sample"
-        return f"{run.label} has {how_many} in common with {reference.label}, so it is not tested"
-    if not places:
-        return (
-            f"{run.label} was judged at none of the {run.problem.place_words[1]} of "
-            f"{reference.label}, so it is not tested"
-        )
-    return ""
+def _restrictions(
+    reference: ComparedRun, run: ComparedRun, pair: tuple[pl.DataFrame, pl.DataFrame], samples: int
+) -> list[str]:
+    """Say how many samples were tested, where these are not all."""
+    judged = [side["sample"].n_unique() for side in pair]
+    if samples == max(judged):
+        return []
+    counts = f"{reference.label}: {judged[0]:,}, {run.label}: {judged[1]:,}"
+    return [f"tested on the {samples:,} samples that both were judged on ({counts})"]
 
 
 def _tests(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -160,15 +159,12 @@ def _runs_below(folder: Path, levels: int) -> list[Path]:
     return runs
 
 
-def _name_order(path: Path) -> tuple[bool, list[tuple[float, str]]]:
+def _name_order(path: Path) -> tuple[bool, list[str | float]]:
     """Return a sort key for folders: `default` first, then by name, with numbers by size."""
-    key = []
-    for digits, letter in re.findall(r"(\d+(?:\.\d+)?(?:e-?\d+)?)|(\D)", path.name):
-        if digits:
-            key.append((float(digits), ""))
-        else:
-            key.append((math.inf, letter))
-    return path.name != "default", key
+    # text and numbers take turns, so that keys can be compared
+    parts: list[str | float] = [*re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", path.name)]
+    parts[1::2] = map(float, parts[1::2])
+    return path.name != "default", parts
 
 
 # -- reading ---------------------------------------------------------------------------------------

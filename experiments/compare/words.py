@@ -58,9 +58,9 @@ def verdict(comparison: Comparison) -> list[str]:
             f"Tested against {reference}: {len(tested)} runs, {signs.count(1)} better, "
             f"{signs.count(-1)} worse, {signs.count(0)} not shown to differ."
         )
-        labels = [comparison.runs[i].label for i in comparison.ranking()]
-        tested = [comparison.difference(label) for label in labels]
-        tested = [difference for difference in tested if difference][:1]
+        ranks = {comparison.runs[i].label: rank for rank, i in enumerate(comparison.ranking())}
+        tested = [difference for difference in tested if difference.run in ranks]
+        tested = sorted(tested, key=lambda difference: ranks[difference.run])[:1]
     for difference in tested:
         if difference.nothing:
             lines.append(f"{difference.run} got the same as {reference} on every sample.")

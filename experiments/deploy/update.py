@@ -336,7 +336,7 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     timed = read_profile(profile)
     chosen, ratios = log_ratios(table, timed)
     offsets = fit_offsets(table.configurations, chosen, ratios)
-    facts = {"timed": timed.name, "digest": timed.digest, "cells": len(chosen)}
+    facts: dict[str, Any] = {"timed": timed.name, "digest": timed.digest, "cells": len(chosen)}
     facts |= {"factors": offsets.mean.exp().tolist(), "spread": offsets.variance.sqrt().tolist()}
     facts["one_factor"] = float(ratios.median().exp())
     agent: Any = loaded.controller

@@ -405,10 +405,7 @@ def knob_usage(
             edges = edges.filter(pl.col("share") == pl.col("share").max().over("budget_ms"))
             if len(edges):
                 layers.append(_outlines(edges, policy_name(outlined), x, y))
-            if len(runs) > 1:
-                title = {"title": label.split(", ")}
-            else:
-                title = {}
+            title = {"title": label} if len(runs) > 1 else {}
             figure.append(layered(*layers, height=alt.Step(24), **title))
     return figure
 

@@ -154,7 +154,7 @@ def render_page(
     path: str | Path,
     kind: str,
     name: str,
-    sections: Mapping[str, Sequence[Any]],
+    sections: Mapping[str, Any],
     *,
     facts: Sequence[str] = (),
     tiles: Sequence[tuple[str, str, str]] = (),

@@ -167,7 +167,7 @@ def _tiles(results: Results) -> Tiles:
         ]
         return [*tiles, *_decision_tile(results, learned)]
     on_time = [number(row.get("satisfaction_feasible"), ".1%") for row in (learned, static)]
-    gain = learned | {"over_static": words.value_of(learned) - words.value_of(static)}
+    gain = dict(learned) | {"over_static": words.value_of(learned) - words.value_of(static)}
     tiles = [
         _gap(gain, "over_static", "of utility against budget-aware static"),
         (on_time[0], "on time, where that is possible", f"budget-aware static: {on_time[1]}"),
@@ -199,9 +199,9 @@ def _decision_tile(results: Results, row: words.Row) -> Tiles:
 
 def _selector_tiles(results: Results) -> Tiles:
     """Return the numbers of a selector to be seen first."""
-    best = DEMONSTRATIONS.main_policy(results)
+    best = DEMONSTRATIONS.main_policy(results) or ""
     shots = shown_at(results)
-    row = words.rows_at(results, shots).get(best or "")
+    row = words.rows_at(results, shots).get(best)
     if not row:
         return []
     interval = words.span(row.get("accuracy_ci95"), ".1%").strip(" ()")

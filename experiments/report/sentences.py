@@ -273,7 +273,9 @@ def _under_mean_budgets(results: Results) -> list[str]:
 
 
 def _mean_guard(results: Results) -> list[str]:
-    deployed = [row["deployed"] for seeds in guarantees(results) for row in seeds]
+    deployed = []
+    for rows in results.get("guard") or ():
+        deployed += [row["deployed"] for row in rows]
     if all(deployed):
         return []
     return [

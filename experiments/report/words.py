@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_text
@@ -42,7 +42,7 @@ def policy_name(policy: str, results: Mapping[str, Any] | None = None) -> str:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def known(value: Any) -> bool:
+def known(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
