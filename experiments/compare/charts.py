@@ -36,6 +36,7 @@ def comparison_charts(comparison: Comparison) -> Figures:
     labels = order(comparison)
     unit = comparison.unit
     runs = list(zip(comparison.runs, comparison.policies, strict=True))
+    # a line for each run, grey where it has no colour of its own
     rows = _numbers(comparison, [(run, policy, _line(comparison, run)) for run, policy in runs])
     if len(runs) > COLOURED:
         rows = rows.drop("low", "high")
@@ -50,6 +51,7 @@ def comparison_charts(comparison: Comparison) -> Figures:
     heading = f"{metric.name.capitalize()} by {problem.place_words[0]}"
     shaded = "" if grey else " Shaded: 95% intervals."
     if problem.averaged:
+        # the reference policies of the first run
         if lines:
             rows = pl.concat(
                 [rows, _numbers(comparison, lines).select(rows.columns)], how="vertical_relaxed"
@@ -126,6 +128,7 @@ def order(comparison: Comparison) -> list[str]:
     labels = [run.label for run in comparison.runs]
     if len(labels) <= COLOURED:
         return labels
+    # the first run has a colour in any case
     best = [i for i in comparison.ranking() if i][: COLOURED - 1]
     return [*(labels[i] for i in sorted([0, *best])), charts.OTHER]
 
@@ -170,6 +173,7 @@ def _training(comparison: Comparison) -> list[alt.LayerChart]:
         .filter(pl.col("part") == "validation")
         .with_columns(pl.col("seed").fill_null(""))
     )
+    # the score on validation, and the rewards of stages
     scores = ("Utility", comparison.problem.validation.removeprefix("Val/"))
     names = [name for name in metrics_in_time(logged) if name in scores or is_shown_first(name)]
     titles = {name: title_of(name, comparison.unit) for name in names}
@@ -178,6 +182,7 @@ def _training(comparison: Comparison) -> list[alt.LayerChart]:
     # steps that only some seeds reached have no mean over the seeds
     last = pl.col("step").max().over(*curve, "seed").min().over(curve)
     points = logged.filter(pl.col("metric").is_in(list(titles)), pl.col("step") <= last)
+    # mean and range over the seeds
     points = points.group_by("policy", *curve, "grpo", "step").agg(
         mean=value.mean(), low=value.min(), high=value.max()
     )

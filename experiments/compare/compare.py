@@ -72,6 +72,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     problem = comparison.problem
     lead, *sentences = words.verdict(comparison)
     figures = {name: [figure] for name, figure in comparison_charts(comparison).items()}
+    # a single comparison needs no correction
     by_place, stages = (
         f" p is corrected for the {len(family)} comparisons of this table." * (len(family) > 1)
         for family in (comparison.by_place, comparison.by_policy)
@@ -162,6 +163,7 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
         tiles.append((score, f"{metric} of the best run", comparison.runs[best].label))
     differences = comparison.differences
     if differences:
+        # the run that gained most, by any amount
         largest = max(differences, key=lambda difference: difference.difference)
         shown = sum(difference.sign != 0 for difference in differences)
         tiles += [

@@ -100,15 +100,18 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     main = place_of(reference.problem.main_place(reference.results))
     every: list[Difference] = []
     by_policy: list[Difference] = []
+    # every run against the first one
     for run in runs[1:]:
         tested, note = differences(reference, run, (reference.policy, run.policy), places)
         every += tested
         if note and f"{note}." not in notes:
             notes.append(f"{note}.")
         if main is not None and tested:
+            # stages that both runs went through
             for name in reference.trained:
                 if name in run.trained and (name, name) != (reference.policy, run.policy):
                     by_policy += differences(reference, run, (name, name), [main])[0]
+    # a highest needs means over the same samples
     judged = places if main is None else [main]
     alike = [judged_alike(reference, run, judged) for run in runs[1:]]
     elsewhere = [run.label for run in runs if not set(run.places) & set(places)]
@@ -138,6 +141,7 @@ def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
             "compare: give runs, or a folder with runs in it, as in `knobwise compare runs/lean`"
         )
     finished, unfinished = find_runs(folders)
+    # unfinished runs are no runs to compare, but are named
     if len(finished) < 2:
         only = f"{finished[0]} is the only finished run" if finished else "there is no finished run"
         rest = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
@@ -162,6 +166,7 @@ def _places(reference: ComparedRun, budgets_ms: Sequence[float] | None) -> list[
         raise InputError(
             f"budgets_ms: {reference.problem.agents} are not judged at budgets; leave it out"
         )
+    # files hold six figures of a budget
     wanted = sorted({place_of(budget) for budget in budgets_ms})
     if missing := [budget for budget in wanted if budget not in reference.places]:
         absent = ", ".join(f"{budget:g}" for budget in missing)
@@ -195,6 +200,7 @@ def row_over(
     of them has intervals."""
     row = run.row(policy, main)
     problem = run.problem
+    # a mean over budgets that both know
     common = [place for place in places if place in run.places]
     if main is not None or not row or not common or set(run.places) <= set(places):
         return row

@@ -93,6 +93,7 @@ def differences(
         where = f"{run.problem.place_words[1]} of {reference.label}"
         return [], f"{run.label} was judged at none of the {where}, so it is not tested"
 
+    # the same samples and places of both, in the same order
     pair = [
         side.filter(pl.col("sample").is_in(samples), pl.col("place").is_in(common))
         for side in (old, new)
@@ -145,6 +146,7 @@ def _tests(
     # columns in which the same samples are known are tested together
     known, group = np.unique(~np.isnan(np.concatenate(pair)).any(0), axis=1, return_inverse=True)
     tests = []
+    # [n] of samples that are known on both sides
     for i, rows in enumerate(known.T):
         if rows.sum() >= FEWEST:
             columns = np.flatnonzero(group == i)
@@ -160,6 +162,7 @@ def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame], places: int) -
     score, or under mean budgets accuracy less what the static mix of the reference gains with the
     latency that was spent."""
 
+    # [S, n, P]
     def cube(side: pl.DataFrame, column: str) -> np.ndarray:
         values = side[column].cast(pl.Float64).fill_null(math.nan).to_numpy()
         return values.reshape(side["seed"].n_unique(), -1, places)

@@ -144,6 +144,7 @@ def _runs_of_sweep(folder: Path, unfinished: list[str]) -> list[Path]:
 
 def _runs_below(folder: Path, levels: int) -> list[Path]:
     """Return all runs in a folder, down to so many levels below it, in the order of their names."""
+    # inside a run no further runs are looked for
     if any((folder / name).is_file() for name in ("results.json", "config.yaml")):
         return [folder]
     if not levels:
@@ -178,6 +179,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """
     results = [read_results(folder) for folder in folders]
     settings = [read_settings_of(folder) for folder in folders]
+    # all runs must be about the problem of the first one
     kind = problem_of(results[0])
     runs = []
     for i, (folder, label) in enumerate(zip(folders, labels_of(folders), strict=True)):
@@ -257,6 +259,7 @@ def value_words(value: Any) -> str:
 def labels_of(folders: Sequence[Path]) -> list[str]:
     """Call each run by the name of its folder, or where several have the same name by that of the
     folder above too, or by its whole path."""
+    # the shortest way that tells all runs apart
     labels = [folder.resolve().name for folder in folders]
     if len(set(labels)) < len(labels):
         labels = ["/".join(folder.resolve().parts[-2:]) for folder in folders]

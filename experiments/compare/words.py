@@ -53,6 +53,7 @@ def verdict(comparison: Comparison) -> list[str]:
     tested = comparison.differences
     lines = [_highest(comparison)]
     if len(comparison.runs) - 1 > MOST_SENTENCES:  # only the best tested run has a sentence
+        # of many runs only the count is said, and the best tested one
         signs = [difference.sign for difference in tested]
         lines.append(
             f"Tested against {reference}: {len(tested)} runs, {signs.count(1)} better, "
@@ -118,6 +119,7 @@ def method(comparison: Comparison) -> str:
         at_equal_latency = (
             " at equal mean latency (a ms more or less counts as much as it gains the static mix)"
         )
+    # runs may share different numbers of samples with the first one
     samples = sorted({difference.samples for difference in comparison.differences})
     numbers = " to ".join(f"{size:,}" for size in dict.fromkeys((samples[0], samples[-1])))
     text = (
@@ -166,6 +168,7 @@ def results_cells(comparison: Comparison) -> Table:
             mark = " (compared)" if place == comparison.main else ""
             header.append(place_name(comparison, place) + mark)
     lines = []
+    # the first run is the reference
     for i, run in enumerate(comparison.runs):
         tested = ["–", "–", "not tested" if i else "reference"]
         if difference := comparison.difference(run.label):
@@ -199,6 +202,7 @@ def settings_cells(comparison: Comparison) -> Table:
     labels = [run.label for run in comparison.runs]
     columns = []
     for key, (first, *others) in comparison.settings.items():
+        # repeated values hide what differs
         same = ["same" if value == first else value for value in others]
         columns.append([key, first, *same])
     if len(labels) <= SIDE_BY_SIDE:
@@ -213,6 +217,7 @@ def scores_by_place(comparison: Comparison) -> Table:
     metric = next(
         metric for metric in comparison.problem.metrics if metric.key == comparison.problem.score
     )
+    # (run, place) → difference
     tested = {(difference.run, difference.place): difference for difference in comparison.by_place}
     rows = []
     for run in comparison.runs:

@@ -164,6 +164,7 @@ def by_budget(
         level: the height of a dashed line, if any.
         unit: of the budgets.
     """
+    # a wide range of budgets is drawn on a logarithmic axis
     positive = [budget for budget in rows["budget_ms"] if budget > 0] or [1.0]
     if max(positive) > 20 * min(positive):
         scale = alt.Scale(type="log")
@@ -219,6 +220,7 @@ def lines(
     height = alt.Y(f"{y}:Q", title=title, axis=axis, scale=scale)
     value = alt.Tooltip(f"{y}:Q", format=digits)
     tooltip = [alt.Tooltip("name:N"), alt.Tooltip(x.shorthand), value]
+    # a line for each name, in the colour of its policy
     line = alt.Chart(rows).encode(
         x, height, colour_of(policies), alt.Detail("name:N"), tooltip=tooltip
     )
@@ -258,6 +260,7 @@ def curves(
     tooltip += [alt.Tooltip("step:Q"), alt.Tooltip(f"{y}:Q", format=".4~g")]
     figure = []
     for panel in panels:
+        # each panel has its own data
         rows = points.filter(pl.col("panel") == panel)
         base = alt.Chart(rows).encode(x, colour_of(labels, colour), alt.Detail(f"{line}:N"))
         drawn = base.encode(height, tooltip=tooltip)
@@ -306,6 +309,7 @@ def dots(
         high = float(bounds.max())
         axis = alt.Axis(labelExpr=f"datum.value > {high} ? '' : datum.label", tickCount=8)
         scale = alt.Scale(domain=[low, low + 1.2 * (high - low or 1.0)])
+    # the interval, then the number on it
     start = alt.X("low:Q", title=title, scale=scale, axis=axis)
     value = alt.X("value:Q", title=title, scale=scale, axis=axis)
     layers = [
@@ -341,6 +345,7 @@ def dots_of_policies(rows: Sequence[Mapping[str, Any]], metric: str, title: str)
 def by_dataset(judged: Sequence[Mapping[str, Any]]) -> list[alt.LayerChart]:
     """Draw mean utility and its interval for the most important policies, a chart for each data
     set."""
+    # weaker baselines share a name: which is best differs between data sets
     rows_of: dict[str, list[dict[str, Any]]] = {}
     for row in judged:
         policy = row["policy"] if row["policy"] in SAME_EVERYWHERE else "best_other"
@@ -394,6 +399,7 @@ def knob_usage(
         return []
     figure = []
     for knob in usage["knob"].unique(maintain_order=True):
+        # a chart for each knob and run
         part, values = _most_used(usage.filter(pl.col("knob") == knob))
         x = alt.X("budget:O", title=f"latency budget ({unit})", sort=alt.SortField("budget_ms"))
         x = x.axis(labelAngle=0)
@@ -402,6 +408,7 @@ def knob_usage(
             rows = part.filter(pl.col("run") == label)
             layers = _usage_cells(rows.filter(pl.col("policy") == policy), x, y)
             edges = rows.filter(pl.col("policy") == outlined)
+            # the most frequent value at each budget
             edges = edges.filter(pl.col("share") == pl.col("share").max().over("budget_ms"))
             if len(edges):
                 layers.append(_outlines(edges, policy_name(outlined), x, y))

@@ -62,8 +62,10 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
           hard
         - `datasets`, `images`, `features`, `digest`, `notes` (of the reader), `warnings`
     """
+    # the digest is that of the whole profile
     digest = table.digest
     table = table.without_first_look
+    # NaN cells count nowhere: the mask is False there
     mask = table.mask
     accuracy = table.accuracy.nan_to_num()
     latency = table.latency_ms.nan_to_num()
@@ -100,6 +102,7 @@ def _configuration_means(table: ProfileTable, means: Mapping[str, Tensor]) -> li
     """Return for each configuration its means over the profiled samples, their number, and the
     quantiles of its latency."""
     profiled = table.mask.sum(0)
+    # [3, C] → C lists
     quantiles = np.nanquantile(table.latency_ms.numpy(), QUANTILES, axis=0).T.tolist()
     rows = []
     for c in range(table.num_configurations):
@@ -140,6 +143,7 @@ def _range(values: Tensor) -> tuple[Tensor, Tensor]:
 def _log_spread(latency_ms: Tensor) -> float | None:
     """Return the median of the standard deviations of ln latency along the last axis, over rows
     with at least two latencies; None if there is no such row. NaN is left out."""
+    # NaN where there is no measurement
     logs = log_measured(latency_ms)
     count = (~logs.isnan()).sum(-1)
     squares = (logs - logs.nanmean(-1, keepdim=True)).square().nansum(-1)
@@ -152,6 +156,7 @@ def _log_spread(latency_ms: Tensor) -> float | None:
 def _examples(table: ProfileTable, accuracy: Tensor) -> list[dict[str, Any]]:
     """Return some samples, from the one that is answered right soonest to the one that takes
     longest."""
+    # inf where no configuration is right
     needed = table.latency_ms.where((accuracy >= 0.5) & table.mask, torch.inf).amin(1)
     known = needed.argsort()[: int(needed.isfinite().sum())].tolist()
     spaced = np.linspace(0, len(known) - 1, min(EXAMPLES, len(known))).round().astype(int).tolist()
@@ -166,6 +171,7 @@ def _marginal(
 ) -> dict[str, list[Any]]:
     """Return mean accuracy and latency over all profiled cells with each value of a knob."""
     values = table.knobs[knob].values
+    # [3, C]: cells, and the sums of accuracy and latency
     totals = torch.stack(
         [
             table.mask.double().sum(0),
@@ -191,6 +197,7 @@ def _headroom(table: ProfileTable, accuracy: Tensor) -> dict[str, Any]:
     choices = []
     feasible = []
     for budget in budgets:
+        # [N, C]
         in_time = (table.latency_ms <= budget) & table.mask
         utility = accuracy * in_time
         per_configuration = _mean(utility, table.mask)
@@ -226,6 +233,7 @@ def _warnings(facts: Mapping[str, Any]) -> list[str]:
     headroom = facts["headroom"]
     gains = np.subtract(headroom["oracle"], headroom["budget_aware_static"])
     varies = facts["latency_cv_within_configuration"]
+    # warning → whether it holds
     warnings = {
         f"Only {facts['samples']} samples: intervals on a test split of them will be wide.": (
             facts["samples"] < 200
@@ -254,6 +262,7 @@ def _warnings(facts: Mapping[str, Any]) -> list[str]:
     for name, knob in facts["knobs"].items():
         alone = len(knob["values"]) < 2
         warnings[f"Knob {name} has only one value: there is nothing to choose."] = alone
+        # half a point of accuracy, or a hundredth of the latency, is nothing
         idle = np.ptp(knob["accuracy"]) < 0.005
         idle = idle and np.ptp(knob["latency_ms"]) < 0.01 * max(knob["latency_ms"])
         warnings[f"Knob {name} changes neither accuracy nor latency on average."] = (
@@ -279,6 +288,7 @@ def _sentences(facts: Mapping[str, Any]) -> list[str]:
         f"{number(facts['config_dependent_share'], '.1%')} of the samples. Within one "
         f"configuration latency varies by {varies} between samples (standard deviation / mean).",
     ]
+    # cells that were measured more than once show how much a measurement varies
     jitter = facts["latency_jitter_within_cell"]
     spread = facts["latency_spread_between_configurations"]
     if jitter is not None and spread is not None:
@@ -413,6 +423,7 @@ def _figures(facts: Mapping[str, Any]) -> dict[str, Any]:
     )
     lines = lines.with_columns(name="policy")
     spread = []
+    # a line from the fastest to the slowest samples, a dot at the median
     for configuration in _front(facts):
         low, median, high = configuration["latency_ms_quantiles"]
         row = {"low": low, "value": median, "high": high}
@@ -488,6 +499,7 @@ def _coverage(facts: Mapping[str, Any]) -> list[pl.DataFrame]:
     pairs: list[tuple[str, ...]] = [*itertools.combinations(names, 2)] or [(names[0],)]
     frames = []
     for pair in pairs:
+        # combinations of all other knobs
         sizes = [len(knob["values"]) for name, knob in facts["knobs"].items() if name not in pair]
         whole = facts["samples"] * math.prod(sizes)
         frames.append(
@@ -513,6 +525,7 @@ def inspect_log(folder: str) -> dict[str, Any]:
     """
     log = read_log(folder)
     rows = log.rows
+    # an empty log has shares of 0
     count = max(len(rows), 1)
     accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
     labels = []

@@ -48,7 +48,9 @@ def policies(results: Results, replayed: bool = True) -> Table:
     """Return a row for every policy, the best utility first; the last two columns are those of the
     replay, if there was one and it is to be shown."""
     rows = ranked(results)
+    # (policy, metric) → the number of the replay
     replay = {(row["policy"], row["what"]): row["replay"] for row in results["agreement"]}
+    # a stream without a profile has no feasible requests
     columns = {name: column for name, column in COLUMNS.items() if column[0] in rows[0]}
     further = REPLAYED if replay and replayed else {}
     cells = []
@@ -81,6 +83,7 @@ def name_of(results: Results, policy: str) -> str:
 
 def verdict(results: Results) -> list[str]:
     """Say in sentences what the run shows."""
+    # the controller first
     learned, *others = sorted(results["rows"], key=lambda row: row["policy"] != LEARNED)
     best = max(others, key=lambda row: row["utility"])
     budgets = ", ".join(number(budget, ".2f") for budget in results["budgets_ms"])
@@ -131,6 +134,7 @@ def _on_replay(results: Results) -> list[str]:
     differing = []
     largest = {"latency_ms": 0.0, "satisfaction": 0.0}
     for row in agreement:
+        # latencies differ by a share, shares on time by points
         scale = row["replay"] if row["what"] == "latency_ms" else 1.0
         share = abs(row["difference"]) / scale
         largest[row["what"]] = max(share, largest.get(row["what"], 0.0))
@@ -271,6 +275,7 @@ def _replay(results: Results) -> list[Any]:
         low, high = row["ci95"]
         difference = f"{row['difference']:+.4f}\n{low:+.4f} to {high:+.4f}"
         agrees = "yes" if row["agrees"] else "no"
+        # the name stands in the first row of a policy
         title = "" if name == before else name
         rows.append([title, METRICS[row["what"]], *sides, difference, agrees])
         before = name

@@ -81,6 +81,7 @@ def _theme(dark: bool, text: str, grid: str, quiet: str) -> dict[str, Any]:
     """Return a Vega-Lite configuration with the palette for light or dark."""
     palette = [pair[dark] for pair in HUES.values()]
     title = {"titleColor": text, "titleFontWeight": "normal", "titleFontSize": 12}
+    # legends and axes differ in the size of their labels only
     label = title | {"labelColor": text, "labelFontSize": 12}
     lines = {"gridColor": grid, "domainColor": quiet, "tickColor": quiet, "labelFontSize": 11}
     return {
@@ -128,6 +129,7 @@ def png(figure: Figure) -> bytes:
         "background": "white",
         "view": {"stroke": "transparent", "continuousWidth": 640},
     }
+    # a picture cannot wrap: charts stand below one another
     chart = figure.charts
     if isinstance(chart, list):
         chart = alt.vconcat(*chart).resolve_scale(color="independent")

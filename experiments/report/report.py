@@ -62,6 +62,7 @@ def write_report(run_folder: str | Path) -> Path:
     folder = Path(run_folder).resolve()
     results = words.read_results(folder)
     figures = {heading: [figure] for heading, figure in result_charts(results).items()}
+    # what training added is said in its own section
     of_training = training(results, folder / "metrics.csv")
     lead, *sentences = verdict(results, guard=False)
     others = [line for line in sentences if line not in of_training]
@@ -157,6 +158,7 @@ def _tiles(results: Results) -> Tiles:
     static = means.get(STATIC)
     if not learned or not (static or problem_of(results).equal_latency):
         return []
+    # under mean budgets
     if not static:
         latency = quantity(learned["latency_ms_mean"], words.unit_of(results))
         tiles = [
@@ -167,6 +169,7 @@ def _tiles(results: Results) -> Tiles:
         ]
         return [*tiles, *_decision_tile(results, learned)]
     on_time = [number(row.get("satisfaction_feasible"), ".1%") for row in (learned, static)]
+    # the interval is of the paired difference
     gain = dict(learned) | {"over_static": words.value_of(learned) - words.value_of(static)}
     tiles = [
         _gap(gain, "over_static", "of utility against budget-aware static"),
@@ -208,6 +211,7 @@ def _selector_tiles(results: Results) -> Tiles:
     meaning = f"of the answers are right, with {policy_name(best, results)}"
     tiles = [(number(row["accuracy"], ".1%"), meaning, interval)]
     over = words.differences_at(results, shots)
+    # the strongest simple baseline, and where training began
     for name in (*baselines(results)[:1], "sft"):
         if gap := over.get((best, name)):
             against = f"against {policy_name(name, results)}"
@@ -254,6 +258,7 @@ def _explanation(results: Results) -> dict[str, list[Any]]:
         f"The deployed policy{seed} on {why['samples']:,} test samples, as if its decisions took "
         "no time."
     )
+    # where the guard fell back, no feature is read
     if len(why["reads"]) < len(problem_of(results).judged_at(results)):
         reads = _budgets(results, why["reads"]) or "no budget"
         about += (
@@ -346,6 +351,7 @@ def _guarantees(results: Results) -> list[Any]:
         "all these numbers are. Where it is not shown to gain anything over budget-aware static, "
         "static decides."
     )
+    # only a guard with a level promises a share on time
     if len(table.header) > 3:
         level = table.header[-1].removesuffix(" on time")
         text += (
@@ -421,6 +427,7 @@ def _glossary(results: Results) -> Folded:
     problem = problem_of(results)
     terms = dict(GLOSSARY[problem.name])
     hidden = words.listed(results.get("hidden") or ["information"])
+    # only policies of the project have a description
     for row in problem.rows(results):
         if about := words.POLICIES.get(row["policy"]):
             name = policy_name(row["policy"], results)
@@ -445,6 +452,7 @@ def _tables(results: Results) -> list[Any]:
         iterations = ", ".join(str(seed["iteration"]) for seed in chosen)
         seeds = ", ".join(map(str, results.get("seeds", range(len(chosen)))))
         text = f"The network of iteration {iterations} (seeds {seeds})."
+        # a network alone has no weights to show
         weights = tables.chosen(results)
         if weights.rows:
             text += " In its teacher the network and the experts have these weights."

@@ -87,6 +87,7 @@ def _over_budgets(results: Mapping[str, Any]) -> Figures:
     judged = words.means_of(results)
     candidates = (problem.trained[0], problem.low, *baselines(results)[:1], problem.high)
     policies = [name for name in candidates if name in judged]
+    # rows of the policies that are drawn, in words
     rows = []
     for row in results["rows"]:
         if row["policy"] in policies:
@@ -127,6 +128,7 @@ def _mean_budgets(results: Mapping[str, Any], rows: pl.DataFrame, policies: list
     unit = words.unit_of(results)
     key = problem_of(results).ranked_by
     drawn: Figures = {}
+    # the static mix is at 0, and has its own line in the plane
     others = rows.filter(pl.col("budget_ms").is_not_null(), pl.col("policy") != policy_name(MIX))
     learners = others.filter(pl.col("policy") != policy_name(ORACLE))
     if len(learners):
@@ -160,6 +162,7 @@ def _deadlines(results: Mapping[str, Any], rows: pl.DataFrame, policies: list[st
     on time. The arguments are those of `_mean_budgets`."""
     unit = words.unit_of(results)
     at_budgets = rows.filter(pl.col("budget_ms").is_not_null())
+    # a band needs both ends at every budget
     unknown = [bound for bound in ("low", "high") if at_budgets[bound].is_null().any()]
     utility = at_budgets.drop(unknown)
     first = [charts.by_budget(utility, "utility", "utility (0 to 1)", policies, unit=unit)]
@@ -178,6 +181,7 @@ def _deadlines(results: Mapping[str, Any], rows: pl.DataFrame, policies: list[st
         )
     }
 
+    # results of earlier versions hold no utility of configurations
     configurations = results.get("configurations")
     if configurations and all("utility" in cell for cell in configurations):
         means = rows.filter(pl.col("budget_ms").is_null())
@@ -225,6 +229,7 @@ def reliability(bins: Sequence[Mapping[str, float]]) -> Figure:
         bins: expected_in_time, in_time and decisions of each.
     """
     rows = pl.DataFrame(bins).rename({"expected_in_time": "predicted", "in_time": "observed"})
+    # the axes begin where the bins do
     lowest = min(0.99, rows.select("predicted", "observed").to_numpy().min())
     corners = [math.floor(20 * lowest) / 20, 1.0]  # in steps of 5 %
     scale = alt.Scale(domain=corners, nice=False)
@@ -259,6 +264,7 @@ def difficulty(explained: Mapping[str, Any], unit: str) -> Figure:
     """
     names = {"policy_ms": policy_name(words.LEARNED), "static_ms": policy_name(words.STATIC)}
     rows = []
+    # static has no interval: its band is a line
     for key, name in names.items():
         for group in explained["groups"]:
             row = {"policy": name, "name": name}

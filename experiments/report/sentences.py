@@ -58,6 +58,7 @@ def verdict(results: Results, guard: bool = True) -> list[str]:
     problem = problem_of(results)
     if problem is DEMONSTRATIONS:
         return _of_selectors(results)
+    # a run may judge baselines alone
     if LEARNED not in means_of(results):
         best = [row for row in ranked(results, problem.ranked_by) if row["policy"] != ORACLE][:1]
         others = [f" The best is {_with_score(row)}." for row in best]
@@ -92,6 +93,7 @@ def _with_score(row: Row, score: str = "utility") -> str:
 
 def _under_deadlines(results: Results) -> list[str]:
     """Compare the learned controller with static, its teacher and the baselines."""
+    # the row of each policy with its means over the budgets
     means = means_of(results)
     learned = means[LEARNED]
     lines = _against_static(learned, means.get(STATIC))
@@ -125,6 +127,7 @@ def _against_static(learned: Row, static: Row | None) -> list[str]:
         ]
     else:
         lines = [f"Learned controller and budget-aware static: {both}; no interval is known."]
+    # a busy machine may be all that is between the two
     free = learned.get("utility_free")
     if known(free) and free > value_of(static) > value_of(learned):
         lines.append(
@@ -144,6 +147,7 @@ def _against_teacher(learned: Row, teacher: Row) -> str:
         "slow to be deployed and is not charged for its decisions: mean utility "
         f"{number(value_of(teacher), '.3f')}. The controller is {_lead(lead)}"
     )
+    # what the decisions cost, where that changes the number printed
     if known(free) and free != lead:
         line += f", and would be {_lead(free)} if its own decisions were free"
     if known(learned.get("decision_us_p50")):
@@ -177,6 +181,7 @@ def _against_baselines(learned: Row, rivals: Sequence[Row]) -> list[str]:
             overlap = first[0] <= second[1] and second[0] <= first[1]
             text += f", intervals {'overlap' if overlap else 'do not overlap'}"
         compared.append(text)
+    # a tie is not better
     better = sum(lead > 0 for lead in leads.values())
     if better:  # rivals are sorted, the best first
         return [
@@ -215,14 +220,17 @@ ON_GUARD = {
 def _deadline_guard(results: Results) -> list[str]:
     guard = guarantees(results)
     lines = []
+    # a sentence for each finding, with the budgets where it holds
     for finding, sentence in ON_GUARD.items():
         budgets = []
         everywhere = True
         for seeds in guard:
+            # a row for each seed
             passed = [row for row in seeds if row[finding]]
             everywhere = everywhere and len(passed) == len(seeds)
             if not passed:
                 continue
+            # where static decides, nothing is promised, so its share on time is not said
             notes = []
             if finding not in ("worse", "safer"):
                 notes.append(number(mean_of(passed, "satisfaction_deployed"), ".1%", " on time"))
@@ -246,6 +254,7 @@ def _under_mean_budgets(results: Results) -> list[str]:
     policies = {row["policy"]: row for row in ranked(results, MEAN_BUDGET.ranked_by)}
     learned = policies[LEARNED]
     budgets = MEAN_BUDGET.judged_at(results)
+    # where time is short, choosing matters most
     tight = [MEAN_BUDGET.row(results, LEARNED, budget) for budget in budgets[:2]]
     gains = listed([points(row["over_best_single"]) for row in tight])
     latencies = listed([quantity(row["latency_ms_mean"], unit_of(results)) for row in tight])
@@ -308,6 +317,7 @@ def on_training(results: Results) -> list[str]:
             gains.append(
                 f"by {hundredths(gain[key], '+.2f')} points (95% interval {ends}) {samples}"
             )
+    # where all weights are from before GRPO, it added nothing
     lines = []
     if gains and (not early or early < seeds):
         score = "reward" if results.get("sense") else "utility"
@@ -344,6 +354,7 @@ def _of_selectors(results: Results) -> list[str]:
     lines = []
     if results.get("judged_by") in JUDGED_BY:
         lines.append(JUDGED_BY[results["judged_by"]])
+    # simple baselines in words, the best first
     simple = {name: _named(results, rows[name]) for name in baselines(results)}
     if policy not in rows:
         best = [f" The best simple baseline is {name}." for name in list(simple.values())[:1]]
@@ -355,6 +366,7 @@ def _of_selectors(results: Results) -> list[str]:
         f"{row.get('queries') or results['test_queries']:,} held-out queries correctly"
         f"{span(row.get('accuracy_ci95'), '.1%')}."
     )
+    # (policy, against) → the paired difference
     at = differences_at(results, shots)
     lines += _of_stages(results, policy, at)
     lines += _against_simple(name, simple, {other: at.get((policy, other)) for other in simple})
@@ -385,6 +397,7 @@ def _of_stages(results: Results, policy: str, at: Mapping[tuple[str, str], Row])
                 parts.append(f"{shown} {policy_name(other, results)}: {gap}")
         if parts:
             lines.append(f"{policy_name(name, results)} {'; it '.join(parts)}.")
+    # trainings that changed nothing
     for name, epochs in results.get("epochs", {}).items():
         if name in learned and 0 in epochs:
             # a round starts from the round before
@@ -405,6 +418,7 @@ def _against_simple(
     if not rivals:
         return []
     count = f"{len(rivals)} simple baselines"
+    # 1 better than the baseline, −1 worse, 0 not shown
     signs = {other: sign_of(row["ci95"]) for other, row in rivals.items()}
     winners = []
     for other, row in rivals.items():
@@ -430,6 +444,7 @@ def _shuffled(at: Mapping[tuple[str, str], Row]) -> list[str]:
         row = at.get((control, "sft"))
         if row is None:
             continue
+        # GRPO starts from RCE, which may have gained before any shuffling
         start = at.get((control, "rce"))
         if sign_of(row["ci95"]) <= 0:
             outcome = "no gain, as expected"
@@ -449,6 +464,7 @@ def _hidden(results: Results, at: Mapping[tuple[str, str], Row], real: Row | Non
     if not hidden or not real:
         return []
     features = listed(results.get("hidden") or ["information"])
+    # without a gain there is nothing to attribute
     if sign_of(real["ci95"]) <= 0:
         outcome = "; there is no gain that could vanish."
     elif sign_of(hidden["ci95"]) <= 0:
@@ -473,6 +489,7 @@ def _at_other_shots(results: Results, policy: str) -> list[str]:
         rows = rows_at(results, shots)
         if policy in rows and shots != results["trained_shots"]:
             accuracies.append(f"{rows[policy]['accuracy']:.3f} with {shots}")
+        # the same for all policies
         judged = min(row.get("queries") or results["test_queries"] for row in rows.values())
         if judged < results["test_queries"]:
             fewer.append(f"{judged:,} with {shots}")
@@ -521,6 +538,7 @@ def explanation(results: Results) -> list[str]:
         lines.append(
             f"What is lost when each sample gets the features of another, in points: {features}."
         )
+    # the policy in a few rules
     lines.append(on_tree(why["tree"]))
     for rule in why["tree"]["rules"]:
         when = f"If {condition(rule['when'], unit)}" if rule["when"] else "Always"
@@ -528,6 +546,7 @@ def explanation(results: Results) -> list[str]:
             f"{when}: {setting(rule['then'])} ({number(rule['share'], '.0%')} of the decisions; "
             f"{number(rule['alike'], '.0%')} of their knob values agree)."
         )
+    # single decisions
     for key, verb in (("best", "gains most over"), ("worst", "loses most against")):
         cases = []
         for row in why[key]:
@@ -656,6 +675,7 @@ def decision(explained: Row, unit: str) -> list[str]:
     if steps:
         changes = "is the same at all budgets" if len(steps) == 1 else "changes with the budget"
         lines.append(f"The choice {changes}:")
+    # each choice holds up to the next budget in the list
     for (budget, configuration), (following, _) in pairwise([*steps, (float("inf"), {})]):
         mark = " ← this budget" if budget <= budget_ms < following else ""
         lines.append(f"from {quantity(budget, unit)}: {setting(configuration)}{mark}")

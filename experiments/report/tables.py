@@ -107,6 +107,7 @@ def by_budget(results: Mapping[str, Any]) -> Table:
         line = [policy_name(policy["policy"])]
         for budget in budgets:
             row = problem.row(results, policy["policy"], budget)
+            # the score in large, all else in small print
             score = number(row.get(problem.score), ".3f")
             score += words.interval(row.get(f"{problem.score}_ci95"), ".3f")
             accuracy = number(row.get("accuracy"), ".3f")
@@ -138,6 +139,7 @@ def at_shots(results: Mapping[str, Any], rows: str = "rows") -> Table:
     Args:
         rows: the key of the rows in the results: "rows", "controls" or "votes".
     """
+    # policy → row, at the main number of shots and at each
     main = words.rows_at(results, shown_at(results), rows)
     at = [words.rows_at(results, shots, rows) for shots in results["shots"]]
     names = dict.fromkeys(row["policy"] for row in results.get(rows, []))
@@ -168,6 +170,7 @@ def differences(
     """Return the differences between selectors at every number of shots, in points, and what they
     show at the one that the page is about."""
     main = shown_at(results)
+    # number of shots → (policy, against) → difference
     at = {shots: words.differences_at(results, shots) for shots in (*results["shots"], main)}
     pairs = dict.fromkeys((row["policy"], row["against"]) for row in results["differences"])
     cells = []
@@ -205,6 +208,7 @@ def guarantees(results: Mapping[str, Any]) -> Table:
         if problem_of(results).equal_latency:
             cells.append([*line, "\n".join(row["reason"] for row in seeds)])
             continue
+        # seeds in which the controller decides at this budget
         deployed = [row for row in seeds if row["deployed"]]
         who = f"the controller in {len(deployed)} of {len(seeds)} seeds, else static"
         who = {0: "static", len(seeds): "the controller"}.get(len(deployed), who)
@@ -253,6 +257,7 @@ def chosen(results: Mapping[str, Any]) -> Table:
         values = [seed["settings"][name] for seed in seeds if name in seed["settings"]]
         settings = "\n".join(map(str, dict.fromkeys(values)))
         cells.append([policy_name(name), weights, SETTINGS.get(name, ""), settings])
+    # the network is the only member
     if len(cells) < 2:
         cells = []
     header = ["member", "weight, in each seed", "settings", "values, in each seed"]
@@ -275,6 +280,7 @@ def print_table(
     from rich.console import Console
     from rich.table import Table
 
+    # small print goes behind the number
     cells = []
     for row in rows:
         cells.append([text.replace("\n", " ") for text in row])

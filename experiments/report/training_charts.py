@@ -46,6 +46,7 @@ def training(results: Mapping[str, Any], path: Path) -> list[Any]:
     begins = words.grpo_begins(results)
     dashed = "" if begins is None else " Dashed: where the warm-up ends."
     score = problem_of(results).validation
+    # rewards of each stage first, all else folded
     stages = [name for name in in_time if is_shown_first(name)]
     others = sorted(name for name in in_time if name not in stages)
     blocks: list[Any] = on_training(results)
@@ -118,6 +119,7 @@ def logged_numbers(path: Path) -> pl.DataFrame | None:
         )
     except (pl.exceptions.PolarsError, OSError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
+    # other columns are of the system, such as times
     names = [
         name
         for name in frame.columns
@@ -171,6 +173,7 @@ def _curves(logged: pl.DataFrame, metrics: list[str], begins: int | None) -> lis
         pl.col("step").max(), pl.col("value").mean().round_sig_figs(5)
     )
     titles = {name: title_of(name) for name in metrics}
+    # a row for each point
     points = thinned.sort(*curve, "step").drop("bin")
     points = points.with_columns(pl.col("metric").replace(titles).alias("panel"))
     points = points.drop("metric").with_columns(grpo=pl.lit(begins, pl.Int64))

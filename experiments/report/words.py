@@ -74,6 +74,7 @@ def interval(ci95: Any, how: str) -> str:
 
 def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
     """Return the cell of a metric, with its interval; `unit` is that of latencies."""
+    # latencies and costs have no sign and no interval
     value = row.get(metric.key)
     if metric.unit in ("ms", "µs", "cost"):
         return quantity(value, {"ms": unit, "cost": ""}.get(metric.unit, metric.unit)).rstrip()
@@ -167,6 +168,7 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
     except ValueError as error:  # bytes that are no text, text that is no JSON
         raise InputError(f"{path}: not the results of a run ({error})") from error
     if isinstance(results, dict) and "sha256" in results:
+        # the first digest is of the results, the second of the decisions
         noted = results["sha256"]
         digests = _digests(path.parent, results)
         if not isinstance(noted, list) or noted[:1] != digests[:1]:
