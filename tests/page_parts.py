@@ -44,7 +44,7 @@ def charts_of(text: str) -> list[dict[str, Any]]:
 
 def specifications(figure: Any) -> list[dict[str, Any]]:
     """The charts of a figure."""
-    charts = figure if isinstance(figure, list) else [figure]
+    charts = figure.charts if isinstance(figure.charts, list) else [figure.charts]
     found = [page.specification(chart) for chart in charts]
     for each in found:
         alt.Chart.from_dict(each)  # raises SchemaValidationError where it is not Vega-Lite

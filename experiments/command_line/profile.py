@@ -155,7 +155,7 @@ def inspect(config: InspectRun) -> None:
     from rich.console import Console
 
     if config.log is not None:
-        from knobwise.experiments.report.request_log import inspect_log, print_log
+        from knobwise.experiments.report.inspection import inspect_log, print_log
 
         facts = inspect_log(config.log)
         print_log(facts, Console())

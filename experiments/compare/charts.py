@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import altair as alt
 import polars as pl
 
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import ComparedRun
 from knobwise.experiments.report import charts
-from knobwise.experiments.report.result_charts import Charts, numbers
+from knobwise.experiments.report.page import Figure
+from knobwise.experiments.report.result_charts import ON_TIME, SHARE_ON_TIME, Figures, numbers
 from knobwise.experiments.report.training_charts import (
     is_shown_first,
     logged_numbers,
     metrics_in_time,
     title_of,
 )
-from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name
+from knobwise.experiments.report.words import (
+    SIGN_WORDS,
+    grpo_begins,
+    number,
+    policy_name,
+    shots_words,
+)
 from knobwise.experiments.results.problem import FEASIBLE
 
 COLOURED = 4
@@ -22,12 +30,13 @@ COLOURED = 4
 with it."""
 
 
-def comparison_charts(comparison: Comparison) -> Charts:
-    """Draw all charts that the runs have numbers for."""
+def comparison_charts(comparison: Comparison) -> Figures:
+    """Draw all figures that the runs have numbers for."""
     problem = comparison.problem
     labels = order(comparison)
     unit = comparison.unit
     runs = list(zip(comparison.runs, comparison.policies, strict=True))
+    # a line for each run, grey where it has no colour of its own
     rows = _numbers(comparison, [(run, policy, _line(comparison, run)) for run, policy in runs])
     if len(runs) > COLOURED:
         rows = rows.drop("low", "high")
@@ -36,34 +45,65 @@ def comparison_charts(comparison: Comparison) -> Charts:
         (comparison.reference, policy, {"policy": name, "name": name})
         for policy, name in names.items()
     ]
-    drawn: Charts = {}
+    drawn: Figures = {}
+    coloured, grey = _colours(comparison)
     metric = next(metric for metric in problem.metrics if metric.key == problem.ranked_by)
     heading = f"{metric.name.capitalize()} by {problem.place_words[0]}"
+    shaded = "" if grey else " Shaded: 95% intervals."
     if problem.averaged:
+        # the reference policies of the first run
         if lines:
             rows = pl.concat(
                 [rows, _numbers(comparison, lines).select(rows.columns)], how="vertical_relaxed"
             )
-        coloured = [*labels, *names.values()]
-        drawn[heading] = charts.by_budget(rows, metric.key, metric.name, coloured, unit=unit)
+        legend = [*labels, *names.values()]
+        chart = charts.by_budget(rows, metric.key, metric.name, legend, unit=unit)
+        drawn[heading] = Figure(chart, f"{shaded}{grey}".strip())
     elif len(comparison.places) > 1:
-        drawn[heading] = charts.by_shots(rows, labels, int(comparison.main or 0))
+        shots = int(comparison.main or 0)
+        drawn[heading] = Figure(
+            charts.by_shots(rows, labels, shots),
+            f"Dashed: {shots_words(shots)}, the number compared above.{shaded}{grey}",
+        )
     if FEASIBLE in problem.metrics:
         level = comparison.reference.results.get("satisfaction_level")
         rows = rows.drop("low", "high", strict=False)
-        title = "on time, of the feasible requests"
-        drawn["On time"] = charts.by_budget(
-            rows, FEASIBLE.key, title, coloured, percent=True, level=level, unit=unit
+        chart = charts.by_budget(
+            rows, FEASIBLE.key, ON_TIME, legend, percent=True, level=level, unit=unit
         )
+        dashed = ""
+        if level is not None:
+            dashed = f" Dashed: {number(level, '.0%')}, the level that the guard keeps."
+        drawn["On time"] = Figure(chart, f"{SHARE_ON_TIME}{dashed}{grey}")
     columns = [(run.label, policy, run.results) for run, policy in runs if run.label in labels]
     if usage := charts.knob_usage(columns, unit):
-        drawn["Which settings are used"] = usage
+        of_runs = f" Of {coloured}." if grey else ""
+        caption = f"Share of the test requests that get each value of a knob, per budget.{of_runs}"
+        drawn["Which settings are used"] = Figure(usage, caption, min(len(runs), COLOURED))
     if training := _training(comparison):
-        drawn[f"Training, on validation {problem.samples}"] = training
+        drawn[f"Training, on validation {problem.samples}"] = Figure(
+            training,
+            "Means over the seeds, shaded from the lowest to the highest; a curve ends where its "
+            "first seed ends. Dashed: where GRPO begins, if it follows a warm-up. The curves of "
+            f"controllers are of the network alone, without experts or guard.{grey}",
+        )
     return drawn
 
 
-def forest(comparison: Comparison) -> charts.Figure:
+def _colours(comparison: Comparison) -> tuple[str, str]:
+    """Say which runs have a colour, and how many are grey; "" for the second if all have one."""
+    best = len(order(comparison)) - 2
+    grey = len(comparison.runs) - 1 - best
+    coloured = "the first run"
+    if best:
+        others = "best other" if best == 1 else f"{best} best others"
+        coloured += f" and the {others} judged on the same {comparison.problem.samples}"
+    if len(comparison.runs) <= COLOURED:
+        return coloured, ""
+    return coloured, f" In colour: {coloured}; grey: {grey} more."
+
+
+def forest(comparison: Comparison) -> Figure:
     """Draw the differences at the main place, in points as in the tables."""
     rows = []
     for difference in comparison.differences:
@@ -75,7 +115,11 @@ def forest(comparison: Comparison) -> charts.Figure:
     colour = charts.colour_of(
         {"blue": "better", "orange": "worse", "grey": "no difference shown"}, "shown"
     )
-    return charts.dots(pl.DataFrame(rows), title, colour, zero=True)
+    return Figure(
+        charts.dots(pl.DataFrame(rows), title, colour, zero=True),
+        f"A dot is the difference to {comparison.reference.label}, the line its 95% interval; "
+        "grey: it may be chance.",
+    )
 
 
 def order(comparison: Comparison) -> list[str]:
@@ -84,6 +128,7 @@ def order(comparison: Comparison) -> list[str]:
     labels = [run.label for run in comparison.runs]
     if len(labels) <= COLOURED:
         return labels
+    # the first run has a colour in any case
     best = [i for i in comparison.ranking() if i][: COLOURED - 1]
     return [*(labels[i] for i in sorted([0, *best])), charts.OTHER]
 
@@ -111,7 +156,7 @@ def _numbers(
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
-def _training(comparison: Comparison) -> charts.Figure:
+def _training(comparison: Comparison) -> list[alt.LayerChart]:
     """Draw for each metric the mean, the lowest and the highest seed of every run, by step."""
     frames = []
     for run in comparison.runs:
@@ -128,6 +173,7 @@ def _training(comparison: Comparison) -> charts.Figure:
         .filter(pl.col("part") == "validation")
         .with_columns(pl.col("seed").fill_null(""))
     )
+    # the score on validation, and the rewards of stages
     scores = ("Utility", comparison.problem.validation.removeprefix("Val/"))
     names = [name for name in metrics_in_time(logged) if name in scores or is_shown_first(name)]
     titles = {name: title_of(name, comparison.unit) for name in names}
@@ -136,6 +182,7 @@ def _training(comparison: Comparison) -> charts.Figure:
     # steps that only some seeds reached have no mean over the seeds
     last = pl.col("step").max().over(*curve, "seed").min().over(curve)
     points = logged.filter(pl.col("metric").is_in(list(titles)), pl.col("step") <= last)
+    # mean and range over the seeds
     points = points.group_by("policy", *curve, "grpo", "step").agg(
         mean=value.mean(), low=value.min(), high=value.max()
     )

@@ -17,8 +17,8 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison, comparison_of
-from knobwise.experiments.compare.runs import find_runs
-from knobwise.experiments.report.words import SIGN_WORDS, read_results
+from knobwise.experiments.compare.runs import ComparedRun, find_runs
+from knobwise.experiments.report.words import SIGN_WORDS, points, read_results, span
 from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
 
@@ -65,10 +65,120 @@ def _compare(config: CompareRun) -> Comparison:
 
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write the page and return its path."""
-    from knobwise.experiments.compare import charts  # imports altair, which is slow
-    from knobwise.experiments.report.page import render_page
+    from knobwise.experiments.compare.charts import comparison_charts, forest  # altair is slow
+    from knobwise.experiments.report.page import Folded, render_page
 
-    return render_page(path, "compare.html.j2", charts=charts, comparison=comparison, words=words)
+    runs = comparison.runs
+    problem = comparison.problem
+    lead, *sentences = words.verdict(comparison)
+    figures = {name: [figure] for name, figure in comparison_charts(comparison).items()}
+    # a single comparison needs no correction
+    by_place, stages = (
+        f" p is corrected for the {len(family)} comparisons of this table." * (len(family) > 1)
+        for family in (comparison.by_place, comparison.by_policy)
+    )
+    tables = [
+        Folded(
+            f"Every run, {words.where(comparison)}",
+            [ABOUT[problem.name], words.results_cells(comparison), words.method(comparison)],
+        ),
+        Folded(
+            f"Per {problem.place_words[0]}",
+            [
+                f"{problem.score.capitalize()} with its interval; below it the difference to the "
+                "first run in points, p, and its interval; * where the interval excludes 0 and p "
+                f"is small enough.{by_place}",
+                words.scores_by_place(comparison),
+            ],
+        ),
+    ]
+    if comparison.by_policy:
+        where = words.where(comparison)
+        about = f"The same for every policy that both runs trained, {where}.{stages}"
+        tables.append(Folded("Stage by stage", [about, words.stages(comparison)]))
+    folders = {run.label: f"{run.folder} · {run.results.get('command', '')}" for run in runs}
+    tables.append(Folded("The runs: folders and commands", [folders]))
+    settings: Any = "Nothing." if all(run.settings for run in runs) else "Nothing that is known."
+    if comparison.settings:
+        settings = words.settings_cells(comparison)
+    sections = {
+        "Differences": [forest(comparison)] if comparison.differences else [],
+        "What the runs show": [sentences + comparison.notes],
+        "What differs in the settings": [settings],
+        **figures,
+        "Tables": tables,
+    }
+    return render_page(
+        path,
+        "knobwise comparison",
+        _name(runs),
+        sections,
+        facts=[_facts(comparison)],
+        tiles=_tiles(comparison),
+        lead=lead,
+    )
+
+
+ABOUT = {
+    "deadline": "Means over the budgets. Utility is the accuracy of an answer on time, and 0 for a "
+    "late one.",
+    "mean": "Means over the mean budgets. Accuracy is compared with the static mix of equal mean "
+    "latency.",
+    "selector": "Share of held-out queries answered right, by the policy that was best on "
+    "validation.",
+}
+"""Kind of problem → what the table of runs holds."""
+
+
+def _name(runs: Sequence[ComparedRun]) -> str:
+    """Return the title of the page: the experiment, if there is one only, and the runs."""
+    labels = f"{len(runs)} runs"
+    if len(runs) <= words.SIDE_BY_SIDE:
+        labels = " · ".join(run.label for run in runs)
+    experiments = {run.experiment for run in runs}
+    return f"{experiments.pop()}: {labels}" if len(experiments) == 1 else labels
+
+
+def _facts(comparison: Comparison) -> str:
+    """Say what the runs were judged on."""
+    reference = comparison.reference
+    samples = comparison.problem.samples
+    profile = (reference.results.get("profile") or {}).get("name", "unnamed")
+    judged = reference.results.get(f"test_{samples}", "?")
+    places = ", ".join(words.place_name(comparison, place) for place in comparison.places)
+    alike = len(comparison.comparable) == len(comparison.runs)
+    return (
+        f"compared with {reference.label} · profile {profile} · judged on {judged} test {samples} "
+        f"at {places}{'' if alike else ', which not every run was'}"
+    )
+
+
+def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """Return the numbers to be seen first: the best score, and the largest difference."""
+    reference = comparison.reference.label
+    tiles = []
+    if len(comparison.comparable) > 1:
+        best = comparison.ranking()[0]
+        metric, score = words.ranked_score(comparison, best)
+        tiles.append((score, f"{metric} of the best run", comparison.runs[best].label))
+    differences = comparison.differences
+    if differences:
+        # the run that gained most, by any amount
+        largest = max(differences, key=lambda difference: difference.difference)
+        shown = sum(difference.sign != 0 for difference in differences)
+        tiles += [
+            (
+                f"{points(largest.difference)} points",
+                f"{largest.run} against {reference}",
+                span(largest.ci95).strip(" ()"),
+            ),
+            (
+                f"{shown} of {len(differences)}",
+                f"runs differ from {reference}",
+                "by more than chance",
+            ),
+        ]
+    return tiles
 
 
 def write_numbers(comparison: Comparison, path: str | Path) -> None:

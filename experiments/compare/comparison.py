@@ -100,17 +100,18 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     main = place_of(reference.problem.main_place(reference.results))
     every: list[Difference] = []
     by_policy: list[Difference] = []
-    restrictions: dict[str, list[str]] = {}  # note → the labels of the runs that it is about
+    # every run against the first one
     for run in runs[1:]:
         tested, note = differences(reference, run, (reference.policy, run.policy), places)
         every += tested
-        if note:
-            restrictions.setdefault(note.removeprefix(run.label), []).append(run.label)
+        if note and f"{note}." not in notes:
+            notes.append(f"{note}.")
         if main is not None and tested:
+            # stages that both runs went through
             for name in reference.trained:
                 if name in run.trained and (name, name) != (reference.policy, run.policy):
                     by_policy += differences(reference, run, (name, name), [main])[0]
-    notes += [_restriction(note, labels) for note, labels in restrictions.items()]
+    # a highest needs means over the same samples
     judged = places if main is None else [main]
     alike = [judged_alike(reference, run, judged) for run in runs[1:]]
     elsewhere = [run.label for run in runs if not set(run.places) & set(places)]
@@ -140,16 +141,11 @@ def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
             "compare: give runs, or a folder with runs in it, as in `knobwise compare runs/lean`"
         )
     finished, unfinished = find_runs(folders)
+    # unfinished runs are no runs to compare, but are named
     if len(finished) < 2:
-        if finished:
-            count = f"{finished[0]} is the only finished run"
-        else:
-            count = "there is no finished run"
-        if unfinished:
-            rest = f"; not finished: {', '.join(unfinished)}"
-        else:
-            rest = ""
-        raise InputError(f"compare: two runs are needed, {count} in {', '.join(folders)}{rest}")
+        only = f"{finished[0]} is the only finished run" if finished else "there is no finished run"
+        rest = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
+        raise InputError(f"compare: two runs are needed, {only} in {', '.join(folders)}{rest}")
     runs = read_runs(finished)
     notes = []
     if unfinished:
@@ -170,6 +166,7 @@ def _places(reference: ComparedRun, budgets_ms: Sequence[float] | None) -> list[
         raise InputError(
             f"budgets_ms: {reference.problem.agents} are not judged at budgets; leave it out"
         )
+    # files hold six figures of a budget
     wanted = sorted({place_of(budget) for budget in budgets_ms})
     if missing := [budget for budget in wanted if budget not in reference.places]:
         absent = ", ".join(f"{budget:g}" for budget in missing)
@@ -180,29 +177,18 @@ def _places(reference: ComparedRun, budgets_ms: Sequence[float] | None) -> list[
     return wanted
 
 
-def _restriction(note: str, labels: Sequence[str]) -> str:
-    """Return a note that several runs have as one sentence. The label of the run has been taken off
-    where the note began with it."""
-    if not note.startswith((" ", ":")):
-        return f"{note}."
-    if len(labels) > 1 and note.startswith(" "):
-        note = f": each{note}"
-    return f"{', '.join(labels)}{note}."
-
-
 def _before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
     """Return a sentence on the runs whose best checkpoint is from before GRPO; [] without any."""
-    labels: dict[str, list[str]] = {}
+    early = []
     for run in runs:
-        if early := kept_before_grpo(run.results):
+        if count := kept_before_grpo(run.results):
             seeds = len(run.results["chosen"])
-            where = "" if seeds == 1 else f" in {early} of {seeds} seeds"
-            labels.setdefault(where, []).append(run.label)
-    if not labels:
+            early.append(run.label + f" in {count} of {seeds} seeds" * (seeds > 1))
+    if not early:
         return []
-    listed = "; ".join(f"{', '.join(names)}{where}" for where, names in labels.items())
     return [
-        f"GRPO does not improve the policy; the best checkpoint is the one before GRPO: {listed}."
+        "GRPO does not improve the policy; the best checkpoint is the one before GRPO: "
+        f"{', '.join(early)}."
     ]
 
 
@@ -214,19 +200,18 @@ def row_over(
     of them has intervals."""
     row = run.row(policy, main)
     problem = run.problem
+    # a mean over budgets that both know
     common = [place for place in places if place in run.places]
     if main is not None or not row or not common or set(run.places) <= set(places):
         return row
     summary = _means(run, policy, common)
     if problem.score == problem.ranked_by:
-        value = value_of(summary, problem.score)
-        low = value_of(_means(run, problem.low, common), problem.score)
-        high = value_of(_means(run, problem.high, common), problem.score)
+        value, low, high = (
+            value_of(_means(run, name, common), problem.score)
+            for name in (policy, problem.low, problem.high)
+        )
         if math.isfinite(high - low):
-            if high > low:
-                summary["gap_closed"] = (value - low) / (high - low)
-            else:
-                summary["gap_closed"] = 0.0
+            summary["gap_closed"] = (value - low) / (high - low) if high > low else 0.0
     return {"policy": policy, **summary, problem.place: None}
 
 

@@ -70,8 +70,11 @@ def differences(
         the differences, and in words what is restricted, or why there are none ("" where all is
         well).
     """
-    if refusal := _not_tested(reference, run):
-        return [], refusal
+    for side in (reference, run):
+        if side.decisions is None:
+            return [], f"{side.label} {side.missing}, so it is shown but not tested"
+        if "split_seeds" in side.results:
+            return [], f"{side.label} was judged on several splits, so it is shown but not tested"
     old = decisions_of(reference, policies[0])
     new = decisions_of(run, policies[1])
     if old is None or new is None:
@@ -82,9 +85,15 @@ def differences(
     samples = set(old["sample"].unique()) & set(new["sample"].unique())
     judged = set(old["place"].unique()) & set(new["place"].unique())
     common = [place for place in places if place in judged]
-    if refusal := _too_little(reference, run, len(samples), common):
-        return [], refusal
+    if len(samples) < FEWEST:
+        how_many = f"only {len(samples)} test samples" if samples else "no test sample"
+        where = f"in common with {reference.label}"
+        return [], f"{run.label} has {how_many} {where}, so it is not tested"
+    if not common:
+        where = f"{run.problem.place_words[1]} of {reference.label}"
+        return [], f"{run.label} was judged at none of the {where}, so it is not tested"
 
+    # the same samples and places of both, in the same order
     pair = [
         side.filter(pl.col("sample").is_in(samples), pl.col("place").is_in(common))
         for side in (old, new)
@@ -99,7 +108,7 @@ def differences(
     for column, count, (gap, low, high, p) in tests:
         tested.append(Difference(*names, columns[column], count, gap, (low, high), p))
 
-    restrictions = _restricted_to(reference, run, (old, new), len(samples))
+    restrictions = _restrictions(reference, run, (old, new), len(samples))
     if left_out := len(places) - len(common):
         mean = ", so its mean is over the others" if run.problem.averaged else ""
         restrictions.append(f"not judged at {left_out} of the {run.problem.place_words[1]}{mean}")
@@ -108,42 +117,10 @@ def differences(
     return tested, f"{run.label}: {'; '.join(restrictions)}" if restrictions else ""
 
 
-def _not_tested(reference: ComparedRun, run: ComparedRun) -> str:
-    """Return why two runs cannot be tested whatever the policies, "" where they can."""
-    for side in (reference, run):
-        if side.decisions is None:
-            return f"{side.label} {side.missing}, so it is shown but not tested"
-        if "split_seeds" in side.results:
-            return f"{side.label} was judged on several splits, so it is shown but not tested"
-    return ""
-
-
-def _too_little(
-    reference: ComparedRun, run: ComparedRun, samples: int, places: Sequence[float]
-) -> str:
-    """Return why the samples and places that two runs have in common are too few for a test, "" if
-    they are enough."""
-    if samples < FEWEST:
-        if samples:
-            how_many = f"only {samples} test samples"
-        else:
-            how_many = "no test sample"
-        return f"{run.label} has {how_many} in common with {reference.label}, so it is not tested"
-    if not places:
-        return (
-            f"{run.label} was judged at none of the {run.problem.place_words[1]} of "
-            f"{reference.label}, so it is not tested"
-        )
-    return ""
-
-
-def _restricted_to(
-    reference: ComparedRun,
-    run: ComparedRun,
-    pair: tuple[pl.DataFrame, pl.DataFrame],
-    samples: int,
+def _restrictions(
+    reference: ComparedRun, run: ComparedRun, pair: tuple[pl.DataFrame, pl.DataFrame], samples: int
 ) -> list[str]:
-    """Return in words the number of common samples, [] where these are all."""
+    """Say how many samples were tested, where these are not all."""
     judged = [side["sample"].n_unique() for side in pair]
     if samples == max(judged):
         return []
@@ -169,6 +146,7 @@ def _tests(
     # columns in which the same samples are known are tested together
     known, group = np.unique(~np.isnan(np.concatenate(pair)).any(0), axis=1, return_inverse=True)
     tests = []
+    # [n] of samples that are known on both sides
     for i, rows in enumerate(known.T):
         if rows.sum() >= FEWEST:
             columns = np.flatnonzero(group == i)
@@ -184,6 +162,7 @@ def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame], places: int) -
     score, or under mean budgets accuracy less what the static mix of the reference gains with the
     latency that was spent."""
 
+    # [S, n, P]
     def cube(side: pl.DataFrame, column: str) -> np.ndarray:
         values = side[column].cast(pl.Float64).fill_null(math.nan).to_numpy()
         return values.reshape(side["seed"].n_unique(), -1, places)

@@ -1,9 +1,7 @@
-"""Find finished runs to compare, read their files, and label each by the settings that differ."""
+"""Find finished runs to compare and read their files."""
 
 from __future__ import annotations
 
-import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +21,8 @@ from knobwise.experiments.results.run_folder import UNFINISHED
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")
 """Settings that say where a run is kept and logged, not what it does."""
-NOT_IN_LABEL = ("experiment", "baselines", "budgets_ms", "device", "threads")
-"""Settings that go into a label only where no other setting differs."""
 DEEPEST = 5
 """How many levels down a folder is searched for runs."""
-MOST_IN_LABEL = 3
-"""How many settings fit into a label."""
 UNKNOWN = "–"
 """The value of a setting that a run does not have."""
 
@@ -39,7 +33,7 @@ class ComparedRun:
 
     folder: Path
     label: str
-    """Short, and different from that of every other run."""
+    """See `labels_of`; different from that of every other run."""
     problem: Problem
     results: dict[str, Any]
     settings: dict[str, Any]
@@ -51,7 +45,7 @@ class ComparedRun:
     @property
     def experiment(self) -> str:
         """The experiment's name; without settings that of the folder above."""
-        return experiment_of(self.folder, self.settings)
+        return str(self.settings.get("experiment", self.folder.resolve().parent.name))
 
     @property
     def places(self) -> list[float]:
@@ -132,6 +126,7 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 def _runs_below(folder: Path, levels: int) -> list[Path]:
     """Return all runs in a folder, down to so many levels below it, in the order of their names."""
+    # inside a run no further runs are looked for
     if any((folder / name).is_file() for name in ("results.json", "config.yaml")):
         return [folder]
     if not levels:
@@ -147,15 +142,12 @@ def _runs_below(folder: Path, levels: int) -> list[Path]:
     return runs
 
 
-def _name_order(path: Path) -> tuple[bool, list[tuple[float, str]]]:
+def _name_order(path: Path) -> tuple[bool, list[str | float]]:
     """Return a sort key for folders: `default` first, then by name, with numbers by size."""
-    key = []
-    for digits, letter in re.findall(r"(\d+(?:\.\d+)?(?:e-?\d+)?)|(\D)", path.name):
-        if digits:
-            key.append((float(digits), ""))
-        else:
-            key.append((math.inf, letter))
-    return path.name != "default", key
+    # text and numbers take turns, so that keys can be compared
+    parts: list[str | float] = [*re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", path.name)]
+    parts[1::2] = map(float, parts[1::2])
+    return path.name != "default", parts
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -169,10 +161,10 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """
     results = [read_results(folder) for folder in folders]
     settings = [read_settings_of(folder) for folder in folders]
-    labels = labels_of(folders, settings)
+    # all runs must be about the problem of the first one
     kind = problem_of(results[0])
     runs = []
-    for i, folder in enumerate(folders):
+    for i, (folder, label) in enumerate(zip(folders, labels_of(folders), strict=True)):
         problem = problem_of(results[i])
         if problem is not kind:
             raise InputError(
@@ -184,12 +176,9 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         try:
             decisions = read_decisions(folder)
         except InputError as error:
-            if (folder / FILE).exists():
-                missing = str(error)
-            else:
-                missing = f"has no {FILE}"
+            missing = str(error) if (folder / FILE).exists() else f"has no {FILE}"
         runs.append(
-            ComparedRun(folder, labels[i], problem, results[i], settings[i], decisions, missing)
+            ComparedRun(folder, label, problem, results[i], settings[i], decisions, missing)
         )
     return runs
 
@@ -249,56 +238,13 @@ def value_words(value: Any) -> str:
     return str(value)
 
 
-# -- labels ----------------------------------------------------------------------------------------
-
-
-def experiment_of(folder: Path, settings: Mapping[str, Any]) -> str:
-    """Return the name of a run's experiment; without settings that of the folder above."""
-    return str(settings.get("experiment", folder.resolve().parent.name))
-
-
-def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a label for each run: the settings that differ, if they are few and no run has a name
-    given by the user, else the folder's name.
-
-    Where the runs are of several experiments, the experiment stands before it; where every run is
-    of another experiment, it stands alone. Runs that would have the same label also get the part of
-    their path that differs.
-    """
-    table = differing(settings)
-    table = {key: values for key, values in table.items() if key not in NOT_IN_LABEL} or table
-    if any(run.get("name") for run in settings) or not 0 < len(table) <= MOST_IN_LABEL:
-        labels = [folder.resolve().name for folder in folders]
-    else:
-        # the last part of a key is enough where no other key ends with it
-        last = [key.rsplit(".", 1)[-1] for key in table]
-        short = [
-            part if last.count(part) == 1 else key for key, part in zip(table, last, strict=True)
-        ]
-        labels = []
-        for values in zip(*table.values(), strict=True):
-            labels.append(", ".join(map("=".join, zip(short, values, strict=True))))
-    experiments = [experiment_of(*run) for run in zip(folders, settings, strict=True)]
-    if len(set(experiments)) == len(experiments):
-        labels = experiments
-    elif len(set(experiments)) > 1:
-        labels = [f"{name}: {label}" for name, label in zip(experiments, labels, strict=True)]
-    return _made_unique(labels, [folder.resolve() for folder in folders])
-
-
-def _made_unique(labels: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Add to a label that several runs have where their paths differ: the first folder that
-    differs, or the whole rest of the path where that is not enough."""
-    unique = []
-    for label, folder in zip(labels, folders, strict=True):
-        alike = [path for path, other in zip(folders, labels, strict=True) if other == label]
-        if len(alike) > 1:
-            common = os.path.commonpath([path.parent for path in alike])
-            inside = folder.relative_to(common)
-            firsts = [path.relative_to(common).parts[0] for path in alike]
-            if firsts.count(inside.parts[0]) > 1:
-                label = f"{label} ({inside})"
-            else:
-                label = f"{label} ({inside.parts[0]})"
-        unique.append(label)
-    return unique
+def labels_of(folders: Sequence[Path]) -> list[str]:
+    """Call each run by the name of its folder, or where several have the same name by that of the
+    folder above too, or by its whole path."""
+    # the shortest way that tells all runs apart
+    labels = [folder.resolve().name for folder in folders]
+    if len(set(labels)) < len(labels):
+        labels = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
+    if len(set(labels)) < len(labels):
+        labels = list(map(str, folders))
+    return labels

@@ -21,8 +21,9 @@ from knobwise.common.json_text import decoded
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import check_fits
+from knobwise.experiments.report.sentences import decision, explanation
 from knobwise.experiments.report.tables import print_lines, print_table
-from knobwise.experiments.report.words import number, quantity, read_results, sentences
+from knobwise.experiments.report.words import number, quantity, read_results
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExplainRun
 from knobwise.experiments.settings.profiles import read_profile, read_questions
@@ -58,9 +59,8 @@ def _of_run(config: ExplainRun) -> dict[str, Any]:
             f"{config.checkpoint}: its results hold no explanation, as those of selectors and of "
             "earlier versions; explain one decision of a controller with sample=ID budget_ms=MS"
         )
-    print_lines(Console(), sentences("explanation.txt.j2", results=results, part=None))
-    explanation: dict[str, Any] = results["explanation"]
-    return explanation | {"knob_usage": results["knob_usage"]}
+    print_lines(Console(), explanation(results))
+    return {**results["explanation"], "knob_usage": results["knob_usage"]}
 
 
 def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
@@ -157,6 +157,10 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
     header = ["configuration", "", *titles, "measured accuracy", "measured latency"]
     strong = [i for i, cells in enumerate(rows) if cells[1] == "chosen"]
     console = Console()
-    facts = {"left_out": len(expected) - len(listed), "unit": unit, "config": config}
     print_table(console, header, rows, range(len(header)), strong)
-    print_lines(console, sentences("explain.txt.j2", explained=explained, **facts))
+    left_out = len(expected) - len(listed)
+    if left_out:
+        are = " is" if left_out == 1 else "s are"
+        where = " here" if config.json else "; json=FILE writes all"
+        print_lines(console, [f"{left_out} more configuration{are} left out{where}."])
+    print_lines(console, decision(explained, unit))

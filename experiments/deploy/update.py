@@ -39,7 +39,7 @@ from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.tables import print_lines, print_table
-from knobwise.experiments.report.words import sentences
+from knobwise.experiments.report.words import number
 from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
@@ -308,7 +308,18 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
         {name: block[rows] for name, block in table.features.items()}, len(rows)
     )
     _print_factors(table, offsets.mean)
-    print_lines(Console(), sentences("other_hardware.txt.j2", facts=facts))
+    low, high, common = (
+        number(factor, ".2f")
+        for factor in (min(facts["factors"]), max(facts["factors"]), facts["one_factor"])
+    )
+    spread = number(sum(facts["spread"]) / len(facts["spread"]), ".1%")
+    print_lines(
+        Console(),
+        [
+            f"{facts['cells']} timed cells: configurations take {low} to {high} times as long as "
+            f"in training (± {spread} for a single request); one factor for all would be {common}"
+        ],
+    )
     extra = loaded.extra | {"adapted": facts, "versions": [digest]}
     updated = loaded._replace(agent=adapted(agent, offsets, x), extra=extra)
     return updated, {"better": True, **facts}

@@ -35,8 +35,6 @@ SAME_EVERYWHERE = (
 """Policies that are drawn in every data set; of all others only the best."""
 CLOSE = alt.Scale(zero=False, padding=12)
 """A scale that begins near the smallest number, not at 0."""
-Figure = alt.LayerChart | list[alt.LayerChart]
-"""A chart, or several of one heading."""
 
 
 def layered(
@@ -166,6 +164,7 @@ def by_budget(
         level: the height of a dashed line, if any.
         unit: of the budgets.
     """
+    # a wide range of budgets is drawn on a logarithmic axis
     positive = [budget for budget in rows["budget_ms"] if budget > 0] or [1.0]
     if max(positive) > 20 * min(positive):
         scale = alt.Scale(type="log")
@@ -221,6 +220,7 @@ def lines(
     height = alt.Y(f"{y}:Q", title=title, axis=axis, scale=scale)
     value = alt.Tooltip(f"{y}:Q", format=digits)
     tooltip = [alt.Tooltip("name:N"), alt.Tooltip(x.shorthand), value]
+    # a line for each name, in the colour of its policy
     line = alt.Chart(rows).encode(
         x, height, colour_of(policies), alt.Detail("name:N"), tooltip=tooltip
     )
@@ -260,6 +260,7 @@ def curves(
     tooltip += [alt.Tooltip("step:Q"), alt.Tooltip(f"{y}:Q", format=".4~g")]
     figure = []
     for panel in panels:
+        # each panel has its own data
         rows = points.filter(pl.col("panel") == panel)
         base = alt.Chart(rows).encode(x, colour_of(labels, colour), alt.Detail(f"{line}:N"))
         drawn = base.encode(height, tooltip=tooltip)
@@ -308,6 +309,7 @@ def dots(
         high = float(bounds.max())
         axis = alt.Axis(labelExpr=f"datum.value > {high} ? '' : datum.label", tickCount=8)
         scale = alt.Scale(domain=[low, low + 1.2 * (high - low or 1.0)])
+    # the interval, then the number on it
     start = alt.X("low:Q", title=title, scale=scale, axis=axis)
     value = alt.X("value:Q", title=title, scale=scale, axis=axis)
     layers = [
@@ -323,21 +325,35 @@ def dots(
     return layered(*layers, height=alt.Step(24))
 
 
+def dots_of_policies(rows: Sequence[Mapping[str, Any]], metric: str, title: str) -> alt.LayerChart:
+    """Draw a number of each policy with its interval, in the colours of the policies.
+
+    Args:
+        rows: policy, the metric and its interval, of each.
+        metric: the key of the number.
+        title: of the horizontal axis.
+    """
+    drawn = []
+    for row in rows:
+        low, high = row[f"{metric}_ci95"]
+        dot = {"name": policy_name(row["policy"]), "value": row[metric], "low": low, "high": high}
+        drawn.append(dot)
+    colour = colour_of([dot["name"] for dot in drawn], "name").legend(None)
+    return dots(pl.DataFrame(drawn), title, colour)
+
+
 def by_dataset(judged: Sequence[Mapping[str, Any]]) -> list[alt.LayerChart]:
     """Draw mean utility and its interval for the most important policies, a chart for each data
     set."""
+    # weaker baselines share a name: which is best differs between data sets
     rows_of: dict[str, list[dict[str, Any]]] = {}
     for row in judged:
         policy = row["policy"] if row["policy"] in SAME_EVERYWHERE else "best_other"
-        low, high = row["utility_ci95"]
-        dot = {"name": policy_name(policy), "value": row["utility"], "low": low, "high": high}
-        rows_of.setdefault(row["dataset"], []).append(dot)
-    figure = []
-    for dataset, rows in rows_of.items():
-        colour = colour_of([row["name"] for row in rows], "name").legend(None)
-        chart = dots(pl.DataFrame(rows), "utility (0 to 1)", colour)
-        figure.append(chart.properties(title=dataset))
-    return figure
+        rows_of.setdefault(row["dataset"], []).append({**row, "policy": policy})
+    return [
+        dots_of_policies(rows, "utility", "utility (0 to 1)").properties(title=dataset)
+        for dataset, rows in rows_of.items()
+    ]
 
 
 # -- latencies -------------------------------------------------------------------------------------
@@ -383,6 +399,7 @@ def knob_usage(
         return []
     figure = []
     for knob in usage["knob"].unique(maintain_order=True):
+        # a chart for each knob and run
         part, values = _most_used(usage.filter(pl.col("knob") == knob))
         x = alt.X("budget:O", title=f"latency budget ({unit})", sort=alt.SortField("budget_ms"))
         x = x.axis(labelAngle=0)
@@ -391,13 +408,11 @@ def knob_usage(
             rows = part.filter(pl.col("run") == label)
             layers = _usage_cells(rows.filter(pl.col("policy") == policy), x, y)
             edges = rows.filter(pl.col("policy") == outlined)
+            # the most frequent value at each budget
             edges = edges.filter(pl.col("share") == pl.col("share").max().over("budget_ms"))
             if len(edges):
                 layers.append(_outlines(edges, policy_name(outlined), x, y))
-            if len(runs) > 1:
-                title = {"title": label.split(", ")}
-            else:
-                title = {}
+            title = {"title": label} if len(runs) > 1 else {}
             figure.append(layered(*layers, height=alt.Step(24), **title))
     return figure
 

@@ -1,5 +1,9 @@
-"""The self-contained page around charts and tables, made from the templates in this folder. A page
+"""The self-contained page around charts, tables and sentences: `templates/page.html.j2`, which
 loads nothing from a network.
+
+A page is a dict of sections, heading → blocks. A block is a paragraph (str, or `Markup` as it is),
+a list of sentences, a dict of terms and their meanings, a `Table`, a `Figure` or a `Folded`; empty
+blocks and sections are left out.
 
 Colours: `hues.json` lists the hues, `policies.json` gives each policy its hue,
 `templates/style.css` colours the page around the charts. A chart is built once and drawn in the
@@ -13,14 +17,14 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import altair as alt
-from jinja2 import Environment
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from knobwise.common.files import write_text
-from knobwise.experiments.report.words import POLICIES, environment
+from knobwise.experiments.report.words import POLICIES
 
 OTHERS = "others"
 """The label of all policies that have no colour of their own."""
@@ -31,6 +35,25 @@ HUES: dict[str, list[str]] = json.loads(
 are never drawn together may share a hue."""
 HUE_OF = {words["name"]: words["colour"] for words in POLICIES.values()}
 """The name of a policy → its hue."""
+
+
+class Figure(NamedTuple):
+    """A chart, or several side by side, with a sentence below."""
+
+    charts: alt.LayerChart | list[alt.LayerChart]
+    caption: str
+    columns: int = 0
+    """How many charts stand side by side; 0 for all, up to three."""
+
+
+class Folded(NamedTuple):
+    """Blocks behind a title that opens them with a click."""
+
+    title: str
+    blocks: Sequence[Any]
+
+
+# -- colours ---------------------------------------------------------------------------------------
 
 
 def domain(labels: Sequence[str]) -> list[str]:
@@ -54,18 +77,38 @@ def by_hue(labels: Mapping[str, str]) -> list[str]:
     return [labels.get(hue, " " * length) for length, hue in enumerate(HUES, 1)]
 
 
-def _theme(dark: bool, **greys: str) -> dict[str, Any]:
-    """Render a Vega-Lite configuration with the palette for light or dark."""
-    template = environment().get_template("theme.json.j2")
+def _theme(dark: bool, text: str, grid: str, quiet: str) -> dict[str, Any]:
+    """Return a Vega-Lite configuration with the palette for light or dark."""
     palette = [pair[dark] for pair in HUES.values()]
-    theme: dict[str, Any] = json.loads(template.render(palette=palette, **greys))
-    return theme
+    title = {"titleColor": text, "titleFontWeight": "normal", "titleFontSize": 12}
+    # legends and axes differ in the size of their labels only
+    label = title | {"labelColor": text, "labelFontSize": 12}
+    lines = {"gridColor": grid, "domainColor": quiet, "tickColor": quiet, "labelFontSize": 11}
+    return {
+        "background": "transparent",
+        "font": "system-ui, sans-serif",
+        "view": {"stroke": "transparent"},
+        "range": {
+            "category": palette,
+            "ordinal": {"scheme": "viridis"},
+            "heatmap": {"scheme": "viridis"},
+        },
+        "mark": {"color": palette[0]},
+        "text": {"color": text},
+        "rule": {"color": palette[0]},
+        "axis": label | lines,
+        "legend": label,
+        "title": {"color": text, "fontSize": 13, "anchor": "start"},
+        "style": {"quiet": {"color": quiet}},
+    }
 
 
 THEMES = {
     "light": _theme(False, text="#333333", grid="#e6e6e6", quiet="#8a8a8a"),
     "dark": _theme(True, text="#d6d6d6", grid="#34373d", quiet="#8d9199"),
 }
+
+# -- drawing ---------------------------------------------------------------------------------------
 
 
 def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
@@ -78,36 +121,61 @@ def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
         return chart.to_dict(validate=False)
 
 
-def png(figure: Any) -> bytes:
-    """Draw a chart, or several below one another, as a picture on white, at twice the resolution of
-    a screen."""
+def png(figure: Figure) -> bytes:
+    """Draw charts below one another as a picture on white, at twice the resolution of a screen."""
     import vl_convert
 
     config = THEMES["light"] | {
         "background": "white",
         "view": {"stroke": "transparent", "continuousWidth": 640},
     }
-    if isinstance(figure, list):
-        chart = alt.vconcat(*figure).resolve_scale(color="independent")
-    else:
-        chart = figure
+    # a picture cannot wrap: charts stand below one another
+    chart = figure.charts
+    if isinstance(chart, list):
+        chart = alt.vconcat(*chart).resolve_scale(color="independent")
     return vl_convert.vegalite_to_png(specification(chart), scale=2, config=config)
 
 
 @functools.cache
 def templates() -> Environment:
-    """Return the environment of the page templates. It escapes everything that they print; in
+    """Return the environment of the page template. It escapes everything that it prints; in
     embedded JSON every `<` is written `\\u003c`."""
-    pages = environment(autoescape=True)
+    pages = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     pages.filters["specification"] = specification
     pages.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     return pages
 
 
-def render_page(path: str | Path, template: str, **content: Any) -> Path:
-    """Write the page that a template makes of `content`, with all scripts and styles inside the
-    file, and return its path."""
-    text = templates().get_template(template).render(vega=Markup(_vega()), themes=THEMES, **content)
+def render_page(
+    path: str | Path,
+    kind: str,
+    name: str,
+    sections: Mapping[str, Any],
+    *,
+    facts: Sequence[str] = (),
+    tiles: Sequence[tuple[str, str, str]] = (),
+    lead: str = "",
+) -> Path:
+    """Write a page, with all scripts and styles inside the file, and return its path.
+
+    Args:
+        path: of the file.
+        kind: what the page is, such as "run report".
+        name: of what it is about.
+        sections: heading → blocks, in order; see this module.
+        facts: in small print under the name, a line each.
+        tiles: the numbers to be seen first: the number, what it is, and another one beside it.
+        lead: the first sentence.
+    """
+    content = {"kind": kind, "name": name, "sections": sections, "facts": facts, "tiles": tiles}
+    page = templates().get_template("page.html.j2")
+    text = page.render(content, lead=lead, vega=Markup(_vega()), themes=THEMES)
     write_text(path, text)
     return Path(path)
 

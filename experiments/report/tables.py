@@ -6,8 +6,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from knobwise.experiments.report import words
-from knobwise.experiments.report.words import cell, policy_name, shots_words
-from knobwise.experiments.results.problem import DECISION, DEMONSTRATIONS, problem_of, shown_at
+from knobwise.experiments.report.words import (
+    cell,
+    difference_cell,
+    number,
+    policy_name,
+    quantity,
+    shots_words,
+)
+from knobwise.experiments.results.problem import (
+    DECISION,
+    DEMONSTRATIONS,
+    Metric,
+    problem_of,
+    shown_at,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,8 +31,10 @@ class Table(NamedTuple):
 
     header: list[str]
     rows: list[list[str]]
-    strong: list[int] = []
+    strong: Collection[int] = ()
     """The indices of the rows in bold."""
+    wordy: Collection[int] = ()
+    """The indices of the columns that hold sentences."""
 
 
 NARROW = {"deadline": (0, 1, 3, 6, 8), "mean": (0, 1, 3, 5, 6)}
@@ -36,13 +51,8 @@ def policies(results: Mapping[str, Any]) -> Table:
     if not problem.averaged:
         return at_shots(results)
     rows = words.ranked(results, problem.ranked_by)
-    unit = words.unit_of(results)
-    cells = []
-    for row in rows:
-        values = [cell(row, metric, unit) for metric in problem.metrics]
-        cells.append([policy_name(row["policy"]), *values])
-    strong = [i for i, row in enumerate(rows) if row["policy"] in problem.trained]
-    return Table(["policy", *(metric.name for metric in problem.metrics)], cells, strong)
+    cells = [[policy_name(row["policy"]), *_metrics(results, row, problem.metrics)] for row in rows]
+    return Table(["policy", *_names(problem.metrics)], cells, _trained(results, rows))
 
 
 def narrow(results: Mapping[str, Any]) -> tuple[int, ...]:
@@ -57,9 +67,7 @@ def narrow(results: Mapping[str, Any]) -> tuple[int, ...]:
 def by_dataset(results: Mapping[str, Any]) -> Table:
     """Return the most important policies in each data set; no rows if there is only one data
     set."""
-    problem = problem_of(results)
-    unit = words.unit_of(results)
-    metrics = [metric for metric in problem.metrics if metric is not DECISION]
+    metrics = [metric for metric in problem_of(results).metrics if metric is not DECISION]
     rows = results.get("by_dataset", [])
     cells = []
     before = None
@@ -68,10 +76,60 @@ def by_dataset(results: Mapping[str, Any]) -> Table:
         if row["dataset"] != before:  # the name stands in the first row of a data set
             title = f"{row['dataset']}\n{row['samples']} samples"
         before = row["dataset"]
-        values = [cell(row, metric, unit) for metric in metrics]
-        cells.append([title, policy_name(row["policy"]), *values])
-    strong = [i for i, row in enumerate(rows) if row["policy"] in problem.trained]
-    return Table(["data set", "policy", *(metric.name for metric in metrics)], cells, strong)
+        cells.append([title, policy_name(row["policy"]), *_metrics(results, row, metrics)])
+    return Table(["data set", "policy", *_names(metrics)], cells, _trained(results, rows))
+
+
+def _names(metrics: Iterable[Metric]) -> list[str]:
+    return [metric.name for metric in metrics]
+
+
+def _metrics(results: Mapping[str, Any], row: words.Row, metrics: Iterable[Metric]) -> list[str]:
+    """Return the cells of a row."""
+    return [cell(row, metric, words.unit_of(results)) for metric in metrics]
+
+
+def _trained(results: Mapping[str, Any], rows: Iterable[words.Row]) -> list[int]:
+    """Return the indices of the rows of policies that the run trained."""
+    trained = problem_of(results).trained
+    return [i for i, row in enumerate(rows) if row["policy"] in trained]
+
+
+def by_budget(results: Mapping[str, Any]) -> Table:
+    """Return a row for every policy with a cell for each budget: the score with its interval, and
+    in small print what was spent for it."""
+    problem = problem_of(results)
+    unit = words.unit_of(results)
+    budgets = problem.judged_at(results)
+    ranked = words.ranked(results, problem.ranked_by)
+    cells = []
+    for policy in ranked:
+        line = [policy_name(policy["policy"])]
+        for budget in budgets:
+            row = problem.row(results, policy["policy"], budget)
+            # the score in large, all else in small print
+            score = number(row.get(problem.score), ".3f")
+            score += words.interval(row.get(f"{problem.score}_ci95"), ".3f")
+            accuracy = number(row.get("accuracy"), ".3f")
+            latency = quantity(row.get("latency_ms_mean"), unit)
+            if problem.equal_latency:
+                parts = [score, latency, number(row.get("over_static_mix"), "+.3f", " over mix")]
+                if words.known(row.get("price")):
+                    parts.append(f"λ = {row['price']:.3g} per {unit}")
+            else:
+                on_time = number(row.get("satisfaction"), ".1%", " on time")
+                parts = [score, f"{accuracy} · {latency}", on_time]
+            line.append("\n".join(parts))
+        cells.append(line)
+    # the share is the same for all policies
+    infeasible = []
+    for budget in budgets:
+        row = problem.row(results, ranked[0]["policy"], budget)
+        infeasible.append(number(row.get("infeasible"), ".1%"))
+    if any(words.known(row.get("infeasible")) for row in results["rows"]):
+        cells.append(["infeasible\nlate under every configuration", *infeasible])
+    header = ["policy", *(quantity(budget, unit) for budget in budgets)]
+    return Table(header, cells, _trained(results, ranked))
 
 
 def at_shots(results: Mapping[str, Any], rows: str = "rows") -> Table:
@@ -81,15 +139,13 @@ def at_shots(results: Mapping[str, Any], rows: str = "rows") -> Table:
     Args:
         rows: the key of the rows in the results: "rows", "controls" or "votes".
     """
-    header = ["policy"]
-    for shots in results["shots"]:
-        trained = " (trained)" if shots == results["trained_shots"] else ""
-        header.append(shots_words(shots) + trained)
+    # policy → row, at the main number of shots and at each
     main = words.rows_at(results, shown_at(results), rows)
     at = [words.rows_at(results, shots, rows) for shots in results["shots"]]
     names = dict.fromkeys(row["policy"] for row in results.get(rows, []))
     order = sorted(names, key=lambda name: -float(main[name]["accuracy"] if name in main else -1))
     accuracy, decision = DEMONSTRATIONS.metrics
+    header = ["policy", *_shots(results)]
     cells = []
     for name in order:
         values = [cell(by_policy.get(name, {}), accuracy) for by_policy in at]
@@ -100,6 +156,112 @@ def at_shots(results: Mapping[str, Any], rows: str = "rows") -> Table:
         header.append(decision.name)
     policy = DEMONSTRATIONS.main_policy(results)
     return Table(header, cells, [i for i, name in enumerate(order) if name == policy])
+
+
+def _shots(results: Mapping[str, Any]) -> list[str]:
+    """Return the heads of the columns of numbers of shots."""
+    trained = {results["trained_shots"]: " (trained)"}
+    return [shots_words(shots) + trained.get(shots, "") for shots in results["shots"]]
+
+
+def differences(
+    results: Mapping[str, Any], policies: Collection[str], against: Collection[str]
+) -> Table:
+    """Return the differences between selectors at every number of shots, in points, and what they
+    show at the one that the page is about."""
+    main = shown_at(results)
+    # number of shots → (policy, against) → difference
+    at = {shots: words.differences_at(results, shots) for shots in (*results["shots"], main)}
+    pairs = dict.fromkeys((row["policy"], row["against"]) for row in results["differences"])
+    cells = []
+    for pair in pairs:
+        if pair[0] not in policies or pair[1] not in against:
+            continue
+        line = ["\nover ".join(policy_name(name, results) for name in pair)]
+        for shots in results["shots"]:
+            gap = at[shots].get(pair)
+            line.append(difference_cell(gap["difference"], gap["ci95"]) if gap else "–")
+        shown = at[main].get(pair)
+        line.append(words.SIGN_WORDS[words.sign_of(shown["ci95"])] if shown else "")
+        cells.append(line)
+    return Table(["policy", *_shots(results), f"at {shots_words(main)}"], cells)
+
+
+# -- guarantees and choices ------------------------------------------------------------------------
+
+PROMISES = {
+    "unattainable": "not possible here",
+    "too_dear": "would cost too much utility",
+    "unshown": "too few held-out requests to tell",
+}
+"""What the guard found → why a share on time is not guaranteed."""
+
+
+def guarantees(results: Mapping[str, Any]) -> Table:
+    """Return what the guard decided at each budget: who decides and what is guaranteed, or under
+    mean budgets a reason for each seed."""
+    guard = words.guarantees(results)
+    unit = words.unit_of(results)
+    cells = []
+    for seeds in guard:
+        line = [quantity(seeds[0]["budget_ms"], unit)]
+        if problem_of(results).equal_latency:
+            cells.append([*line, "\n".join(row["reason"] for row in seeds)])
+            continue
+        # seeds in which the controller decides at this budget
+        deployed = [row for row in seeds if row["deployed"]]
+        who = f"the controller in {len(deployed)} of {len(seeds)} seeds, else static"
+        who = {0: "static", len(seeds): "the controller"}.get(len(deployed), who)
+        gain, error = (100 * words.mean_of(seeds, key) for key in ("gain", "gain_se"))
+        line += [who, f"{number(gain, '+.1f')} ± {number(error, '.1f')} points"]
+        if "level" in seeds[0]:
+            line.append(number(words.mean_of(deployed, "margin"), ".0%"))
+            line.append(number(words.mean_of(seeds, "satisfaction_deployed"), ".1%"))
+            line.append(_promise(seeds))
+        cells.append(line)
+    if problem_of(results).equal_latency:
+        return Table(["mean budget", "decision"], cells, wordy=[1])
+    header = ["budget", "who decides", "gain over static"]
+    if guard and "level" in guard[0][0]:
+        header += ["margin", "on time", f"{100 * guard[0][0]['level']:g}% on time"]
+    return Table(header, cells, wordy=[1, 5])
+
+
+def _promise(seeds: Sequence[words.Row]) -> str:
+    """Say whether the share on time is guaranteed at a budget, or in how many seeds why not."""
+    reasons = []
+    for finding, why in PROMISES.items():
+        count = sum(row[finding] for row in seeds)
+        if count:
+            reasons.append(why + f" ({count} of {len(seeds)} seeds)" * (count < len(seeds)))
+    return "; ".join(reasons) or "kept"
+
+
+SETTINGS = {
+    "ridge": "penalty",
+    "kernel_ridge": "squared width of the kernel, penalty",
+    "knn": "neighbours, whether features are weighted",
+    "random_forest": "smallest leaf",
+    "gradient_boosting": "number of trees",
+}
+"""Expert → its settings, in words."""
+
+
+def chosen(results: Mapping[str, Any]) -> Table:
+    """Return the weight of each member of the teacher, and its settings; no rows for a network
+    alone."""
+    seeds = results["chosen"]
+    cells = []
+    for name in seeds[0]["weights"]:
+        weights = ", ".join(number(seed["weights"][name], ".1%") for seed in seeds)
+        values = [seed["settings"][name] for seed in seeds if name in seed["settings"]]
+        settings = "\n".join(map(str, dict.fromkeys(values)))
+        cells.append([policy_name(name), weights, SETTINGS.get(name, ""), settings])
+    # the network is the only member
+    if len(cells) < 2:
+        cells = []
+    header = ["member", "weight, in each seed", "settings", "values, in each seed"]
+    return Table(header, cells, wordy=[2, 3])
 
 
 # -- on the terminal -------------------------------------------------------------------------------
@@ -118,6 +280,7 @@ def print_table(
     from rich.console import Console
     from rich.table import Table
 
+    # small print goes behind the number
     cells = []
     for row in rows:
         cells.append([text.replace("\n", " ") for text in row])

@@ -11,6 +11,8 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, words
+from knobwise.experiments.report.page import Figure, Folded
+from knobwise.experiments.report.sentences import on_training
 from knobwise.experiments.results.problem import CONTROLS, problem_of
 
 TITLES = {
@@ -29,29 +31,38 @@ POINTS = 6000
 """At most this many points go into a figure of training curves."""
 
 
-def training_curves(results: Mapping[str, Any], path: Path) -> dict[str, list[alt.LayerChart]]:
-    """Draw the training curves of a run; {} without logged numbers.
+def training(results: Mapping[str, Any], path: Path) -> list[Any]:
+    """Return the blocks of a page on the training of a run: sentences and curves; [] without
+    logged numbers.
 
     Args:
+        results: the content of `results.json`.
         path: of `metrics.csv`.
-
-    Returns:
-        `validation`: the score on validation, and what GRPO alone gained. `stages`: the rewards of
-        the stages of training. `others`: all other numbers.
     """
     logged = logged_numbers(path)
     if logged is None:
-        return {}
+        return []
     in_time = metrics_in_time(logged)
     begins = words.grpo_begins(results)
+    dashed = "" if begins is None else " Dashed: where the warm-up ends."
     score = problem_of(results).validation
+    # rewards of each stage first, all else folded
     stages = [name for name in in_time if is_shown_first(name)]
     others = sorted(name for name in in_time if name not in stages)
-    return {
-        "validation": _parts_of_grpo(results, logged.filter(pl.col("variable") == score), begins),
-        "stages": _curves(logged, stages, begins),
-        "others": _curves(logged, others, begins),
-    }
+    blocks: list[Any] = on_training(results)
+    if curves := _parts_of_grpo(results, logged.filter(pl.col("variable") == score), begins):
+        caption = (
+            "A line for each seed, of networks without the guard on samples that they were not "
+            f"fitted on.{dashed}"
+        )
+        blocks.append(Figure(curves, caption))
+    if stages:
+        blocks.append(Figure(_curves(logged, stages, begins), "A line for each seed and stage."))
+    if others:
+        caption = f"A line for each seed; long curves are averaged over steps.{dashed}"
+        curves = _curves(logged, others, begins)
+        blocks.append(Folded("All other logged numbers", [Figure(curves, caption)]))
+    return blocks
 
 
 def _parts_of_grpo(
@@ -108,6 +119,7 @@ def logged_numbers(path: Path) -> pl.DataFrame | None:
         )
     except (pl.exceptions.PolarsError, OSError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
+    # other columns are of the system, such as times
     names = [
         name
         for name in frame.columns
@@ -161,6 +173,7 @@ def _curves(logged: pl.DataFrame, metrics: list[str], begins: int | None) -> lis
         pl.col("step").max(), pl.col("value").mean().round_sig_figs(5)
     )
     titles = {name: title_of(name) for name in metrics}
+    # a row for each point
     points = thinned.sort(*curve, "step").drop("bin")
     points = points.with_columns(pl.col("metric").replace(titles).alias("panel"))
     points = points.drop("metric").with_columns(grpo=pl.lit(begins, pl.Int64))

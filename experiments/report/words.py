@@ -1,18 +1,13 @@
-"""Names, numbers and helpers for the sentences of all pages, which are in `templates/`; reading
-`results.json`."""
+"""Names and numbers in words, for the sentences and tables of all pages; reading `results.json`."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from typing import Any, TypeGuard
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_text
@@ -47,7 +42,7 @@ def policy_name(policy: str, results: Mapping[str, Any] | None = None) -> str:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def known(value: Any) -> bool:
+def known(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -79,6 +74,7 @@ def interval(ci95: Any, how: str) -> str:
 
 def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
     """Return the cell of a metric, with its interval; `unit` is that of latencies."""
+    # latencies and costs have no sign and no interval
     value = row.get(metric.key)
     if metric.unit in ("ms", "µs"):
         return quantity(value, {"ms": unit}.get(metric.unit, metric.unit)).rstrip()
@@ -112,14 +108,6 @@ def shots_words(count: int) -> str:
     return f"{count} shot{'s' * (count > 1)}"
 
 
-def of_last_round(policy: str) -> str:
-    """Return the words to add after epochs of a policy that is trained in rounds: these are epochs
-    of the last round, which starts from the round before."""
-    if policy == "grpo_rounds":
-        return " of its last round"
-    return ""
-
-
 # -- differences -----------------------------------------------------------------------------------
 
 COMPARED = {1: "is better than", -1: "is worse than", 0: "is not shown to differ from"}
@@ -142,34 +130,6 @@ def difference_words(difference: float, ci95: Sequence[float]) -> str:
 def difference_cell(difference: float, ci95: Sequence[float]) -> str:
     """Return the cell of a difference, in points, with its interval."""
     return f"{points(difference)}\n[{points(ci95[0])}, {points(ci95[1])}]"
-
-
-# -- sentences -------------------------------------------------------------------------------------
-
-
-@functools.cache
-def environment(autoescape: bool = False) -> Environment:
-    """Return the environment of the templates in this folder; they may call the functions of this
-    module."""
-    loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    templates = Environment(
-        loader=loader,
-        autoescape=autoescape,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.globals |= globals()
-    templates.filters["quantity"] = quantity
-    templates.tests["known"] = known
-    return templates
-
-
-def sentences(template: str, **content: Any) -> list[str]:
-    """Render a template of plain text: its paragraphs, each on one line."""
-    paragraphs = re.split(r"\n\s*\n", environment().get_template(template).render(content))
-    lines = [" ".join(paragraph.split()) for paragraph in paragraphs]
-    return [line for line in lines if line]
 
 
 # -- results.json ----------------------------------------------------------------------------------
@@ -208,6 +168,7 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
     except ValueError as error:  # bytes that are no text, text that is no JSON
         raise InputError(f"{path}: not the results of a run ({error})") from error
     if isinstance(results, dict) and "sha256" in results:
+        # the first digest is of the results, the second of the decisions
         noted = results["sha256"]
         digests = _digests(path.parent, results)
         if not isinstance(noted, list) or noted[:1] != digests[:1]:
@@ -303,23 +264,6 @@ def kept_before_grpo(results: Mapping[str, Any]) -> int:
     return sum(seed.get("iteration", begins + 1) <= begins for seed in results.get("chosen") or ())
 
 
-GAINED_ON = {"test": "on test samples", "held_out": "on held-out samples of the training"}
-"""Key of a gain in `results["grpo_gain"]` → the samples that it was measured on, in words."""
-
-
-def grpo_gains(results: Mapping[str, Any]) -> list[str]:
-    """Say what GRPO added to the deployed policy, as far as it is known: the gain in hundredths
-    from the start of GRPO to the weights that are kept, on the same samples."""
-    gain = results.get("grpo_gain") or {}
-    parts = []
-    for key, where in GAINED_ON.items():
-        if key in gain:
-            low, high = map(hundredths, gain[f"{key}_ci95"])
-            value = hundredths(gain[key], "+.2f")
-            parts.append(f"{value} points (95% interval {low} to {high}) {where}")
-    return parts
-
-
 def hundredths(share: float, how: str = ".2f") -> str:
     """Format a share in hundredths, with two decimals, because GRPO adds little."""
     return number(100 * share, how)
@@ -334,9 +278,3 @@ def differences_at(results: Mapping[str, Any], shots: int) -> dict[tuple[str, st
     """Return (policy, the policy it is compared with) → the difference at a number of shots."""
     rows = [row for row in results.get("differences", []) if row["shots"] == shots]
     return {(row["policy"], row["against"]): row for row in rows}
-
-
-def compared_pairs(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return every (policy, the policy it is compared with)."""
-    pairs = [(row["policy"], row["against"]) for row in results.get("differences", [])]
-    return list(dict.fromkeys(pairs))

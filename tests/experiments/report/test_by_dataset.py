@@ -1,3 +1,5 @@
+"""Results within each data set, in the numbers, the report and on the terminal."""
+
 from __future__ import annotations
 
 import json
@@ -56,77 +58,6 @@ def judged(table: ProfileTable, rows: torch.Tensor) -> dict[str, Any]:
     return judge_deadlines(*about, charge=False)[0]
 
 
-def test_the_static_way_of_a_data_set_is_fitted_on_it_alone() -> None:
-    table = two_sets()
-    rows = torch.tensor([9, 0, 6])
-    static = StaticPerDataset(table, torch.arange(10), rows)
-    assert static.choose({}, np.full(3, 2.0), table.mask[rows].numpy()).tolist() == [0, 1, 0]
-    with pytest.raises(ValueError, match="knows 3 samples"):
-        static.choose({}, np.ones(1), table.mask[:1].numpy())
-    # of a data set without samples to fit on nothing is known
-    other = StaticPerDataset(table, torch.arange(6), rows)
-    assert other.choose({}, np.full(3, 2.0), table.mask[rows].numpy()).tolist() == [1, 1, 1]
-
-
-def test_every_data_set_has_its_rows() -> None:
-    results = judged(two_sets(), torch.arange(10))
-    rows = {(row["dataset"], row["policy"]): row for row in results["by_dataset"]}
-    order = ["controller", "budget_aware_static", "static_per_dataset", "random", "oracle"]
-    assert list(rows) == [(name, policy) for name in "ab" for policy in order]
-    assert {(row["dataset"], row["samples"]) for row in results["by_dataset"]} == {
-        ("a", 6),
-        ("b", 4),
-    }
-    # over both data sets configuration 1 is right in 6 of 10, configuration 0 in 3
-    assert rows["a", "budget_aware_static"]["utility"] == 1.0
-    assert rows["b", "budget_aware_static"]["utility"] == 0.0
-    assert rows["b", "static_per_dataset"]["utility"] == rows["b", "oracle"]["utility"] == 0.75
-    assert rows["b", "static_per_dataset"]["gap_closed"] == 1.0
-    assert rows["b", "oracle"]["utility_ci95"][0] < 0.75 < rows["b", "oracle"]["utility_ci95"][1]
-    together = results["rows"][0]
-    assert (together["policy"], together["budget_ms"]) == ("controller", None)
-    parts = [rows[name, "controller"]["utility"] * size for name, size in (("a", 0.6), ("b", 0.4))]
-    assert together["utility"] == pytest.approx(sum(parts))
-    assert set(rows["a", "controller"]) - {"dataset", "samples"} == set(together) - {
-        "decision_us_p50"
-    }
-    assert json.loads(json.dumps(results)) == results
-
-
-def test_one_data_set_changes_nothing() -> None:
-    results = judged(replace(two_sets(), datasets=()), torch.arange(10))
-    assert "by_dataset" not in results
-    assert by_dataset(results).rows == []
-    assert "by_dataset" not in judged(two_sets(), torch.arange(6))
-    assert "by_dataset" not in judged(
-        replace(small_table(20), datasets=("only",) * 20), torch.arange(20)
-    )
-
-
-def test_the_report_shows_them(tmp_path: Path) -> None:
-    results = judged(two_sets(), torch.arange(10))
-    text = report_of(tmp_path, results)
-    assert "static per data set" in text
-    assert "4 samples" in text
-    section = text.split("Data set by data set")[1].split("<h2>")[0]
-    assert section.count("class=strong><td>") == 2
-    text = printed(print_results, results)
-    assert "static per data set" in text
-    assert text.count("learned controller") >= 3
-    assert [line[0].split("\n")[0] for line in by_dataset(results).rows] == [
-        "a",
-        "",
-        "",
-        "",
-        "",
-        "b",
-        "",
-        "",
-        "",
-        "",
-    ]
-
-
 def judged_at_means() -> dict[str, Any]:
     """Configuration 0 takes 1 ms and is right for b only, 1 takes 3 ms, in b 5, and is right for a
     only. The controller takes 1 for all, `knn` 0."""
@@ -140,85 +71,116 @@ def judged_at_means() -> dict[str, Any]:
     )
     everything = torch.arange(8)
     about = table, everything, everything, budgets, [learned] * 2, [0, 1], [other]
-    return judge_mean_budgets(*about, charge=False)[0]
+    return judge_mean_budgets(*about, charge=False)[0] | {"guard": [], "chosen": []}
+
+
+def by_set(results: dict[str, Any], others: list[str], sizes: set[tuple[str, int]]) -> Any:
+    """Key → data set and policy → the number; the rows are checked to be those of a and b."""
+    rows = results["by_dataset"]
+    order = ["controller", *others, "oracle"]
+    assert [(row["dataset"], row["policy"]) for row in rows] == [
+        *(("a", policy) for policy in order),
+        *(("b", policy) for policy in order),
+    ]
+    assert {(row["dataset"], row["samples"]) for row in rows} == sizes
+    assert json.loads(json.dumps(results)) == results
+    return lambda policy, key: [row[key] for row in rows if row["policy"] == policy]
+
+
+def test_the_static_way_of_a_data_set_is_fitted_on_it_alone() -> None:
+    table = two_sets()
+    rows = torch.tensor([9, 0, 6])
+    mask = table.mask[rows].numpy()
+    static = StaticPerDataset(table, torch.arange(10), rows)
+    assert static.choose({}, np.full(3, 2.0), mask).tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match="3 samples"):
+        static.choose({}, np.ones(1), mask[:1])
+    # of a data set without samples to fit on nothing is known
+    other = StaticPerDataset(table, torch.arange(6), rows)
+    assert other.choose({}, np.full(3, 2.0), mask).tolist() == [1, 1, 1]
+
+
+def test_every_data_set_has_its_rows() -> None:
+    results = judged(two_sets(), torch.arange(10))
+    others = ["budget_aware_static", "static_per_dataset", "random"]
+    of = by_set(results, others, {("a", 6), ("b", 4)})
+    # over both data sets configuration 1 is right in 6 of 10, configuration 0 in 3
+    assert of("budget_aware_static", "utility") == [1.0, 0.0]
+    assert of("static_per_dataset", "utility")[1] == of("oracle", "utility")[1] == 0.75
+    assert of("static_per_dataset", "gap_closed")[1] == 1.0
+    low, high = of("oracle", "utility_ci95")[1]
+    assert low < 0.75 < high
+    together = results["rows"][0]
+    assert (together["policy"], together["budget_ms"]) == ("controller", None)
+    assert together["utility"] == pytest.approx(np.dot([0.6, 0.4], of("controller", "utility")))
+
+
+@pytest.mark.parametrize(
+    ("table", "rows"),
+    [
+        (replace(two_sets(), datasets=()), 10),
+        (two_sets(), 6),
+        (replace(small_table(20), datasets=("only",) * 20), 20),
+    ],
+)
+def test_one_data_set_changes_nothing(table: ProfileTable, rows: int) -> None:
+    results = judged(table, torch.arange(rows))
+    assert "by_dataset" not in results
+    assert by_dataset(results).rows == []
 
 
 def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it() -> None:
-    results = judged_at_means()
-    rows = {(row["dataset"], row["policy"]): row for row in results["by_dataset"]}
-    order = ["controller", "static_mix", "best_single", "knn", "oracle"]
-    assert list(rows) == [(name, policy) for name in "ab" for policy in order]
-    assert {(row["dataset"], row["samples"]) for row in results["by_dataset"]} == {
-        ("a", 6),
-        ("b", 2),
-    }
-    assert [rows[name, "controller"]["accuracy"] for name in "ab"] == [1, 0]
-    assert [rows[name, "knn"]["accuracy"] for name in "ab"] == [0, 1]
-    assert [rows[name, "controller"]["latency_ms_mean"] for name in "ab"] == [3, 5]
+    others = ["static_mix", "best_single", "knn"]
+    of = by_set(judged_at_means(), others, {("a", 6), ("b", 2)})
+    assert of("controller", "accuracy") == [1, 0]
+    assert of("knn", "accuracy") == [0, 1]
+    assert of("controller", "latency_ms_mean") == [3, 5]
     # over all, 1 is right for six of eight: at what it takes the static mix is it, and in b 0 would
     # have been right
-    assert [rows[name, "controller"]["over_static_mix"] for name in "ab"] == [0, 0]
-    assert [rows[name, "controller"]["oracle_accuracy"] for name in "ab"] == [1, 1]
+    assert of("controller", "over_static_mix") == [0, 0]
+    assert of("controller", "oracle_accuracy") == [1, 1]
     # over all 1 takes 3.5 ms: at a budget of 2 ms two fifths of the static mix are 1, at 4 ms all
     # of it
-    assert [rows[name, "static_mix"]["latency_ms_mean"] for name in "ab"] == pytest.approx(
-        [2.4, 3.8]
-    )
-    assert [rows[name, "static_mix"]["accuracy"] for name in "ab"] == pytest.approx([0.7, 0.3])
-    assert json.loads(json.dumps(results)) == results
+    assert of("static_mix", "latency_ms_mean") == pytest.approx([2.4, 3.8])
+    assert of("static_mix", "accuracy") == pytest.approx([0.7, 0.3])
 
 
-def test_the_report_of_mean_budgets_shows_them(tmp_path: Path) -> None:
-    results = judged_at_means() | {"guard": [], "chosen": []}
-    text = report_of(tmp_path, results)
-    assert "Data set by data set" in text
-    assert "A budget limits the mean over all data sets" in text
-    assert "over best single" in printed(print_results, results).split("data set")[1]
+@pytest.mark.parametrize("mean", [False, True])
+def test_the_report_and_the_terminal_show_them(mean: bool, tmp_path: Path) -> None:
+    results = judged_at_means() if mean else judged(two_sets(), torch.arange(10))
     table = by_dataset(results)
+    assert [line[0].split("\n")[0] for line in table.rows] == ["a", *[""] * 4, "b", *[""] * 4]
     assert {len(line) for line in table.rows} == {len(table.header)}
-
-
-QUICK = [
-    "policy=utility",
-    "policy.members=2",
-    *OPTIMISER,
-    "optimiser.iterations=2",
-    "policy.hidden=8",
-    "seeds=[0]",
-]
+    section = report_of(tmp_path, results).split("<h2>Data set by data set")[1].split("<h2>")[0]
+    assert section.count("class=strong><td>") == 2
+    other = table.rows[2][1]
+    for text in (section, printed(print_results, results)):
+        assert text.count(other) >= 2
+        assert f"{results['by_dataset'][-1]['samples']} samples" in text
 
 
 @pytest.fixture
 def joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Two data sets, the second three times as slow."""
     monkeypatch.chdir(tmp_path)
-    for number, name in enumerate("ab"):
-        table = replace(small_table(40, seed=number), name=name)
-        replace(table, latency_ms=table.latency_ms * (1 + 2 * (name == "b"))).save(
-            f"{name}.safetensors"
-        )
+    for seed, name in enumerate("ab"):
+        table = replace(small_table(40, seed=seed), name=name)
+        table = replace(table, latency_ms=table.latency_ms * (1 + 2 * seed))
+        table.save(f"{name}.safetensors")
     return "profile.paths=[a.safetensors,b.safetensors]"
 
 
-def test_joint_training(joint: str) -> None:
-    words = ["profile=joint", joint]
-    assert main(["train", *words, *QUICK]) == 0
-    results = read_results(Path("runs/latest"))
-    assert {row["dataset"] for row in results["by_dataset"]} == {"a", "b"}
-    assert {row["policy"] for row in results["rows"]} >= {"static_per_dataset", "oracle"}
-    assert main(["evaluate", *words, "baselines=false"]) == 0
-
-
 def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint: str) -> None:
-    assert main(["train", "profile=joint", joint, "split.leave_out=b", *QUICK]) == 0
+    words = ["policy=utility", "policy.members=2", *OPTIMISER, "optimiser.iterations=2"]
+    words += ["policy.hidden=8", "seeds=[0]", "split.leave_out=b"]
+    assert main(["train", "profile=joint", joint, *words]) == 0
     results, table = read_results(Path("runs/latest")), ProfileTable.load("a.safetensors")
     assert results["test_samples"] == 40
     assert results["budgets_ms"] == pytest.approx(default_budgets(table).tolist())
     assert "by_dataset" not in results
     loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
-    assert sorted(
-        torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]).tolist()
-    ) == list(range(40))
+    fitted = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]])
+    assert sorted(fitted.tolist()) == list(range(40))
     assert loaded.extra["test_rows"].min() == 40
     normaliser = FeatureNormaliser.fit(table, torch.arange(40))
     torch.testing.assert_close(loaded.network.normaliser.mean, normaliser.mean)
