@@ -241,7 +241,7 @@ def _predictions(agent: Agent, x: Tensor) -> Prediction:
 def _expected_utility(agent: Agent, logged: Logged) -> Tensor:
     """Return the expected utility of every configuration for logged requests, float [n, C]."""
     contexts = Contexts.of_log(agent, logged)
-    accuracy, log_latency, spread, _ = _predictions(agent, contexts.x)
+    accuracy, log_latency, spread = _predictions(agent, contexts.x)
     late = log_latency + contexts.offset - contexts.limit.log().unsqueeze(1)
     return accuracy * torch.special.ndtr(-late / (spread * contexts.scale.unsqueeze(1)))
 

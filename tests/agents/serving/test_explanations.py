@@ -174,7 +174,7 @@ def test_what_is_expected_is_what_the_policy_and_its_teacher_say() -> None:
     with torch.no_grad():
         probability = agent.controller(x, torch.tensor([0.7 * budget]))[0].exp()
     assert agent.teacher is not None
-    accuracy, mean, spread, _ = agent.teacher.moments(x)
+    accuracy, mean, spread = agent.teacher.moments(x)
     place = {str(configuration): c for c, configuration in enumerate(policy.configurations)}
     listed = [row["probability"] for row in explanation.expected]
     assert listed == sorted(listed, reverse=True)

@@ -56,20 +56,6 @@ def test_a_third_of_the_limits_are_among_the_judged_ones_and_the_others_even_in_
     torch.testing.assert_close(shares, torch.full((10,), 0.1), atol=0.015, rtol=0)
 
 
-def test_pairs_of_worths_are_drawn_each_in_its_own_range_or_together_from_the_judged_ones() -> None:
-    judged = torch.tensor([[5.0, 0.1], [50.0, 0.1], [5.0, 2.0]])
-    limits = drawn_limits(judged, (3000, 2), generator()).reshape(-1, 2)
-    same = (limits.unsqueeze(1) == judged).all(2).any(1)
-    assert float(same.double().mean()) == pytest.approx(1 / 3, abs=0.02)
-    others = limits[~same]
-    for column, (low, high) in enumerate(((5.0, 50.0), (0.1, 2.0))):
-        drawn = others[:, column]
-        assert drawn.min() >= BEYOND[0] * low * (1 - 1e-6)
-        assert drawn.max() <= BEYOND[1] * high * (1 + 1e-6)
-    # the two are drawn apart from one another
-    assert torch.corrcoef(others.log().T)[0, 1].abs() < 0.05
-
-
 # -- requests --------------------------------------------------------------------------------------
 
 
