@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knobwise.agents.judging.paired import lower_bound
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.request_log import Logged
 from knobwise.losses.functional import doubly_robust, effective_sample_size, self_normalised
@@ -146,9 +147,8 @@ def judge(
         direct[name] = Estimate.of_mean(side.model, side.model, zero)
         normalised[name] = Estimate.of_mean(side.influence, zero, side.ratio_noise, side.ratio)
     # the one-sided bound of the gain
-    z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
     error = _standard_error(difference.robust, difference.model, difference.noise)
-    bound = _mean(difference.robust) - z * error
+    bound = lower_bound(_mean(difference.robust), error, confidence)
     return Judgement(
         requests=len(old),
         different=int(differs.sum()),
