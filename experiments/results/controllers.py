@@ -202,8 +202,9 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
         extra = checkpoint.extra
         chosen.append(choice | {"iteration": extra["iteration"], "grpo": extra.get("grpo", {})})
     guards = [checkpoint.controller.settled.guard for checkpoint in loaded]
-    choices: Results = {"guard": [rows for rows in guards if rows], "chosen": chosen}
-    if choices["guard"] and "level" in guards[0][0]:
+    guards = [rows for rows in guards if rows]
+    choices: Results = {"guard": guards, "chosen": chosen}
+    if guards and "level" in guards[0][0]:
         choices["satisfaction_level"] = guards[0][0]["level"]
     return choices
 
