@@ -59,6 +59,7 @@ class FittedStatic(Static):
             measurements_ms: [n, C, R], NaN where there is no measurement.
         """
         samples, count, repeats = measurements_ms.shape
+        # [n, C, R], and how many samples each configuration has
         valid: Array = np.logical_not(np.isnan(measurements_ms))
         count_of = valid.any(2).sum(0)
         mean_ms = np.nansum(latency_ms.astype(np.float64), 0) / np.maximum(count_of, 1)
@@ -236,6 +237,7 @@ class Oracle:
             raise ValueError(
                 f"the oracle knows {count} samples, but was asked about {len(budgets_ms)}"
             )
+        # [n, C]: mean utilities of the actual measurements
         limits = torch.tensor(budgets_ms, dtype=torch.float32).unsqueeze(1)
         utility = expected_utility(self._accuracy, self._measurements_ms, limits)
         if mask is None:
@@ -269,6 +271,7 @@ def make_baselines(
     if budgets_ms is None:
         budgets_ms = default_budgets(table)
     _, normaliser, fitted = experts or Experts.fit(table, rows, budgets_ms, tuple(FAMILIES), seed)
+    # the experts were fitted once, for the baselines and for teachers
     named = {family.expert.name: family.expert for family in fitted}
     return [
         static_of(table, rows),
@@ -296,6 +299,7 @@ class StaticPerDataset:
     name = "static_per_dataset"
 
     def __init__(self, table: ProfileTable, fitted: Tensor, test: Tensor) -> None:
+        # static of each data set, and the places of its test samples
         parts = rows_by_dataset(table, fitted)
         self._count = len(test)
         self._parts: list[tuple[Array, Static]] = []

@@ -99,6 +99,7 @@ def drawn_metrics(
 
 def _moments(numbers: dict[str, Tensor]) -> dict[str, float]:
     """Return mean and standard deviation of each tensor."""
+    # under the names that runs are compared by
     metrics = {}
     for name, values in numbers.items():
         metrics[f"{name}_Mean"] = float(values.mean())
@@ -126,6 +127,7 @@ def judge(
         cost_ms: float [B], the time of a decision.
     """
     left = (budgets_ms.double() - cost_ms).clamp_min(LEAST_LATENCY_MS).numpy()
+    # the policy decides for the time that its own cost leaves
     features, mask = requests_of(table, rows)
     chosen = choices_of(policy, features, left, mask)
     reads = torch.from_numpy(reads_features(policy, left))
@@ -167,6 +169,7 @@ def outcomes_of(
     for part in rows.split(AT_ONCE):
         fastest.append(quick.latency_ms[part].masked_fill(~table.mask[part], torch.inf).amin(1))
     accuracy = table.accuracy[cells]
+    # a cell may have been measured several times
     in_time = share_in_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
     return Judged(
         budgets_ms=budgets_ms,
@@ -193,6 +196,7 @@ def judge_all(
     Arguments as in `judge`; the costs by name too, one for each policy that has any.
     """
     judged: dict[str, list[Judged]] = {name: [] for name in policies}
+    # one step for each policy and seed
     done = 0
     with progress("judging", sum(map(len, policies.values())), quiet_s=2) as tick:
         for name, of_seeds in policies.items():

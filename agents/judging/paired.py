@@ -13,14 +13,17 @@ def standard_error(differences: Tensor) -> float:
     return float(differences.double().std()) / len(differences) ** 0.5
 
 
-def is_better(differences: Tensor, confidence: float) -> bool:
-    """Return True if the mean of paired differences [n] is above 0 with this one-sided confidence.
+def lower_bound(mean: float, error: float, confidence: float) -> float:
+    """Return the one-sided lower bound of a normal mean with this standard error."""
+    # the quantile of the normal distribution
+    quantile = torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64))
+    return mean - float(quantile) * error
 
-    The normal quantile decides.
-    """
-    z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
-    if len(differences):
-        mean = float(differences.double().mean())
-    else:
-        mean = 0.0
-    return len(differences) > 1 and mean > z * standard_error(differences)
+
+def is_better(differences: Tensor, confidence: float) -> bool:
+    """Return True if the mean of paired differences [n] is above 0 with this one-sided confidence;
+    False for fewer than two."""
+    if len(differences) < 2:
+        return False
+    mean = float(differences.double().mean())
+    return lower_bound(mean, standard_error(differences), confidence) > 0

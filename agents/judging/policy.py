@@ -38,16 +38,10 @@ class Policy(Protocol):
         ...
 
 
-class Baseline(Protocol):
+class Baseline(Policy, Protocol):
     """A `Policy` that is judged under its own name."""
 
     name: str
-
-    def choose(
-        self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, /
-    ) -> Array:
-        """Choose for n requests, see `Policy.choose`."""
-        ...
 
 
 class Guarded:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.agents.judging.paired import lower_bound
 from knobwise.agents.learning.logged import Array, Logged
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.losses.functional import doubly_robust
@@ -108,8 +109,7 @@ def judge(
         mean = float(side[0].mean())
         error = 1.96 * _standard_error(*side)
         estimates[name] = mean, mean - error, mean + error
-    z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
-    bound = float(gains[0].mean()) - z * _standard_error(*gains)
+    bound = lower_bound(float(gains[0].mean()), _standard_error(*gains), confidence)
     return Judgement(
         requests=len(old),
         different=different,

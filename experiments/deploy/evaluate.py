@@ -159,6 +159,7 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
         raise InputError(
             f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt"
         )
+    # the split of the training, if this is its profile
     split = divide(table, **asdict(config.split))
     if loaded.profile_digest == table.digest:
         return Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))

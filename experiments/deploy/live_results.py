@@ -101,6 +101,7 @@ def live_results(
         row["latency_ms_p95"] = float(np.quantile(live["latency_ms"][p], 0.95))
         row["utility_per_run"] = live["utility"][p].mean(0).tolist()
         rows.append(row | _mean("behind", live["utility"][learned] - live["utility"][p]))
+    # a fixed configuration always made the same choice
     fixed = {}
     for p, name in enumerate(record.policies):
         if name not in (LEARNED, FROZEN, STATIC):
@@ -227,8 +228,8 @@ def _replayed_decisions(
         for (i, repeat), choice in np.ndenumerate(served["choice"]):
             row = stream.rows[i]
             features = {block: values[row].numpy() for block, values in table.features.items()}
-            request = features, float(limits[i, repeat]), served["drift"][i, repeat]
-            same.append(controller.decide_index(*request) == choice)
+            drift: Drift | None = served["drift"][i, repeat]
+            same.append(controller.decide_index(features, limits[i, repeat], drift) == choice)
         shares[f"as_replayed_at_the_{name}"] = float(np.mean(same))
     return shares
 

@@ -204,6 +204,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     print_lines(Console(), [f"{len(log.rows):,} requests of {config.log}", *log.lines()])
     if not log.rows:
         raise InputError(f"log={config.log}: no request in it can be used; see the lines above")
+    # each step learns on some folds of the requests and is judged on the others
     result = update(agent, logged_of(log.rows, len(names), sizes), config.learning)
     _print_steps(result.steps)
     latest = log.rows[-(config.every or len(log.rows)) :]
@@ -303,6 +304,7 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
         "one_factor": float(ratios.median().exp()),
     }
     agent: Any = loaded.controller
+    # how sure the controller is, on samples that it was fitted on
     rows = _fitted(loaded, table)[:REQUESTS]
     x = agent.controller.features(
         {name: block[rows] for name, block in table.features.items()}, len(rows)

@@ -72,11 +72,13 @@ def judge_deadlines(
     deciders = [controller.decider for controller in controllers]
     costs = own_costs(deciders, table, test, budgets_ms)
     spent = {"controller": [cost.charged_ms * charge for cost in costs]}
+    # all that decide, by policy
     policies: dict[str, list[Any]] = {"controller": deciders}
     if all(controller.teacher is not None for controller in controllers):
         policies["teacher"] = [controller.guarded_teacher for controller in controllers]
     policies |= {baseline.name: [baseline] for baseline in baselines}
     problem = table, test, budgets_ms, rewards
+    # only controllers pay for their decisions
     judged = judge_all(*problem, policies, spent)
 
     # what only controllers have: the time of a decision, their score if it cost nothing, and the
@@ -94,6 +96,7 @@ def judge_deadlines(
             }
         )
     decisions = decision_frame(table, test, judged, seeds, further)
+    # everything else is a summary of the decisions
     results = _results(DEADLINE, decisions, table, test, seeds)
 
     # the gain in utility by GRPO over seeds and test samples
@@ -169,6 +172,7 @@ def judge_mean_budgets(
     decisions = decision_frame(table, test, judged, seeds, further)
 
     results = _results(MEAN_BUDGET, decisions, table, test, seeds, reference)
+    # a price belongs to a budget, so a mean over the budgets has none
     prices = {baseline.name: baseline.prices for baseline in baselines}
     prices["controller"] = torch.stack([policy.prices for policy in policies]).mean(0)
     for row in (*results["rows"], *results.get("by_dataset", [])):
@@ -192,20 +196,17 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
         the guard keeps, if any.
     """
     chosen = []
-    guards = []
     for checkpoint in loaded:
-        controller = checkpoint.controller
-        choice: dict[str, Any] = {"weights": {}, "settings": {}}
-        if controller.teacher is not None:
-            choice = controller.teacher.chosen()
-        if controller.settled.guard:
-            guards.append(controller.settled.guard)
+        teacher = checkpoint.controller.teacher
+        choice = teacher.chosen() if teacher is not None else {"weights": {}, "settings": {}}
         extra = checkpoint.extra
         chosen.append(choice | {"iteration": extra["iteration"], "grpo": extra.get("grpo", {})})
-    level = {}
+    guards = [checkpoint.controller.settled.guard for checkpoint in loaded]
+    guards = [rows for rows in guards if rows]
+    choices: Results = {"guard": guards, "chosen": chosen}
     if guards and "level" in guards[0][0]:
-        level = {"satisfaction_level": guards[0][0]["level"]}
-    return {"guard": guards, "chosen": chosen, **level}
+        choices["satisfaction_level"] = guards[0][0]["level"]
+    return choices
 
 
 def profile_of(table: ProfileTable | BeamTable) -> dict[str, Any]:
@@ -232,6 +233,7 @@ def decision_frame(
         seeds: of the trained policies.
         further: more columns of the controller of each seed, float [n, B] or [B].
     """
+    # a row for each judged sample
     names = pl.DataFrame({"sample_id": table.sample_ids, "dataset": table.datasets or None})
     samples = names[test.numpy()]
     labels = pl.Series([*_labels(table), None], dtype=pl.String)  # the last one stands for −1
@@ -279,6 +281,7 @@ def _results(
     }
     if bins := reliability(decisions):
         results["reliability"] = bins
+    # the means once more, for each of several data sets
     names = decisions.select(SAMPLE).unique(maintain_order=True)["dataset"]
     if names.n_unique() > 1:
         results["by_dataset"] = []
@@ -347,6 +350,7 @@ def _means(problem: Problem, decisions: pl.DataFrame) -> dict[tuple[Any, ...], d
             "reward": pl.mean("reward"),
             "utility_free": pl.mean("score_free"),
         }
+    # over samples, then over seeds, then over budgets: the sizes of all parts are equal
     precise = decisions.with_columns(pl.col(pl.Float32).cast(pl.Float64))
     of_seeds = precise.group_by("policy", "place", "seed").agg(**numbers)
     at_budgets = of_seeds.group_by("policy", "place").agg(pl.col(*numbers).mean().fill_nan(None))
@@ -405,10 +409,12 @@ def _scores(
     low = array_of(decisions, problem.low, "score")[0]
     high = array_of(decisions, problem.high, "score")[0]
     for policy in decisions["policy"].unique(maintain_order=True):
+        # [S, n, B]
         score = array_of(decisions, policy, "score")
         if reference is None:
             yield policy, [score, low, high, low]
             continue
+        # [B], the mean latency at each budget
         spent = torch.from_numpy(array_of(decisions, policy, "latency_ms").mean((0, 1)))
         mix = reference.static_mix(spent).numpy()
         best = reference.oracle(spent * (1 + 1e-9)).accuracy.numpy()
@@ -436,6 +442,7 @@ def _usage(
             limits = torch.tensor(budgets, dtype=torch.float64)
             used += reference.mixture_use(limits, np.isnan(choices))
         shares = used / used.sum(0)
+        # shares of configurations add up to shares of knob values
         for k, knob in enumerate(table.knobs):
             for b, budget in enumerate(budgets):
                 for v, value in enumerate(knob.values):

@@ -87,6 +87,7 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
         InputError: no such file, or not one that `write_decisions` wrote.
     """
     path = Path(folder) / FILE
+    # what is wrong with the file, if anything
     problem = "no such file"
     if path.is_file():
         try:
@@ -116,6 +117,7 @@ def decision_rows(
             values, or None.
     """
     rows = samples.join(pl.DataFrame({"place": places}), how="cross", maintain_order="left_right")
+    # values count samples first, then places
     known = []
     for name, value in columns.items():
         if value is not None:

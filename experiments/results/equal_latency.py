@@ -105,6 +105,7 @@ class Reference:
         its own cost, float [B]."""
         mix = StaticMix(*self.averages, budgets_ms).expected(self.table, self.test)
         single = best_single_at(*self.averages, budgets_ms, self.mask)
+        # a mixture has no single choice
         mixed = torch.full_like(single, -1)
         return {
             "controller": list(map(self._priced, controllers, costs_ms)),

@@ -170,6 +170,7 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
         `difficulty_ms`, `policy_ms`, with its `ci95`, and `static_ms`.
         `points`: at this budget, difficulty and latency of the choice of each sample.
     """
+    # [n, C] each, and what a configuration costs on average, [C]
     accuracy = explained.table.accuracy[explained.rows]
     latency_ms = explained.table.latency_ms[explained.rows]
     cost_ms = averages(explained.table, explained.rows)[1]
@@ -239,6 +240,7 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
     accuracy, latency_ms = averages(explained.table, explained.rows)
     shares = {}
     for prefix, chosen in (("", explained.chosen), ("static_", explained.static)):
+        # between each budget and the next larger one, [n, B − 1]
         slower_by = latency_ms[chosen[:, order]].diff()
         better_by = accuracy[chosen[:, order]].diff()
         shares[f"{prefix}cheaper"] = float((slower_by < 0).double().mean())
@@ -347,6 +349,7 @@ def _rules(
     Args:
         when: the conditions that lead to the node, (feature, ≤ or >) → value.
     """
+    # an inner node splits on a feature; a leaf is a rule
     inner = tree.tree_
     if inner.children_left[node] >= 0:
         feature = names[inner.feature[node]]
@@ -364,8 +367,8 @@ def _rules(
     then = {}
     for knob, known, share in zip(table.knobs, classes, shares, strict=True):
         then[knob.name] = knob.values[int(known[share.argmax()])]
-    rule = {"when": [[*key, value] for key, value in when.items()], "then": then}
-    rule["share"] = float(inner.n_node_samples[node] / inner.n_node_samples[0])
+    share = float(inner.n_node_samples[node] / inner.n_node_samples[0])
+    rule = {"when": [[*key, value] for key, value in when.items()], "then": then, "share": share}
     return [rule | {"alike": float(shares.max(1).mean())}]
 
 

@@ -71,6 +71,7 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
     latest = Path(config.runs) / "latest"
     if latest.exists() and not latest.is_symlink():
         raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")
+    # the settings say whether an unfinished folder is of this run
     first = _preferred(config, overrides)
     with claim_folder(first, "config.yaml", OmegaConf.to_yaml(asdict(config))) as folder:
         try:
@@ -220,6 +221,7 @@ def finished_run(config: Any, overrides: list[str], digest: str) -> Path | None:
 def run_name(overrides: list[str]) -> str:
     """Return a readable name, equal for equal words: the changed settings, or `default`. In a long
     name a digest replaces the end."""
+    # the words in order, so that equal settings have equal names
     parts = []
     for word in sorted(overrides):
         key, _, value = word.partition("=")

@@ -158,6 +158,7 @@ def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     wanted += itertools.product(learned[:1], SIMPLE)
     wanted += itertools.product(variants, ("rce", "sft"))
     wanted += itertools.product(variants[1:], variants[:1])
+    # each pair once, and only those of which both are known
     pairs = [pair for pair in dict.fromkeys(wanted) if set(pair) <= set(known)]
     gains = [_paired(known, *pair) for pair in pairs]
     rows = []
@@ -173,5 +174,6 @@ def _paired(known: Mapping[str, np.ndarray], policy: str, against: str) -> np.nd
     seeds = [
         len(known[name]) for name in (policy, against) if len(known[name]) > 1 or name in TRAINED
     ]
+    # the seeds that both were trained with come first
     common = min(seeds, default=1)
     return known[policy][:common] - known[against][:common]

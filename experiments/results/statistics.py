@@ -93,6 +93,7 @@ def _over_samples(
     if splits is None:
         splits = np.stack([np.zeros(n, int), np.arange(n)])
     number, distinct = splits.max(1) + 1
+    # how often each split is drawn, [draws, splits]
     of_splits = np.random.default_rng([seed, 2])
     times = of_splits.multinomial(number, np.full(number, 1 / number), draws)
     means = np.empty((draws, width))
@@ -144,6 +145,7 @@ def score_intervals(
         splits: as in `resampled_means`.
     """
     drawn = resampled_means(list(itertools.chain(*cases)), splits=splits)
+    # [draws, cases · kinds] → [cases, draws] for each kind of array
     score, low, high, *differences = drawn.T.reshape(len(cases), -1, len(drawn)).swapaxes(0, 1)
     gap = (score - low) / np.where(high - low > 1e-9, high - low, np.nan)
     ends = [ends_of(draws.T) for draws in (score, gap, *differences)]
@@ -274,6 +276,7 @@ def _sign_flips(differences: np.ndarray, generator: np.random.Generator) -> np.n
 def holm(family: Sequence[Difference]) -> list[Difference]:
     """Return tested differences with p corrected for their number (Holm, 1979)."""
     p = np.array([difference.p for difference in family])
+    # the smallest p counts as often as there are comparisons, the largest once
     order = p.argsort(kind="stable")
     corrected = np.empty_like(p)
     corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(p), 0, -1) * p[order]))

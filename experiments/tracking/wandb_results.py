@@ -150,7 +150,9 @@ def _curves(results: Mapping[str, Any]) -> dict[str, Any]:
     curves = {name: wandb.plot.line(rows, axis, problem.score, "policy", title)}
     usage = [use | {"value": str(use["value"])} for use in results.get("knob_usage", [])]
     for knob in dict.fromkeys(use["knob"] for use in usage):
-        shares = [use for use in usage if (use["policy"], use["knob"]) == (problem.usage[0], knob)]
+        shares = [
+            use for use in usage if (use["policy"], use["knob"]) == (problem.trained[0], knob)
+        ]
         title = f"{knob}: share of each value"
         curves[f"Knobs/{knob}"] = wandb.plot.line(_table(shares), axis, "share", "value", title)
     return curves

@@ -33,16 +33,8 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split, median_of
 
 NAN = math.nan
 LEARNED = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
-NAMES = [
-    "budget_aware_static",
-    "best_static",
-    "lookup_table",
-    "latency_only",
-    *LEARNED,
-    "random",
-    "oracle",
-]
-
+NAMES = ["budget_aware_static", "best_static", "lookup_table", "latency_only", *LEARNED]
+NAMES += ["random", "oracle"]
 
 # mean accuracy .25, .75, 1 and mean latency 10, 20, 40; the middle one is slow on the second
 # sample, where it is right
@@ -66,17 +58,16 @@ def asked(
 
 
 def utility_of(policy: Baseline, table: ProfileTable, rows: Tensor) -> float:
-    return float(
-        judge(
-            policy, table, rows, default_budgets(table), RewardTable(table, RewardConfig())
-        ).utility.mean()
-    )
+    return float(judge(policy, table, rows, default_budgets(table)).utility.mean())
 
 
-@functools.cache
-def fitted_where_features_tell() -> tuple[ProfileTable, Split, list[Baseline]]:
-    table = two_kinds(200, shown=True)
-    return table, table.split(), make_baselines(table, table.split(), seed=0)
+def fitted_to(table: ProfileTable, split: Split | None = None) -> dict[str, Baseline]:
+    return {each.name: each for each in make_baselines(table, split or table.split(), seed=0)}
+
+
+TELLING = two_kinds(200, shown=True)
+HOLES = small_table(80, seed=1, holes=0.5)
+cached = functools.cache(lambda name: fitted_to({"telling": TELLING, "holes": HOLES}[name]))
 
 
 # -- the rules, by hand ----------------------------------------------------------------------------
@@ -157,9 +148,9 @@ def test_random_is_uniform_over_the_mask() -> None:
 
 
 def test_the_names_are_those_of_the_contract_and_features_that_tell_are_used() -> None:
-    table, split, baselines = fitted_where_features_tell()
-    assert [baseline.name for baseline in baselines] == NAMES
-    got = {b.name: utility_of(b, table, split.test) for b in baselines}
+    assert list(cached("telling")) == NAMES
+    test = TELLING.split().test
+    got = {name: utility_of(policy, TELLING, test) for name, policy in cached("telling").items()}
     assert got["oracle"] > 0.75 > 0.6 > got["budget_aware_static"]
     # the fast one is the right one here, so that the latency alone tells which it is
     for name in ("latency_only", *LEARNED):
@@ -167,22 +158,21 @@ def test_the_names_are_those_of_the_contract_and_features_that_tell_are_used() -
 
 
 def test_latency_only_takes_the_mean_accuracy_for_every_sample() -> None:
-    table, split, baselines = fitted_where_features_tell()
-    latency_only = baselines[3]
+    split = TELLING.split()
+    latency_only = cached("telling")["latency_only"]
     assert isinstance(latency_only, PredictThenChoose)
-    features = arrays(table, split.test)
-    accuracy, log_latency, *_ = latency_only.predict(features, len(split.test))
-    known = torch.cat([split.train, split.validation])
-    torch.testing.assert_close(accuracy, table.accuracy[known].mean(0).expand_as(accuracy))
-    assert (
-        log_latency - table.latency_ms[split.test].log()
-    ).abs().max() < 0.3  # 1 to 4 times as slow: ln 4 = 1.39
+    predicted = latency_only.predict(arrays(TELLING, split.test), len(split.test))
+    known = TELLING.accuracy[torch.cat([split.train, split.validation])]
+    wanted = known.mean(0).expand_as(predicted.accuracy)
+    torch.testing.assert_close(predicted.accuracy, wanted)
+    # 1 to 4 times as slow: ln 4 = 1.39
+    assert (predicted.log_latency - TELLING.latency_ms[split.test].log()).abs().max() < 0.3
 
 
 def test_features_that_tell_nothing_do_no_harm() -> None:
     table = two_kinds(400, shown=False)
-    split = table.split()
-    got = {b.name: utility_of(b, table, split.test) for b in make_baselines(table, split, seed=0)}
+    test = table.split().test
+    got = {name: utility_of(policy, table, test) for name, policy in fitted_to(table).items()}
     for name in ("latency_only", *LEARNED):
         assert abs(got[name] - got["budget_aware_static"]) < 0.1, name
 
@@ -191,74 +181,54 @@ def test_the_test_rows_are_not_looked_at() -> None:
     table = small_table(60)
     split = table.split()
     budgets = default_budgets(table)
-    budget = float(budgets[2])
-    fitted = (
-        make_baselines(each, split, 0, budgets) for each in (table, otherwise(table, split.test))
-    )
-    for first, second in zip(*fitted, strict=True):
-        if first.name != "oracle":
-            chosen_by = (
-                asked(first, table, split.test, budget),
-                asked(second, table, split.test, budget),
-            )
-            assert (chosen_by[0] == chosen_by[1]).all(), first.name
+    tables = (table, otherwise(table, split.test))
+    for policies in zip(*(make_baselines(each, split, 0, budgets) for each in tables), strict=True):
+        if policies[0].name != "oracle":
+            alike = (asked(policy, table, split.test, float(budgets[2])) for policy in policies)
+            assert np.array_equal(*alike), policies[0].name
 
 
 def test_without_features_they_know_the_means_alone() -> None:
     table = small_table(60, features=False)
-    split = table.split()
-    static = static_of(table, torch.cat([split.train, split.validation]))
-    for chooser in make_baselines(table, split, seed=0)[3:9]:
+    test = table.split().test
+    policies = fitted_to(table)
+    static = utility_of(policies["budget_aware_static"], table, test)
+    for name in ("latency_only", *LEARNED):
         for budget in default_budgets(table):
-            alike = asked(chooser, table, split.test, float(budget), masked=False)
+            alike = asked(policies[name], table, test, float(budget), masked=False)
             assert len(set(alike.tolist())) == 1  # no sample can be told from another
-        assert (
-            abs(utility_of(chooser, table, split.test) - utility_of(static, table, split.test))
-            < 0.15
-        )
+        assert abs(utility_of(policies[name], table, test) - static) < 0.15
 
 
 def test_a_latency_of_zero_is_fast_and_nothing_else() -> None:
     table = two_kinds(60, shown=True)
     table.latency_ms[:, 0] = 0.0
-    rows = table.split().test
-    for chooser in make_baselines(table, table.split(), seed=0):
-        if chooser.name not in (
-            "best_static",
-            "random",
-        ):  # at budget 0 only the one that takes no time fits
-            assert not asked(chooser, table, rows, 0.0).any(), chooser.name
+    # at budget 0 only the one that takes no time fits
+    for name, policy in fitted_to(table).items():
+        if name not in ("best_static", "random"):
+            assert not asked(policy, table, table.split().test, 0.0).any(), name
 
 
 @pytest.mark.parametrize("samples", [1, 7])
 def test_few_samples(samples: int) -> None:
     table = small_table(samples + 2)
     split = Split(torch.arange(samples), torch.tensor([samples]), torch.tensor([samples + 1]))
-    for chooser in make_baselines(table, split, seed=0):
-        (choice,) = asked(chooser, table, split.test, 10.0)
+    for policy in fitted_to(table, split).values():
+        (choice,) = asked(policy, table, split.test, 10.0)
         assert 0 <= choice < 12
 
 
 def test_one_configuration_and_no_variation() -> None:
     table = table_of([[1.0]] * 12, [[5.0]] * 12, torch.arange(24.0).reshape(12, 2))
-    rows = table.split().test
-    for chooser in make_baselines(table, table.split(), seed=0):
-        assert not asked(chooser, table, rows, 5.0).any()
-
-
-HOLES = small_table(80, seed=1, holes=0.5)
-
-
-@functools.cache
-def fitted_to_holes() -> dict[str, Baseline]:
-    return {chooser.name: chooser for chooser in make_baselines(HOLES, HOLES.split(), seed=0)}
+    for policy in fitted_to(table).values():
+        assert not asked(policy, table, table.split().test, 5.0).any()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_never_outside_the_mask_and_deterministic(name: str, data: st.DataObject) -> None:
-    rows, chooser = HOLES.split().test, fitted_to_holes()[name]
+    rows, chooser = HOLES.split().test, cached("holes")[name]
     generator = np.random.default_rng(data.draw(st.integers(0, 2**20)))
     features, profiled = requests_of(HOLES, rows)
     mask = profiled & (generator.random((len(rows), 12)) < 0.5)
@@ -281,14 +251,13 @@ def test_holes_do_not_hide_what_the_features_tell() -> None:
     }
     holes = dataclasses.replace(table, **seen, mask=mask)
     split = holes.split()
-    fitted = make_baselines(holes, split, seed=0)
+    fitted = fitted_to(holes)
     # judged where everything is known
-    static, best = (
-        utility_of(fitted[0], table, split.test),
-        utility_of(Oracle(table, split.test), table, split.test),
-    )
-    for chooser in fitted[4:9]:
-        assert utility_of(chooser, table, split.test) > static + 0.8 * (best - static), chooser.name
+    best = utility_of(Oracle(table, split.test), table, split.test)
+    static = utility_of(fitted["budget_aware_static"], table, split.test)
+    for name in LEARNED:
+        utility = utility_of(fitted[name], table, split.test)
+        assert utility > static + 0.8 * (best - static), name
 
 
 # -- judging ---------------------------------------------------------------------------------------
@@ -298,13 +267,16 @@ def test_judged_by_hand() -> None:
     table = table_of([[0.5, 1.0], [0.25, 0.75]], [[10.0, 20.0], [30.0, 40.0]])
     rewards = RewardTable(table, RewardConfig(kind="utility"))
     judged = judge(Always(1), table, torch.arange(2), torch.tensor([15.0, 35.0]), rewards)
-    assert judged.chosen.tolist() == [[1, 1], [1, 1]]
-    assert judged.accuracy.tolist() == [[1, 1], [0.75, 0.75]]
-    assert judged.latency_ms.tolist() == [[20, 20], [40, 40]]
-    assert judged.utility.tolist() == judged.reward.tolist() == [[0, 1.0], [0, 0]]
-    assert judged.in_time is not None
-    assert judged.in_time.tolist() == [[0, 1], [0, 0]]
-    assert judged.feasible.tolist() == [[True, True], [False, True]]
+    outcomes = {
+        "chosen": [[1, 1], [1, 1]],
+        "accuracy": [[1, 1], [0.75, 0.75]],
+        "latency_ms": [[20, 20], [40, 40]],
+        "utility": [[0, 1], [0, 0]],
+        "reward": [[0, 1], [0, 0]],
+        "in_time": [[0, 1], [0, 0]],
+        "feasible": [[True, True], [False, True]],
+    }
+    assert {name: getattr(judged, name).tolist() for name in outcomes} == outcomes
     wanted = {"Utility": 0.25, "Reward_Mean": 0.25, "Accuracy_Mean": 0.875, "Latency_Mean": 30}
     wanted |= {"Budget_Violation_Rate": 0.75, "Satisfaction_Feasible": pytest.approx(1 / 3)}
     assert {name: value for name, value in judged.metrics().items() if name in wanted} == wanted
@@ -325,9 +297,8 @@ def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds() ->
     torch.testing.assert_close(charged.in_time, torch.tensor([[1 / 3, 1], [1, 1]]))
     assert charged.latency_ms.tolist() == [[11.5, 11.5], [5.5, 5.5]]
     # 0.75 in two of three measurements is worth as much as 0.5 in all, and the faster is taken
-    assert Oracle(table, rows).choose({}, np.full(2, 25.0)).tolist() == [0, 0]
-    assert Oracle(table, rows).choose({}, np.full(2, 29.0)).tolist() == [0, 0]
-    assert Oracle(table, rows).choose({}, np.full(2, 40.5)).tolist() == [1, 1]
+    for budget, choice in ((25.0, 0), (29.0, 0), (40.5, 1)):
+        assert Oracle(table, rows).choose({}, np.full(2, budget)).tolist() == [choice] * 2
     means = static_of(table, rows).mean_utility(np.array([11.0, 25.0, 40.5]))
     wanted = [[(1 / 3 + 0.25) / 2, 0], [0.375, 0.25], [0.375, (0.75 + 1 / 3) / 2]]
     np.testing.assert_allclose(means, wanted, rtol=0, atol=1e-7)
@@ -335,20 +306,8 @@ def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds() ->
 
 def test_a_policy_decides_for_what_its_own_cost_leaves() -> None:
     table = table_of([[0.5, 1.0]], [[10.0, 20.0]])
-    static, rows, budgets = static_of(table, torch.arange(1)), torch.arange(1), torch.tensor([20.5])
-    assert judge(static, table, rows, budgets).utility.tolist() == [[1.0]]
-    charged = judge(static, table, rows, budgets, cost_ms=torch.full_like(budgets, 1.0))
-    assert (charged.chosen.tolist(), charged.utility.tolist()) == ([[0]], [[0.5]])
-    assert judge(
-        static, table, rows, budgets, cost_ms=torch.full_like(budgets, 30.0)
-    ).utility.tolist() == [[0.0]]
-
-
-def test_the_same_policy_scores_the_same_twice() -> None:
-    table = small_table(40)
-    rows, budgets = torch.arange(40), torch.tensor([9.0])
-    twice = [
-        judge(Always(3), table, rows, budgets, RewardTable(table, RewardConfig())) for _ in range(2)
-    ]
-    assert torch.equal(twice[0].utility, twice[1].utility)
-    assert torch.equal(twice[0].reward, twice[1].reward)
+    row = torch.arange(1)
+    static, budgets = static_of(table, row), torch.tensor([20.5])
+    for cost_ms, choice, utility in ((0.0, 1, 1.0), (1.0, 0, 0.5), (30.0, 0, 0.0)):
+        charged = judge(static, table, row, budgets, cost_ms=torch.tensor([cost_ms]))
+        assert (charged.chosen.item(), charged.utility.item()) == (choice, utility)

@@ -17,6 +17,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.judging.policy import choices_of
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results import explanation
@@ -54,45 +55,32 @@ LATENCY = [[1.0, 2.0, 4.0], [3.0, 2.5, 6.0], [1.0, 2.0, 4.0], [1.0, 3.0, 9.0], [
 
 
 def test_a_sample_is_as_difficult_as_its_cheapest_right_configuration_is_slow() -> None:
-    assert difficulty_of(torch.tensor(ACCURACY), torch.tensor(LATENCY)).tolist() == [
-        2.0,
-        2.5,
-        torch.inf,
-        3.0,
-        5.0,
-    ]
+    difficulty = difficulty_of(torch.tensor(ACCURACY), torch.tensor(LATENCY))
+    assert difficulty.tolist() == [2.0, 2.5, torch.inf, 3.0, 5.0]
 
 
 def test_difficulty_against_latency_by_hand() -> None:
     """Difficulties are 2, 2.5, 3 and 5; the third sample has no right configuration. Means by
     configuration are 1.5, 2.3 and 5.6, so by setting difficulties are 2.3, 1.5, 2.3 and 5.6."""
     table = table_of(ACCURACY, LATENCY, torch.tensor([[1.0], [0.0], [0.0], [1.0], [2.0]]))
-    seen = by_difficulty(
-        explained(
-            table,
-            lambda x, limits: torch.where(
-                limits < 10, x[:, 0] * 0 + 1, x[:, 0].clamp_min(1)
-            ).long(),
-        )
-    )
+
+    def choose(x: Tensor, limits: Tensor) -> Tensor:
+        return x[:, 0].clamp_min(1).where(limits > 10, 1).long()
+
+    seen = by_difficulty(explained(table, choose))
     assert seen["unanswered"] == 1
     tight, loose = seen["at"]
     # the second configuration for all: 2, 2.5, 3 and 2, ranks 1.5, 3, 4 and 1.5 against 1, 2, 3, 4
-    assert tight["correlation"] == pytest.approx(
-        spearmanr([2, 2.5, 3, 5], [2, 2.5, 3, 2]).statistic
-    )
     assert tight["correlation"] == pytest.approx(0.5 / np.sqrt(5 * 4.5))
     assert (tight["setting"], tight["setting_ci95"]) == (None, None)
     # the last gets the third: 2, 2.5, 3 and 5; by setting 2.3, 2.3, 2.3 and 5.6
     assert loose["correlation"] == pytest.approx(1.0)
-    assert loose["setting"] == pytest.approx(
-        spearmanr([2.3, 1.5, 2.3, 5.6], [2.3, 2.3, 2.3, 5.6]).statistic
-    )
+    setting = spearmanr([2.3, 1.5, 2.3, 5.6], [2.3, 2.3, 2.3, 5.6]).statistic
+    assert loose["setting"] == pytest.approx(setting)
     assert seen["budget_ms"] == 20
     assert sorted(map(tuple, seen["points"])) == [(2.0, 2.0), (2.5, 2.5), (3.0, 3.0), (5.0, 5.0)]
-    assert [group["difficulty_ms"] for group in seen["groups"]] == sorted(
-        g["policy_ms"] for g in seen["groups"]
-    )
+    groups = seen["groups"]
+    assert [row["difficulty_ms"] for row in groups] == sorted(row["policy_ms"] for row in groups)
 
 
 @settings(deadline=None, max_examples=15)
@@ -129,11 +117,8 @@ def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws() -> No
 def test_choices_with_more_time_by_hand() -> None:
     """The configurations take 1, 2 and 3 ms on average, and are right for 1/2, 1 and 0 of the
     samples."""
-    table = table_of(
-        [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]],
-        [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]],
-        torch.tensor([[0.0], [1.0]]),
-    )
+    accuracy = [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]]
+    table = table_of(accuracy, [[1.0, 2.0, 3.0]] * 2, torch.tensor([[0.0], [1.0]]))
     order = torch.tensor([[1, 0, 2], [0, 1, 2]])  # of each sample, by budget
 
     def choose(x: Tensor, limits: Tensor) -> Tensor:
@@ -165,15 +150,11 @@ def test_importance_is_the_worth_lost_with_another_samples_features() -> None:
     table = two_answers()
     table = replace(table, features=table.features | {"unread": torch.randn(200, 3)})
     block, unread, *columns = importance(explained(table, by_first))
-    assert (block["name"], block["column"], unread["name"], unread["lost"]) == (
-        "x",
-        None,
-        "unread",
-        0.0,
-    )
+    parts = [(row["name"], row["column"]) for row in (block, unread, columns[0])]
+    assert parts == [("x", None), ("unread", None), ("x", 0)]
+    assert unread["lost"] == 0
     assert block["ci95"][0] < block["lost"] < block["ci95"][1]
     assert 0.4 < block["lost"] < 0.6  # another sample has the other answer half the time
-    assert (columns[0]["name"], columns[0]["column"]) == ("x", 0)
     assert 0.4 < columns[0]["lost"] < 0.6
     assert all(row["lost"] == 0 for row in columns[1:])
 
@@ -197,9 +178,9 @@ def test_a_policy_that_is_a_small_tree_is_distilled_without_loss() -> None:
     assert tree["by_budget_alone"] < 0.9
     assert tree["exact"] == tree["fidelity"]  # there is one knob
     first = two_answers().configuration(0)
-    assert all(
-        rule["then"] == first for rule in tree["rules"] if ["budget", "≤", 12.5] in rule["when"]
-    )
+    small = [rule["then"] for rule in tree["rules"] if ["budget", "≤", 12.5] in rule["when"]]
+    assert small
+    assert all(then == first for then in small)
     assert {rule["alike"] for rule in tree["rules"]} == {1.0}
     bounds = {(name, sign): value for rule in tree["rules"] for name, sign, value in rule["when"]}
     assert bounds["x[1]", "≤"] == bounds["x[1]", ">"] == pytest.approx(0.3, abs=0.1)
@@ -210,9 +191,7 @@ def test_a_policy_that_decides_by_the_budget_alone_needs_no_features() -> None:
     tree = distilled(explained(two_answers(), lambda x, limits: (limits > 10).long()))
     assert tree["fidelity"] == tree["by_budget_alone"] == tree["exact"] == 1
     assert {name for rule in tree["rules"] for name, *_ in rule["when"]} == {"budget"}
-    constant = distilled(
-        explained(two_answers(), lambda x, limits: torch.zeros_like(limits).long())
-    )
+    constant = distilled(explained(two_answers(), lambda x, limits: 0 * limits.long()))
     assert [rule["when"] for rule in constant["rules"]] == [[]]
 
 
@@ -221,12 +200,10 @@ def test_a_policy_that_decides_by_the_budget_alone_needs_no_features() -> None:
 
 def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most() -> None:
     accuracy = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.2], [0.0, 0.9], [0.0, 0.4]])
-    table = table_of(
-        accuracy, [[2.0, 3.0]] * 4 + [[2.0, 7.0]], torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]])
-    )
-    lists = best_and_worst(
-        explained(table, lambda x, limits: x[:, 0].long()), {table.sample_ids[3]: "why?"}
-    )
+    x = torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]])
+    table = table_of(accuracy, [[2.0, 3.0]] * 4 + [[2.0, 7.0]], x)
+    part = explained(table, lambda x, limits: x[:, 0].long())
+    lists = best_and_worst(part, {table.sample_ids[3]: "why?"})
     ids = table.sample_ids
     # static takes the first configuration under both budgets; the last sample is on time under the
     # second budget only
@@ -238,11 +215,9 @@ def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most() ->
     (worst,) = lists["worst"]
     assert (worst["sample_id"], worst["gain"]) == (ids[2], pytest.approx(-0.8))
     assert worst["policy"]["accuracy"] == pytest.approx(0.2)
-    assert worst["static"] == {
-        "configuration": table.configuration(0),
-        "accuracy": 1.0,
-        "latency_ms": 2.0,
-    }
+    configuration = table.configuration(0)
+    static = {"configuration": configuration, "accuracy": 1.0, "latency_ms": 2.0}
+    assert worst["static"] == static
 
 
 # -- real policies ---------------------------------------------------------------------------------
@@ -264,33 +239,27 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(
     if kind == "first look":
         table = replace(table, first_look_ms=0.5 * table.latency_ms.nan_to_num())
     budgets, rows = default_budgets(table), torch.arange(60)
-    sense = "deadline"
+    sense = "mean" if kind == "mean" else "deadline"
     if kind == "mean":
         budgets = torch.tensor([9.0, 15.0])
-        sense = "mean"
     agent = deployed(table, POLICIES[kind], budgets, sense)
     monkeypatch.setattr(explanation, "MOST", 15)
     part = Explained(table, rows[:40], rows[40:], agent, budgets)
     assert len(part.rows) == len(set(part.rows.tolist())) == 15
-    features, mask = arrays(table, part.rows), table.mask[part.rows].numpy()
-    for place, budget in enumerate(budgets.double().tolist()):
-        chosen = agent.choose(features, np.full(15, budget), mask)
-        assert part.chosen[:, place].tolist() == chosen.tolist()
+    mask = table.mask[part.rows].numpy()
+    chosen = choices_of(agent, arrays(table, part.rows), budgets.double().numpy(), mask)
+    assert torch.equal(part.chosen, chosen)
     worth = part.worth(part.chosen, part.reads)
     assert worth.isfinite().all()
     at = part.rows[:, None], part.chosen
+    accuracy, latency_ms = table.accuracy[at].double(), table.latency_ms[at]
     if kind == "mean":
-        prices = 1 / torch.from_numpy(agent.settled.mean["worths"])
-        assert (
-            worth.tolist() == (table.accuracy[at].double() - prices * table.latency_ms[at]).tolist()
-        )
+        wanted = accuracy - latency_ms / torch.from_numpy(agent.settled.mean["worths"])
     else:
-        late = (
-            table.latency_ms[at]
-            - (0 if kind != "first look" else table.first_look_ms[at] * ~part.reads)
-            > budgets
-        )
-        assert worth.tolist() == table.accuracy[at].double().masked_fill(late, 0).tolist()
+        if kind == "first look":
+            latency_ms = latency_ms - table.first_look_ms[at] * ~part.reads
+        wanted = accuracy.masked_fill(latency_ms > budgets, 0)
+    torch.testing.assert_close(worth, wanted, rtol=0, atol=1e-12)
     again = [explain_policy(part, {}) for _ in range(2)]
     assert again[0] == again[1]
     assert again[0]["samples"] == 15
