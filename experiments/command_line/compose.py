@@ -145,8 +145,10 @@ def settings_of(config: DictConfig) -> Any:
 
 def with_variants(arguments: Iterable[str]) -> list[str]:
     """Mark arguments whose keys the user chooses, since Hydra does not know these keys: variants,
-    and weights by shots."""
-    return [re.sub(r"^(variants|reward\.by_shots)([.=])", r"++\1\2", word) for word in arguments]
+    and weights by shots. No other key can be added (`+key=value`)."""
+    own = re.compile(r"(?:variants|reward\.by_shots)[.=]")
+    words = [re.sub(r"^\++(?!hydra\b)", "", argument) for argument in arguments]
+    return [f"++{word}" if own.match(word) else word for word in words]
 
 
 def run_hydra(
@@ -206,7 +208,7 @@ def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> 
     except (HydraException, OmegaConfBaseException, *errors) as error:
         message = f"{error}\n{error.__cause__ or ''}"
         # lines about our dataclasses and where Hydra looks for files help nobody
-        technical = re.compile(r"\s*(full_key|\w+_type|Config search path|provider)\b")
+        technical = re.compile(r"\s*(full_key|\w+_type|Config search path|provider|To append)\b")
         lines = [line for line in message.splitlines() if not technical.match(line)]
         raise InputError("\n".join(lines) + _suggestion(verb, arguments)) from error
 

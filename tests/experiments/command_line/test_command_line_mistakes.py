@@ -141,7 +141,7 @@ MISTAKES = [
     ("train policy.hidden", "policy.hidden"),
     ("train policy.hidden=(1", "policy.hidden=(1"),
     ("train -m policy.hidden=(1,2", "policy.hidden=(1,2"),
-    ("train =3", "=3"),
+    ("train =3", "override"),
     ("train seeds=", "seeds="),
     ("train seeds=3", "seeds=3"),
     ("train seeds=null", "seeds"),
