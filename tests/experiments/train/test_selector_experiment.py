@@ -286,14 +286,6 @@ def test_replay_trains_on_a_learned_reward_without_true_calls(folder: Path) -> N
     assert "calibration" not in results
 
 
-def test_a_network_with_other_settings_through_the_command_line(folder: Path) -> None:
-    words = ["selector.projection=linear", "selector.layers=2", "selector.update=convex"]
-    assert main([*REPLAY, *words, "variants.shuffled_recorded=null"]) == 0
-    assert not results_of()["controls"]
-    config = load_checkpoint("runs/latest/checkpoints/seed0/grpo_recorded/best.pt").selector.config
-    assert (config.projection, config.layers, config.update) == ("linear", 2, "convex")
-
-
 def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(
     folder: Path, capsys: Capture
 ) -> None:
