@@ -88,6 +88,7 @@ def question_of(experiment: str) -> str:
     path = CONF / "experiment" / f"{experiment}.yaml"
     if not path.exists():
         return ""
+    # the first line is Hydra's package
     lines = path.read_text(encoding="utf-8").splitlines()[1:]
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.removeprefix("#").strip() for line in comment)
@@ -107,6 +108,7 @@ def read_settings(verb: str, arguments: Sequence[str]) -> Any:
     """
     settings = settings_of(composed(verb, arguments))
     if hasattr(settings, "checkpoint"):
+        # None means that the verb can do without
         for group in {"profile", "trained_on"} & groups_of(verb).keys():
             default = getattr(settings, group)
             is_named = any(re.match(rf"{group}[=.]", argument) for argument in arguments)
@@ -223,6 +225,7 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     names = {key.rpartition(".")[2]: key for key in reversed(keys)} | dict(
         zip(keys, keys, strict=True)
     )
+    # the first word that is like a known one, but not the same
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")
         if key in groups:
@@ -269,6 +272,7 @@ def options_in(
         key = f"{prefix}{f.name}"
         meaning = docs[f.name]
         default = {MISSING: "must be given", "None": "none"}.get(str(value), str(value))
+        # parts of the value, by the choice that has them; "" for all
         nested = {}
         if is_dataclass(value):
             default = ""

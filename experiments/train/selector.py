@@ -110,6 +110,7 @@ class SelectorExperiment(Experiment):
             if not plan.variant.hidden and not plan.reward.shuffled:
                 competing.append(name)
         results, decisions = judge_run(config, self.data, folder)
+        # the validation score of every seed of every policy that competes
         scores: dict[Path, float] = {}
         for name in competing or ["rce"]:
             scores |= zip([seed / name for seed in seeds], results["validation"][name], strict=True)
@@ -144,6 +145,7 @@ def check(config: SelectorRun, data: SelectorData) -> None:
                 f"not have; leave it out by variants.{name}=null, or train with "
                 "experiment=selector_replay"
             )
+    # the trainers themselves refuse what they cannot learn from
     stages = SelectorStages(config, data, config.seeds[0], None)
     stages.check("rce")
     stages.check("sft", groups=GroupConfig("beams"))
@@ -247,6 +249,7 @@ class SelectorStages:
         """Return a selector for this table, with weights that are drawn by the seed."""
         with seeded(self.seed, "cpu"):
             encoder = None
+            # CLIP with fresh LoRA weights, which learn along
             if self.data.items is not None:
                 encoder = ClipEncoder(self.config.encoder.model, self.data.items)
             queries = table.queries[self.data.split.train]
@@ -321,6 +324,7 @@ class SelectorStages:
         with seeded(self.seed + 1000 * k, "cpu"):
             draws = evaluation.draw(selector, embeddings, table, rows, self.config.shots, count)
         zero_shot = probability(scorer, rows)
+        # information is the gain over the answer without demonstrations
         scored = score(scorer, rows, table.pool, draws, "policy", zero_shot)
         return table.with_beams(scored.sequences, scored.fields, scored.found_by, k)
 
@@ -354,6 +358,7 @@ class SelectorStages:
         folder = self.folder / "checkpoints" / f"seed{self.seed}" / name
         trainer = self._trainer(stage, table, start, folder=folder, **settings)
         trainer.title = f"seed {self.seed} · {name}"
+        # a stage that is finished is not run again, but its rows are needed
         trainer.resume(folder / "last.pt")
         if not trainer.finished:
             self._run(trainer, name)
@@ -409,6 +414,7 @@ def judge_run(
         )
         for name, outcome in simple.items():
             decided.setdefault(name, {})[shots] = outcome
+    # for each trained policy, one entry for each seed
     facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
     hidden = set[str]()
     for name, blocks in policies(config).items():
@@ -461,6 +467,7 @@ def _decided(
         for selector, embedded in zip(selectors, embeddings, strict=True)
     ]
     for shots in config.judged_shots:
+        # of each seed, int64 [n, shots]
         chosen = [choices[:, :shots] for choices in whole]
         outcome = evaluation.judged_choices(test, scorer, chosen, rows)
         assert outcome.demonstrations is not None
