@@ -195,7 +195,8 @@ def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:
         return
     os.environ["COMP_LINE"] = f"knobwise {rest}"
     schema = schema_of(verb or "train", rest.split())
-    run_hydra(schema, ["-sc", *arguments], lambda *_: None)
+    with explained(schema, (), ValueError):
+        run_hydra(schema, ["-sc", *arguments], lambda *_: None)
 
 
 # -- mistakes --------------------------------------------------------------------------------------

@@ -45,9 +45,9 @@ class StudyConfig:
 def sections_of(study: str) -> dict[str, list[str]]:
     """Return the commands of each section of a study, by the name of the section.
 
-    A section is a list of commands, or it has the commands `train`, and the names of `profiles` in
-    the file that these are run `on`. Then it becomes a section for each profile, such as
-    lean_builtin, whose runs have the name of the profile.
+    A section is a list of commands, or it has the commands `train` and the names of `profiles` of
+    the file. Then it becomes a section for each profile, such as lean_builtin, whose runs have the
+    name of the profile.
     """
     if not Path(study).is_file():
         raise InputError(f"study={study}: no such file")
@@ -58,7 +58,7 @@ def sections_of(study: str) -> dict[str, list[str]]:
             sections[name] = section
             continue
         # the same commands on each profile
-        for profile in section["on"]:
+        for profile in section["profiles"]:
             words = content["profiles"][profile].replace("${name}", profile)
             commands = [f"{command} name={profile} {words}" for command in section["train"]]
             sections[f"{name}_{profile}"] = commands
