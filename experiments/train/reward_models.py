@@ -41,12 +41,13 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
         # the last checkpoint of a training has the number of its calls
         seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
         states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
-        row = {"policy": name, "calls": [state["calls"] for state in states], "recorded": 0}
+        calls = [state["calls"] for state in states]
+        row = {"policy": name, "calls": calls, "recorded": 0}
         true_calls.append(row)
         if learned is None:
             continue
         models = [state["reward_model"] for state in states]
-        row["recorded"] = len(models[0]["answered"][0]) - row["calls"][0]
+        row["recorded"] = len(models[0]["answered"][0]) - calls[0]
         if data.test_scorer is None:
             continue
         # the policy draws as it was before GRPO, then as it is after GRPO

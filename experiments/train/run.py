@@ -210,7 +210,7 @@ def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, A
     kept = (results.get("best_policy", ""), results.get("best_seed"))
     if wandb_mode(config.tracking) != "disabled":
         for (stage, seed), scores in scores_by_seed(results, folder).items():
-            options = {"stage": stage, "finished": True}
+            options: dict[str, Any] = {"stage": stage, "finished": True}
             with tracker_of(config, folder, table, "train", seed, **options) as tracker:
                 model = tracker.log_scores(scores, (stage, seed) == kept) or model
     with tracker_of(config, folder, table, "evaluate") as tracker:

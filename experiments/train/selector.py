@@ -26,6 +26,7 @@ from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
+from knobwise.common.interruption import stopped_by_signals
 from knobwise.common.processes import end_with
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -179,7 +180,8 @@ def train_seed(config: SelectorRun, seed: int, folder: Path, launched_by: int) -
     run."""
     end_with(launched_by)
     set_up_torch()
-    SelectorStages(config, read_data(config.beams, config.encoder), seed, folder).all()
+    with stopped_by_signals():
+        SelectorStages(config, read_data(config.beams, config.encoder), seed, folder).all()
 
 
 class SelectorStages:
