@@ -88,6 +88,7 @@ def question_of(experiment: str) -> str:
     path = CONF / "experiment" / f"{experiment}.yaml"
     if not path.exists():
         return ""
+    # the first line is Hydra's package
     lines = path.read_text(encoding="utf-8").splitlines()[1:]
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.removeprefix("#").strip() for line in comment)
@@ -107,6 +108,7 @@ def read_settings(verb: str, arguments: Sequence[str]) -> Any:
     """
     settings = settings_of(composed(verb, arguments))
     if hasattr(settings, "checkpoint"):
+        # None means that the verb can do without
         for group in {"profile", "trained_on"} & groups_of(verb).keys():
             default = getattr(settings, group)
             is_named = any(re.match(rf"{group}[=.]", argument) for argument in arguments)
@@ -145,8 +147,10 @@ def settings_of(config: DictConfig) -> Any:
 
 def with_variants(arguments: Iterable[str]) -> list[str]:
     """Mark arguments whose keys the user chooses, since Hydra does not know these keys: variants,
-    and weights by shots."""
-    return [re.sub(r"^(variants|reward\.by_shots)([.=])", r"++\1\2", word) for word in arguments]
+    and weights by shots. No other key can be added (`+key=value`)."""
+    own = re.compile(r"(?:variants|reward\.by_shots)[.=]")
+    words = [re.sub(r"^\++(?!hydra\b)", "", argument) for argument in arguments]
+    return [f"++{word}" if own.match(word) else word for word in words]
 
 
 def run_hydra(
@@ -191,7 +195,8 @@ def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:
         return
     os.environ["COMP_LINE"] = f"knobwise {rest}"
     schema = schema_of(verb or "train", rest.split())
-    run_hydra(schema, ["-sc", *arguments], lambda *_: None)
+    with explained(schema, (), ValueError):
+        run_hydra(schema, ["-sc", *arguments], lambda *_: None)
 
 
 # -- mistakes --------------------------------------------------------------------------------------
@@ -206,7 +211,7 @@ def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> 
     except (HydraException, OmegaConfBaseException, *errors) as error:
         message = f"{error}\n{error.__cause__ or ''}"
         # lines about our dataclasses and where Hydra looks for files help nobody
-        technical = re.compile(r"\s*(full_key|\w+_type|Config search path|provider)\b")
+        technical = re.compile(r"\s*(full_key|\w+_type|Config search path|provider|To append)\b")
         lines = [line for line in message.splitlines() if not technical.match(line)]
         raise InputError("\n".join(lines) + _suggestion(verb, arguments)) from error
 
@@ -221,6 +226,7 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     names = {key.rpartition(".")[2]: key for key in reversed(keys)} | dict(
         zip(keys, keys, strict=True)
     )
+    # the first word that is like a known one, but not the same
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")
         if key in groups:
@@ -267,6 +273,7 @@ def options_in(
         key = f"{prefix}{f.name}"
         meaning = docs[f.name]
         default = {MISSING: "must be given", "None": "none"}.get(str(value), str(value))
+        # parts of the value, by the choice that has them; "" for all
         nested = {}
         if is_dataclass(value):
             default = ""

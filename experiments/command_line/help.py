@@ -40,6 +40,7 @@ def show_help(verb: str) -> None:
     first = {line.key: line for line in reversed(lines) if line.key in common}
     console = Console(width=None if sys.stdout.isatty() else 160)
     _print_options(console, [first[key] for key in common if key in first])
+    # all other options under the heading of their section
     sections: dict[str, list[Option]] = {"others": []}
     titles = {}
     for line in lines:

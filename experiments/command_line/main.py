@@ -6,8 +6,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     try:
-        with _surviving_output(), stopped_by_signals():
+        with redirect_stdout(_Output(sys.stdout)), stopped_by_signals():
             return _run(arguments)
     except InputError as error:
         say(f"knobwise: {error}")
@@ -84,8 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     finally:
         # a failing flush at the end of Python would give a status of its own
-        if sys.stderr is not None:
-            _Output(sys.stderr).flush()
+        for stream in (sys.stdout, sys.stderr):
+            _Output(stream).flush()
 
 
 class _Output:
@@ -111,17 +111,6 @@ class _Output:
         except BrokenPipeError:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
-
-
-@contextmanager
-def _surviving_output() -> Iterator[None]:
-    """Run a block whose output may go to a terminal, to a pipe that its reader leaves, or nowhere
-    (`>&-`)."""
-    with redirect_stdout(_Output(sys.stdout or open(os.devnull, "w"))):
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
 
 
 def _how_to_resume(arguments: list[str]) -> list[str]:
@@ -162,6 +151,7 @@ def _run(arguments: list[str]) -> int:
     from knobwise.experiments.command_line import compose
     from knobwise.experiments.command_line.help import show_help
 
+    # help, sweeps and single runs need the settings of the verb
     schema = compose.schema_of(verb, arguments)
     if not {"-h", "--help"}.isdisjoint(arguments):
         show_help(schema)
@@ -175,6 +165,7 @@ def _run(arguments: list[str]) -> int:
         arguments = _with_runs(arguments)
     config = compose.read_settings(schema, arguments)
     check_written(config)
+    # what runs may need torch, which takes seconds to import
     module, _, name = VERBS[verb].partition(":")
     run = getattr(import_module(f"knobwise.experiments.{module}"), name)
     if verb == "train":
@@ -202,19 +193,21 @@ def check_written(config: Any) -> None:
     for owner, prefix in ((config, ""), (getattr(config, "stream", None), "stream.")):
         for name in ("json", "html", "out", "runs"):
             value = getattr(owner, name, None)
+            # options that this verb does not have
             if value is None or isinstance(value, list):  # `compare` reads its runs
                 continue
-            path = Path(value)
-            is_folder = name in ("out", "runs")
-            if not is_folder and path.is_dir():
-                raise InputError(f"{prefix}{name}={value}: is a folder; give the name of a file")
-            # the folder that exists, in which the others would be made
-            folders = [path, *path.parents] if is_folder else path.parents
-            nearest = next(folder for folder in folders if folder.exists())
+            # the folder that exists, in which others would be made
+            folder = Path(value)
+            if name in ("json", "html"):
+                folder = folder.parent
+            while not folder.exists():
+                folder = folder.parent
             problem = ""
-            if not nearest.is_dir():
-                problem = f"{nearest} is a file, not a folder"
-            elif not os.access(nearest, os.W_OK | os.X_OK):
-                problem = f"nothing can be written in {nearest}"
+            if folder != Path(value) and Path(value).is_dir():
+                problem = "is a folder, not a file"
+            elif not folder.is_dir():
+                problem = f"{folder} is a file, not a folder"
+            elif not os.access(folder, os.W_OK | os.X_OK):
+                problem = f"nothing can be written in {folder}"
             if problem:
                 raise InputError(f"{prefix}{name}={value}: {problem}; choose another path")

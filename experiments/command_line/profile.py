@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ def profile(config: ProfileRun) -> None:
         InputError: options for another kind of model; see also the profilers.
     """
     _check(config)
+    # a model with knobs is measured, any other is asked which demonstrations help
     try:
         if config.model in ("elastic", "ocr") or ":" in config.model or config.data is not None:
             _summary(measure(config))
@@ -70,10 +71,7 @@ def _profile_class(config: ProfileRun) -> Path:
     model = model_of_class(config.model)
     items = tuple(questions_of(config.model, model, config.data))
     # the built-in profile has its data set under this name, so that its samples are found again
-    if config.model == "elastic":
-        usual = "elastic_scenes"
-    else:
-        usual = model.name
+    usual = "elastic_scenes" if config.model == "elastic" else model.name
     name = config.knobs.name or Path(config.data or usual).name.split(".")[0]
     knobs = replace(config.knobs, name=name)
     with one_thread():
@@ -83,6 +81,7 @@ def _profile_class(config: ProfileRun) -> Path:
 def _summary(folder: Path) -> None:
     """Print what a measured profile holds, or only its folder while other processes still
     measure."""
+    # there is none before the last process is done
     tables = (folder / name for name in ("table.parquet", "table.safetensors"))
     if table := next(filter(Path.exists, tables), None):
         features = next(map(str, sorted(folder.glob("features.*"))), None)
@@ -118,17 +117,19 @@ def _profile_beams(config: ProfileRun) -> None:
     from knobwise.profiling.demonstrations.tasks import learner_task, vlm_task
     from knobwise.profiling.measuring.machine import one_thread
 
-    is_learner = config.model == "learner"
-    if is_learner:
+    limits: AbstractContextManager[Any] = nullcontext()
+    if config.model == "learner":
         task = learner_task(config.learner, config.pool)
+        limits = one_thread()
     else:
         task = vlm_task(config.model, config.vlm, config.pool)
+    # without a checkpoint nothing but the search finds sequences
     draw = None
     drawn_by = ""
     if config.checkpoint is not None:
         draw = _draws_of(config.checkpoint, task.table, config.beams.shots)
         drawn_by = hashlib.sha256(Path(config.checkpoint).read_bytes()).hexdigest()
-    with one_thread() if is_learner else nullcontext():
+    with limits:
         profile_beams(config.out, task, config.beams, draw, drawn_by)
     print(f"beams: {config.out}")
 
@@ -159,18 +160,12 @@ def inspect(config: InspectRun) -> None:
 
         facts = inspect_log(config.log)
         print_log(facts, Console())
-        if config.json is not None:
-            write_text(config.json, json.dumps(facts, indent=1))
-        return
-    from knobwise.experiments.report.inspection import (
-        inspect_table,
-        print_inspection,
-        write_inspection,
-    )
+    else:
+        from knobwise.experiments.report import inspection
 
-    facts = inspect_table(read_profile(config.profile))
-    print_inspection(facts, Console())
+        facts = inspection.inspect_table(read_profile(config.profile))
+        inspection.print_inspection(facts, Console())
+        if config.html is not None:
+            print(f"page: {inspection.write_inspection(facts, config.html)}")
     if config.json is not None:
         write_text(config.json, json.dumps(facts, indent=1))
-    if config.html is not None:
-        print(f"page: {write_inspection(facts, config.html)}")

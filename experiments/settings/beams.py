@@ -70,20 +70,20 @@ def read_data(
             raise InputError("encoder=clip: the built-in beams have no pictures; give beams=files")
         return _builtin(config)
     table = _read_files(config)
-    if isinstance(encoder, ClipLora):
-        items = _read_items(encoder, config, table)
-    else:
-        items = None
+    items = _read_items(encoder, config, table) if isinstance(encoder, ClipLora) else None
+    # by query, since the sequences of one query are alike
     split = table.split(config.train, config.validation, config.split_seed)
     if not len(split.test):
         raise InputError(
             "beams: train and validation leave no queries to judge on; the sum of both must be "
             "below 1"
         )
-    if "vqa_correct" in table.fields:
-        return SelectorData(table, split, None, table, split.test, None, None, "recorded", items)
-    test = _best_beam(table)
-    return SelectorData(table, split, None, test, split.test, None, None, "best_beam", items)
+    test = table
+    judged_by = "recorded"
+    if "vqa_correct" not in table.fields:
+        test = _best_beam(table)
+        judged_by = "best_beam"
+    return SelectorData(table, split, None, test, split.test, None, None, judged_by, items)
 
 
 def _builtin(config: BuiltinBeams) -> SelectorData:
@@ -93,6 +93,7 @@ def _builtin(config: BuiltinBeams) -> SelectorData:
     from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
 
     data = builtin_demonstrations(config.variant)
+    # all queries of the test part are judged
     rows = torch.arange(data.test.num_queries)
     trusted = careful_candidates(config.variant, "test")
     split = data.train.split(0.9, 0.1)
@@ -160,6 +161,7 @@ def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
     Raises:
         InputError: the table has no such block.
     """
+    # copies, so that the table stays as it is
     queries = table.queries.clone()
     candidates = table.candidates.clone()
     for name in blocks:
@@ -189,13 +191,11 @@ def stored_embeddings(
         raise InputError("an earlier version trained the selector along with CLIP; train it again")
     encoder = loaded.selector.encoder
     if (encoder is None) != (items is None):
-        if encoder is None:
-            known = "encoder=stored"
-        else:
-            known = "encoder=clip and its options"
-        raise InputError(f"the selector was trained with {known}; give the same")
+        known = "stored" if encoder is None else "clip and its options"
+        raise InputError(f"the selector was trained with encoder={known}; give the same")
     if encoder is not None:
         encoder.items = items
+    # CLIP reads the rows of items in place of stored embeddings
     table = as_read(table, items)
     return StoredEmbeddings(table.queries, table.candidates)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,6 +163,7 @@ def profile_of_run(checkpoint: str) -> Any:
     Raises:
         InputError: it names a reader that this version does not have.
     """
+    # the section is as claimed folders keep it, with its reader as `format`
     section = of_run(checkpoint, "profile")
     try:
         schema = PROFILES.get(section["format"])
@@ -194,6 +196,7 @@ def of_run(checkpoint: str, key: str) -> Any:
 
 def _config_of(checkpoint: str) -> Path:
     path = Path(checkpoint)
+    # a checkpoint lies some levels below its run
     for folder in (path, *path.parents):
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"
@@ -215,6 +218,7 @@ def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:
     if not 0 <= features_ms < math.inf:
         raise InputError(f"profile.features_ms={features_ms}: must be a time in ms")
     table = _read(config, settings)
+    # no reader knows what features cost
     if features_ms:
         table = replace(table, features_ms=features_ms)
     names = loaded.network.normaliser.datasets if loaded is not None else []
@@ -232,14 +236,8 @@ def read_questions(config: Any) -> dict[str, str]:
 
     from knobwise.envs.readers.builtin import BUILTIN
 
-    if isinstance(config, BuiltinProfile):
-        path = BUILTIN
-    else:
-        path = Path(getattr(config, "path", ""))
-    if path.name:
-        file = path.with_name("samples.parquet")
-    else:
-        file = path
+    path = BUILTIN if isinstance(config, BuiltinProfile) else Path(getattr(config, "path", ""))
+    file = path.with_name("samples.parquet") if path.name else path
     try:
         frame = pl.read_parquet(file, columns=["sample_id", "question"])
         return dict(frame.cast(pl.String).iter_rows())
@@ -253,20 +251,13 @@ def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
     from knobwise.envs.simulated.calibrated import simulate
 
-    match config:
-        case JointProfile():
-            return _read_joint(**settings)
-        case BuiltinProfile():
-            return builtin_profile(**settings)
-        case OCRProfile():
-            return ocr_profile()
-        case Exp5Exp6Profile():
-            return read_exp5_exp6(**settings)
-        case CoreExpProfile():
-            return read_core_exp(**settings)
-        case SimulatedProfile():
-            return simulate(config)
-    return _read_table(**settings)
+    if isinstance(config, SimulatedProfile):
+        return simulate(config)
+    readers: dict[str, Callable[..., ProfileTable]] = {
+        **{"builtin": builtin_profile, "ocr": ocr_profile, "core_exp": read_core_exp},
+        **{"exp5_exp6": read_exp5_exp6, "table": _read_table, "joint": _read_joint},
+    }
+    return readers[config.format](**settings)
 
 
 def _read_joint(

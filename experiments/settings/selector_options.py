@@ -192,6 +192,7 @@ class SelectorRun(Training):
         """
         section = f"variants.{name}"
         variant = changed(Variant(), self.variants[name], section)
+        # what the variant does not set is the run's
         stage = {key: getattr(variant, key) for key in ("epochs", "lr", "keep", "collected")}
         stage = {key: value for key, value in stage.items() if value is not None}
         plan = Plan(

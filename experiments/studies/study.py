@@ -45,9 +45,9 @@ class StudyConfig:
 def sections_of(study: str) -> dict[str, list[str]]:
     """Return the commands of each section of a study, by the name of the section.
 
-    A section is a list of commands, or it has the commands `train`, and the names of `profiles` in
-    the file that these are run `on`. Then it becomes a section for each profile, such as
-    lean_builtin, whose runs have the name of the profile.
+    A section is a list of commands, or it has the commands `train` and the names of `profiles` of
+    the file. Then it becomes a section for each profile, such as lean_builtin, whose runs have the
+    name of the profile.
     """
     if not Path(study).is_file():
         raise InputError(f"study={study}: no such file")
@@ -57,7 +57,8 @@ def sections_of(study: str) -> dict[str, list[str]]:
         if isinstance(section, list):
             sections[name] = section
             continue
-        for profile in section["on"]:
+        # the same commands on each profile
+        for profile in section["profiles"]:
             words = content["profiles"][profile].replace("${name}", profile)
             commands = [f"{command} name={profile} {words}" for command in section["train"]]
             sections[f"{name}_{profile}"] = commands
@@ -104,6 +105,7 @@ def run_section(config: StudyConfig, name: str, commands: Sequence[str]) -> list
             folders += map(str, sorted(folder.parent.glob(f"{folder.name}*")))
         else:
             folders.append(str(folder))
+    # one run has its own report
     if len(folders) > 1:
         page = Path(config.out) / f"{name}.html"
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +122,7 @@ def folder_of(words: Sequence[str], runs: str) -> Path:
 def knobwise(*words: str) -> list[str]:
     """Run a command of knobwise, and return a line if it failed."""
     done = subprocess.run([sys.executable, "-m", "knobwise", *words], check=False)
+    # stopped by a signal, as this process is
     if done.returncode in (130, 143):
         raise KeyboardInterrupt
     if done.returncode:

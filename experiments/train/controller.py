@@ -74,6 +74,7 @@ class ControllerExperiment(Experiment):
         self.number = number
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.split = divide(table, **asdict(config.split), number=number)
+        # what everything but the trainers is fitted on
         self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean = config.budget.sense == "mean"
         if self.mean:
@@ -81,6 +82,7 @@ class ControllerExperiment(Experiment):
         self.budgets_ms = self._choose_budgets()
         if config.budgets_ms is None:
             self.notes += few_budgets(self.budgets_ms)
+        # config.yaml says how wide the layers became
         policy = replace(self.config.policy, hidden=config.policy.hidden or self._width())
         self.config = replace(self.config, policy=policy)
         settings = self._trainer_settings()
@@ -151,6 +153,7 @@ class ControllerExperiment(Experiment):
         """Return the width of the layers that suits the smallest budget."""
         table = self.table
         inputs = FeatureNormaliser.fit(table, self.fitted, self.config.policy.project).width
+        # without budgets in ms the widest layers will do
         budget_us = float("inf")
         if table.unit == "ms" and len(self.budgets_ms):
             budget_us = 1e3 * float(self.budgets_ms.min())
@@ -168,6 +171,7 @@ class ControllerExperiment(Experiment):
         """The experts that the seeds and the baselines share. Folds and trees are those of the
         first seed of the split."""
         policy = self.config.policy
+        # under a mean budget experts learn without a deadline
         budgets_ms = self.budgets_ms[:0] if self.mean else self.budgets_ms
         families = tuple(FAMILIES) if self.config.baselines else policy.experts
         folds = policy.members if policy.teacher else FOLDS
@@ -195,27 +199,26 @@ class ControllerExperiment(Experiment):
         folders = [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         best = [load_checkpoint(checkpoints / "best.pt") for checkpoints in folders]
         results, decisions = self.judged(best)
+        # the seed that was best on validation is deployed
         keep_best(folder, dict(zip(folders, results["validation_utility"], strict=True)))
         kept = load_checkpoint(folder / "checkpoints" / "best.pt").controller
         kept.export(folder / "controller.npz")
         copy_policy(folder)
         if not self.number:
+            test = self.split.test
+            questions = read_questions(self.config.profile)
             with threadpool_limits(self.config.threads):
-                explained = Explained(
-                    self.table, self.fitted, self.split.test, kept, self.budgets_ms
-                )
-                results["explanation"] = explain_policy(
-                    explained, read_questions(self.config.profile)
-                )
+                explained = Explained(self.table, self.fitted, test, kept, self.budgets_ms)
+                results["explanation"] = explain_policy(explained, questions)
         if self.others:
             frames = [decisions]
             for other in self.others:
                 frames.append(other.judge(folder / f"split{other.number}")[1])
             tests = [part.split.test for part in (self, *self.others)]
             means, decisions = over_splits(self.table, tests, self.config.seeds, frames)
-            config = self.config.split
+            split = self.config.split
             # folds share one seed
-            seeds = [config.seed] * config.folds or range(config.seed, config.seed + config.repeats)
+            seeds = [split.seed] * split.folds or range(split.seed, split.seed + split.repeats)
             results |= means | {"split_seeds": list(seeds)}
         return results, decisions
 
@@ -235,6 +238,7 @@ class ControllerExperiment(Experiment):
             results["grpo_gain"] = gain
         first = self.trainers[0]
         iterations = config.optimiser.iterations
+        # the stages before GRPO: the teacher's and the warm-up
         training = {
             "warmup_iterations": first.total - iterations,
             "iterations": iterations,
@@ -269,6 +273,7 @@ class ControllerExperiment(Experiment):
             baselines = make_baselines(table, self.split, self.fold_seed, budgets_ms, self.experts)
             if len(rows_by_dataset(table, test)) > 1:
                 baselines.insert(1, StaticPerDataset(table, self.fitted, test))
+        # the column of rewards is free of the decision's own cost
         rewards = self.trainers[0].free_rewards
         before = [before_grpo(loaded) for loaded in best]
         return judge_deadlines(

@@ -40,23 +40,21 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
             continue
         # the last checkpoint of a training has the number of its calls
         seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
-        last = [load_checkpoint(seed / name / "last.pt") for seed in seeds]
-        states = [checkpoint.extra["training"] for checkpoint in last]
+        states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
         calls = [state["calls"] for state in states]
+        row = {"policy": name, "calls": calls, "recorded": 0}
+        true_calls.append(row)
         if learned is None:
-            recorded = 0
-        else:
-            recorded = len(states[0]["reward_model"]["answered"][0]) - calls[0]
-        true_calls.append({"policy": name, "calls": calls, "recorded": recorded})
-        if learned is None or data.test_scorer is None:
+            continue
+        models = [state["reward_model"] for state in states]
+        row["recorded"] = len(models[0]["answered"][0]) - calls[0]
+        if data.test_scorer is None:
             continue
         # the policy draws as it was before GRPO, then as it is after GRPO
-        models = [state["reward_model"] for state in states]
         for drawn_by in ("hidden_rce" if variant.hidden else "rce", name):
             policies = [seed / drawn_by / "best.pt" for seed in seeds]
-            expected, right = _predicted(config, data, name, policies, models)
-            for row in calibration(expected, right):
-                bins.append({"policy": name, "drawn_by": drawn_by} | row)
+            for members in calibration(*_predicted(config, data, name, policies, models)):
+                bins.append({"policy": name, "drawn_by": drawn_by} | members)
     facts = {"true_calls": true_calls, "calibration": bins}
     return {key: value for key, value in facts.items() if value}
 
@@ -85,6 +83,7 @@ def _predicted(
     test = hide(data.test, variant.hidden)
     queries = data.test_rows.repeat_interleave(DRAWS)
     embeddings = StoredEmbeddings(test.queries, test.candidates)
+    # one tensor for each seed
     expected = []
     right = []
     for policy, state in zip(policies, models, strict=True):
@@ -93,6 +92,7 @@ def _predicted(
         model.load_state(state)
         with seeded(0, "cpu"):
             drawn = draw(selector, embeddings, test, data.test_rows, config.shots, DRAWS)
+        # int64 [n · DRAWS, shots], rows of the bank
         sequences = bank_rows(test.pool[data.test_rows], drawn).flatten(0, 1)
         expected.append(model.probabilities(test, queries, sequences).mean(0))
         right.append(data.test_scorer(queries, sequences)["vqa_correct"].float().cpu())
@@ -110,6 +110,7 @@ def calibration(expected: Tensor, right: Tensor) -> list[dict[str, Any]]:
         For each bin the number of `sequences`, and the means of `expected` and `right`.
     """
     rows: list[dict[str, Any]] = []
+    # fewer sequences than bins leave some bins empty
     for members in expected.argsort(stable=True).tensor_split(BINS):
         if len(members):
             row = {"sequences": len(members), "expected": float(expected[members].mean())}

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from knobwise.agents.training.loop import Trainer
-from knobwise.common.errors import InputError
+from knobwise.common.checks import a_device
 from knobwise.common.files import written_whole
 from knobwise.common.progress import progress, say
 from knobwise.experiments.report.report import print_results, result_images, write_report
@@ -51,10 +51,7 @@ class Experiment(ABC):
         self.config = config
         set_up_torch(threads)
         wandb_mode(config.tracking)
-        if config.device not in ("cpu", "cuda") or (
-            config.device == "cuda" and not torch.cuda.is_available()
-        ):
-            raise InputError(f"device={config.device}: must be cpu, or cuda where torch finds it")
+        a_device("device", config.device, usable=True)
 
     @abstractmethod
     def train(self, folder: Path) -> None:
@@ -86,16 +83,19 @@ class Experiment(ABC):
         if finished is not None:
             say(f"finished before and not run again: {finished}")
             return finished
+        # the folder stays locked until everything is written
         with claim(self.config, overrides) as folder:
             say(f"run: {folder}")
             self.train(folder)
             say("judging every policy on held-out data …")
             results, decisions = self.judge(folder)
-            results["experiment"] = self.config.experiment
-            results["command"] = command_of(overrides)
             started = (folder / "config.yaml").stat().st_mtime
-            results["run"] = {"started": f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"}
-            results["run"] |= {"seconds": round(time.time() - started, 1), **code}
+            date = f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"
+            results |= {
+                "experiment": self.config.experiment,
+                "command": command_of(overrides),
+                "run": {"started": date, "seconds": round(time.time() - started, 1), **code},
+            }
             write_decisions(folder, decisions)
             write_results(folder, results)
             report = write_report(folder)
@@ -125,6 +125,7 @@ def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
     """
     best = max(scores, key=scores.__getitem__)
     for name in ("best.pt", "last.pt"):
+        # a reader never sees half of a checkpoint
         with written_whole(folder / "checkpoints" / name) as temporary:
             shutil.copyfile(best / name, temporary)
     return best
@@ -176,18 +177,16 @@ def train_seeds(
 
 def _best_of(trainer: Trainer) -> str:
     """Return a line with the best validation score of a trainer, and when it was reached."""
-    score = trainer.best["score"]
     iteration = trainer.best["iteration"]
     line = (
-        f"{trainer.title}: best validation {trainer.judged_by} {score:.4f} at "
+        f"{trainer.title}: best validation {trainer.judged_by} {trainer.best['score']:.4f} at "
         f"iteration {iteration} of {trainer.total}"
     )
     last = trainer.stages[-1]
     if not last.iterations:
         return line
-    if iteration <= trainer.total - last.iterations:
-        return f"{line} (before {last.name})"
-    return f"{line} (during {last.name})"
+    when = "before" if iteration <= trainer.total - last.iterations else "during"
+    return f"{line} ({when} {last.name})"
 
 
 def next_command(folder: Path) -> str:
@@ -196,9 +195,8 @@ def next_command(folder: Path) -> str:
     compare = f"knobwise compare {shlex.quote(str(folder.parent))}"
     if len(list(folder.parent.glob("*/results.json"))) > 1:
         return compare
-    export = f"knobwise export {shlex.quote(f'checkpoint={folder}')}"
     if (folder / "controller.npz").exists():
-        return export
+        return f"knobwise export {shlex.quote(f'checkpoint={folder}')}"
     return f"repeat with another option=value, then {compare}"
 
 
@@ -210,14 +208,11 @@ def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, A
     """
     model = None
     kept = (results.get("best_policy", ""), results.get("best_seed"))
-    by_seed: Mapping[tuple[str, int], Mapping[str, float]] = {}
     if wandb_mode(config.tracking) != "disabled":
-        by_seed = scores_by_seed(results, folder)
-    for (stage, seed), scores in by_seed.items():
-        with tracker_of(
-            config, folder, table, "train", seed, stage=stage, finished=True
-        ) as tracker:
-            model = tracker.log_scores(scores, (stage, seed) == kept) or model
+        for (stage, seed), scores in scores_by_seed(results, folder).items():
+            options: dict[str, Any] = {"stage": stage, "finished": True}
+            with tracker_of(config, folder, table, "train", seed, **options) as tracker:
+                model = tracker.log_scores(scores, (stage, seed) == kept) or model
     with tracker_of(config, folder, table, "evaluate") as tracker:
         # drawing pictures takes longer than everything else here
         images = result_images(results) if tracker.mode != "disabled" else None
@@ -241,6 +236,7 @@ def tracker_of(
     Args:
         step: the step that a resumed seed continues from; negative to start from the beginning.
     """
+    # tags that runs are filtered by in W&B
     if isinstance(config, SelectorRun):
         tags = [f"reward-{config.reward.mode}"]
     else:

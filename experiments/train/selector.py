@@ -26,6 +26,7 @@ from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
+from knobwise.common.interruption import stopped_by_signals
 from knobwise.common.processes import end_with
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -50,7 +51,6 @@ from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.tracker import in_stage
 from knobwise.experiments.train.reward_models import learned_rewards
 from knobwise.experiments.train.run import Experiment, keep_best, set_up_torch, tracker_of
-from knobwise.losses.settings import SelectorLossConfig
 from knobwise.profiling.demonstrations.beam_search import probability, score
 
 TAKEN = ("sft", "rce", "hidden_sft", "hidden_rce", *SIMPLE, *UPPER)
@@ -105,22 +105,24 @@ class SelectorExperiment(Experiment):
         Controls do not compete."""
         config = self.config
         seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
-        plans = {name: config.plan(name) for name in config.variants}
-        competing = [
-            name
-            for name, plan in plans.items()
-            if not plan.variant.hidden and not plan.reward.shuffled
-        ]
+        competing = []
+        for name in config.variants:
+            plan = config.plan(name)
+            if not plan.variant.hidden and not plan.reward.shuffled:
+                competing.append(name)
         results, decisions = judge_run(config, self.data, folder)
+        # the validation score of every seed of every policy that competes
         scores: dict[Path, float] = {}
         for name in competing or ["rce"]:
             scores |= zip([seed / name for seed in seeds], results["validation"][name], strict=True)
         best = keep_best(folder, scores)
-        results["reward_mode"] = config.reward.mode
-        results["variants"] = list(config.variants)
-        results["best_policy"] = best.name
-        results["best_seed"] = int(best.parent.name.removeprefix("seed"))
-        return results, decisions
+        facts = {
+            "reward_mode": config.reward.mode,
+            "variants": list(config.variants),
+            "best_policy": best.name,
+            "best_seed": int(best.parent.name.removeprefix("seed")),
+        }
+        return results | facts, decisions
 
 
 def check(config: SelectorRun, data: SelectorData) -> None:
@@ -144,9 +146,10 @@ def check(config: SelectorRun, data: SelectorData) -> None:
                 f"not have; leave it out by variants.{name}=null, or train with "
                 "experiment=selector_replay"
             )
+    # the trainers themselves refuse what they cannot learn from
     stages = SelectorStages(config, data, config.seeds[0], None)
-    stages.check("rce", config.reward)
-    stages.check("sft", config.reward, GroupConfig("beams"))
+    stages.check("rce")
+    stages.check("sft", groups=GroupConfig("beams"))
     for name, (variant, _, reward, _, learned) in plans.items():
         if data.items is not None and (variant.hidden or learned is not None):
             raise InputError(
@@ -154,9 +157,9 @@ def check(config: SelectorRun, data: SelectorData) -> None:
                 f"leave it out with encoder=clip, by variants.{name}=null"
             )
         hide(data.table, variant.hidden)
-        stages.check("rce", reward)
+        stages.check("rce", reward=reward)
         if learned is not None:
-            stages.check("grpo", reward, learned=learned)
+            stages.check("grpo", learned, reward=reward)
         elif not (variant.live or (variant.own_draws and data.scorer is not None)):
             try:
                 recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
@@ -177,7 +180,8 @@ def train_seed(config: SelectorRun, seed: int, folder: Path, launched_by: int) -
     run."""
     end_with(launched_by)
     set_up_torch()
-    SelectorStages(config, read_data(config.beams, config.encoder), seed, folder).all()
+    with stopped_by_signals():
+        SelectorStages(config, read_data(config.beams, config.encoder), seed, folder).all()
 
 
 class SelectorStages:
@@ -198,34 +202,29 @@ class SelectorStages:
         self.data = data._replace(table=as_read(data.table, data.items))
         self.step = 0  # of the next stage, in metrics.csv
         self.logged = list[Row]()
-        self.rows = torch.arange(data.table.num_queries)
         # states of learned rewards after learning from records
         self.reward_models: dict[Any, dict[str, Any]] = {}
-        if data.scorer is None:
-            self.zero_shot = None
-        else:
-            self.zero_shot = probability(data.scorer, self.rows)
 
-    def check(
-        self,
-        stage: str,
-        reward: Any,
-        groups: GroupConfig | None = None,
-        learned: RewardModelConfig | None = None,
-    ) -> None:
+    def check(self, stage: str, learned: RewardModelConfig | None = None, **settings: Any) -> None:
         """Refuse a stage that cannot be trained, for example where the records lack what its reward
         needs. Raises InputError, which names what is missing."""
         table = self.data.table
-        settings = {"config": getattr(self.config, stage), "reward": reward, "groups": groups}
-        if self.config.init_from is None:
-            start = Selector.fitted(self.config.selector, table.queries, table.candidates)
-        else:
-            start = self.first
         if learned is not None:
             recorded_answers(table, self.data.split.train, learned.recorded)
-            settings["reward_model"] = RewardModel(learned, start.mean, start.scale)
-        settings |= {"shots": self.config.shots, "scorer": self.data.scorer}
-        SelectorTrainer(stage, table, self.data.split, start, **settings)
+            settings["reward_model"] = RewardModel(learned, self.first.mean, self.first.scale)
+        self._trainer(stage, table, self.first, **settings)
+
+    def _trainer(
+        self, stage: str, table: BeamTable, start: Selector, **settings: Any
+    ) -> SelectorTrainer:
+        """Return the trainer of a stage, with `settings` in place of those of the run."""
+        config = self.config
+        usual = {
+            **{"config": getattr(config, stage), "loss": config.loss, "reward": config.reward},
+            **{"shots": config.shots, "scorer": self.data.scorer, "seed": self.seed},
+            "device": config.device,
+        }
+        return SelectorTrainer(stage, table, self.data.split, start, **(usual | settings))
 
     def all(self) -> None:
         """Train every stage and variant that the settings name."""
@@ -252,6 +251,7 @@ class SelectorStages:
         """Return a selector for this table, with weights that are drawn by the seed."""
         with seeded(self.seed, "cpu"):
             encoder = None
+            # CLIP with fresh LoRA weights, which learn along
             if self.data.items is not None:
                 encoder = ClipEncoder(self.config.encoder.model, self.data.items)
             queries = table.queries[self.data.split.train]
@@ -259,16 +259,14 @@ class SelectorStages:
 
     @functools.cached_property
     def first(self) -> Selector:
-        """The selector that SFT starts from, where nothing is hidden."""
-        return self.begin(self.fresh(self.data.table))
-
-    def begin(self, fresh: Selector) -> Selector:
-        """Return the selector of `init_from`, if that is set, instead of a fresh one.
+        """The selector that SFT starts from, where nothing is hidden: a fresh one, or that of
+        `init_from`.
 
         Raises:
-            InputError: they do not fit, or were trained on queries of these beams that this run
+            InputError: that does not fit, or was trained on queries of these beams that this run
                 holds out.
         """
+        fresh = self.fresh(self.data.table)
         if self.config.init_from is None:
             return fresh
         path = checkpoint_at(self.config.init_from)
@@ -296,25 +294,22 @@ class SelectorStages:
         start = sft
         if variant.warmup:
             # a control shuffles the rewards of GRPO only, so it shares the usual warm-up
-            usual = (self.config.reward, _rce_settings(self.config.loss))
-            if (replace(reward, shuffled=False), _rce_settings(loss)) == usual:
-                start = rce
-            else:
+            start = rce
+            usual = self.config.loss
+            temperatures = (usual.temperature_start, usual.temperature_end)
+            is_usual = (loss.temperature_start, loss.temperature_end) == temperatures
+            if not is_usual or replace(reward, shuffled=False) != self.config.reward:
                 start = self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
+        if learned is not None:
+            settings["reward_model"] = self.reward_model(table, sft, learned)
         if variant.live or learned is not None:
-            if learned is None:
-                model = None
-            else:
-                model = self.reward_model(table, sft, learned)
-            self.stage(
-                name, "grpo", table, start, live=variant.live, reward_model=model, **settings
-            )
+            self.stage(name, "grpo", table, start, live=variant.live, **settings)
             return
         # in replay, each round adds draws of the latest policy to the records
         settings["groups"] = GroupConfig(variant.groups, rounds=1)
         drawing = sft
         for k in range(1, variant.rounds + 1):
-            if variant.own_draws and self.data.scorer is not None:
+            if variant.own_draws:
                 table = self.recorded(table, drawing, variant.own_draws, k)
             policy = name if k == variant.rounds else f"{name}-{k}"
             start = self.stage(policy, "grpo", table, start, **settings)
@@ -322,15 +317,17 @@ class SelectorStages:
 
     def recorded(self, table: BeamTable, selector: Selector, count: int, k: int) -> BeamTable:
         """Return the table with draws of a selector for every query, scored once, as beams of round
-        k."""
-        assert self.data.scorer is not None
-        assert self.zero_shot is not None
+        k; without a scorer the table as it is."""
+        scorer = self.data.scorer
+        if scorer is None:
+            return table
         embeddings = StoredEmbeddings(table.queries, table.candidates)
+        rows = torch.arange(table.num_queries)
         with seeded(self.seed + 1000 * k, "cpu"):
-            draws = evaluation.draw(
-                selector, embeddings, table, self.rows, self.config.shots, count
-            )
-        scored = score(self.data.scorer, self.rows, table.pool, draws, "policy", self.zero_shot)
+            draws = evaluation.draw(selector, embeddings, table, rows, self.config.shots, count)
+        zero_shot = probability(scorer, rows)
+        # information is the gain over the answer without demonstrations
+        scored = score(scorer, rows, table.pool, draws, "policy", zero_shot)
         return table.with_beams(scored.sequences, scored.fields, scored.found_by, k)
 
     def reward_model(
@@ -344,11 +341,8 @@ class SelectorStages:
             if key in self.reward_models:
                 model.load_state(copy.deepcopy(self.reward_models[key]))
             else:
-                model.learn(
-                    table,
-                    recorded_answers(table, self.data.split.train, config.recorded),
-                    config.epochs,
-                )
+                answered = recorded_answers(table, self.data.split.train, config.recorded)
+                model.learn(table, answered, config.epochs)
                 self.reward_models[key] = copy.deepcopy(model.state())
         return model
 
@@ -364,24 +358,9 @@ class SelectorStages:
         """
         assert self.folder is not None
         folder = self.folder / "checkpoints" / f"seed{self.seed}" / name
-        usual = {
-            "config": getattr(self.config, stage),
-            "loss": self.config.loss,
-            "reward": self.config.reward,
-        }
-        trainer = SelectorTrainer(
-            stage,
-            table,
-            self.data.split,
-            start,
-            shots=self.config.shots,
-            scorer=self.data.scorer,
-            seed=self.seed,
-            folder=folder,
-            device=self.config.device,
-            **(usual | settings),
-        )
+        trainer = self._trainer(stage, table, start, folder=folder, **settings)
         trainer.title = f"seed {self.seed} · {name}"
+        # a stage that is finished is not run again, but its rows are needed
         trainer.resume(folder / "last.pt")
         if not trainer.finished:
             self._run(trainer, name)
@@ -413,11 +392,6 @@ class SelectorStages:
             trainer.run()
 
 
-def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
-    """Return the settings of the loss that RCE reads."""
-    return loss.temperature_start, loss.temperature_end
-
-
 # -- judging ---------------------------------------------------------------------------------------
 
 
@@ -442,6 +416,7 @@ def judge_run(
         )
         for name, outcome in simple.items():
             decided.setdefault(name, {})[shots] = outcome
+    # for each trained policy, one entry for each seed
     facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
     hidden = set[str]()
     for name, blocks in policies(config).items():
@@ -480,26 +455,25 @@ def _decided(
     scorer = data.test_scorer
     selectors = [checkpoint.selector for checkpoint in loaded]
     embeddings = [stored_embeddings(test, checkpoint, data.items) for checkpoint in loaded]
+    decided = {}
     if scorer is None:
-        return {
-            shots: evaluation.decide_selectors(selectors, embeddings, test, None, shots, rows)
-            for shots in config.judged_shots
-        }
+        for shots in config.judged_shots:
+            decided[shots] = evaluation.decide_selectors(
+                selectors, embeddings, test, None, shots, rows
+            )
+        return decided
     # a longer greedy choice begins with the shorter one
     longest = max(config.judged_shots)
     whole = [
         evaluation.choose(selector, embedded, test, rows, longest)
         for selector, embedded in zip(selectors, embeddings, strict=True)
     ]
-    decided = {}
     for shots in config.judged_shots:
-        outcome = evaluation.judged_choices(
-            test, scorer, [chosen[:, :shots] for chosen in whole], rows
-        )
+        # of each seed, int64 [n, shots]
+        chosen = [choices[:, :shots] for choices in whole]
+        outcome = evaluation.judged_choices(test, scorer, chosen, rows)
         assert outcome.demonstrations is not None
-        votes = torch.stack(
-            [scorer.vote(rows, demonstrations) for demonstrations in outcome.demonstrations]
-        )
+        votes = torch.stack([scorer.vote(rows, shown) for shown in outcome.demonstrations])
         times = evaluation.decision_us(selectors[0], embeddings[0], test, rows, shots)
         decided[shots] = outcome._replace(vote=votes.float().cpu(), decision_us=times)
     return decided

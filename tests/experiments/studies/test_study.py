@@ -33,7 +33,7 @@ def test_a_small_study_from_the_command_line(
         "profiles": {"a": "policy.layers=1"},
         "sections": {
             "lean": ["experiment=lean name=a", "experiment=lean name=b policy.layers=1"],
-            "alone": {"on": ["a"], "train": ["experiment=lean"]},
+            "alone": {"profiles": ["a"], "train": ["experiment=lean"]},
             "swept": ["-m experiment=lean name=c policy.layers=1,2"],
         },
     }

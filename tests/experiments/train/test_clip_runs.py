@@ -184,14 +184,11 @@ def test_items_are_those_of_the_rows_in_json_and_those_of_the_ids_in_a_table(fol
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"model": None}, "encoder=clip needs encoder.model"),
-        ({"data": None}, "and encoder.data"),
-        ({"data": "none.jsonl"}, "none.jsonl: no such file"),
-        ({"data": "fewer.jsonl"}, "fewer.jsonl: has no item for query 'q7' of 'small beams'"),
-        (
-            {"bank": "queries.jsonl"},
-            "queries.jsonl: has 40 items, but 'small beams' has 32 candidates",
-        ),
+        ({"model": None}, "encoder.model"),
+        ({"data": None}, "encoder.data"),
+        ({"data": "none.jsonl"}, "none.jsonl"),
+        ({"data": "fewer.jsonl"}, "'q7'"),
+        ({"bank": "queries.jsonl"}, "40 items"),
     ],
     ids=str,
 )
@@ -206,21 +203,17 @@ def test_items_that_do_not_fit_the_beams_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("word", "message"),
     [
-        (["encoder.model=./nowhere"], "encoder.model=./nowhere: ./nowhere: no such folder"),
-        (
-            ["variants={mine:{hidden:[liar]}}"],
-            "variants.mine: hidden and reward_model are for stored",
-        ),
-        (["encoder=stored"], "encoder.model=clip: is an option of encoder=clip; give that too"),
+        ("encoder.model=./nowhere", "./nowhere"),
+        ("variants={mine:{hidden:[liar]}}", "variants.mine"),
+        ("encoder=stored", "encoder.model"),
     ],
-    ids=lambda value: None if isinstance(value, str) else value[0],
 )
 def test_a_mistake_is_refused_before_anything_is_written(
-    words: list[str], message: str, folder: Path, capsys: Capture
+    word: str, message: str, folder: Path, capsys: Capture
 ) -> None:
-    assert message in refused([*TRAIN, *words], capsys)
+    assert message in refused([*TRAIN, word], capsys)
 
 
 def test_builtin_beams_and_missing_packages_are_refused(

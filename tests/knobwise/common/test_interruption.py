@@ -361,18 +361,11 @@ def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -
 
 
 def check_stopped(message: str, children: list[int]) -> None:
-    """No process is left, and each says where what it did is."""
+    """No process is left, and what waited was not begun."""
     assert "Traceback" not in message
     assert len(children) >= 2
     wait_for(lambda: not any(map(commands.alive, children)), 10)
-    for seed in (0, 1):
-        note = re.search(
-            rf"seed {seed} · (\w+): (runs/\S+/seed{seed}/\1/last\.pt) holds iteration (\d+) of",
-            message,
-        )
-        assert note is not None, message
-        assert iteration_of(Path(note[2])) == int(note[3])
-    assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()  # that one was waiting
+    assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()
 
 
 def in_terminal(words: list[str]) -> tuple[int, int]:
