@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.request_log import FORMAT, LABELS, REQUESTS, unpacked
 from knobwise.common.errors import InputError
 
@@ -96,17 +97,15 @@ class ReadLog(NamedTuple):
 
 def read_log(
     folder: str | Path,
-    configurations: Sequence[Mapping[str, Any]] | None = None,
-    digests: Collection[str] | None = None,
-    feature_sizes: Mapping[str, int] | None = None,
+    controller: NumpyController | None = None,
+    versions: Collection[str] = (),
 ) -> ReadLog:
     """Read a log and join the labels to the requests.
 
     Args:
         folder: of the log.
-        configurations: of the controller that is to learn from the log; None accepts all.
-        digests: of this controller and of the versions before it; None accepts all.
-        feature_sizes: the widths of the controller's feature blocks; None accepts all.
+        controller: that is to learn from the log; None accepts the rows of any.
+        versions: digests of earlier versions of the controller, whose rows count too.
 
     Raises:
         InputError: there is no log in the folder.
@@ -120,7 +119,7 @@ def read_log(
     rows: dict[str, dict[str, Any]] = {}
     for row in _lines(folder, REQUESTS, aside):
         try:
-            reason = next(_faults(row, configurations, digests, feature_sizes), "")
+            reason = next(_faults(row, controller, versions), "")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             reason = "a damaged row"
         if not reason and row["id"] in rows:
@@ -140,19 +139,12 @@ def read_log(
     return ReadLog(list(rows.values()), aside)
 
 
-def logged_of(
-    rows: Sequence[Mapping[str, Any]], count: int, feature_sizes: Mapping[str, int]
-) -> Logged:
-    """Return good rows as arrays.
-
-    Args:
-        rows: n rows of a log.
-        count: C, the number of configurations.
-        feature_sizes: the widths of the feature blocks.
-    """
+def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) -> Logged:
+    """Return n good rows of a log as arrays, for the controller that is to learn from them."""
     n = len(rows)
+    count = len(controller.configurations)
     features = {}
-    for name, size in feature_sizes.items():
+    for name, size in controller.feature_sizes.items():
         features[name] = np.full((n, size), np.nan, np.float32)
     offset = np.zeros((n, count), np.float32)
     scale = np.ones(n)
@@ -168,7 +160,7 @@ def logged_of(
     for name, kind in COLUMNS.items():
         columns[name] = np.array([row[name] for row in rows], kind)
     # without feature blocks there is nothing that a request could lack
-    seen = np.array([row["features"] is not None or not feature_sizes for row in rows], bool)
+    seen = np.array([row["features"] is not None or not features for row in rows], bool)
     return Logged(features, seen, offset, scale, propensity, **columns)
 
 
@@ -190,10 +182,7 @@ def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[dict[str, A
 
 
 def _faults(
-    row: dict[str, Any],
-    configurations: Sequence[Mapping[str, Any]] | None,
-    digests: Collection[str] | None,
-    feature_sizes: Mapping[str, int] | None,
+    row: dict[str, Any], controller: NumpyController | None, versions: Collection[str]
 ) -> Iterator[str]:
     """Yield why nothing can be learned from a row, in an order in which each check may rely on
     those before; arguments as in `read_log`.
@@ -202,7 +191,7 @@ def _faults(
         ArithmeticError, AttributeError, LookupError, TypeError, ValueError: the row is damaged.
     """
     # the decision: whose it is, and its chances
-    if digests is not None and row["controller"] not in digests:
+    if controller and row["controller"] not in (controller.digest, *versions):
         yield "of another controller"
     probability = row["probability"]
     if not (_is_positive(probability) and probability <= 1):
@@ -211,8 +200,10 @@ def _faults(
     if row.get("price") is not None:
         yield "decided at a price"
     choice = row["choice"]
-    count = len(configurations or []) or math.inf
-    if not _is_index(choice, count) or (configurations and row["knobs"] != configurations[choice]):
+    count = len(controller.configurations) if controller else math.inf
+    if not _is_index(choice, count) or (
+        controller and row["knobs"] != controller.configuration(choice)
+    ):
         yield "an unknown configuration"
     chances = dict(zip(row["among"], row["chances"], strict=True))
     possible = len(chances) == len(row["among"]) and abs(sum(chances.values()) - 1) < 1e-6
@@ -234,7 +225,7 @@ def _faults(
 
     # the arrays that it was decided by
     sizes = {name: len(unpacked(block)) for name, block in (row["features"] or {}).items()}
-    if sizes and feature_sizes is not None and sizes != dict(feature_sizes):
+    if sizes and controller and sizes != controller.feature_sizes:
         yield "features of other shapes"
     if row["drift"] is not None:
         text, scale = row["drift"]

@@ -286,9 +286,8 @@ class NumpyController:
         """
         chosen = self.choose(features, limits, mask, drift)
         raw, limits, _ = self._checked(features, limits, None, drift)
-        means = self._latency.means(self._normaliser(raw))
-        mean = means[np.arange(len(chosen)), chosen].astype(np.float64)
-        spread = self._latency.spread[chosen].astype(np.float64)
+        mean = self._latency.means(self._normaliser(raw))[np.arange(len(chosen)), chosen]
+        spread = self._latency.spread[chosen]
         if self.static is not None:
             deployed = self.reads_features(limits)
             mean = np.where(deployed, mean, self.static.log_latency[chosen])

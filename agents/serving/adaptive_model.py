@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,8 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 
 
-class Decided(NamedTuple):
+@dataclass(slots=True)
+class Decided:
     """A request whose configuration is decided."""
 
     prepared: Prepared
@@ -50,8 +52,12 @@ class Decided(NamedTuple):
     arrived: float | None
     limit_ms: float
     """The rest of the budget that the decision was made under."""
-    drift: Drift | None
     expected: Expected
+    drawn: Drawn | None
+    """The chances that the configuration was drawn with; None if no other was possible."""
+    drift: Drift | None
+    result: Any = None
+    """The `Result`, once there is an answer."""
 
 
 class AdaptiveModel(FirstStages):
@@ -212,15 +218,15 @@ class AdaptiveModel(FirstStages):
             took += now() - start
 
         decision_ms = _positive(took * 1e3)
-        decided = Decided(prepared, budget_ms, arrived, limit, drift, expected)
+        decided = Decided(prepared, budget_ms, arrived, limit, expected, drawn, drift)
         before_ms = prepared.before_ms - decision_ms
-        (result,) = self._finish([decided], latest, decision_ms, begun, before_ms)
+        self._finish([decided], latest, decision_ms, begun, before_ms)
         if self.log is not None:
             if drawn is None and self._exploration.share:
                 # the chances change nothing about the answer, so that it does not wait for them
-                _, drawn = self._exploration.draw(*context, expected, False)
-            self._note(result, stage, drawn)
-        return result
+                _, decided.drawn = self._exploration.draw(*context, expected, False)
+            self._note(decided)
+        return decided.result
 
     def generate(
         self,
@@ -278,24 +284,21 @@ class AdaptiveModel(FirstStages):
         expected, drawn = self._decide_all(stages, limits, drift)
         decision_ms = _positive((self._now() - start) * 1e3)
 
+        decided = []
+        for facts in zip(prepared, budgets, moments, limits, expected, drawn, strict=True):
+            decided.append(Decided(*facts, drift))
         # the group with the least time left comes first
-        groups: dict[int, list[int]] = {}
-        for i in sorted(range(len(expected)), key=limits.__getitem__):
-            groups.setdefault(expected[i][0], []).append(i)
-        results: dict[int, Result] = {}
-        for members in groups.values():
-            group = []
-            for i in members:
-                facts = prepared[i], budgets[i], moments[i], limits[i], drift, expected[i]
-                group.append(Decided(*facts))
+        groups: dict[int, list[Decided]] = {}
+        for request in sorted(decided, key=lambda request: request.limit_ms):
+            groups.setdefault(request.expected[0], []).append(request)
+        for group in groups.values():
             # the answers count their first stages, which were over before
-            before_ms = sum(stages[i].total_ms for i in members)
-            done = self._finish(group, self._decided, decision_ms, self._now(), before_ms)
-            results |= zip(members, done, strict=True)
+            before_ms = sum(request.prepared.stage.total_ms for request in group)
+            self._finish(group, self._decided, decision_ms, self._now(), before_ms)
         if self.log is not None:
-            for i, stage in enumerate(stages):
-                self._note(results[i], stage, drawn[i])
-        return [results[i] for i in range(len(requests))]
+            for request in decided:
+                self._note(request)
+        return [request.result for request in decided]
 
     def _decide_all(
         self, stages: Sequence[FirstStage], limits: list[float], drift: Drift | None
@@ -319,10 +322,11 @@ class AdaptiveModel(FirstStages):
             drawn.append(chances)
         return expected, drawn
 
-    def _note(self, result: Result, stage: FirstStage, drawn: Drawn | None) -> None:
+    def _note(self, decided: Decided) -> None:
         """Write the row of an answered request."""
         assert self.log is not None
-        result.request_id = self.log.add(row_of(self.controller.digest, stage, drawn, result))
+        row = row_of(self.controller.digest, decided.prepared.stage, decided.drawn, decided.result)
+        decided.result.request_id = self.log.add(row)
 
     def _finish(
         self,
@@ -331,7 +335,7 @@ class AdaptiveModel(FirstStages):
         decision_ms: float,
         begun: float,
         before_ms: float,
-    ) -> list[Result]:
+    ) -> None:
         """Answer requests under one configuration, and learn from the times of the answers.
 
         Args:
@@ -361,7 +365,6 @@ class AdaptiveModel(FirstStages):
         beyond_ms = _positive((done - begun) * 1e3 + before_ms - counted_ms)
         latest.add(decision_ms, beyond_ms)
 
-        results = []
         for request, stage, answer, unused_ms in zip(group, stages, answers, unused, strict=True):
             ahead_ms = request.prepared.ahead_ms
             overhead = stage.extra_ms + unused_ms + decision_ms + beyond_ms
@@ -371,8 +374,7 @@ class AdaptiveModel(FirstStages):
                 waited = _positive((done - request.arrived) * 1e3 - total)
             facts = request.budget_ms, request.limit_ms, request.drift, request.expected[1:]
             times = total + waited, waited, overhead, decision_ms * 1e3, ahead_ms
-            results.append(Result(answer, configuration, choice, *facts, *times))
-        return results
+            request.result = Result(answer, configuration, choice, *facts, *times)
 
     def _limit(
         self, latest: Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float

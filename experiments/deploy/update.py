@@ -25,7 +25,6 @@ from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.learning.off_policy import Judgement
 from knobwise.agents.learning.update import update
 from knobwise.agents.policy.controller import NumpyController
-from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.versions import (
     CONTROLLER,
     CURRENT,
@@ -197,15 +196,13 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     agent: Any = loaded.controller
     assert config.log is not None
     # requests count if this controller or an earlier version of it decided them
-    digests = [*loaded.extra.get("versions", []), digest]
-    names = configurations_of(agent)
-    sizes = agent.controller.normaliser.sizes
-    log = read_log(config.log, names, digests, sizes)
+    versions = loaded.extra.get("versions", [])
+    log = read_log(config.log, agent.decider, versions)
     print_lines(Console(), [f"{len(log.rows):,} requests of {config.log}", *log.lines()])
     if not log.rows:
         raise InputError(f"log={config.log}: no request in it can be used; see the lines above")
     # each step learns on some folds of the requests and is judged on the others
-    result = update(agent, logged_of(log.rows, len(names), sizes), config.learning)
+    result = update(agent, logged_of(log.rows, agent.decider), config.learning)
     _print_steps(result.steps)
     latest = log.rows[-(config.every or len(log.rows)) :]
     facts = {
@@ -217,7 +214,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         "factors": result.factors,
         "logits": result.logits,
     }
-    extra = loaded.extra | {"versions": digests}
+    extra = loaded.extra | {"versions": [*versions, digest]}
     return loaded._replace(agent=result.agent, extra=extra), facts
 
 

@@ -33,7 +33,7 @@ def logged_requests(
     options = {"explore": 0.3, "explore_loss": 0.3, "seed": 0, "tracker": tracker}
     model = logging_model(folder, agent, table, slower, **options)
     serve_requests(model, table, count, label)
-    return agent, table, logged_of(read_log(folder).rows, 12, agent.controller.normaliser.sizes)
+    return agent, table, logged_of(read_log(folder).rows, agent.decider)
 
 
 def utility(controller: DeployedController, table: ProfileTable) -> float:

@@ -133,38 +133,31 @@ def wanted_of(
     return log_probs.numpy(), deployed.numpy()
 
 
+CONFIGS = st.builds(
+    PolicyConfig,
+    members=st.sampled_from([1, 3]),
+    layers=st.integers(1, 3),
+    hidden=st.just(12),
+    project=st.sampled_from([0, 3]),
+    budget_width=st.sampled_from([1, 4, 9, 32]),
+    drift=st.sampled_from([0.0, 0.3]),
+)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from([*TABLES]),
-    members=st.sampled_from([1, 3]),
-    layers=st.integers(1, 3),
-    project=st.sampled_from([0, 3]),
-    width=st.sampled_from([1, 4, 9, 32]),
+    config=CONFIGS,
     guarded=st.booleans(),
     masked=st.booleans(),
-    drifts=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(
-    name: str,
-    members: int,
-    layers: int,
-    project: int,
-    width: int,
-    guarded: bool,
-    masked: bool,
-    drifts: bool,
-    seed: int,
+    name: str, config: PolicyConfig, guarded: bool, masked: bool, seed: int
 ) -> None:
     table = TABLES[name]()
-    config = PolicyConfig(
-        members=members,
-        layers=layers,
-        hidden=12,
-        budget_width=width,
-        project=project * bool(table.features),
-        drift=0.3 * drifts,
-    )
+    if not table.features:
+        config = replace(config, project=0)
     count = len(default_budgets(table))
     agent = untrained(table, config, *(MARGINS[:count], DEPLOY[:count]) * guarded)
     light = agent.decider
@@ -181,7 +174,7 @@ def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(
     allowed = None if mask is None else mask.numpy()
     offset = None
     drift = None
-    if drifts:
+    if config.drift:
         offset = generator.normal(0.1, 0.3, table.num_configurations).astype(np.float32)
         drift = offset, 1.0
     wanted, deployed = wanted_of(agent, table, limits, mask, offset)

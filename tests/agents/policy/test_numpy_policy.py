@@ -110,10 +110,10 @@ def silu(x: float) -> float:
 
 
 def test_heads_by_hand() -> None:
-    """One feature, one hidden unit, two knobs with two values each, of which one combination does
-    not exist."""
+    """One feature, one hidden unit, the drift of one knob value, two knobs with two values each, of
+    which one combination does not exist."""
     arrays = {
-        "layers.0.weight": np.array([[1.0], [2.0]], np.float32),
+        "layers.0.weight": np.array([[1.0], [2.0], [4.0]], np.float32),
         "layers.0.bias": np.array([[0.5]], np.float32),
         "layers.1.weight": np.array([[1.0, -1.0, 0.0, 3.0]], np.float32),
         "layers.1.bias": np.array([[0.0, 0.5, 0.25, 0.0]], np.float32),
@@ -121,30 +121,21 @@ def test_heads_by_hand() -> None:
         "encoding.scale": np.array(math.log(2)),
         "encoding.frequencies": np.zeros(0),
     }
-    header = {"layers": 1, "budget_width": 1, "drift_values": 0}
+    header = {"layers": 1, "budget_width": 1, "drift_values": 1}
     places = places_of(np.array([[0, 0], [0, 1], [1, 0]]))
     assert places.tolist() == [[1, 1, 0], [0, 0, 1], [1, 0, 1], [0, 1, 0]]
     heads = Heads(arrays, header, normaliser_of(1), places)
-    # x = −3 under 20 ms, one standard deviation: −3 + 2·1 + 0.5 = −0.5
-    h = silu(-0.5)
-    wanted = [h + 0.25, 4 * h, -h + 0.5 + 0.25]
-    scores = heads.scores(np.array([[-3.0]], np.float32), np.array([20.0]))
-    assert scores.tolist() == [pytest.approx(wanted, abs=1e-6)]
-    assert heads.single(floats(-3.0), 20.0) == int(np.argmax(wanted)) == 2
-    assert heads.single(floats(3.0), 20.0) == 1  # h is large there, and 4h the most
+    x = np.array([[-3.0]], np.float32)
+    # x = −3 under 20 ms, one standard deviation: −3 + 2·1 + 0.5 = −0.5; with a drift 4·0.75 more
+    for drift, hidden, best in ((None, -0.5, 2), (np.array([0.75]), 2.5, 1)):
+        h = silu(hidden)
+        scores = heads.scores(x, np.array([20.0]), drift)
+        assert scores.tolist() == [pytest.approx([h + 0.25, 4 * h, -h + 0.75], abs=1e-5)]
+        assert heads.single(x[0], 20.0, drift) == best
     # one head over the configurations takes the outputs as they are
-    alone = Heads(arrays, header, normaliser_of(1), None)
-    scores = alone.scores(np.array([[-3.0]], np.float32), np.array([20.0]))
+    h = silu(-0.5)
+    scores = Heads(arrays, header, normaliser_of(1), None).scores(x, np.array([20.0]))
     assert scores.tolist() == [pytest.approx([h, -h + 0.5, 0.25, 3 * h], abs=1e-6)]
-    # with the drift of a knob value as one more input: −0.5 + 4·0.75 = 2.5
-    weight = np.array([[1.0], [2.0], [4.0]], np.float32)
-    drifts = arrays | {"layers.0.weight": weight}
-    told = Heads(drifts, header | {"drift_values": 1}, normaliser_of(1), places)
-    h = silu(2.5)
-    scores = told.scores(np.array([[-3.0]], np.float32), np.array([20.0]), np.array([0.75]))
-    assert scores.tolist() == [pytest.approx([h + 0.25, 4 * h, -h + 0.75], abs=1e-5)]
-    assert told.single(floats(-3.0), 20.0, np.array([0.75])) == 1
-    assert told.single(floats(-3.0), 20.0) == 2
 
 
 # -- static ----------------------------------------------------------------------------------------
@@ -212,17 +203,16 @@ def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slo
 def test_static_on_a_slower_machine_and_with_other_accuracies() -> None:
     static = by_hand()
     slower = static.scaled(np.array([4.0, 2.0, 1.0]))
-    budgets = np.array([20.0, 40.0, 60.0, 80.0])
-    wanted = [[0, 0, 0.25], [0.25, 0.25, 0.25], [0.25, 0.5, 1.0], [0.25, 0.75, 1.0]]
+    budgets = np.array([20.0, 40.0, 60.0])
+    wanted = [[0, 0, 0.25], [0.25, 0.25, 0.25], [0.25, 0.5, 1.0]]
     assert slower.mean_utility(budgets).tolist() == wanted
-    assert slower.latency_ms.tolist() == [40.0, 55.0, 45.0]
     chosen = slower.choose({}, budgets).tolist()
-    assert chosen == [2, 0, 2, 2]
+    assert chosen == [2, 0, 2]
     assert Static.restored(slower.arrays()).choose({}, budgets).tolist() == chosen
     worse = static.scaled(np.ones(3), np.array([1.0, 1.0, 0.5]))
-    assert worse.mean_utility(np.array([60.0])).tolist() == [[0.25, 0.75, 0.5]]
+    assert worse.mean_utility(budgets[2:]).tolist() == [[0.25, 0.75, 0.5]]
+    # in single precision where nothing is lost
     assert slower.arrays()["sorted_ms"].dtype == np.float32
-    # single precision would not keep these
     assert static.scaled(np.full(3, math.pi)).arrays()["sorted_ms"].dtype == np.float64
 
 
@@ -282,17 +272,6 @@ def mean_budgets(share: float = 0.25) -> MeanBudgets:
     )
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.73])
-@pytest.mark.parametrize("every", [1, 2, 7])
-def test_turns_keep_a_share_in_any_stretch_of_requests(share: float, every: int) -> None:
-    mean = mean_budgets(share)
-    taken = np.array([mean.fall_back(12.0) for _ in range(7000)])[::every]
-    assert set(taken.tolist()) == {1, 3}
-    for start in range(0, len(taken) - 99, 100):
-        stretch = taken[start : start + 100]
-        assert (stretch == 3).mean() == pytest.approx(share, abs=0.05)
-
-
 def test_turns_by_hand_one_by_one_and_many_at_once() -> None:
     """Multiples of 0.618 modulo 1: .618, .236, .854, .472, .090, .708, .326, .944, .562, .180."""
     wanted = [1, 3, 1, 1, 3, 1, 1, 1, 1, 3]
@@ -309,36 +288,19 @@ def test_turns_by_hand_one_by_one_and_many_at_once() -> None:
     assert together.or_mix(own[:1], np.array([0]), None).tolist() == [2]
 
 
-def sides(mean: MeanBudgets, group: Array, mask: Array) -> list[Array]:
-    """What no request, and what every request, gets of the dearer side."""
-    chosen = []
-    for share in (0.0, 1.0):
-        mean.mix["share"] = np.full(len(mean.budgets_ms), share)
-        chosen.append(mean.or_mix(np.zeros(len(group), np.int64), group, mask))
-    return chosen
-
-
 def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced() -> None:
     """By the other one; both by the best that the budget affords, or else by the cheapest."""
-    mean = mean_budgets()
-    mask = np.array(
-        [
-            [True, True, True, True],
-            [True, False, True, True],
-            [True, True, True, False],
-            [True, False, True, False],
-            [True, False, False, False],
-        ]
-    )
-    chosen = mean.or_mix(np.zeros(5, np.int64), np.full(5, 1), mask)
-    assert mask[np.arange(5), chosen].all()
-    mean.deployed[:] = False
-    first, second = sides(mean, np.full(5, 1), mask)
-    assert first.tolist() == [1, 3, 1, 2, 0]
-    assert second.tolist() == [3, 3, 1, 2, 0]
-    # at 9 ms nothing but configuration 0 is affordable
-    first, second = sides(mean, np.zeros(1, np.int64), np.array([[False, False, True, True]]))
-    assert (first.tolist(), second.tolist()) == ([2], [2])
+    mask = np.array([[True] * 4, [True, False, True, True], [True, True, True, False]])
+    both = np.array([[True, False, True, False], [True, False, False, False]])
+    mask = np.concatenate([mask, both])
+    own = np.zeros(5, np.int64)
+    for share, wanted in ((0.0, [1, 3, 1, 2, 0]), (1.0, [3, 3, 1, 2, 0])):
+        mean = mean_budgets(share)
+        assert mean.or_mix(own, own + 1, mask).tolist() == wanted
+        # at 9 ms nothing but configuration 0 is affordable
+        mean.deployed[:] = False
+        only = np.array([[False, False, True, True]])
+        assert mean.or_mix(own[:1], own[:1], only).tolist() == [2]
 
 
 def test_a_mean_budget_must_be_calibrated() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from replayed import settled_for, untrained
 from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.controller.networks import KnobHeads
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.export import agreement
 from knobwise.agents.serving.onnx_graph import OnnxController
 from knobwise.agents.stack.deployed import DeployedController
@@ -94,23 +92,6 @@ def order(tmp_path: Path) -> ExportRun:
     save_checkpoint(tmp_path / "best.pt", agent, ProfileTable.load(path), {"seen": [], **rows})
     profile = TableProfile(path=str(path))
     return ExportRun(str(tmp_path / "best.pt"), profile, out=str(tmp_path / "out"), onnx=True)
-
-
-def test_what_is_exported_decides_as_the_controller(order: ExportRun) -> None:
-    table, agent = guarded()
-    out = run(order)
-    names = {path.name for path in out.iterdir()}
-    assert names == {"controller.npz", "controller.onnx", "export.json", "policy"}
-    light = NumpyController.load(out / "controller.npz")
-    assert light.digest == agent.decider.digest
-    facts = json.loads((out / "export.json").read_text())
-    counts = facts["graphs"]["controller.onnx"]
-    assert counts["contexts"] == 450
-    assert counts["same"] + counts["rounding"] == 450
-    graph = OnnxController(out / "controller.onnx")
-    assert agreement(light, graph.choose, table, default_budgets(table), "graph") == counts
-    for name, about in facts["files"].items():
-        assert (out / name).stat().st_size == about["bytes"]
 
 
 def test_nothing_is_written_when_a_graph_disagrees(

@@ -122,22 +122,6 @@ def test_content_tells_requests_apart() -> None:
 # -- in the background -----------------------------------------------------------------------------
 
 
-def test_answers_from_prepared_stages_are_those_without(vlm: ElasticAdaptive) -> None:
-    plain = AdaptiveModel(vlm, ByFeatures(), tracker=False)
-    wanted = [plain.answer(request, 9e3) for request in REQUESTS]
-    for cache in (0, 20):
-        with AdaptiveModel(vlm, ByFeatures(), tracker=False, cache=cache) as model:
-            for number, request in enumerate(REQUESTS):
-                if number + 1 < len(REQUESTS):
-                    model.prefetch(REQUESTS[number + 1])  # its first stage runs beside this answer
-                result = model.answer(request, 9e3)
-                assert (result.choice, result.answer.text) == (
-                    wanted[number].choice,
-                    wanted[number].answer.text,
-                )
-        assert not any(thread.is_alive() for thread in model._worker._threads)
-
-
 class Stepping(Noting):
     """Notes when first stages begin and end; they take 30 ms. Fails on request."""
 

@@ -17,13 +17,11 @@ from replayed import ReplayedModel, logging_model, serve_requests, small_stack
 from knobwise.agents.learning.logged import Logged, ReadLog, logged_of, read_log
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.exploration import Exploration
-from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
 
 REQUESTS = "requests-000000.jsonl"
-SIZES = {"image_features": 4, "language_features": 4}
 
 
 def served(
@@ -46,11 +44,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checked(folder: Path) -> ReadLog:
     """A log as a controller that is to learn from it reads it."""
     agent, _ = small_stack()
-    return read_log(folder, configurations_of(agent), {agent.decider.digest}, SIZES)
+    return read_log(folder, agent.decider)
 
 
-def arrays_of(folder: Path) -> Logged:
-    return logged_of(read_log(folder).rows, 12, SIZES)
+def arrays_of(log: ReadLog) -> Logged:
+    agent, _ = small_stack()
+    return logged_of(log.rows, agent.decider)
 
 
 def test_a_row_holds_what_the_decision_saw_and_what_came_of_it(tmp_path: Path) -> None:
@@ -58,7 +57,7 @@ def test_a_row_holds_what_the_decision_saw_and_what_came_of_it(tmp_path: Path) -
     log = checked(tmp_path)
     assert not log.aside
     assert len({row["id"] for row in log.rows}) == 30
-    logged = logged_of(log.rows, 12, SIZES)
+    logged = arrays_of(log)
     for name in ("choice", "limit_ms", "met"):
         assert getattr(logged, name).tolist() == [getattr(result, name) for result in results]
     assert logged.answer_ms.tolist() == [result.answer.total_ms for result in results]
@@ -131,7 +130,7 @@ def test_rows_of_earlier_versions_are_read(written: Path, tmp_path: Path) -> Non
     """They had columns for a price, and for a candidate on trial."""
     log = checked(changed(written, tmp_path, price=None, tried=3))
     assert not log.aside
-    assert len(logged_of(log.rows, 12, SIZES).choice) == 40
+    assert len(arrays_of(log).choice) == 40
 
 
 def test_labels_that_cannot_be_joined_are_set_aside(written: Path, tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(
     whole, _, last = content.rpartition(b"\n")
     lines = whole.count(b"\n") + (b"\n" in content) + bool(last)
     assert len(log.rows) + sum(log.aside.values()) == lines
-    logged = logged_of(log.rows, 12, SIZES)
+    logged = arrays_of(log)
     assert ((logged.probability > 0) & (logged.probability <= 1)).all()
     assert np.isfinite(logged.offset).all()
 
@@ -234,7 +233,7 @@ def test_the_logged_probability_is_that_of_the_draws(tmp_path: Path, together: b
     else:
         for request in requests:
             model.answer(request, 60_000.0)
-    logged = arrays_of(tmp_path)
+    logged = arrays_of(read_log(tmp_path))
     chances = logged.propensity[0]
     assert (chances > 0).sum() > 2
     assert chances.max() > 0.6
@@ -257,7 +256,7 @@ def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_featur
 def test_exploration_stays_within_its_loss(tmp_path: Path) -> None:
     options = {"explore": 1.0, "explore_loss": 0.1, "seed": 0, "tracker": False}
     model, _ = served(tmp_path, 60, label=False, **options)
-    logged = arrays_of(tmp_path)
+    logged = arrays_of(read_log(tmp_path))
     log_probs = model.controller.log_probs(logged.features, logged.limit_ms)
     # the policy was taught softmax(40 · utility)
     near = log_probs >= log_probs.max(1, keepdims=True) - 40 * 0.1
