@@ -79,6 +79,7 @@ def load_demonstrations(
     Outcomes are in half precision. `vqa_gt_prob`, exp(`logprob_score`), and `vqa_correct`, whether
     `vqa_acc_score` is 1, are computed here; embeddings are drawn.
     """
+    # drawn again here, and compared with what the file was made from
     learner = builtin_learner()
     tensors, about = tensors_and_metadata(path)
     task = draw_part(variant, part, *(int(about[key]) for key in ("queries", "candidates", "seed")))
@@ -96,6 +97,7 @@ def load_demonstrations(
         raise InputError(
             f"{path}: was recorded with another learner, so its outcomes differ. {again}"
         )
+    # outcomes, then those that follow from others
     fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
     fields |= {
         name: derive(fields[origin])

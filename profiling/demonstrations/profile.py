@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.common.json_text import decoded
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -36,12 +35,20 @@ from knobwise.profiling.demonstrations.beam_search import (
     drawn,
     joined,
     retrieved,
+    rows_of,
     score,
 )
 from knobwise.profiling.demonstrations.pools import similarity
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask
-from knobwise.profiling.measuring.machine import claim, cpu_name, digests, rendered, write_json
+from knobwise.profiling.measuring.machine import (
+    claim,
+    cpu_name,
+    digests,
+    read_note,
+    rendered,
+    write_json,
+)
 from knobwise.profiling.measuring.settings import changed_settings
 
 Draw = Callable[[Tensor, int], Tensor]
@@ -70,13 +77,14 @@ def profile_beams(
     InputError if `out_dir` holds another run, or an unfinished round of another policy.
     """
     out = Path(out_dir)
-    state = Path(out_dir) / "state"
+    state = out / "state"
     settings = {k: v for k, v in asdict(config).items() if k not in _OF_A_ROUND}
     claim(
         state / "beams.json",
-        {"task": task.words, "table": task.table.digest, **task.sources, **settings},
+        {"task": task.options, "table": task.table.digest, **task.sources, **settings},
     )
 
+    # the search, by methods that need no policy
     search = partial(_search, task, config)
     sequences, zero_shot, cpu_s = _in_chunks(
         state / "search", task.table.num_queries, config.chunk, search
@@ -84,36 +92,29 @@ def profile_beams(
     table = task.table.with_beams(*sequences)
     costs = [cpu_s]
 
+    # a round of draws for each policy and seed
     this_round = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
     begun = state / "rounds.json"
-    rounds = _read_rounds(begun)
+    rounds: list[dict[str, Any]] = []
+    if begun.exists():
+        rounds = read_note(begun, list)
     num_begun = len(rounds)
     if draw is not None and this_round not in rounds:
         rounds.append(this_round)
-    for number, about in enumerate(rounds, 1):
-        if number > num_begun:  # only now, since an earlier round may turn out to be unfinished
+    for index, beginning in enumerate(rounds, 1):
+        if index > num_begun:  # only now, since an earlier round may turn out to be unfinished
             write_json(begun, rounds)
         find = None  # earlier rounds are only read
-        if draw is not None and about == this_round:
+        if draw is not None and beginning == this_round:
             find = partial(_draw_round, task, config, draw, table, zero_shot["vqa_gt_prob"])
         added, _, cpu_s = _in_chunks(
-            state / f"round-{number}", table.num_queries, config.chunk, find
+            state / f"round-{index}", table.num_queries, config.chunk, find
         )
-        table = table.with_beams(*added, round=number)
+        table = table.with_beams(*added, round=index)
         costs.append(cpu_s)
     info = _write(out, table, task, config, zero_shot, costs, rounds)
     print(rendered("beams", **info["figures"]))
     return table
-
-
-def _read_rounds(path: Path) -> list[dict[str, Any]]:
-    """Read the rounds begun so far; none where there is no file."""
-    if not path.exists():
-        return []
-    try:
-        return list[dict[str, Any]](decoded(path.read_bytes()))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{path}: is damaged ({error}); choose another out folder") from error
 
 
 def _draw_round(
@@ -125,13 +126,14 @@ def _draw_round(
     rows: Tensor,
 ) -> tuple[Sequences, dict[str, Tensor]]:
     """Draw sequences for the queries `rows` and score those that the table lacks."""
+    # the same draws whichever chunks an earlier session finished
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.draw_seed * _SEED_STEP + int(rows[0]))
         sequences = draw(rows, config.draws)
     fields = {name: field[rows] for name, field in table.fields.items()}
     known = Sequences(table.sequences[rows], fields, table.found_by[rows])
     pool = table.pool[rows]
-    return score(task.scorer, rows, pool, sequences, "policy", zero_shot[rows], known), {}
+    return score(task.scorer, rows, pool, sequences, "policy", zero_shot[rows], [known]), {}
 
 
 def _search(
@@ -140,6 +142,7 @@ def _search(
     table = task.table
     scorer = task.scorer
     pool = table.pool[rows]
+    # a chunk has its own seed, so that chunks can be done in any order
     generator = torch.Generator().manual_seed(config.seed * _SEED_STEP + int(rows[0]))
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))
     probability = zero_shot["vqa_gt_prob"]
@@ -150,20 +153,18 @@ def _search(
         "retrieval": retrieved(similarities, config.shots, config.retrieved),
         "random": drawn(pool, config.shots, config.random, generator),
     }
-    scored = None
+    known = []
     kept = []
     if config.width:
-        scored = beam_search(scorer, rows, pool, config.shots, config.width, probability)
-        lengths = (scored.sequences >= 0).sum(2, keepdim=True)
+        beams = beam_search(scorer, rows, pool, config.shots, config.width, probability)
+        lengths = (beams.sequences >= 0).sum(2, keepdim=True)
         longest = lengths == lengths.amax(1, keepdim=True)
-        kept.append(scored._replace(sequences=scored.sequences.where(longest, -1)))
+        known.append(beams)
+        kept.append(beams._replace(sequences=beams.sequences.where(longest, -1)))
     for method, sequences in others.items():
         if sequences.shape[1]:
-            kept.append(score(scorer, rows, pool, sequences, method, probability, scored))
-            if scored is None:
-                scored = kept[-1]
-            else:
-                scored = joined([scored, kept[-1]])
+            kept.append(score(scorer, rows, pool, sequences, method, probability, known))
+            known.append(kept[-1])
     return joined(kept), zero_shot
 
 
@@ -175,6 +176,7 @@ def _in_chunks(
     Each chunk is a file, and files that exist are read. Return the sequences, the scores without
     demonstrations, and the CPU seconds of both.
     """
+    # finished chunks are read, unless they are damaged
     chunks = torch.arange(queries).split(chunk)
     paths = [folder / f"{int(rows[0])}.safetensors" for rows in chunks]
     parts = {path: part for path in paths if (part := tensors_if_whole(path)) is not None}
@@ -203,10 +205,7 @@ def _in_chunks(
         Sequences(part["sequences"], with_prefix(part, "fields."), part["found_by"])
         for part in whole
     ]
-    zero_shots = [with_prefix(part, "zero_shot.") for part in whole]
-    zero_shot = {}
-    for name in zero_shots[0]:
-        zero_shot[name] = torch.cat([part[name] for part in zero_shots])
+    zero_shot = rows_of([with_prefix(part, "zero_shot.") for part in whole])
     return joined(sequences, dim=0), zero_shot, float(sum(part["cpu_s"] for part in whole))
 
 
@@ -221,27 +220,22 @@ def _write(
 ) -> dict[str, Any]:
     table.save(out / "beams.safetensors")
     files = ["beams.safetensors"]
-    words = [
-        "knobwise profile",
-        *task.words,
-        "out=DIR",
-        *changed_settings("beams.", config, leave_out=_OF_A_ROUND),
-    ]
+    settings = changed_settings("beams.", config, leave_out=_OF_A_ROUND)
+    command = " ".join(["knobwise profile", *task.options, "out=DIR", *settings])
+    tensors = {"embeddings": table.candidates, "query_embeddings": table.queries}
     if config.json:
         # in this format the id of a query is its row in the embeddings
         numbered = replace(table, query_ids=tuple(map(str, range(table.num_queries))))
-        about = {"query_ids": table.query_ids, "command": " ".join(words)}
-        write_rl_data(numbered, out / "beams.json", about)
-        for name, embeddings in (
-            ("embeddings", table.candidates),
-            ("query_embeddings", table.queries),
-        ):
-            save_tensors(out / f"{name}.safetensors", {"embeddings": embeddings})
-        files += ["beams.json", "embeddings.safetensors", "query_embeddings.safetensors"]
+        metadata = {"query_ids": table.query_ids, "command": command}
+        write_rl_data(numbered, out / "beams.json", metadata)
+        files.append("beams.json")
+        for name, embeddings in tensors.items():
+            files.append(f"{name}.safetensors")
+            save_tensors(out / files[-1], {"embeddings": embeddings})
     info = {
         "name": table.name,
         "digest": table.digest,
-        "command": " ".join(words),
+        "command": command,
         "rounds": rounds,
         "figures": figures(table, zero_shot),
         "cost_cpu_s": {
@@ -261,6 +255,7 @@ def figures(table: BeamTable, zero_shot: dict[str, Tensor]) -> dict[str, Any]:
     `correct` is the share of a kind's sequences, `any_correct` the share of queries with at least
     one right, `gain` the mean information gain.
     """
+    # one row for each recorded sequence
     query, beam = table.beam_mask.nonzero(as_tuple=True)
     columns = {"method": table.found_by, "round": table.round, "shots": table.lengths}
     columns |= {"correct": table.fields["vqa_correct"], "gain": table.fields["beam_score"]}
