@@ -257,29 +257,35 @@ def figures(table: BeamTable, zero_shot: dict[str, Tensor]) -> dict[str, Any]:
     """
     # one row for each recorded sequence
     query, beam = table.beam_mask.nonzero(as_tuple=True)
-    columns = {"method": table.found_by, "round": table.round, "shots": table.lengths}
-    columns |= {"correct": table.fields["vqa_correct"], "gain": table.fields["beam_score"]}
-    frame = pl.DataFrame(
-        {"query": query.numpy(), **{name: x[query, beam].numpy() for name, x in columns.items()}}
-    )
+    columns = {
+        "method": table.found_by,
+        "round": table.round,
+        "shots": table.lengths,
+        "correct": table.fields["vqa_correct"].double(),
+        "gain": table.fields["beam_score"].double(),
+    }
+    values = {name: column[query, beam].numpy() for name, column in columns.items()}
     right = pl.col("query").filter(pl.col("correct") == 1)
-    kinds = frame.group_by("method", "round", "shots").agg(
-        sequences=pl.len(),
-        correct=pl.col("correct").cast(pl.Float64).mean().round(6),
-        any_correct=(right.n_unique() / pl.col("query").n_unique()).round(6),
-        gain=pl.col("gain").cast(pl.Float64).mean().round(6),
+    rows = (
+        pl.DataFrame({"query": query.numpy(), **values})
+        .group_by("method", "round", "shots")
+        .agg(
+            sequences=pl.len(),
+            correct=pl.col("correct").mean().round(6),
+            any_correct=(right.n_unique() / pl.col("query").n_unique()).round(6),
+            gain=pl.col("gain").mean().round(6),
+        )
+        .sort("method", "round", "shots")
+        .to_dicts()
     )
-    method = pl.col("method").replace_strict(dict(enumerate(METHODS)))
-    found_by = (
-        pl.when(pl.col("round") > 0).then(pl.format("{}-{}", method, "round")).otherwise(method)
-    )
-    rows = kinds.sort("method", "round", "shots").select(
-        found_by.alias("found_by"), pl.exclude("method", "round")
-    )
+    for row in rows:
+        row["found_by"] = METHODS[row.pop("method")]
+        if index := row.pop("round"):
+            row["found_by"] += f"-{index}"
     return {
         "queries": table.num_queries,
         "candidates": len(table.candidates),
         "pool": table.pool.shape[1],
         "zero_shot_correct": round(float(zero_shot["vqa_correct"].double().mean()), 6),
-        "found": rows.to_dicts(),
+        "found": rows,
     }

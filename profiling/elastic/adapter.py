@@ -238,8 +238,8 @@ def request_of(scene: Scenes) -> Request:
 
 def question_of(scene: Scenes) -> str:
     """Return the question of a scene in words, which `as_prompt` reads."""
-    words = [WORDS[token] for token in scene.prompts[0]]
-    return " ".join(word for word in words if word[0] not in "·<")
+    texts = [WORDS[token] for token in scene.prompts[0]]
+    return " ".join(text for text in texts if text[0] not in "·<")
 
 
 def answer_of(scene: Scenes) -> str:

@@ -264,12 +264,14 @@ class ElasticVLM(nn.Module):
         coordinates = window_coordinates(rows, columns, grids)
         # a place in the image and the word for it share one embedding, so a question finds its
         # cells early in training
-        place = coordinates[:, :_PLACES] @ self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES]
+        position = (
+            coordinates[:, :_PLACES] @ self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES]
+        )
         sources = (images if overview is None else overview, images)
         cut = [cut_windows(source, grid) for source, grid in zip(sources, grids, strict=False)]
         windows = self.stem(torch.cat(cut, 1))
         size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
-        windows = windows + (place + self.scale(coordinates[:, _PLACES:]))
+        windows = windows + (position + self.scale(coordinates[:, _PLACES:]))
         return torch.cat((size.expand(len(images), 1, -1), windows), 1)
 
     def prefix(

@@ -113,10 +113,10 @@ def draw_scenes(
     prompts = np.full((len(questions), PROMPT_TOKENS), FILLER)
     answers = np.full((len(questions), ANSWER_TOKENS), FILLER)
     for i, question in enumerate(questions):
-        positions, shown = _ask(rng, question, labels[i], colour[i])
+        positions, texts = _ask(rng, question, labels[i], colour[i])
         prompts[i, : 1 + len(positions)] = [TOKEN[word] for word in (f"{question}?", *positions)]
         prompts[i, -1] = TOKEN["<answer>"]
-        answers[i, : len(shown) + 1] = [TOKEN[word] for word in (*shown, "<end>")]
+        answers[i, : len(texts) + 1] = [TOKEN[word] for word in (*texts, "<end>")]
     return Scenes(images, labels, prompts, answers, questions)
 
 
@@ -149,40 +149,40 @@ def _ask(
 ) -> tuple[list[str], list[str]]:
     """Draw the positions that the question names; return them and the words of its answer."""
     rows, columns = labels.shape
-
-    def word(r: int, c: int, kind: str = "digit") -> str:
-        if labels[r, c] == _BLANK:
-            return "blank"
-        if kind == "digit":
-            return str(labels[r, c])
-        return _COLOUR_NAMES[colour[r, c]]
-
-    # a cell; questions about a row or a column use one of its numbers
     r = int(rng.integers(rows))
     c = int(rng.integers(columns))
+
+    def words_of(kind: str, *cells: tuple[int, int]) -> list[str]:
+        texts = []
+        for cell in cells:
+            name = str(labels[cell])
+            if kind == "colour":
+                name = _COLOUR_NAMES[colour[cell]]
+            texts.append("blank" if labels[cell] == _BLANK else name)
+        return texts
+
+    # a cell, a row or a column
     if question in ("digit", "colour"):
-        return [f"r{r}", f"c{c}"], [word(r, c, question)]
-    if question == "row":
-        return [f"r{r}"], [word(r, j) for j in range(columns)]
-    if question == "row_colours":
-        return [f"r{r}"], [word(r, j, "colour") for j in range(columns)]
+        return [f"r{r}", f"c{c}"], words_of(question, (r, c))
     if question == "column":
-        return [f"c{c}"], [word(i, c) for i in range(rows)]
+        return [f"c{c}"], words_of("digit", *((i, c) for i in range(rows)))
+    row = [(r, j) for j in range(columns)]
+    if question in ("row", "row_colours"):
+        return [f"r{r}"], words_of("digit" if question == "row" else "colour", *row)
     if question == "largest":
-        seen = [int(n) for n in labels[r] if n != _BLANK]
-        return [f"r{r}"], [str(max(seen)) if seen else "blank"]
+        return [f"r{r}"], [max(words_of("digit", *row), key=lambda name: (name != "blank", name))]
     if question not in ("match", "sum", "compare"):
         raise ValueError(f"unknown question {question!r}; known: {', '.join(QUESTIONS)}")
-    # these show their work: the two cells first, a blank counting as nothing
+    # two cells; these show their work: the cells first, a blank counting as nothing
     r2 = int(rng.integers(rows))
     c2 = int(rng.integers(columns))
+    pair = ((r, c), (r2, c2))
     positions = [f"r{r}", f"c{c}", f"r{r2}", f"c{c2}"]
     if question == "match":
-        pair = [word(r, c, "colour"), word(r2, c2, "colour")]
-        return positions, [*pair, "same" if pair[0] == pair[1] else "other"]
-    a, b = (int(labels[cell] % _BLANK) for cell in ((r, c), (r2, c2)))
-    if question == "sum":
-        last = str(a + b)
-    else:
+        seen = words_of("colour", *pair)
+        return positions, [*seen, "same" if seen[0] == seen[1] else "other"]
+    a, b = (int(labels[cell] % _BLANK) for cell in pair)
+    last = str(a + b)
+    if question == "compare":
         last = ("same", "first", "second")[np.sign(a - b)]
-    return positions, [word(r, c), word(r2, c2), last]
+    return positions, [*words_of("digit", *pair), last]

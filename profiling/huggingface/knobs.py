@@ -49,7 +49,7 @@ class HuggingFaceKnobs:
     list of blocks.
 
     `importance` is how much the answers lose without each block, by block, for all that can be left
-    out (`knobwise.profiling.huggingface.profile` measures and reads it). Raises InputError if the
+    out (`knobwise.profiling.huggingface.importance` reads it). Raises InputError if the
     decoder's blocks are not found, the importance misses a block or names one that does not exist,
     or the model's knobs are set at this moment.
     """

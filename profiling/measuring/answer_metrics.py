@@ -107,7 +107,7 @@ def _contractions() -> dict[str, str]:
     whole = ["i'm", "ma'am", "o'clock", "'twas", "'tis", "y'all", "y'all'll", "y'all'd've"]
     for ending, group in stems.items():
         whole += [stem + ending for stem in group.split()]
-    spellings = {}
+    spellings: dict[str, str] = {}
     for contraction in whole:
         # each apostrophe may be there or not
         letters = (("", "'") if letter == "'" else letter for letter in contraction)
@@ -131,7 +131,7 @@ def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[st
         raise InputError(f"metric choice: needs 1 to 26 choices, not {len(choices)}")
     comparable = _comparable(choices)
     texts = list(map(comparable, choices))
-    right = set()
+    right: set[int | None] = set()
     for reference in references:
         if (plain := comparable(reference)) in texts:
             right.add(texts.index(plain))

@@ -108,10 +108,12 @@ class VQAData:
             return tuple(sorted(most_common(item.choices)))
         alike = self._answers_by_start.get(_start(item.question), ())
         spelling: dict[str, str] = {}
-        # the first spelling of an answer stays
         for answer in (*most_common(item.answers), *alike, *self._answers_by_start[None]):
+            if len(spelling) == most:
+                break
+            # the first spelling of an answer stays
             spelling.setdefault(normalised(answer), answer)
-        return tuple(sorted(list(spelling.values())[:most]))
+        return tuple(sorted(spelling.values()))
 
     @cached_property
     def _answers_by_start(self) -> dict[str | None, tuple[str, ...]]:

@@ -275,14 +275,13 @@ def box_features(
         return features
     outlines = shapes(boxes)
     # all in reading order
-    x, y, width, height, angle = outlines[reading_order(question, outlines)].T
+    outlines = outlines[reading_order(question, outlines)]
+    centre = outlines[:, :2] / size[::-1]
+    width, height, angle = outlines[:, 2:].T
     area = width * height / (size[0] * size[1])
     length = np.log((width / height.clip(1)).clip(0.1))
     height = np.log(height.clip(1))
-    x = x / size[1]
-    y = y / size[0]
     tilt = np.minimum(np.abs(angle), 45.0) / 45.0
-    tallest = int(np.argmax(height))
     # of all boxes
     features[:21] = [
         len(boxes) / 10,
@@ -291,12 +290,9 @@ def box_features(
         height.std(),
         length.mean(),
         length.max(),
-        x.mean(),
-        y.mean(),
-        x.std(),
-        y.std(),
-        x[tallest],
-        y[tallest],
+        *centre.mean(0),
+        *centre.std(0),
+        *centre[np.argmax(height)],
         area.sum(),
         tilt.mean(),
         scores.mean(),
@@ -304,7 +300,7 @@ def box_features(
         scores.std(),
     ]
     # of the first boxes, one after another
-    first = np.stack([height, length, x, y, np.sqrt(area), tilt], 1)[:DESCRIBED].ravel()
+    first = np.column_stack([height, length, centre, np.sqrt(area), tilt])[:DESCRIBED].ravel()
     features[21 : 21 + len(first)] = first
     return features
 
