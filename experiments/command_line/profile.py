@@ -18,7 +18,7 @@ from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
-OWN = ("elastic", "ocr")
+BUILT_IN = ("elastic", "ocr")
 """Models that bring their questions along."""
 
 
@@ -30,7 +30,7 @@ def profile(config: ProfileRun) -> None:
     """
     _check(config)
     try:
-        if config.model in OWN or ":" in config.model or config.data is not None:
+        if config.model in BUILT_IN or ":" in config.model or config.data is not None:
             _summary(measure(config))
         else:
             _profile_beams(config)
@@ -55,7 +55,7 @@ def measure(config: ProfileRun) -> Path:
         device=config.device,
     )
     usual = config.data or getattr(model, "dataset", model.name)
-    knobs = replace(config.knobs, name=config.knobs.name or Path(usual).name.split(".")[0])
+    knobs = replace(config.knobs, name=config.knobs.name or Path(str(usual)).name.split(".")[0])
     identity = {}
     if config.data is None or ":" in config.model:
         identity["class"] = config.model
@@ -76,12 +76,12 @@ def _summary(folder: Path) -> None:
 
 def _check(config: ProfileRun) -> None:
     """Refuse options that are for another kind of model."""
-    if config.data is not None and config.model in (*OWN, "learner"):
+    if config.data is not None and config.model in (*BUILT_IN, "learner"):
         raise InputError(
             f"data={config.data}: model={config.model} makes its own questions; name the model "
             "that answers these, model=NAME_OR_FOLDER"
         )
-    has_knobs = config.data is not None or config.model in OWN or ":" in config.model
+    has_knobs = config.data is not None or config.model in BUILT_IN or ":" in config.model
     if not has_knobs and config.knobs != VLMProfileConfig():
         raise InputError(
             "knobs: is for model=elastic, model=ocr, a class of your own, or a Hugging Face model "

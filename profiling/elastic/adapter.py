@@ -253,7 +253,9 @@ class ElasticRequests(DrawnQuestions):
     With `soft`, answers are scored by their share of right words, not by exact match.
     """
 
-    soft = False
+    def __init__(self, soft: bool = False) -> None:
+        super().__init__()
+        self.soft = soft
 
     def draw(self, row: int) -> VQAItem:
         """Draw a scene from the seed that the built-in profile was made with."""

@@ -197,8 +197,8 @@ class HuggingFaceVLM(PromptedModel):
     def _decoded(self, tokens: Sequence[int]) -> tuple[str, int]:
         """Return the text of an answer, and the number of its tokens up to the first that ends
         it."""
-        ends = [i for i, token in enumerate(tokens, 1) if token in self.end_tokens]
-        length = min(ends, default=len(tokens))
+        lengths = [i for i, token in enumerate(tokens, 1) if token in self.end_tokens]
+        length = min(lengths, default=len(tokens))
         text = self.tokenizer.decode(tokens[:length], skip_special_tokens=True).strip()
         if not self.chats:  # a token may hold the end of a line and more
             text = text.partition("\n")[0].rstrip()

@@ -130,9 +130,9 @@ def measurements_of(plan: Plan, log: pl.DataFrame, records: pl.DataFrame) -> pl.
     measured = measured.rename({"total_ms": "latency_ms"})
     # the log has other columns that the records have too, and those are of the cell
     extra = [c.removeprefix(EXTRA) for c in log.columns if c.startswith(EXTRA)]
-    own = [c for c in ("latency_ms", *TIMES, *extra) if c in records.columns]
+    taken = [c for c in ("latency_ms", *TIMES, *extra) if c in records.columns]
     rows = records[np.arange(len(records)).repeat(plan.repeats)]
-    return rows.with_columns(measured["repeat"], *measured[own]).with_columns(_decode_ms())
+    return rows.with_columns(measured["repeat"], *measured[taken]).with_columns(_decode_ms())
 
 
 def write_table(path: Path, columns: pl.DataFrame) -> None:
