@@ -84,7 +84,7 @@ def _check(config: ProfileRun) -> None:
     has_knobs = config.data is not None or config.model in BUILT_IN or ":" in config.model
     if not has_knobs and config.knobs != VLMProfileConfig():
         raise InputError(
-            "knobs: is for model=elastic, model=ocr, a class of your own, or a Hugging Face model "
+            "knobs: is for model=elastic, a class of your own, model=ocr, or a Hugging Face model "
             "with data=FILE"
         )
     if config.importance is not None and (config.data is None or ":" in config.model):

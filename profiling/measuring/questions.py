@@ -184,6 +184,8 @@ def _rows(path: Path) -> Rows:
         return read_frame(path).to_dicts()
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
     if path.suffix != ".json":
