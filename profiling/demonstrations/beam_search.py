@@ -16,6 +16,8 @@ from torch.nn.functional import pad
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations.scorers import Scorer
 
+Fields = dict[str, Tensor]
+"""Scores by name, float32 [n], or [n, B] of B sequences for each query."""
 _AT_A_TIME = 16_384  # sequences given to the scorer
 
 
@@ -25,7 +27,7 @@ class Sequences(NamedTuple):
     sequences: Tensor
     """int64 [n, B, T], positions in the queries' pools; −1 after the end of a sequence and where
     there is none."""
-    fields: dict[str, Tensor]
+    fields: Fields
     """float32 [n, B] under names of `knobwise.envs.demonstrations.beam_table.FIELDS`; NaN where
     there is no sequence."""
     found_by: Tensor
@@ -193,7 +195,7 @@ def score(
 
 def _scored(
     scorer: Scorer, rows: Tensor, pool: Tensor, query: Tensor, sequences: Tensor, zero_shot: Tensor
-) -> dict[str, Tensor]:
+) -> Fields:
     """Return the scores and the gain of k sequences, int64 [k, T].
 
     `query`, int64 [k], indexes `rows`, `pool` and `zero_shot`.
@@ -208,7 +210,7 @@ def _scored(
     return scores | {"beam_score": scores["vqa_gt_prob"] - zero_shot[query]}
 
 
-def rows_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def rows_of(parts: Sequence[Mapping[str, Tensor]]) -> Fields:
     """Join tensors of further rows below one another, by name."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -218,7 +220,7 @@ def joined(parts: Sequence[Sequences], dim: int = 1) -> Sequences:
     one another (dim 0)."""
     shots = max(part.sequences.shape[2] for part in parts)
     count = max(part.sequences.shape[1] for part in parts)
-    names: dict[str, Tensor] = {}
+    names: Fields = {}
     for part in parts:
         names |= part.fields
     sequences = []

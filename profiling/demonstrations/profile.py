@@ -30,6 +30,7 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.envs.tables.tensor_file import save_tensors, tensors_if_whole, with_prefix
 from knobwise.profiling.demonstrations.beam_search import (
+    Fields,
     Sequences,
     beam_search,
     drawn,
@@ -54,7 +55,7 @@ from knobwise.profiling.measuring.settings import changed_settings
 Draw = Callable[[Tensor, int], Tensor]
 """Queries, int64 [n], and how many sequences for each → int64 [n, count, T], places in their pools,
 −1 padded."""
-Search = Callable[[Tensor], tuple[Sequences, dict[str, Tensor]]]
+Search = Callable[[Tensor], tuple[Sequences, Fields]]
 """Queries, int64 [n] → their sequences, and their scores without demonstrations, [n] by name."""
 _SEED_STEP = 1_000_003
 _OF_A_ROUND = ("json", "draws", "draw_seed")  # settings that do not change what the search records
@@ -124,7 +125,7 @@ def _draw_round(
     table: BeamTable,
     zero_shot: Tensor,
     rows: Tensor,
-) -> tuple[Sequences, dict[str, Tensor]]:
+) -> tuple[Sequences, Fields]:
     """Draw sequences for the queries `rows` and score those that the table lacks."""
     # the same draws whichever chunks an earlier session finished
     with torch.random.fork_rng(devices=[]):
@@ -136,9 +137,7 @@ def _draw_round(
     return score(task.scorer, rows, pool, sequences, "policy", zero_shot[rows], [known]), {}
 
 
-def _search(
-    task: BeamTask, config: BeamProfileConfig, rows: Tensor
-) -> tuple[Sequences, dict[str, Tensor]]:
+def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> tuple[Sequences, Fields]:
     table = task.table
     scorer = task.scorer
     pool = table.pool[rows]
@@ -170,7 +169,7 @@ def _search(
 
 def _in_chunks(
     folder: Path, queries: int, chunk: int, find: Search | None
-) -> tuple[Sequences, dict[str, Tensor], float]:
+) -> tuple[Sequences, Fields, float]:
     """Find the sequences of all queries, a chunk at a time.
 
     Each chunk is a file, and files that exist are read. Return the sequences, the scores without
@@ -214,7 +213,7 @@ def _write(
     table: BeamTable,
     task: BeamTask,
     config: BeamProfileConfig,
-    zero_shot: dict[str, Tensor],
+    zero_shot: Fields,
     costs: list[float],
     rounds: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -249,7 +248,7 @@ def _write(
     return info
 
 
-def figures(table: BeamTable, zero_shot: dict[str, Tensor]) -> dict[str, Any]:
+def figures(table: BeamTable, zero_shot: Fields) -> dict[str, Any]:
     """Compute the shares of right answers, by how sequences were found and by their length.
 
     `correct` is the share of a kind's sequences, `any_correct` the share of queries with at least

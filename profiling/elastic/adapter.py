@@ -23,6 +23,7 @@ from knobwise.profiling.elastic.scenes import (
     PROMPT_TOKENS,
     TOKEN,
     WORDS,
+    Floats,
     Scenes,
 )
 from knobwise.profiling.elastic.settings import Configuration
@@ -91,7 +92,7 @@ class ElasticAdaptive(KeepsConfiguration):
         overview = np.einsum("yi,xj,ocij->cyxo", mean, mean, stem, optimize=True)
         self._overview = np.ascontiguousarray(overview.reshape(-1, len(stem)))
         self._words = self.model.words.weight.detach().numpy() / np.float32(PROMPT_TOKENS)
-        self._base: dict[torch.Size, NDArray[np.float32]] = {}
+        self._base: dict[torch.Size, Floats] = {}
         self._checked: dict[tuple[tuple[str, int], ...], Configuration] = {}
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
@@ -124,8 +125,8 @@ class ElasticAdaptive(KeepsConfiguration):
         return FirstStage(request, blocks, kept, end - start, end - done)
 
     def _features(
-        self, image: Tensor, overview: NDArray[np.float32], prompt: NDArray[np.int64]
-    ) -> dict[str, NDArray[np.float32]]:
+        self, image: Tensor, overview: Floats, prompt: NDArray[np.int64]
+    ) -> dict[str, Floats]:
         """Compute the features from an overview [1, 3, 16, 16] and a prompt [6].
 
         Those of the image are [2·width], the mean of the overview's tokens and the grid-size token;
@@ -142,7 +143,7 @@ class ElasticAdaptive(KeepsConfiguration):
         return {"image_features": joined[: 2 * width], "language_features": joined[2 * width :]}
 
     @torch.inference_mode()
-    def _base_of(self, image: Tensor) -> NDArray[np.float32]:
+    def _base_of(self, image: Tensor) -> Floats:
         """Return the image features of a black image of this size, whose windows are 0, and room
         for those of the language: [3·width]."""
         tokens = self.model.first_stage(torch.zeros_like(image))[0]  # [10, width]
@@ -274,7 +275,7 @@ class ElasticRequests(DrawnQuestions):
         return float(answer.split() == right)
 
 
-def builtin_input(sample_id: str) -> tuple[str, NDArray[np.float32]]:
+def builtin_input(sample_id: str) -> tuple[str, Floats]:
     """Return the question of a sample of the built-in profile, and its picture [h, w, 3] in 0–1."""
     item = ElasticRequests().item(sample_id)
     return item.question, item.image[0].permute(1, 2, 0).numpy()

@@ -40,6 +40,7 @@ from knobwise.profiling.measuring.adaptive_model import (
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
 
+Bools = NDArray[np.bool_]
 TIMES = ("total_ms", "prefill_ms", "vision_ms")
 STAGE_TIMES = ("features_ms", "first_look_ms")
 """Times of the first stage that are not part of an answer's."""
@@ -117,7 +118,7 @@ class Plan:
             .unique(["sample", "configuration", "repeat"], keep="first", maintain_order=True)
         )
 
-    def done(self, log: pl.DataFrame) -> NDArray[np.bool_]:
+    def done(self, log: pl.DataFrame) -> Bools:
         """Mark the measurements that a log contains: bool [R, N, C], by repeat, sample and
         configuration."""
         # one row of indices for each measurement
@@ -174,7 +175,7 @@ def measure(
     model: AdaptiveVLM,
     plan: Plan,
     log: BinaryIO,
-    done: NDArray[np.bool_],
+    done: Bools,
     store: FeatureStore | None = None,
     untaken: set[str] | None = None,
 ) -> None:
@@ -221,7 +222,7 @@ def measure(
                 store.flush()
 
 
-def _warm_up(run: _Runner, done: NDArray[np.bool_], rounds: int) -> None:
+def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
     """Answer once a round, untimed, with each configuration that is still to be measured.
 
     The warm-up of an earlier session does not count for this one.
@@ -237,9 +238,7 @@ def _warm_up(run: _Runner, done: NDArray[np.bool_], rounds: int) -> None:
             tick(step + 1, "")
 
 
-def _missing(
-    done: NDArray[np.bool_], seed: int, together: bool
-) -> Iterator[tuple[int, int, list[int]]]:
+def _missing(done: Bools, seed: int, together: bool) -> Iterator[tuple[int, int, list[int]]]:
     """Yield repeat, sample and configurations of the missing measurements, in measuring order:
     one configuration at a time, or all of a sample `together`."""
     repeats, samples, configurations = done.shape

@@ -38,6 +38,8 @@ from knobwise.profiling.ocr.layout import (
 )
 from knobwise.profiling.ocr.scenes import INSTALL, Scenes
 
+Pixels = NDArray[np.uint8]
+Floats = NDArray[np.float32]
 SIDES = (288, 416, 576)
 """Values of the knob `side`; the first stage is the detector at the smallest, in pixels."""
 PASSES = ("plain", "classify", "second")
@@ -188,15 +190,15 @@ class RapidOCRModel(KeepsConfiguration):
             total_ms = clock_ms() - start + steps.reused_ms
         return Answer(text, total_ms, total_ms, detected_ms, len(boxes), len(read), len(text))
 
-    def _pixels(self, steps: Steps) -> NDArray[np.uint8]:
+    def _pixels(self, steps: Steps) -> Pixels:
         """Return the picture as OpenCV has it: [h, w, 3], blue first."""
         return steps.take(
             ("pixels",), lambda: np.ascontiguousarray(_rgb(steps.request.image)[:, :, ::-1])
         )
 
     def _detect(
-        self, steps: Steps, pixels: NDArray[np.uint8], side: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        self, steps: Steps, pixels: Pixels, side: int
+    ) -> tuple[Floats, NDArray[np.float64]]:
         """Return boxes [B, 4, 2] in pixels of the picture, and their scores [B] in another
         order."""
 
@@ -208,9 +210,7 @@ class RapidOCRModel(KeepsConfiguration):
 
         return steps.take(("detect", side), detect)
 
-    def _read(
-        self, steps: Steps, pixels: NDArray[np.uint8], boxes: NDArray[np.float32], i: int
-    ) -> tuple[str, bool]:
+    def _read(self, steps: Steps, pixels: Pixels, boxes: Floats, i: int) -> tuple[str, bool]:
         """Return the text of a box, and whether the box stands upside down."""
         side = self.configuration["side"]
         passes = self.configuration["passes"]
@@ -243,7 +243,7 @@ class RapidOCRModel(KeepsConfiguration):
         return text, False
 
 
-def _rgb(image: Any) -> NDArray[np.uint8]:
+def _rgb(image: Any) -> Pixels:
     """Return the pixels [h, w, 3] of a PIL image or an array. Raises InputError for another
     array."""
     if hasattr(image, "convert"):
@@ -256,7 +256,7 @@ def _rgb(image: Any) -> NDArray[np.uint8]:
     return pixels
 
 
-def _crop(pixels: NDArray[np.uint8], box: NDArray[np.float32]) -> NDArray[np.uint8]:
+def _crop(pixels: Pixels, box: Floats) -> Pixels:
     """Return a box [4, 2] cut out upright."""
     from rapidocr.utils.process_img import get_rotate_crop_image
 
@@ -264,8 +264,8 @@ def _crop(pixels: NDArray[np.uint8], box: NDArray[np.float32]) -> NDArray[np.uin
 
 
 def box_features(
-    question: str, boxes: NDArray[np.float32], scores: NDArray[np.float64], size: tuple[int, ...]
-) -> NDArray[np.float32]:
+    question: str, boxes: Floats, scores: NDArray[np.float64], size: tuple[int, ...]
+) -> Floats:
     """Compute [57] statistics of detected boxes [B, 4, 2] with scores [B] on a picture of `size`
     (h, w): how many, how tall, long, tilted and sure they are, where they stand; and the same of
     the first boxes in reading order. Heights and lengths are logarithms of pixels, places shares of
@@ -305,7 +305,7 @@ def box_features(
     return features
 
 
-def question_features(question: str) -> NDArray[np.float32]:
+def question_features(question: str) -> Floats:
     """Describe a question, [8]: which aspect it asks for, its words / 10 and its letters / 50."""
     aspects = [float(aspect_of(question) == aspect) for aspect in ASPECTS]
     return np.array([*aspects, len(question.split()) / 10, len(question) / 50], np.float32)

@@ -375,12 +375,6 @@ def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
     refused("pip install")
 
 
-@pytest.mark.parametrize("wrong", [{"max_crops": 99}, {"top_k": 0}, {"experts": 2}])
-def test_knobs_that_cannot_be_set_are_said(llava, wrong):
-    with pytest.raises(InputError, match=next(iter(wrong))):
-        llava.answer([llava.first_stage(REQUESTS[0])], wrong)
-
-
 @pytest.mark.parametrize(("image", "question"), [("a.png", "Why?"), (picture(0), 3)])
 def test_what_is_no_picture_or_no_text_is_said(llava, image, question):
     with pytest.raises(InputError, match="PIL image and a text"):

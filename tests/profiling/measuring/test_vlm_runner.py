@@ -384,14 +384,6 @@ def test_the_command_names_what_was_changed():
     )
 
 
-def test_a_large_grid_is_sampled(tmp_path):
-    grid = {"max_crops": tuple(range(1, 9)), "num_active_blocks": (1, 2, 3)}
-    measured(tmp_path, replace(ONCE, **grid, count=6))
-    table = table_of(tmp_path)
-    assert table.select(KNOBS).n_unique() == 6
-    assert set(table["num_active_blocks"]) == {1, 2, 3}
-
-
 @pytest.mark.parametrize(
     ("wrong", "fault"),
     [
